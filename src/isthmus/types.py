@@ -127,13 +127,17 @@ NOBODY = Tenant()
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """The `weights` of tenants that have one of their own, and that of all others, `default`; 0: none has a share."""
+    """Of `tenants` with a weight of their own, and the weight of all others, `default`; 0: nobody has a share."""
 
-    weights: dict[str, float] = {}
+    tenants: tuple[Tenant, ...] = ()
     default: float = 0.0
 
+    def weight_of(self, tenant: str | None) -> float:
+        own = (each.weight for each in self.tenants if each.name == tenant)
+        return next(own, self.default) if tenant else 0.0
+
     def owner_of(self, tenant: str) -> Tenant:
-        weight = self.weights.get(tenant, self.default) if tenant else 0.0
+        weight = self.weight_of(tenant)
         return Tenant(tenant, weight) if weight else NOBODY
 
 

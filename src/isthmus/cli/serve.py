@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from isthmus.cli.engines import Served
     from isthmus.cluster.hosts import Hosts
     from isthmus.cluster.local import LocalCluster
-    from isthmus.config import Config
+    from isthmus.config import Config, TenantConfig
+    from isthmus.gateway.settings import TenantLimits
 
 
 def serve(
@@ -169,7 +170,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     from isthmus.cluster.hosts import planned_processes
     from isthmus.cluster.joining import JoinedCluster, check_joining
     from isthmus.cluster.local import LocalCluster
-    from isthmus.deploy import clusters_of, nodes_of, places_of
+    from isthmus.deploy import clusters_of, nodes_of, places_of, shares_of
     from isthmus.gateway.app import create_app
     from isthmus.gateway.settings import ApiKey, GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
@@ -208,9 +209,19 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         tbt_ms=config.slo.tbt_ms,
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
+        tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
+        limits=_limits(config.auth.default),
+        shares=shares_of(config),
+        names_tenants=config.auth.metrics == "tenants",
     )
     say_if_exact(config, card.no_reuse)
     return cluster, create_app(cluster.head, tokenizer, settings)
+
+
+def _limits(tenant: TenantConfig) -> TenantLimits:
+    from isthmus.gateway.settings import TenantLimits
+
+    return TenantLimits(tenant.requests_per_s, tenant.tokens_per_s, tenant.burst_s, tenant.concurrent)
 
 
 def _max_length(config: Config, model: Served) -> int:

@@ -7,7 +7,7 @@ from isthmus.config import Config
 from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.deploy.policies import make_known
 from isthmus.deploy.rates import bytes_per_s
-from isthmus.types import NS_PER_MS, NS_PER_S, Shares
+from isthmus.types import NS_PER_MS, NS_PER_S, Shares, Tenant
 
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
 """Those that a value of `network.compression` allows."""
@@ -53,7 +53,8 @@ def shares_of(config: Config) -> Shares:
     auth = config.auth
     if not (auth.keys or auth.tenants):
         return Shares()
-    return Shares({name: auth.of(name).weight for name in auth.tenants}, auth.default.weight)
+    own = tuple([Tenant(name, auth.of(name).weight) for name in auth.tenants])
+    return Shares(own, auth.default.weight)
 
 
 def links_of(config: Config) -> tuple[LinkRule, ...]:

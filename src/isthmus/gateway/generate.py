@@ -23,6 +23,7 @@ from isthmus.gateway.problems import status_of
 from isthmus.gateway.requests import GenerationRequest, parse_body
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
+from isthmus.gateway.tenants import account_of
 from isthmus.gateway.terms import Terms, terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.wire import Dialect, encode, usage_of
@@ -82,6 +83,10 @@ class GenerationEndpoint:
         arrival_s = time.perf_counter()
         asked = await _read(self.kind, scope, receive, self.service.settings)
         prepared = await self.plan(asked, hex_id(scope), terms_of(scope))
+        account = account_of(scope)
+        num_prompt = sum(map(len, prepared.prompts))
+        if account is not None:
+            account.check_prompt(num_prompt)
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
         if prepared.reuse is not Reuse.EXACT:
             await self.service.backend.ready_to_reuse()
@@ -90,10 +95,14 @@ class GenerationEndpoint:
         choices = self._submit(prepared, arrival_s)
         running = self.service.meter.running
         running.inc(len(choices))
+        if account is not None:
+            account.spend(num_prompt, "prompt")
         try:
             await answer(prepared, choices, dialect, receive, send)
         finally:
             running.dec(len(choices))
+            if account is not None:
+                account.spend(sum([choice.num_tokens for choice, _ in choices]), "generation")
 
     def _submit(self, prepared: PreparedRequest, arrival_s: float) -> TimedChoices:
         """Starts all jobs, or none. Raises what the backend raises."""

@@ -20,6 +20,7 @@ from isthmus.gateway.node_metrics import PREFIX, NodeMetrics
 from isthmus.gateway.offload_metrics import OffloadMetrics
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
+from isthmus.gateway.tenants import TenantMeter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -28,11 +29,12 @@ WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60
 
 
 class Meter:
-    """All metrics of one app, in a registry of their own."""
+    """All metrics of one app, in a registry of their own. `tenants`: those that name tenants, if any may."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, names_tenants: bool = False) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(NodeMetrics(backend))
+        self.tenants = TenantMeter(registry) if names_tenants else None
+        registry.register(NodeMetrics(backend, names_tenants=names_tenants))
         registry.register(_Refusals(backend))
         registry.register(OffloadMetrics(backend))
         self.first_token = self._tally(

@@ -209,6 +209,7 @@ class RequestPreparer:
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,
                         reuse=reuse,
+                        weight=self.settings.shares.weight_of(terms.tenant),
                     )
                 )
         return PreparedRequest(

@@ -100,8 +100,9 @@ class Admission:
         return indexes[0] if waits else index
 
     def _may_pass(self, index: int) -> bool:
-        """Among tenants; who does not depart holds nothing for which another node waits."""
-        return not self.waiting[index].departs or self._turns.may_pass(self.waiting, index, self._blocks)
+        """Among tenants."""
+        departs = self.waiting[index].departs
+        return self._turns.may_pass(self.waiting, index, self._blocks, holds=departs)
 
     def _pass_by(self) -> int | None:
         """The next whose donors are here, if that takes no memory which those before it wait for."""

@@ -27,10 +27,10 @@ class Incoming:
         sequence.state = EXPECTED
         self.expected.append(sequence)
 
-    def reserve(self, actions: Actions) -> None:
-        """Blocks for all for whom there are some."""
+    def reserve(self, actions: Actions, *, in_order: bool = False) -> None:
+        """Blocks for all for whom there are some; `in_order`: of their routes, whoever's turn it is."""
         while self.expected and self._num_reserved < self._max_sequences:
-            index = self._next()
+            index = 0 if in_order else self._next()
             sequence = self.expected[index]
             if not self._memory.reserve(sequence, self._batch.headroom):
                 return
@@ -46,7 +46,7 @@ class Incoming:
         """The first, or the first of the tenant whose turn it is."""
         turns = self._batch.turns
         index = turns.indexes(self.expected)[0] if turns.is_shared else 0
-        return index if not index or turns.may_pass(self.expected, index, self._blocks) else 0
+        return index if not index or turns.may_pass(self.expected, index, self._blocks, holds=True) else 0
 
     def _blocks(self, sequence: Sequence) -> int:
         return self._memory.to_receive(sequence) + self._memory.states.num_blocks

@@ -355,8 +355,10 @@ class Scheduler:
             if prompt.num_away:
                 self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
-        if incoming.expected and not waiting:
-            incoming.reserve(actions)
+        if incoming.expected and (not waiting or batch.turns.has_ahead):
+            # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
+            # computed, who wait for this node.
+            incoming.reserve(actions, in_order=bool(waiting))
         if self.pool.evicted:
             actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
         if decoding.sequences:

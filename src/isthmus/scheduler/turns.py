@@ -32,7 +32,7 @@ class Turns:
         self._reached = 0.0  # the counter of the tenant whose turn it was last
         self._waiting: abc.Collection[str] = ()  # tenants in the queue at the last look
         self._ahead: dict[RequestId, int] = {}  # blocks of those that passed others
-        self._max_ahead = limits.max_sequences - 1
+        self._max_sequences = limits.max_sequences
         self._room = limits.num_blocks - limits.num_blocks // 8  # the rest may be kept free for those that run
 
     def arrive(self, tenant: Tenant) -> None:
@@ -68,14 +68,19 @@ class Turns:
             self._served[tenant.name] = self._served.get(tenant.name, 0.0) + num_tokens / tenant.weight
 
     def may_pass(
-        self, queue: abc.Iterable[Sequence], index: int, blocks: abc.Callable[[Sequence], int]
+        self, queue: abc.Sequence[Sequence], index: int, blocks: abc.Callable[[Sequence], int], *, holds: bool
     ) -> bool:
-        """Whether those that pass others leave enough for any one that they passed, if this one does. `blocks`: that
-        one needs."""
-        needed = [blocks(each) for each in islice(queue, index + 1)]
-        own = needed.pop()
-        fits = sum(self._ahead.values()) + own + max(needed, default=0) <= self._room
-        return fits and len(self._ahead) < self._max_ahead
+        """Whether those that passed others leave enough for the one at `index`; and, if it `holds` memory for which
+        another node may wait, with it enough for any one before it. `blocks`: that one needs."""
+        taken = sum(self._ahead.values()) + blocks(queue[index])
+        if holds:
+            taken += max([blocks(each) for each in islice(queue, index)])
+        return taken <= self._room and len(self._ahead) + holds < self._max_sequences
+
+    @property
+    def has_ahead(self) -> bool:
+        """Whether anybody that passed others holds memory for which another node may wait."""
+        return bool(self._ahead)
 
     def passed(self, sequence: Sequence, num_blocks: int) -> None:
         """It passed others, and holds so many blocks until `gone`."""

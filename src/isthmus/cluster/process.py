@@ -34,7 +34,6 @@ from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Handler, Network, Session, address_of
 from isthmus.node import events
-from isthmus.scheduler import TierCache
 from isthmus.store import Store
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
@@ -233,9 +232,8 @@ class MemberProcess(ABC):
         """Present state and totals, by metric name."""
         return self.mover.gauges()
 
-    def tenant_gauges(self, tiers: TierCache | None) -> dict[str, float]:
-        """What the cache keeps of each tenant that has a share."""
-        sizes = tiers.sizes() if tiers is not None else {}
+    def tenant_gauges(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """What is kept of each tenant that has a share. `sizes`: in blocks."""
         size = self._introduction.layout.block_bytes
         return {f"tenant_cache_bytes/{name}": count * size for name, count in sizes.items() if name}
 

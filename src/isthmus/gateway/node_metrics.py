@@ -51,7 +51,7 @@ NODE_METRICS = {
     "cache_degraded": "1 while the SSD takes nothing (full, or it fails) and the cache is DRAM alone, else 0.",
     "cache_io_errors_total": "Reads and writes of the SSD that failed.",
     "cache_lost_blocks_total": "Blocks that could not be written when they had to, or read again.",
-    "tenant_cache_bytes": "Bytes that the cache keeps in DRAM and on SSD, by tenant, where metrics may name tenants.",
+    "tenant_cache_bytes": "Bytes of KV that the node keeps for later prompts, by tenant, where metrics may name them.",
     "cache_seal_mismatches_total": "Blocks found damaged on the SSD.",
     # A pipeline group, from its first stage.
     "pipeline_runs_total": "Batches that the first stage gave to the second.",

@@ -49,12 +49,12 @@ class PoolPrefixes:
             span, here = slice(sequence.named, full), sequence.num_held
             blocks = sequence.blocks[sequence.named - here : full - here]
             named = zip(blocks, names[span], strict=True)
-            stored = [name for block, name in named if pool.store(block, name)]
+            stored = [name for block, name in named if pool.store(block, name, sequence.tenant)]
             sequence.named = full
         if samples and sequence.snapshots:
             for snapshot in sequence.take_cached_snapshots():
                 named = zip(snapshot.blocks, memory.states.parts(names, snapshot.depth), strict=True)
-                stored += [name for block, name in named if pool.store(block, name)]
+                stored += [name for block, name in named if pool.store(block, name, sequence.tenant)]
                 memory.give_back(sequence.request, snapshot.blocks)
         return tuple(stored)
 

@@ -428,8 +428,7 @@ class Cluster:
     def _judge_victim(self, victim: RequestId, event: RequestArrived, waited: list[Route]) -> None:
         assert victim in self.routes and victim not in self.streaming
         facts = self.arrived[victim][0]
-        if facts.priority == event.priority:
-            assert facts.weight and event.weight and facts.tenant != event.tenant
+        if facts.weight and event.weight and facts.tenant != event.tenant:
             assert self._num_of(facts.tenant) / facts.weight > (self._num_of(event.tenant) + 1) / event.weight
         else:
             assert facts.priority < event.priority

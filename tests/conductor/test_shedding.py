@@ -161,7 +161,8 @@ def test_a_thinner_batch_makes_room_where_the_queue_counts() -> None:
     some.drain()
 
 
-def test_random_bursts_shed_rightly() -> None:
+@pytest.mark.parametrize("tenants", [False, True])
+def test_random_bursts_shed_rightly(tenants: bool) -> None:
     """The judge in `Cluster` sees who is turned away, for whom, and that it was not in vain."""
     shed = 0
     for seed in range(20):
@@ -172,8 +173,10 @@ def test_random_bursts_shed_rightly() -> None:
         for node, role in (("p1", P), ("p2", P), ("d1", D)):
             some.join(node, role)
         for at in range(60):
-            priority = random.choice([-1, 0, 0, 1, 2])
-            actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority)
+            priority, tenant = random.choice([-1, 0, 0, 1, 2]), {}
+            if tenants:
+                tenant = {"tenant": random.choice(["acme", "acme", "acme", "globex"]), "weight": 1.0}
+            actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority, **tenant)
             last = actions[-1]
             shed += isinstance(last, Route) and len(actions) > 1
             if random.random() < 0.3 and some.prefilling:
@@ -204,7 +207,6 @@ def test_a_tenant_below_its_share_takes_the_place_of_the_one_most_above() -> Non
     assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == "3"
     assert names(to_replace(view, arrival(10, tenant="acme", weight=1.0))) == ""
     assert names(to_replace(view, arrival(10))) == "", "who has no share has no claim"
-    assert names(to_replace(view, arrival(10, tenant="third", weight=1.0, priority=-1))) == ""
 
 
 def test_only_so_many_go_that_nobody_is_left_with_less_than_who_takes_their_place() -> None:
@@ -220,11 +222,25 @@ def test_a_weight_counts() -> None:
     assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == ""
 
 
-def test_a_lower_priority_goes_before_a_tenant_above_its_share() -> None:
-    view = shared(*[("acme", 1.0)] * 3)
+@pytest.mark.parametrize("priority", [-5, 0, 9])
+def test_a_priority_ranks_requests_of_its_own_tenant_only(priority: int) -> None:
+    """Whatever a flood says of itself, and whatever others say."""
+    view = shared(*[("acme", 1.0)] * 4, ("third", 1.0), priority=5)
     low = arrival(10, request="low", priority=-1, tenant="third", weight=1.0)
     accept(view, low, view.prefills[0], view.decodes[0], 10, 9 * MS)
-    assert names(waiting_below(view, view.prefills, arrival(10, tenant="third", weight=1.0))) == "low2"
+    asks = arrival(10, tenant="third", weight=1.0, priority=priority)
+    own = {-5: "", 0: "low", 9: "low4"}[priority]
+    assert names(waiting_below(view, view.prefills, asks)) == "3" + own
+    flood = arrival(10, tenant="acme", weight=1.0, priority=priority)
+    assert names(waiting_below(view, view.prefills, flood)) == {-5: "", 0: "", 9: "321"}[priority]
+
+
+def test_a_tenant_above_its_share_gives_its_lowest_priority_first() -> None:
+    view = view_of(P, D)
+    for at, priority in enumerate([0, 2, 1, 0, 1]):
+        request = arrival(10, request=str(at), priority=priority, tenant="acme", weight=1.0)
+        accept(view, request, view.prefills[0], view.decodes[0], 10, at * MS)
+    assert names(waiting_below(view, view.prefills, arrival(10, tenant="third", weight=1.0))) == "3421"
 
 
 def test_at_the_limit_tenants_come_to_equal_numbers() -> None:

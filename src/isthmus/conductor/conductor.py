@@ -292,7 +292,7 @@ class Conductor:
         actions: list[Action] = []
         for victim in victims:
             name, reason = victim.arrived.request, f"a request of priority {event.priority} needs the room"
-            if victim.arrived.priority == event.priority:
+            if victim.arrived.tenant != event.tenant and victim.arrived.weight and event.weight:
                 reason = "a tenant with less than its share needs the room"
             actions += self._withdraw(
                 victim, Refuse(name, "overloaded", reason, self.rules.retry_after_ms, "prefill"), now

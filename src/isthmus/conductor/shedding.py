@@ -1,11 +1,13 @@
 """Load is shed by priority, and between tenants by their shares: whom to turn away in place of an arriving request, of
 those that wait for prefill.
 
-Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first; then, of the same
-priority, those of tenants that have more requests in progress, next to their weights, than the arriving request's
-tenant would have. Of one priority and tenant the most work goes first where a queue is too long, so that few go for
-one, and the newest where too many would decode, since to take long prompts out lets more begin to decode.
-docs/policies.md has figures. Nobody is turned away unless that makes room for the request it is done for.
+Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first; of one priority
+the most work where a queue is too long, so that few go for one, and the newest where too many would decode, since to
+take long prompts out lets more begin to decode. docs/policies.md has figures. Nobody is turned away unless that makes
+room for the request it is done for.
+
+Clients say their priorities themselves, so these rank the requests of one tenant only. Of other tenants those go that
+have more requests in progress, next to their weights, than the arriving request's tenant would have, the most first.
 """
 
 from __future__ import annotations
@@ -48,20 +50,26 @@ def waiting_below(
     waiting.sort(key=newest_first)
     if order is not newest_first:
         waiting.sort(key=order)
-    found = [request for request in waiting if request.arrived.priority < arriving.priority]
-    found.sort(key=lambda request: request.arrived.priority)
-    return found + _above_share(view, waiting, arriving) if arriving.weight else found
+    waiting.sort(key=lambda request: request.arrived.priority)
+    above = _above_share(view, waiting, arriving) if arriving.weight else []
+    return above + [request for request in waiting if _ranks_below(request.arrived, arriving)]
+
+
+def _ranks_below(waiting: RequestArrived, arriving: RequestArrived) -> bool:
+    """By priority, which tenants that have shares give to their own requests."""
+    apart = waiting.weight and arriving.weight and waiting.tenant != arriving.tenant
+    return waiting.priority < arriving.priority and not apart
 
 
 def _above_share(view: View, waiting: Iterable[RequestView], arriving: RequestArrived) -> list[RequestView]:
-    """Of the same priority, those of tenants that have more than the arriving request's would; of each tenant, so many
-    that this stays true with one of them less. The tenant with the most goes first."""
+    """Those of other tenants that have more than the arriving request's would; of each tenant, in the order given, so
+    many that this stays true with one of them less. The tenant with the most goes first."""
     numbers = in_progress(view)
     level = (numbers[arriving.tenant] + 1) / arriving.weight
     ranked: list[tuple[float, RequestView]] = []
     for request in waiting:
         facts = request.arrived
-        if facts.priority != arriving.priority or not facts.weight or facts.tenant == arriving.tenant:
+        if not facts.weight or facts.tenant == arriving.tenant:
             continue
         above = numbers[facts.tenant] / facts.weight
         if above > level:

@@ -647,6 +647,13 @@ def test_tenants_choose_what_their_prompts_are_computed_with(
             "auth: {tenants: {acme: {weight: 2}}}",
             "auth.tenants: without API keys nobody knows whose a request is; give auth.keys",
         ),
+        *[
+            (
+                text,
+                "auth.default, auth.metrics: without API keys nobody knows whose a request is; give auth.keys",
+            )
+            for text in ("auth: {default: {concurrent: 1}}", "auth: {metrics: tenants}")
+        ],
         (
             f"{ACME[:-1]}, tenants: {{acme: {{}}, amce: {{}}}}}}",
             "auth.tenants: 'amce' has no key; did you mean 'acme'?",

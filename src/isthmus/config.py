@@ -40,6 +40,7 @@ _SECRETS = ("auth", "token")
 """What complaints never quote: somebody writes a key where its digest belongs."""
 DEFAULT_TENANT = "default"
 """Whose the keys are that come without a tenant: those of `--api-key` and of the environment."""
+_NOBODY_KNOWN = "without API keys nobody knows whose a request is"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -667,6 +668,8 @@ def with_keys(config: Config, given: Sequence[str]) -> Config:
         _check_tenant("reuse.tenants", tenant, tenants, "give auth.keys, or reuse.default for all")
     for tenant in config.auth.tenants:
         _check_tenant("auth.tenants", tenant, tenants, "give auth.keys")
+    if not tenants and config.auth.model_fields_set & {"default", "metrics"}:
+        raise ConfigError(f"auth.default, auth.metrics: {_NOBODY_KNOWN}; give auth.keys")
     auth = config.auth.model_copy(update={"keys": tuple(known.values())})
     return config.model_copy(update={"auth": auth})
 
@@ -675,7 +678,7 @@ def _check_tenant(option: str, tenant: str, known: Sequence[str], remedy: str) -
     """`known`: who has a key. A name that nobody's key has would have no effect, so it is a mistake. `remedy`: where
     there are no keys."""
     if not known:
-        raise ConfigError(f"{option}: without API keys nobody knows whose a request is; {remedy}")
+        raise ConfigError(f"{option}: {_NOBODY_KNOWN}; {remedy}")
     if tenant not in known:
         near = difflib.get_close_matches(tenant, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; tenants with keys: {', '.join(known)}"

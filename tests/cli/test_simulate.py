@@ -217,7 +217,9 @@ def test_shares_of_tenants_that_a_trace_names(isthmus: Command, config: Path, tm
     for auth in ("", "auth: {tenants: {globex: {weight: 4}}}\n"):
         config.write_text(plain + auth)
         figures = tmp_path / f"{len(means)}.json"
-        status, _, err = isthmus("simulate", "--config", config, "--workload", trace, "--json", figures, "--log", log)
+        status, _, err = isthmus(
+            "simulate", "--config", config, "--workload", trace, "--json", figures, "--log", log
+        )
         assert status == 0, err
         groups = json.loads(figures.read_bytes())["by_tenant"]
         means.append({name: groups[name]["ttft_s"]["mean"] for name in ("acme", "globex")})

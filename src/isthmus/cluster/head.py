@@ -87,6 +87,7 @@ class Head:
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._donors = Donors(card)
+        self._tenants: dict[str, str] = {}  # by what nodes call them
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -157,7 +158,9 @@ class Head:
         found: dict[str, dict[str, float]] = {}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
-                found.setdefault(name, {})[str(node)] = value
+                metric, slash, tenant = name.partition("/")
+                known = f"{metric}/{self._tenants.get(tenant, tenant)}" if slash else name
+                found.setdefault(known, {})[str(node)] = value
         return found
 
     def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
@@ -189,6 +192,8 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
+        if job.weight:
+            self._tenants[job.owner.name] = job.tenant
         stream = Stream(job, self._names(job), self._cancel)
         content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream

@@ -48,7 +48,8 @@ class Admission:
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
             return False
         del self.waiting[index]
-        self._turns.take(sequence, sequence.length - prefix.num_tokens)
+        # What is computed anew since others needed its blocks was had already.
+        self._turns.take(sequence, 0 if sequence.age else sequence.length - prefix.num_tokens)
         if index and sequence.departs:
             self._turns.passed(sequence, self._blocks(sequence))
         sequence.state = ADMITTED[sequence.state]

@@ -122,8 +122,8 @@ class Admission:
 
     def _leaves_enough(self, index: int) -> bool:
         """When this waiting request is admitted, any single one of those before it still could be."""
-        batch, size = self._batch, self._limits.block_size
-        needed = [-(-each.length // size) + each.num_scratch for each in islice(self.waiting, index + 1)]
+        batch = self._batch
+        needed = [self._blocks(each) for each in islice(self.waiting, index + 1)]
         fits = needed.pop() + max(needed) + batch.headroom <= self._memory.pool.available
         return fits and batch.num_placed + 1 < self._limits.max_sequences
 

@@ -110,12 +110,15 @@ class Conductor:
 
     def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
         victims: list[RequestView] = []
+        num_free = self.rules.max_requests - len(self.view.requests)
         num_kept = self._places.num_kept(self.view, event, now) if event.weight else 0
-        if len(self.view.requests) + num_kept >= self.rules.max_requests:
-            victims = to_replace(self.view, event) if len(self.view.requests) >= self.rules.max_requests else []
+        if num_free <= num_kept:
+            victims = to_replace(self.view, event) if num_free <= 0 else []
             if not victims:
                 self._places.refused(event, now)
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
+                if num_free > 0:
+                    reason = "the last places (limits.max_requests) are for tenants with less than their share"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
         placement = self._router.place(event, now)
         if placement is None:

@@ -120,6 +120,7 @@ class Conductor:
                 if num_free > 0:
                     reason = "the last places (limits.max_requests) are for tenants with less than their share"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
+        self._places.taken(event)
         placement = self._router.place(event, now)
         if placement is None:
             return self._unplaced(event, victims, now)
@@ -135,7 +136,6 @@ class Conductor:
             assert placement is not None
         request = RequestView(event, now)
         self.view.requests[event.request] = request
-        self._places.taken(event)
         cluster = placement.prefill.cluster
         cluster.recent.accept(now)
         if self._learns_lengths:
@@ -246,7 +246,6 @@ class Conductor:
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
         actions = self._turn_away(victims, event, now)
         request = self.view.requests[event.request] = RequestView(event, now)
-        self._places.taken(event)
         return [*actions, self._wait_for_room(request, "no memory is free for it")]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:

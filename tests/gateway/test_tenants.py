@@ -131,7 +131,7 @@ def test_requests_in_progress_are_counted_until_their_answers_end(
 
 def test_other_tenants_have_the_default(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
     limits = TenantLimits(requests_per_s=1 / 3600, **SLOW)
-    post = app_of(backend, tokenizer, TenantLimits(), limits=limits)
+    post = app_of(backend, tokenizer, TenantLimits(), tenant_default=limits)
     for _ in range(3):
         assert complete(post, ACME).status_code == 200
     assert complete(post, GLOBEX).status_code == 200

@@ -210,7 +210,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
         tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
-        limits=_limits(config.auth.default),
+        tenant_default=_limits(config.auth.default),
         shares=shares_of(config),
         names_tenants=config.auth.metrics == "tenants",
     )

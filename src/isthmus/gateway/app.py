@@ -84,10 +84,10 @@ def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter)
     if not settings.keys:
         return []
     guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
-    limits = [settings.limits, *settings.tenant_limits.values()]
+    limits = [settings.tenant_default, *settings.tenant_limits.values()]
     if not (settings.names_tenants or any(each.is_limited for each in limits)):
         return [guard]
-    quotas = Quotas(settings.tenant_limits, settings.limits)
+    quotas = Quotas(settings.tenant_limits, settings.tenant_default)
     return [guard, Middleware(TenantGate, quotas=quotas, meter=meter.tenants, refuse=refuse)]
 
 

@@ -49,6 +49,6 @@ class GatewaySettings:
     tenant_limits: Mapping[str, TenantLimits] = field(
         default_factory=dict
     )  # of tenants that have some of their own
-    limits: TenantLimits = TenantLimits()  # of each other tenant
+    tenant_default: TenantLimits = TenantLimits()  # of each other tenant
     shares: Shares = field(default_factory=Shares)
     names_tenants: bool = False  # in metrics

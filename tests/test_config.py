@@ -56,9 +56,10 @@ network.compression tls.mode tls.folder tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
 limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory
-limits.grammars_memory limits.greeting_s limits.greetings limits.wait_s auth.keys
+limits.grammars_memory limits.greeting_s limits.greetings limits.wait_s auth.keys auth.tenants auth.metrics
 limits.header_bytes limits.headers limits.header_s limits.body_s limits.bodies limits.connections
 https.certificate https.key
+auth.default.requests_per_s auth.default.tokens_per_s auth.default.burst_s auth.default.concurrent auth.default.weight
 lending.policy lending.reserve lending.period_s
 reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
 """.split()
@@ -358,7 +359,7 @@ def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option
     for section in reversed(sections):
         nested = {section: nested}
     names_it = (f"{option}: ", f"{option}.no: ")  # of options that are names and values, the name, too
-    assert complaint(file, repr(nested)).startswith(names_it if option == "reuse.tenants" else names_it[0])
+    assert complaint(file, repr(nested)).startswith(names_it if option.endswith(".tenants") else names_it[0])
 
 
 def test_a_cost_curve_is_a_file_or_its_values(file: Path) -> None:
@@ -646,6 +647,21 @@ def test_tenants_choose_what_their_prompts_are_computed_with(
             "reuse.tenants: 'globex' has no key; tenants with keys: acme",
         ),
         (ACME + "\nreuse: {tenants: {default: exact}}", "reuse.tenants: 'default' has no key"),
+        (
+            "auth: {tenants: {acme: {weight: 2}}}",
+            "auth.tenants: without API keys nobody knows whose a request is; give auth.keys",
+        ),
+        *[
+            (
+                text,
+                "auth.default, auth.metrics: without API keys nobody knows whose a request is; give auth.keys",
+            )
+            for text in ("auth: {default: {concurrent: 1}}", "auth: {metrics: tenants}")
+        ],
+        (
+            f"{ACME[:-1]}, tenants: {{acme: {{}}, amce: {{}}}}}}",
+            "auth.tenants: 'amce' has no key; did you mean 'acme'?",
+        ),
     ],
 )
 def test_a_tenant_without_a_key_is_one_line(
@@ -657,6 +673,35 @@ def test_a_tenant_without_a_key_is_one_line(
     with pytest.raises(ConfigError) as caught:
         with_keys(config, [])
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+# What tenants may ask for.
+
+
+def test_a_tenant_has_its_own_limits_and_for_the_rest_the_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    tenants = "tenants: {acme: {concurrent: 3, weight: 2}}, default: {concurrent: 9, requests_per_s: 0.5}"
+    auth = with_keys(loaded(file, f"{ACME[:-1]}, {tenants}, metrics: tenants}}"), ["sk-flag"]).auth
+    assert auth.metrics == "tenants"
+    acme, other = auth.of("acme"), auth.of(DEFAULT_TENANT)
+    assert (acme.concurrent, acme.requests_per_s, acme.weight) == (3, 0.5, 2.0)
+    assert (other.concurrent, other.requests_per_s, other.weight) == (9, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tenants: {acme: {weigth: 2}}", "unknown key 'auth.tenants.acme.weigth'; did you mean 'weight'?"),
+        ("tenants: {acme: {concurrent: 0}}", "auth.tenants.acme.concurrent: Input should be greater than"),
+        ("default: {requests_per_s: 0}", "auth.default.requests_per_s: Input should be greater than 0"),
+        ("default: {weight: .inf}", "auth.default.weight: Input should be less than or equal to 1000"),
+        ("metrics: tenant", "auth.metrics: Input should be 'none' or 'tenants'"),
+    ],
+)
+def test_limits_of_tenants_that_make_no_sense_are_refused(file: Path, text: str, expected: str) -> None:
+    assert complaint(file, f"auth: {{{text}}}").startswith(expected)
 
 
 def test_reuse_by_default_needs_no_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

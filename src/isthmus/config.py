@@ -40,6 +40,7 @@ _SECRETS = ("auth", "token")
 """What complaints never quote: somebody writes a key where its digest belongs."""
 DEFAULT_TENANT = "default"
 """Whose the keys are that come without a tenant: those of `--api-key` and of the environment."""
+_NOBODY_KNOWN = "without API keys nobody knows whose a request is"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -390,10 +391,36 @@ class KeyConfig(_Section):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+class TenantConfig(_Section):
+    """What one tenant may ask for at most, None: as much as it likes. `requests_per_s`, `tokens_per_s` (of prompts and
+    answers): on average, with so much at once as comes in `burst_s` of it; `concurrent`: HTTP requests in progress.
+    `weight`: of its share, next to others', of queues and caches that are full."""
+
+    requests_per_s: float | None = Field(None, gt=0, le=1e9)
+    tokens_per_s: float | None = Field(None, gt=0, le=1e12)
+    burst_s: float = Field(10.0, gt=0, le=3600)
+    concurrent: int | None = Field(None, ge=1)
+    weight: float = Field(1.0, ge=1e-3, le=1e3)
+
+
 class AuthConfig(_Section):
-    """Who may use the gateway; no keys: everybody. A tenant may have several keys, a key has one tenant."""
+    """Who may use the gateway; no keys: everybody. A tenant may have several keys, a key has one tenant.
+
+    `tenants`: what tenants of `keys` may ask for; `default`: what the others may, and these where they say nothing.
+    `metrics`: whether metrics name tenants.
+    """
 
     keys: tuple[KeyConfig, ...] = ()
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+    default: TenantConfig = TenantConfig()
+    metrics: Literal["none", "tenants"] = "none"
+
+    def of(self, tenant: str) -> TenantConfig:
+        """What a tenant may ask for."""
+        own = self.tenants.get(tenant)
+        if own is None:
+            return self.default
+        return self.default.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
     @model_validator(mode="after")
     def _one_tenant_each(self) -> AuthConfig:
@@ -693,7 +720,7 @@ def api_key(option: str, given: str | None = None) -> str | None:
 def with_keys(config: Config, given: Sequence[str]) -> Config:
     """With the keys of `--api-key` and the environment beside those of the file, which says whose its own are.
 
-    All tenants are known then, so that `reuse.tenants` is checked here. Raises ConfigError.
+    All tenants are known then, so that those that sections name are checked here. Raises ConfigError.
     """
     keys = [api_key("--api-key", key) for key in given]
     plain = [key for key in [*keys, api_key("--api-key")] if key is not None]
@@ -702,20 +729,24 @@ def with_keys(config: Config, given: Sequence[str]) -> Config:
         known.setdefault(digest, KeyConfig(tenant=DEFAULT_TENANT, sha256=digest))
     tenants = list(dict.fromkeys(key.tenant for key in known.values()))
     for tenant in config.reuse.tenants:
-        _check_tenant(tenant, tenants)
-    return config.model_copy(update={"auth": AuthConfig(keys=tuple(known.values()))})
+        _check_tenant("reuse.tenants", tenant, tenants, "give auth.keys, or reuse.default for all")
+    for tenant in config.auth.tenants:
+        _check_tenant("auth.tenants", tenant, tenants, "give auth.keys")
+    if not tenants and config.auth.model_fields_set & {"default", "metrics"}:
+        raise ConfigError(f"auth.default, auth.metrics: {_NOBODY_KNOWN}; give auth.keys")
+    auth = config.auth.model_copy(update={"keys": tuple(known.values())})
+    return config.model_copy(update={"auth": auth})
 
 
-def _check_tenant(tenant: str, known: Sequence[str]) -> None:
-    """`known`: who has a key. A name that nobody's key has would have no effect, so it is a mistake."""
+def _check_tenant(option: str, tenant: str, known: Sequence[str], remedy: str) -> None:
+    """`known`: who has a key. A name that nobody's key has would have no effect, so it is a mistake. `remedy`: where
+    there are no keys."""
     if not known:
-        raise ConfigError(
-            "reuse.tenants: without API keys nobody knows whose a request is; give auth.keys, or reuse.default for all"
-        )
+        raise ConfigError(f"{option}: {_NOBODY_KNOWN}; {remedy}")
     if tenant not in known:
         near = difflib.get_close_matches(tenant, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; tenants with keys: {', '.join(known)}"
-        raise ConfigError(f"reuse.tenants: {tenant!r} has no key{hint}")
+        raise ConfigError(f"{option}: {tenant!r} has no key{hint}")
 
 
 def key_digest(key: str) -> str:

@@ -115,12 +115,38 @@ class Reused(msgspec.Struct, frozen=True, array_like=True):
     recomputed: int
 
 
+class Tenant(msgspec.Struct, frozen=True):
+    """Who shares a cluster with others, by `name`; `weight`: of its share, next to theirs. Without a name: nobody in
+    particular, as all requests are where nobody needs a key."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+NOBODY = Tenant()
+
+
+class Shares(msgspec.Struct, frozen=True):
+    """Of `tenants` with a weight of their own, and the weight of all others, `default`; 0: nobody has a share."""
+
+    tenants: tuple[Tenant, ...] = ()
+    default: float = 0.0
+
+    def weight_of(self, tenant: str | None) -> float:
+        own = (each.weight for each in self.tenants if each.name == tenant)
+        return next(own, self.default) if tenant else 0.0
+
+    def owner_of(self, tenant: str) -> Tenant:
+        weight = self.weight_of(tenant)
+        return Tenant(tenant, weight) if weight else NOBODY
+
+
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate, as the gateway hands it to the cluster.
 
-    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting. A higher
-    `priority` is refused last; `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. `reuse`: which KV it
-    may be computed with.
+    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting; with a `weight`
+    above 0 it has a share of the cluster (`Tenant`). A higher `priority` is refused last; `ttft_ms`, `tbt_ms`: its own
+    limits, None takes the deployment's. `reuse`: which KV it may be computed with.
     """
 
     request: RequestId
@@ -133,6 +159,12 @@ class Job(msgspec.Struct, frozen=True):
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     reuse: Reuse = Reuse.EXACT
+    weight: float = 0.0
+
+    @property
+    def owner(self) -> Tenant:
+        """Whose share it is computed in."""
+        return Tenant(self.tenant, self.weight) if self.weight else NOBODY
 
 
 class Generated(msgspec.Struct, frozen=True):

@@ -203,3 +203,27 @@ def test_a_fault_of_nothing_there_is_one_line(
     status, out, err = isthmus("simulate", "--config", config, "--workload", LONG_AND_SHORT, *fault)
     assert status == 2 and out == ""
     assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and says in err
+
+
+def test_shares_of_tenants_that_a_trace_names(isthmus: Command, config: Path, tmp_path: Path) -> None:
+    """100 prompts of acme, then 5 of globex, all at once: whose first tokens come when, is said by `auth`."""
+    trace, log = tmp_path / "trace.jsonl", tmp_path / "log.jsonl"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 1, "hash_ids": [%d, %d], "tenant": "%s"}\n'
+    asked = [(0, 2 * at, 2 * at + 1, "acme") for at in range(100)]
+    asked += [(1, 1000 + at, 2000 + at, "globex") for at in range(5)]
+    trace.write_text("".join(line % each for each in asked))
+    plain = config.read_text()
+    means = []
+    for auth in ("", "auth: {tenants: {globex: {weight: 4}}}\n"):
+        config.write_text(plain + auth)
+        figures = tmp_path / f"{len(means)}.json"
+        status, _, err = isthmus(
+            "simulate", "--config", config, "--workload", trace, "--json", figures, "--log", log
+        )
+        assert status == 0, err
+        groups = json.loads(figures.read_bytes())["by_tenant"]
+        means.append({name: groups[name]["ttft_s"]["mean"] for name in ("acme", "globex")})
+    assert means[0]["globex"] > 1.5 * means[0]["acme"]
+    assert means[1]["globex"] < 0.2 * means[1]["acme"]
+    status, out, _ = isthmus("replay", log)
+    assert status == 0 and "identical decisions" in out

@@ -175,10 +175,20 @@ class Cluster:
         priority: int = 0,
         ttft_ms: int | None = None,
         tbt_ms: int | None = None,
+        tenant: str = "",
+        weight: float = 0.0,
     ) -> list[Action]:
         return self.on(
             RequestArrived(
-                RequestId(request), "", num_tokens, max_tokens, tuple(names), priority, ttft_ms, tbt_ms
+                RequestId(request),
+                tenant,
+                num_tokens,
+                max_tokens,
+                tuple(names),
+                priority,
+                ttft_ms,
+                tbt_ms,
+                weight=weight,
             )
         )
 
@@ -404,7 +414,9 @@ class Cluster:
         elif refuse.code == "overloaded":
             full = len(self.routes) + len(self.waiting) >= self.rules.max_requests
             limits = (self.rules.ttft_ms, self.rules.tbt_ms, facts.ttft_ms, facts.tbt_ms)
-            assert full or (self.rules.admission != "none" and any(limits)), "refused for no reason"
+            refused = [self.arrived[name][0].tenant for name, how in self.ended.items() if how == "refused"]
+            kept = facts.weight and len(self.routes) + len(set(refused)) >= self.rules.max_requests
+            assert full or kept or (self.rules.admission != "none" and any(limits)), "refused for no reason"
             assert refuse.stage in ("prefill", "decode")
         else:
             assert not self._fits(facts), "refused though there is room"
@@ -426,10 +438,17 @@ class Cluster:
 
     def _judge_victim(self, victim: RequestId, event: RequestArrived, waited: list[Route]) -> None:
         assert victim in self.routes and victim not in self.streaming
-        assert self.arrived[victim][0].priority < event.priority
+        facts = self.arrived[victim][0]
+        if facts.weight and event.weight and facts.tenant != event.tenant:
+            assert self._num_of(facts.tenant) / facts.weight > (self._num_of(event.tenant) + 1) / event.weight
+        else:
+            assert facts.priority < event.priority
         queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
         assert isinstance(self.log[-1][2][-1], Route), "turned away in vain"
+
+    def _num_of(self, tenant: str) -> int:
+        return sum(self.arrived[request][0].tenant == tenant for request in self.routes)
 
     def _fits(self, facts: RequestArrived) -> bool:
         length = facts.num_tokens + facts.max_tokens

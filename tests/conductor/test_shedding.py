@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from isthmus.conductor import Abort, Action, Route, Rules
-from isthmus.conductor.shedding import to_replace, to_shorten, to_thin, waiting_below
+from isthmus.conductor.shedding import KEPT_NS, to_replace, to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import View
 from isthmus.types import NodeId, RequestId, Role
 
@@ -30,20 +30,20 @@ def names(found: list) -> str:  # type: ignore[type-arg]
 
 def test_lower_priorities_go_first_and_of_one_the_newest() -> None:
     view = queued(0, 0, 1, -5, 0, 2, 1)
-    assert names(waiting_below(view.prefills, 2)) == "341" + "62"
-    assert names(waiting_below(view.prefills, 1)) == "341"
-    assert names(waiting_below(view.prefills, 0)) == "3"
-    assert names(waiting_below(view.prefills, -5)) == ""
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=2))) == "341" + "62"
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=1))) == "341"
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=0))) == "3"
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=-5))) == ""
 
 
 def test_who_is_in_service_or_got_a_token_stays() -> None:
     view = queued(0, 0, 0)
     view.requests[RequestId("1")].streaming = True  # a second attempt
-    assert names(waiting_below(view.prefills, 9)) == "2"
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
     view.first_token(view.requests[RequestId("0")], 0)
-    assert names(waiting_below(view.prefills, 9)) == "2"
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
     view.unassign(view.requests[RequestId("1")], 0)
-    assert names(waiting_below(view.prefills, 9)) == ""
+    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == ""
 
 
 def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
@@ -53,8 +53,8 @@ def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
     for at, (priority, work_ms) in enumerate([(0, 90), (0, 10), (0, 40), (-1, 5), (0, 40), (0, 20)]):
         accept(view, arrival(10, request=str(at), priority=priority), node, view.decodes[0], work_ms, at * MS)
     asks = arrival(10, priority=1)
-    assert names(to_shorten(node, asks, 45 * MS)) == "34"
-    assert names(to_shorten(node, asks, 46 * MS)) == "342"
+    assert names(to_shorten(view, node, asks, 45 * MS)) == "34"
+    assert names(to_shorten(view, node, asks, 46 * MS)) == "342"
     assert names(to_replace(view, asks)) == "3"
     assert names(to_replace(view, arrival(10, priority=0))) == "3"
     assert names(to_replace(view, arrival(10, priority=-1))) == ""
@@ -67,11 +67,11 @@ def test_just_enough_are_turned_away_to_shorten_a_queue() -> None:
     view = queued(0, 0, 0, 0)
     node = view.prefills[0]
     asks = arrival(10, priority=1)
-    assert names(to_shorten(node, asks, 1)) == "3"
-    assert names(to_shorten(node, asks, 10 * MS)) == "3"
-    assert names(to_shorten(node, asks, 10 * MS + 1)) == "32"
-    assert names(to_shorten(node, asks, 30 * MS)) == "321"
-    assert names(to_shorten(node, asks, 30 * MS + 1)) == ""  # all of them would be in vain
+    assert names(to_shorten(view, node, asks, 1)) == "3"
+    assert names(to_shorten(view, node, asks, 10 * MS)) == "3"
+    assert names(to_shorten(view, node, asks, 10 * MS + 1)) == "32"
+    assert names(to_shorten(view, node, asks, 30 * MS)) == "321"
+    assert names(to_shorten(view, node, asks, 30 * MS + 1)) == ""  # all of them would be in vain
 
 
 def test_just_enough_are_turned_away_to_thin_a_batch_to_come() -> None:
@@ -161,7 +161,8 @@ def test_a_thinner_batch_makes_room_where_the_queue_counts() -> None:
     some.drain()
 
 
-def test_random_bursts_shed_rightly() -> None:
+@pytest.mark.parametrize("tenants", [False, True])
+def test_random_bursts_shed_rightly(tenants: bool) -> None:
     """The judge in `Cluster` sees who is turned away, for whom, and that it was not in vain."""
     shed = 0
     for seed in range(20):
@@ -172,8 +173,10 @@ def test_random_bursts_shed_rightly() -> None:
         for node, role in (("p1", P), ("p2", P), ("d1", D)):
             some.join(node, role)
         for at in range(60):
-            priority = random.choice([-1, 0, 0, 1, 2])
-            actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority)
+            priority, tenant = random.choice([-1, 0, 0, 1, 2]), {}
+            if tenants:
+                tenant = {"tenant": random.choice(["acme", "acme", "acme", "globex"]), "weight": 1.0}
+            actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority, **tenant)
             last = actions[-1]
             shed += isinstance(last, Route) and len(actions) > 1
             if random.random() < 0.3 and some.prefilling:
@@ -184,3 +187,105 @@ def test_random_bursts_shed_rightly() -> None:
                 some.end(random.choice(list(some.routes)))
         some.drain()
     assert shed >= 30
+
+
+# Tenants.
+
+
+def shared(*tenants: tuple[str, float], priority: int = 0) -> View:
+    """One prefill node's queue, one request a ms, named by their order."""
+    view = view_of(P, D)
+    for at, (tenant, weight) in enumerate(tenants):
+        request = arrival(10, request=str(at), priority=priority, tenant=tenant, weight=weight)
+        accept(view, request, view.prefills[0], view.decodes[0], 10, at * MS)
+    return view
+
+
+def test_a_tenant_below_its_share_takes_the_place_of_the_one_most_above() -> None:
+    view = shared(*[("acme", 1.0)] * 4, *[("globex", 1.0)] * 2, ("third", 1.0))
+    assert names(to_replace(view, arrival(10, tenant="third", weight=1.0))) == "3"
+    assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == "3"
+    assert names(to_replace(view, arrival(10, tenant="acme", weight=1.0))) == ""
+    assert names(to_replace(view, arrival(10))) == "", "who has no share has no claim"
+
+
+def test_only_so_many_go_that_nobody_is_left_with_less_than_who_takes_their_place() -> None:
+    view = shared(*[("acme", 1.0)] * 5, *[("globex", 1.0)] * 4)
+    waiting = waiting_below(view, view.prefills, arrival(10, tenant="third", weight=0.5))
+    assert names(waiting) == "4" + "83" + "72"  # down to two of each, which is what the new one counts as
+
+
+def test_a_weight_counts() -> None:
+    view = shared(*[("acme", 2.0)] * 4, *[("globex", 1.0)] * 3)
+    assert names(to_replace(view, arrival(10, tenant="third", weight=1.0))) == "6"
+    assert names(to_replace(view, arrival(10, tenant="acme", weight=2.0))) == "6"
+    assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == ""
+
+
+@pytest.mark.parametrize("priority", [-5, 0, 9])
+def test_a_priority_ranks_requests_of_its_own_tenant_only(priority: int) -> None:
+    """Whatever a flood says of itself, and whatever others say."""
+    view = shared(*[("acme", 1.0)] * 4, ("third", 1.0), priority=5)
+    low = arrival(10, request="low", priority=-1, tenant="third", weight=1.0)
+    accept(view, low, view.prefills[0], view.decodes[0], 10, 9 * MS)
+    asks = arrival(10, tenant="third", weight=1.0, priority=priority)
+    own = {-5: "", 0: "low", 9: "low4"}[priority]
+    assert names(waiting_below(view, view.prefills, asks)) == "3" + own
+    flood = arrival(10, tenant="acme", weight=1.0, priority=priority)
+    assert names(waiting_below(view, view.prefills, flood)) == {-5: "", 0: "", 9: "321"}[priority]
+
+
+def test_a_tenant_above_its_share_gives_its_lowest_priority_first() -> None:
+    view = view_of(P, D)
+    for at, priority in enumerate([0, 2, 1, 0, 1]):
+        request = arrival(10, request=str(at), priority=priority, tenant="acme", weight=1.0)
+        accept(view, request, view.prefills[0], view.decodes[0], 10, at * MS)
+    assert names(waiting_below(view, view.prefills, arrival(10, tenant="third", weight=1.0))) == "3421"
+
+
+def test_at_the_limit_tenants_come_to_equal_numbers() -> None:
+    some = full(Rules(max_requests=5))
+    for at in range(5):
+        some.arrives(f"a{at}", tenant="acme", weight=1.0)
+    assert ends(some.arrives("a5", tenant="acme", weight=1.0)) == [("Refuse", "a5")]
+    assert ends(some.arrives("b0", tenant="globex", weight=1.0)) == [("Refuse", "a4"), ("Route", "b0")]
+    assert ends(some.arrives("b1", tenant="globex", weight=1.0)) == [("Refuse", "a3"), ("Route", "b1")]
+    assert ends(some.arrives("b2", tenant="globex", weight=1.0)) == [("Refuse", "b2")]
+    assert ends(some.arrives("a6", tenant="acme", weight=1.0)) == [("Refuse", "a6")]
+    some.drain()
+
+
+def test_a_queue_that_is_too_long_is_shortened_by_the_tenant_above_its_share() -> None:
+    some = full(Rules(admission="baseline", ttft_ms=100))
+    for name in "abcde":
+        assert ends(some.arrives(name, 20, tenant="acme", weight=1.0)) == [("Route", name)]
+    assert ends(some.arrives("f", 20, tenant="acme", weight=1.0)) == [("Refuse", "f")]
+    assert ends(some.arrives("g", 20, tenant="globex", weight=1.0)) == [("Refuse", "e"), ("Route", "g")]
+    some.drain()
+
+
+def test_a_place_that_becomes_free_is_kept_for_who_was_refused_below_its_share() -> None:
+    """All of one tenant's have got tokens, so that none can be turned away; and it asks again at once."""
+    some = full(Rules(max_requests=3))
+    for name in "abc":
+        some.arrives(name, tenant="acme", weight=1.0)
+        some.first_token(name)
+    assert ends(some.arrives("x", tenant="globex", weight=1.0)) == [("Refuse", "x")]
+    some.end("a")
+    assert ends(some.arrives("d", tenant="acme", weight=1.0)) == [("Refuse", "d")]
+    assert ends(some.arrives("y", tenant="globex", weight=1.0)) == [("Route", "y")]
+    some.end("b")
+    assert ends(some.arrives("e", tenant="acme", weight=1.0)) == [("Route", "e")]
+    some.drain()
+
+
+def test_a_place_is_not_kept_for_long() -> None:
+    some = full(Rules(max_requests=2))
+    for name in "ab":
+        some.arrives(name, tenant="acme", weight=1.0)
+        some.first_token(name)
+    assert ends(some.arrives("x", tenant="globex", weight=1.0)) == [("Refuse", "x")]
+    some.end("a")
+    some.now += KEPT_NS
+    assert ends(some.arrives("c", tenant="acme", weight=1.0)) == [("Route", "c")]
+    some.drain()

@@ -50,9 +50,19 @@ def arrival(
     priority: int = 0,
     ttft_ms: int | None = None,
     tbt_ms: int | None = None,
+    tenant: str = "",
+    weight: float = 0.0,
 ) -> RequestArrived:
     return RequestArrived(
-        RequestId(request), "", num_tokens, max_tokens, tuple(names), priority, ttft_ms, tbt_ms
+        RequestId(request),
+        tenant,
+        num_tokens,
+        max_tokens,
+        tuple(names),
+        priority,
+        ttft_ms,
+        tbt_ms,
+        weight=weight,
     )
 
 

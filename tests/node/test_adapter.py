@@ -58,7 +58,7 @@ from isthmus.node.events import (
     Woken,
 )
 from isthmus.scheduler import TierCache
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.types import BlockName, NodeId, RequestId, Role, Tenant
 
 from .world import SIZE, fetch_of, route_of
 
@@ -117,6 +117,18 @@ def test_a_prompt_waits_for_what_its_route_fetches_and_uses_what_came() -> None:
     assert ended[-2:] == [FetchFinished(RequestId("r"), 1), Submit(KEY, 3)]
     node.on(Over(KEY), 4)
     node.check_idle()
+
+
+def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone() -> None:
+    node = node_of(P0)
+    order = msgspec.structs.replace(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), tenant=Tenant("acme"))
+    node.on(order, 1)
+    node.on(Forget(KEY), 2)
+    node.on(FetchEnded(KEY, 3), 3)
+    filled = msgspec.structs.replace(order, key=RequestId("s#1"), tenant=Tenant("globex"), names=(21, 22))
+    node.on(msgspec.structs.replace(filled, route=route_of("s", P0, P0)), 4)
+    node.on(Filled(RequestId("s#1"), (21, 22)), 5)
+    assert node.tiers is not None and node.tiers.sizes() == {"acme": 3, "globex": 2}
 
 
 def test_without_a_cache_nothing_is_fetched() -> None:
@@ -508,7 +520,8 @@ class Random:
         self.live.add(key)
         self.keys.append(key)
         route = route_of(f"r{self.number}", prefill, decode, **fields)
-        self.tell(Begin(key, part, route, len(names) * SIZE + 1, len(names) * SIZE + 9, names))
+        tenant = self.draw.choice([Tenant("acme"), Tenant("globex")])
+        self.tell(Begin(key, part, route, len(names) * SIZE + 1, len(names) * SIZE + 9, names, tenant))
 
     def params(self, key: RequestId) -> bytes:
         return b"" if self.tiers else key.encode()

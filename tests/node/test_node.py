@@ -40,7 +40,7 @@ from isthmus.node.events import (
     Woken,
 )
 from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
-from isthmus.types import NodeId, RequestId, Role
+from isthmus.types import NOBODY, NodeId, RequestId, Role, Tenant
 
 from .world import SIZE, Asked, Place, World, fetch_of, limits_of, route_of
 
@@ -61,6 +61,9 @@ class Drawn:
 
 
 H0, H1, H2 = NodeId("h0"), NodeId("h1"), NodeId("h2")
+TENANTS = st.sampled_from(
+    [(NOBODY,), (NOBODY,), (Tenant("acme"), Tenant("globex", 2.0), Tenant("third"), NOBODY)]
+)
 
 
 def world_of(
@@ -100,12 +103,15 @@ def ask(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
     st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
     st.sampled_from([0, 0, 2]),
     st.sampled_from([1, 1, 2]),
+    TENANTS,
 )
 def test_whatever_comes_all_ends_and_adds_up(
-    seed: int, tiers: tuple[int, int], state_blocks: int, stages: int
+    seed: int, tiers: tuple[int, int], state_blocks: int, stages: int, tenants: tuple[Tenant, ...]
 ) -> None:
+    """Tenants may share names here, which no live ones do."""
     draw = Drawn(seed)
     world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, stages=stages)
+    world.tenants = tenants
     for number in range(12):
         ask(world, draw, number, state_blocks)
         for _ in range(draw(20)):
@@ -127,13 +133,15 @@ def test_whatever_comes_all_ends_and_adds_up(
     st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
     st.sampled_from([0, 0, 2]),
     st.integers(6, 40),
+    TENANTS,
 )
 def test_kv_lies_with_holders_whatever_comes(
-    seed: int, tiers: tuple[int, int], state_blocks: int, num_blocks: int
+    seed: int, tiers: tuple[int, int], state_blocks: int, num_blocks: int, tenants: tuple[Tenant, ...]
 ) -> None:
     """Every token that is computed finds all before it once, with its holders in order and at home."""
     draw = Drawn(seed)
     world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, report_ns=7)
+    world.tenants = tenants
     for name in (H0, H1, H2):
         world.places[name], world.index[name] = Place(name, num_blocks, None, report_ns=7), {}
     for number in range(10):

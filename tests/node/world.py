@@ -95,7 +95,7 @@ from isthmus.scheduler import (
     Stepped,
     TierCache,
 )
-from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
+from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Role, Tenant, Tier
 
 SIZE = 4
 
@@ -208,6 +208,7 @@ class World:
     def __init__(self, places: list[Place], choose: Callable[[int], int]) -> None:
         self.places = {place.name: place for place in places}
         self._choose = choose
+        self.tenants: tuple[Tenant, ...] = (NOBODY,)
         self.now = 0
         self.pending: list[tuple[object, Place, Any]] = []  # channel: what comes over one comes in order
         self.asked: dict[RequestId, Asked] = {}
@@ -227,7 +228,8 @@ class World:
             parts = {route.prefill: Role.MIXED}
         for name, part in parts.items():
             stop = asked.num_tokens + asked.answer
-            begin = Begin(asked.key, part, route, asked.num_tokens, stop, asked.names)
+            tenant = self.tenants[crc32(route.request.encode()) % len(self.tenants)]
+            begin = Begin(asked.key, part, route, asked.num_tokens, stop, asked.names, tenant)
             self.tell(self.places[name], begin)
 
     def forget(self, asked: Asked) -> None:

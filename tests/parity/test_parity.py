@@ -220,6 +220,24 @@ def test_caches_fetches_and_answers_are_the_same(policy: str, shape: str, tiers:
     assert kinds["BlocksStored"] and kinds["BlocksEvicted"]
 
 
+AUTH = {"auth.tenants": {"globex": {"weight": 3}}}
+
+
+def of_tenants(requests: Sequence[VirtualRequest]) -> list[VirtualRequest]:
+    """Each conversation is of one of two, whose blocks have other names."""
+    tenants = [("acme", "globex")[request.tokens[0] == 7] for request in requests]
+    pairs = zip(requests, tenants, strict=True)
+    return [msgspec.structs.replace(request, tenant=tenant, salt=tenant) for request, tenant in pairs]
+
+
+@matrix("order, shape, tiers", ["fcfs", "promise"], SHAPES, [{}, {"cache.dram": "512KiB"}, TIERS])
+def test_turns_and_shares_of_tenants_are_the_same(order: str, shape: str, tiers: dict[str, Any]) -> None:
+    knobs = {"scheduling.order": order, "engine.max_sequences": 4, "limits.max_requests": 40, **SLO, **tiers}
+    log = same_logs({**knobs, **AUTH, **SHAPES[shape]}, of_tenants(chats(80, MS)))
+    actions = actions_of(log)
+    assert actions["Refuse"] and actions["Route"] > 40
+
+
 LINKED = {
     "engine.cost": None,
     "clusters": {
@@ -403,6 +421,7 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "network.handover_gbps": st.sampled_from([None, 1]),
     "network.compression": st.sampled_from(["none", "lossless"]),
     "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
+    "auth.tenants": st.sampled_from([{}, {}, AUTH["auth.tenants"]]),
 }
 FAULTS = st.sampled_from(
     [
@@ -428,7 +447,8 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     where: dict[str, Any] = LINKED if shape == "linked" else SHAPES[shape]
     if shape not in ("3P2D", "2P2D1M"):
         faults = Faults()
-    same_logs({**knobs, **where}, chats(30, 4 * MS, seed=seed, longest=300), faults)
+    requests = chats(30, 4 * MS, seed=seed, longest=300)
+    same_logs({**knobs, **where}, of_tenants(requests) if knobs["auth.tenants"] else requests, faults)
 
 
 OTHERS = {Path("examples/plan/attention.yaml"), *Path("examples/kubernetes").glob("*.yaml")}

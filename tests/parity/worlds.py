@@ -74,6 +74,7 @@ def _workload(config: Config, deployment: Deployment, requests: Sequence[Virtual
                 num_tokens=len(request.tokens),
                 output_tokens=request.output_tokens,
                 blocks=names,
+                tenant=request.tenant,
                 priority=request.priority,
                 ttft_slo_ms=request.ttft_ms,
                 tbt_slo_ms=request.tbt_ms,

@@ -76,6 +76,15 @@ def test_who_leaves_takes_no_memory_that_those_it_overtakes_need(leaves: bool, f
     assert door.admits() == first
 
 
+@pytest.mark.parametrize(("num_blocks", "first"), [(28, "long"), (29, "short")])
+def test_snapshots_of_a_state_are_part_of_what_those_it_overtakes_need(num_blocks: int, first: str) -> None:
+    """11 and 2 blocks of KV, each with as many as four snapshots of two blocks."""
+    door = Door(num_blocks, order="promise", state_blocks=2)
+    door.arrive("long", 44, work_ms=50, departs=True)
+    door.arrive("short", 8, work_ms=10, departs=True)
+    assert door.admits() == first
+
+
 def test_out_of_order_only_while_all_before_it_could_still_go() -> None:
     door = Door(20)
     door.arrive("first", 40)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isthmus.scheduler import BlockPool
-from isthmus.types import BlockName
+from isthmus.types import BlockName, Tenant
 
 
 def name(*path: int) -> BlockName:
@@ -182,3 +184,44 @@ def test_more_than_is_available_is_our_bug() -> None:
 def test_naming_a_block_that_nobody_holds_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         BlockPool(1).store(0, name(0))
+
+
+# Shares.
+
+
+def keep(pool: BlockPool, tenant: Tenant, first: int, count: int) -> None:
+    """A prompt of a tenant, computed and over."""
+    blocks = pool.allocate(count)
+    for at, block in enumerate(blocks):
+        assert pool.store(block, cast(BlockName, f"{tenant.name}-{first}-{at}"), tenant)
+    pool.release(blocks)
+    pool.check()
+
+
+@pytest.mark.parametrize(("weight", "kept"), [(1.0, 20), (3.0, 30)])
+def test_one_tenants_prompts_leave_another_its_share_its_heads_first(weight: float, kept: int) -> None:
+    pool, globex = BlockPool(40), Tenant("globex", weight)
+    for number in range(4):
+        keep(pool, globex, number, 10)
+    assert pool.sizes() == {"": 0, "globex": 40}
+    for number in range(100):
+        keep(pool, Tenant("acme"), number, 4)
+    # What a prompt is about to fill is nobody's yet, and was given by both.
+    assert kept - 4 <= pool.sizes()["globex"] <= kept and sum(pool.sizes().values()) == 40
+    names = [cast(BlockName, f"globex-3-{at}") for at in range(10)]
+    assert len(pool.match(names)) == 10, "its oldest went"
+    assert set(pool.take_evicted()) >= {f"globex-0-{at}" for at in range(10)}
+
+
+def test_what_is_in_use_is_not_given_whoever_is_above_its_share() -> None:
+    pool, acme = BlockPool(10), Tenant("acme")
+    held = pool.allocate(8)
+    for at, block in enumerate(held):
+        pool.store(block, cast(BlockName, f"acme-{at}"), acme)
+    keep(pool, Tenant("globex"), 0, 2)
+    keep(pool, Tenant("globex"), 1, 2)
+    assert pool.sizes() == {"": 0, "acme": 8, "globex": 2}
+    assert pool.take_evicted() == ("globex-0-1", "globex-0-0")
+    pool.release(held)
+    keep(pool, Tenant("globex"), 2, 2)
+    assert pool.sizes() == {"": 0, "acme": 6, "globex": 4}

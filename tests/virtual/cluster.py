@@ -70,6 +70,7 @@ class VirtualRequest(msgspec.Struct, frozen=True):
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     sampling: Sampling = Sampling(temperature=0.0)
+    tenant: str = ""
 
 
 class Outcome(msgspec.Struct):
@@ -322,10 +323,12 @@ class VirtualCluster:
             tokens=request.tokens,
             max_tokens=max_tokens,
             sampling=msgspec.structs.replace(request.sampling, stop_tokens=stops),
+            tenant=request.tenant,
             salt=request.salt,
             priority=request.priority,
             ttft_ms=request.ttft_ms,
             tbt_ms=request.tbt_ms,
+            weight=self.deployment.shares.weight_of(request.tenant),
         )
 
     def _last_token(self, request: VirtualRequest) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from isthmus.cli.engines import Served
     from isthmus.cluster.hosts import Hosts
     from isthmus.cluster.local import LocalCluster
-    from isthmus.config import Config
-    from isthmus.gateway.settings import HttpLimits
+    from isthmus.config import Config, TenantConfig
+    from isthmus.gateway.settings import HttpLimits, TenantLimits
 
 FEW_CONNECTIONS = 1024
 """With fewer the operator is told why."""
@@ -193,7 +193,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     from isthmus.cluster.hosts import planned_processes
     from isthmus.cluster.joining import JoinedCluster, check_joining
     from isthmus.cluster.local import LocalCluster
-    from isthmus.deploy import clusters_of, nodes_of, places_of
+    from isthmus.deploy import clusters_of, nodes_of, places_of, shares_of
     from isthmus.gateway.app import create_app
     from isthmus.gateway.preparing import Preparing
     from isthmus.gateway.settings import ApiKey, GatewaySettings
@@ -241,6 +241,10 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
         http=_http_limits(config, len(nodes)),
+        tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
+        tenant_default=_limits(config.auth.default),
+        shares=shares_of(config),
+        names_tenants=config.auth.metrics == "tenants",
     )
     say_if_exact(config, card.no_reuse)
     preparing = Preparing(card, tokenizer, settings, model.tokenizer)
@@ -268,6 +272,12 @@ def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
         bodies=limits.bodies,
         connections=connections,
     )
+
+
+def _limits(tenant: TenantConfig) -> TenantLimits:
+    from isthmus.gateway.settings import TenantLimits
+
+    return TenantLimits(tenant.requests_per_s, tenant.tokens_per_s, tenant.burst_s, tenant.concurrent)
 
 
 def _max_length(config: Config, model: Served) -> int:

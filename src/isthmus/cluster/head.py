@@ -97,6 +97,7 @@ class Head:
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._donors = Donors(card)
         self._alias_of = alias_of  # what conductor and nodes call a tenant
+        self._tenants: dict[str, str] = {}  # by what nodes call them
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -167,7 +168,9 @@ class Head:
         found: dict[str, dict[str, float]] = {REFUSED: {"head": self._server.refused}}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
-                found.setdefault(name, {})[str(node)] = value
+                metric, slash, tenant = name.partition("/")
+                known = f"{metric}/{self._tenants.get(tenant, tenant)}" if slash else name
+                found.setdefault(known, {})[str(node)] = value
         return found
 
     def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
@@ -199,7 +202,9 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
-        job = msgspec.structs.replace(job, tenant=self._alias_of(job.tenant))
+        tenant, job = job.tenant, msgspec.structs.replace(job, tenant=self._alias_of(job.tenant))
+        if job.weight:
+            self._tenants[job.owner.name] = tenant
         stream = Stream(job, self._names(job), self._cancel)
         content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream
@@ -214,6 +219,7 @@ class Head:
                 ttft_ms=job.ttft_ms,
                 tbt_ms=job.tbt_ms,
                 content=content,
+                weight=job.weight,
             )
         )
         if stream.error is not None:
@@ -314,6 +320,7 @@ class Head:
                 num_tokens=len(tokens),
                 stop_length=len(job.tokens) + job.max_tokens,
                 names=stream.names,
+                tenant=job.owner,
             )
             donors = self._donors.of(route, job) if part is not Role.DECODE else ()
             self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt, donors))

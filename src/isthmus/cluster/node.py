@@ -198,7 +198,7 @@ class NodeProcess(EngineProcess):
                 "kv_blocks_transfer": scheduler.num_transfer,
                 "kv_blocks_hosted": scheduler.num_hosted,
                 "kv_blocks_evicted_total": self._blocks_evicted,
-            }
+            } | self.tenant_gauges((scheduler.tiers or pool).sizes())
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 

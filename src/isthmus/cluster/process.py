@@ -266,6 +266,11 @@ class MemberProcess(ABC):
             found["tls_certificate_seconds"] = self._credentials.left_s
         return found
 
+    def tenant_gauges(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """What is kept of each tenant that has a share. `sizes`: in blocks."""
+        size = self._introduction.layout.block_bytes
+        return {f"tenant_cache_bytes/{name}": count * size for name, count in sizes.items() if name}
+
     def wake(self, wake: events.Wake) -> None:
         delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
         self.loop.call_later(delay_s, self.fact, events.Woken())

@@ -44,7 +44,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.lending import Lending
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
+from isthmus.conductor.shedding import Places, to_replace, to_shorten, to_thin
 from isthmus.conductor.view import Held, Kept, NodeView, Placement, RequestView, View
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
@@ -76,6 +76,7 @@ class Conductor:
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
         self._lending = Lending(self.view, rules)
+        self._places = Places()
         self._short: dict[RequestId, None] = {}  # on hold until memory is free, of holders too
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -109,11 +110,17 @@ class Conductor:
 
     def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
         victims: list[RequestView] = []
-        if len(self.view.requests) >= self.rules.max_requests:
-            victims = to_replace(self.view, event)
+        num_free = self.rules.max_requests - len(self.view.requests)
+        num_kept = self._places.num_kept(self.view, event, now) if event.weight else 0
+        if num_free <= num_kept:
+            victims = to_replace(self.view, event) if num_free <= 0 else []
             if not victims:
+                self._places.refused(event, now)
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
+                if num_free > 0:
+                    reason = "the last places (limits.max_requests) are for tenants with less than their share"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
+        self._places.taken(event)
         request, placement = RequestView(event, now), self._router.place(event, now)
         if placement is None:
             return self._unplaced(request, victims, self.rules.wait_ms, now)
@@ -299,16 +306,17 @@ class Conductor:
     ) -> list[RequestView]:
         """Waiting requests of lower priority whose refusal makes room for this one."""
         if overload.stage == "prefill":
-            return to_shorten(placement.prefill, event, overload.excess)
+            return to_shorten(self.view, placement.prefill, event, overload.excess)
         if not self._admission.sees_queues:
             return []  # who waits does not count there
         return to_thin(self.view, event, math.ceil(overload.excess), now + placement.ttft_ns)
 
     def _turn_away(self, victims: list[RequestView], event: RequestArrived, now: int) -> list[Action]:
-        reason = f"a request of priority {event.priority} needs the room"
         actions: list[Action] = []
         for victim in victims:
-            name = victim.arrived.request
+            name, reason = victim.arrived.request, f"a request of priority {event.priority} needs the room"
+            if victim.arrived.tenant != event.tenant and victim.arrived.weight and event.weight:
+                reason = "a tenant with less than its share needs the room"
             actions += self._withdraw(
                 victim, Refuse(name, "overloaded", reason, self.rules.retry_after_ms, "prefill"), now
             )

@@ -18,7 +18,7 @@ from isthmus.attempts import (
 from isthmus.cost import Cost
 from isthmus.types import BlockName, NodeId, RequestId, Reuse, Role
 
-RECORDING_FORMAT = 5
+RECORDING_FORMAT = 6
 """Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
 
 
@@ -110,7 +110,8 @@ class Content(msgspec.Struct, frozen=True):
 class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     """A request of `num_tokens` prompt tokens whose full blocks have `names`.
 
-    `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. A higher `priority` is refused last.
+    `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. A higher `priority` is refused last. `weight`: of
+    its tenant's share next to others', 0: it has none, as where there are no API keys.
     """
 
     request: RequestId
@@ -122,6 +123,7 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     content: Content | None = None
+    weight: float = 0.0
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import Place, places_of
 from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s
 from isthmus.deploy.reading import kv_memory_of, nodes_of, role_facts
-from isthmus.deploy.rules import links_of, rules_of
+from isthmus.deploy.rules import links_of, rules_of, shares_of
 from isthmus.deploy.shape import node_threads, shaped
 
 __all__ = [
@@ -43,4 +43,5 @@ __all__ = [
     "rooted",
     "rules_of",
     "shaped",
+    "shares_of",
 ]

@@ -7,7 +7,7 @@ from isthmus.config import Config
 from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.deploy.policies import make_known
 from isthmus.deploy.rates import bytes_per_s
-from isthmus.types import NS_PER_MS, NS_PER_S
+from isthmus.types import NS_PER_MS, NS_PER_S, Shares, Tenant
 
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
 """Those that a value of `network.compression` allows."""
@@ -47,6 +47,15 @@ def rules_of(config: Config) -> Rules:
         reuse_prompts=config.reuse.max_prompts,
         reuse_tokens=config.reuse.min_tokens,
     )
+
+
+def shares_of(config: Config) -> Shares:
+    """Of tenants; none has any where the section auth names neither keys nor tenants."""
+    auth = config.auth
+    if not (auth.keys or auth.tenants):
+        return Shares()
+    own = tuple([Tenant(name, auth.of(name).weight) for name in auth.tenants])
+    return Shares(own, auth.default.weight)
 
 
 def links_of(config: Config) -> tuple[LinkRule, ...]:

@@ -33,12 +33,14 @@ from isthmus.gateway.problems import (
     problem_json,
     status_of,
 )
+from isthmus.gateway.quotas import Quotas
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.gateway.responses.body import ResponsesRequest
 from isthmus.gateway.responses.reply import ResponsesReply
 from isthmus.gateway.responses.wire import ResponsesDialect
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
+from isthmus.gateway.tenants import TenantGate
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.traffic import Traffic
@@ -56,7 +58,7 @@ def create_app(
     settings = settings or GatewaySettings()
     traffic = Traffic(settings.http)
     preparing = preparing or Preparing(backend.card, tokenizer, settings)
-    meter = Meter(backend, preparing, traffic)
+    meter = Meter(backend, preparing, traffic, names_tenants=settings.names_tenants)
     operations = _operations(backend, tokenizer, settings, meter, preparing)
 
     @cache
@@ -79,15 +81,21 @@ def create_app(
 
 
 def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
-    """What asks for a key, if there are any."""
+    """What asks for a key, if there are any, and what tenants' limits ask, if they have any."""
 
     def refuse(error: Exception) -> Response:
         meter.failed(status_of(error))
         return _problem(error)
 
     opened = {each.path for each in operations if each.open}
+    if not settings.keys:
+        return []
     guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
-    return [guard] if settings.keys else []
+    limits = [settings.tenant_default, *settings.tenant_limits.values()]
+    if not (settings.names_tenants or any(each.is_limited for each in limits)):
+        return [guard]
+    quotas = Quotas(settings.tenant_limits, settings.tenant_default)
+    return [guard, Middleware(TenantGate, quotas=quotas, meter=meter.tenants, refuse=refuse)]
 
 
 def _operations(

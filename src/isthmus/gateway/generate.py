@@ -23,6 +23,7 @@ from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.problems import STOPPING, status_of
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
+from isthmus.gateway.tenants import account_of
 from isthmus.gateway.terms import terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.wire import Dialect, usage_of
@@ -76,6 +77,10 @@ class GenerationEndpoint:
         arrival_s = time.perf_counter()
         body, terms = await read_body(scope, receive, self.service.settings.max_body_bytes), terms_of(scope)
         prepared = await self.service.preparing(self.name, body, hex_id(scope), terms)
+        account = account_of(scope)
+        num_prompt = sum(map(len, prepared.prompts))
+        if account is not None:
+            account.check_prompt(num_prompt)
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
         if prepared.reuse is not Reuse.EXACT:
             await self.service.backend.ready_to_reuse()
@@ -84,10 +89,14 @@ class GenerationEndpoint:
         choices = self._submit(prepared, arrival_s)
         running = self.service.meter.running
         running.inc(len(choices))
+        if account is not None:
+            account.spend(num_prompt, "prompt")
         try:
             await answer(prepared, choices, dialect, receive, send)
         finally:
             running.dec(len(choices))
+            if account is not None:
+                account.spend(sum([choice.num_tokens for choice, _ in choices]), "generation")
 
     def _submit(self, prepared: PreparedRequest, arrival_s: float) -> TimedChoices:
         """Starts all jobs, or none. Raises what the backend raises."""

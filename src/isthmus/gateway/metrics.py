@@ -21,6 +21,7 @@ from isthmus.gateway.offload_metrics import OffloadMetrics
 from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
+from isthmus.gateway.tenants import TenantMeter
 from isthmus.gateway.traffic import Traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,13 +31,16 @@ WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60
 
 
 class Meter:
-    """All metrics of one app, in a registry of their own."""
+    """All metrics of one app, in a registry of their own. `tenants`: those that name tenants, if any may."""
 
-    def __init__(self, backend: Backend, preparing: Preparing, traffic: Traffic) -> None:
+    def __init__(
+        self, backend: Backend, preparing: Preparing, traffic: Traffic, *, names_tenants: bool = False
+    ) -> None:
         self._registry = registry = CollectorRegistry()
+        self.tenants = TenantMeter(registry) if names_tenants else None
         registry.register(_Preparing(preparing))
         registry.register(_TrafficMetrics(traffic))
-        registry.register(NodeMetrics(backend))
+        registry.register(NodeMetrics(backend, names_tenants=names_tenants))
         registry.register(_Refusals(backend))
         registry.register(OffloadMetrics(backend))
         self.first_token = self._tally(

@@ -55,6 +55,7 @@ NODE_METRICS = {
     "cache_degraded": "1 while the SSD takes nothing (full, failing, not opened) and the cache is DRAM alone, else 0.",
     "cache_io_errors_total": "Reads and writes of the SSD that failed.",
     "cache_lost_blocks_total": "Blocks that could not be written when they had to, or read again.",
+    "tenant_cache_bytes": "Bytes of KV that the node keeps for later prompts, by tenant, where metrics may name them.",
     "cache_seal_mismatches_total": "Blocks found damaged on the SSD.",
     # A pipeline group, from its first stage.
     "pipeline_runs_total": "Batches that the first stage gave to the second.",
@@ -86,21 +87,34 @@ NODE_METRICS = {
 
 
 class NodeMetrics(Collector):
-    """Read when Prometheus asks, with a label `node`."""
+    """Read when Prometheus asks, with a label `node`. What a node reports of one tenant, as `METRIC/TENANT`, has a
+    label `tenant` as well, and is shown only if metrics may name tenants."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, *, names_tenants: bool = False) -> None:
+        self._backend, self._names_tenants = backend, names_tenants
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing is known before the nodes report; without this the registry would ask them at once."""
         return []
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        of_tenants: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, by_node in self._backend.gauges().items():
-            short = name.removeprefix(PREFIX)
-            family_of = CounterMetricFamily if short.endswith("_total") else GaugeMetricFamily
-            text = NODE_METRICS.get(short, "Reported by the nodes.")
-            family = family_of(PREFIX + short, text, labels=["node"])
+            short, _, tenant = name.removeprefix(PREFIX).partition("/")
+            if tenant:
+                family = of_tenants.setdefault(short, self._family(short, "node", "tenant"))
+                for node, value in by_node.items():
+                    family.add_metric([node, tenant], value)
+                continue
+            family = self._family(short, "node")
             for node, value in by_node.items():
                 family.add_metric([node], value)
             yield family
+        if self._names_tenants:
+            yield from of_tenants.values()
+
+    @staticmethod
+    def _family(short: str, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
+        family_of = CounterMetricFamily if short.endswith("_total") else GaugeMetricFamily
+        text = NODE_METRICS.get(short, "Reported by the nodes.")
+        return family_of(PREFIX + short, text, labels=labels)

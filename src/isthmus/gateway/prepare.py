@@ -205,6 +205,7 @@ class RequestPreparer:
         """Raises RequestError."""
         n = request.n or 1
         reuse = reuse_of(terms, _scored(request), self.settings, self.card)
+        weight = self.settings.shares.weight_of(terms.tenant)
         jobs: list[Job] = []
         for prompt in prompts:
             for sampling in sampler.for_prompt(n):
@@ -220,6 +221,7 @@ class RequestPreparer:
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,
                         reuse=reuse,
+                        weight=weight,
                     )
                 )
         return PreparedRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from isthmus.errors import IsthmusError, OverloadedError, RequestError, UnavailableError
@@ -39,6 +41,20 @@ class HeadersTooLargeError(RequestError):
     http_status = 431
 
 
+class RateLimitError(OverloadedError):
+    """A tenant asks for more than `allowed`: by its `limit`, an option of `auth.tenants`."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, allowed: str, wait_s: float) -> None:
+        retry_after_s = max(1, math.ceil(wait_s))
+        super().__init__(
+            f"this API key's tenant may have {allowed} ({limit}); try again in {retry_after_s} s",
+            retry_after_s=retry_after_s,
+        )
+        self.limit = limit
+
+
 class Problem(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -64,7 +80,7 @@ def problem_json(error: BaseException) -> bytes:
     """The error object for a body or an SSE event. A bug's own message stays in the log."""
     message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
     param = error.param if isinstance(error, RequestError) else None
-    code = error.code if isinstance(error, RequestError) else _code(status_of(error))
+    code = error.code if isinstance(error, RequestError | RateLimitError) else _code(status_of(error))
     return msgspec.json.encode(ProblemBody(Problem(message, _type(status_of(error)), param, code)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
-from isthmus.types import Reuse
+from isthmus.types import Reuse, Shares
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,21 @@ class HttpLimits:
     body_s: float = 30.0
     bodies: int = 128 * 1024 * 1024  # bytes of all that are not whole yet
     connections: int = 640
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """What a tenant may ask for; None: as much as it likes. Rates are kept on average, with so much at once as comes in
+    `burst_s`. `concurrent`: HTTP requests in progress."""
+
+    requests_per_s: float | None = None
+    tokens_per_s: float | None = None
+    burst_s: float = 10.0
+    concurrent: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return any(limit is not None for limit in (self.requests_per_s, self.tokens_per_s, self.concurrent))
 
 
 @dataclass(frozen=True)
@@ -53,3 +68,9 @@ class GatewaySettings:
     tbt_ms: int | None = None
     reuse: Reuse = Reuse.EXACT
     tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)  # of tenants that have another
+    tenant_limits: Mapping[str, TenantLimits] = field(
+        default_factory=dict
+    )  # of tenants that have some of their own
+    tenant_default: TenantLimits = TenantLimits()  # of each other tenant
+    shares: Shares = field(default_factory=Shares)
+    names_tenants: bool = False  # in metrics

@@ -29,7 +29,7 @@ from isthmus.node import events
 from isthmus.node.loans import Loans, num_present
 from isthmus.node.node import SEVERED_NS, TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
-from isthmus.types import DECODE, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
@@ -116,7 +116,7 @@ class Adapter:
             events.Moved: self._moved,
             events.Wanted: lambda event, _, actions: self._loans.wanted(event, actions),
             events.Enough: lambda event, _, actions: self._loans.enough(event),
-            events.Filled: lambda event, _, actions: self._keep(event.names, actions, event.key),
+            events.Filled: self._filled,
             events.Lost: self._lost,
             events.Recovered: self._recovered,
             events.Held: self._held,
@@ -170,7 +170,7 @@ class Adapter:
             self.tiers.pin(event.names)
         fetch = event.fetch
         if fetch is not None and self.tiers is not None:
-            self._fetch(event.key, fetch, event.names, actions)
+            self._fetch(event.key, fetch, event, actions)
         else:
             self._gathered(attempt, now, actions)
 
@@ -192,7 +192,7 @@ class Adapter:
         attempt.state = SUBMITTED
         if self.tiers is not None:
             num_blocks = self.tiers.match(names)[0]
-            self._keep(names[:num_blocks], actions, key)  # it is used
+            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
         actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
 
     def _answered(self, event: events.Answered, now: int, actions: list[events.Action]) -> None:
@@ -321,7 +321,7 @@ class Adapter:
         if present < len(begin.names):
             attempt.state = FETCHING
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
-            self._fetch(handover_key(event.key), order, begin.names, actions)
+            self._fetch(handover_key(event.key), order, begin, actions)
         else:
             self._take_over(attempt, actions)
 
@@ -345,8 +345,11 @@ class Adapter:
 
     # Fetching from other nodes.
 
-    def _fetch(self, key: RequestId, order: FetchOrder, names: Names, actions: list[events.Action]) -> None:
-        wanted = events.Fetch(key, order.source, names[: order.stop], order.start, codec=order.codec)
+    def _fetch(
+        self, key: RequestId, order: FetchOrder, begin: events.Begin, actions: list[events.Action]
+    ) -> None:
+        names = begin.names[: order.stop]
+        wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
         self._fetches[key] = wanted, 0
         actions.append(wanted)
 
@@ -357,14 +360,14 @@ class Adapter:
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
         fetch, _ = self._fetches.get(event.key, (None, 0))
         if fetch is not None:
-            self._keep(fetch.names[: num_present(self.tiers, fetch, event.stop)], actions, fetch.key)
+            self._keep_fetched(fetch, event.stop, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it."""
         fetch, _ = self._fetches.pop(event.key, (None, 0))
         if fetch is None:
             return  # a node of this name asked for it that is gone
-        self._keep(fetch.names[: num_present(self.tiers, fetch, event.stop)], actions, fetch.key)
+        self._keep_fetched(fetch, event.stop, actions)
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._gathered(attempt, now, actions)
@@ -376,9 +379,18 @@ class Adapter:
 
     # What is kept.
 
-    def _keep(self, names: Names, actions: list[events.Action], key: RequestId) -> None:
+    def _filled(self, event: events.Filled, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        tenant = attempt.begin.tenant if attempt is not None else NOBODY
+        self._keep(event.names, actions, event.key, tenant)
+
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, actions: list[events.Action]) -> None:
+        names = fetch.names[: num_present(self.tiers, fetch, stop)]
+        self._keep(names, actions, fetch.key, fetch.tenant)
+
+    def _keep(self, names: Names, actions: list[events.Action], key: RequestId, tenant: Tenant) -> None:
         if self._keeper is not None:
-            self._keeper.keep(names, actions, key)
+            self._keeper.keep(names, actions, key, tenant=tenant)
 
     def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
         if self._keeper is not None and event.names:

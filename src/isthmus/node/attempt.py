@@ -35,7 +35,7 @@ class Attempt(Sequence):
         """`departs`: it leaves the batch when its prompt is computed."""
         Sequence.__init__(self, begin.key, begin.num_tokens, begin.stop_length)
         route = begin.route
-        self.begin = begin  # what the node was told
+        self.begin, self.tenant = begin, begin.tenant  # what the node was told
         self.extent = extent  # what is handed over
         self.fetch: FetchOrder | None = None  # what it gets from another node
         self.started = False  # its first chunk was in a run

@@ -28,7 +28,11 @@ class Donors:
                 key = RequestId(f"{attempt.request}~{number}")
                 order = donor.fetch
                 names = donor.names[: order.stop]
-                found.append(events.Fetch(key, order.source, names, order.start, codec=order.codec))
+                found.append(
+                    events.Fetch(
+                        key, order.source, names, order.start, codec=order.codec, tenant=attempt.tenant
+                    )
+                )
                 self._fetches[key] = attempt
         return found
 

@@ -19,7 +19,7 @@ from isthmus.scheduler import Drop as Drop
 from isthmus.scheduler import Load as Load
 from isthmus.scheduler import Promote as Promote
 from isthmus.scheduler import Save as Save
-from isthmus.types import DECODE, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, NOBODY, BlockName, NodeId, RequestId, Role, Tenant
 
 # From the head.
 
@@ -28,7 +28,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
 
     `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
-    does both here. The times in `route` are of this node's clock. `names`: of the prompt's full blocks.
+    does both here. The times in `route` are of this node's clock. `names`: of the prompt's full blocks. `tenant`: in
+    whose share of the node it is computed and kept.
     """
 
     key: RequestId
@@ -37,6 +38,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
     stop_length: int
     names: tuple[BlockName, ...] = ()
+    tenant: Tenant = NOBODY
 
     @property
     def fetch(self) -> FetchOrder | None:
@@ -343,7 +345,8 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
     """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
-    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Wanted`."""
+    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Wanted`; `tenant`: in whose
+    share what comes is kept."""
 
     key: RequestId
     source: NodeId
@@ -351,6 +354,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     start: int
     whole: bool = False
     codec: str = "none"
+    tenant: Tenant = NOBODY
 
 
 class EndFetch(msgspec.Struct, frozen=True, tag=True):

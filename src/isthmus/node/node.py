@@ -292,7 +292,7 @@ class Node:
     def _without_cache(begin: events.Begin) -> events.Begin:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
-        return events.Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
+        return msgspec.structs.replace(begin, route=alone, names=())
 
     def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
         self._next_role = event.role
@@ -417,7 +417,7 @@ class Node:
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
             names, whole = names + state_names(names[-1], self._state_blocks), True
-        wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec)
+        wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
         self._fetches[begin.key] = wanted, 0
         actions.append(wanted)
 
@@ -463,7 +463,7 @@ class Node:
     def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
         """The cache gets a prefix that is here, a part of it from another node."""
         if stop:
-            self.scheduler.keep(fetch.names[:stop], actions, fetch.key)
+            self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
             self._plan(now, actions)
 
     def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:

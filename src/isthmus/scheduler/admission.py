@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from itertools import islice
 
+from isthmus.blocks import MAX_SNAPSHOTS
 from isthmus.scheduler import events
 from isthmus.scheduler.batch import Batch
 from isthmus.scheduler.events import Actions
@@ -22,6 +23,7 @@ class Admission:
 
     def __init__(self, limits: Limits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
         self.waiting: deque[Sequence] = deque()  # in order of arrival; who was pre-empted comes first
+        self._turns = batch.turns
         self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
         self._in_order = limits.order == "fcfs"
 
@@ -32,7 +34,7 @@ class Admission:
         if batch.num_placed >= self._limits.max_sequences:
             return False
         if index is None:
-            index = 0 if self._in_order or len(self.waiting) == 1 else self._choose(now)
+            index = self._next(now)
             if self.waiting[index].awaits:
                 index = self._pass_by()
         if index is None:
@@ -46,6 +48,10 @@ class Admission:
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
             return False
         del self.waiting[index]
+        # What is computed anew since others needed its blocks was had already.
+        self._turns.take(sequence, 0 if sequence.age else sequence.length - prefix.num_tokens)
+        if index and sequence.departs:
+            self._turns.passed(sequence, self._blocks(sequence))
         sequence.state = ADMITTED[sequence.state]
         batch.place(sequence)
         batch.prompts.append(sequence)
@@ -66,6 +72,8 @@ class Admission:
             return False
         if index and not (self._is_ready(sequence, now) and self._leaves_enough(index)):
             return False
+        if index and self._turns.is_shared and not self._may_pass(index):
+            return False
         return self.admit(actions, now, index)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -74,16 +82,34 @@ class Admission:
         sequence.state = PREEMPTED[sequence.state]
         self.waiting.appendleft(sequence)
 
-    def _choose(self, now: int) -> int:
-        index = promise_order(self.waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
+    def _next(self, now: int) -> int:
+        """Of those whose tenant's turn it is, who comes first in the order of the limits."""
+        if len(self.waiting) == 1:
+            return 0
+        if not self._turns.is_shared:
+            return 0 if self._in_order else self._choose(self.waiting, range(len(self.waiting)), now)
+        own = self._turns.indexes(self.waiting)
+        index = own[0] if self._in_order else self._choose([self.waiting[at] for at in own], own, now)
+        return index if not index or self._may_pass(index) else 0
+
+    def _choose(self, queue: abc.Sequence[Sequence], indexes: abc.Sequence[int], now: int) -> int:
+        """In promise order. `indexes`: of those in `queue` among all that wait."""
+        index = indexes[promise_order(queue, now, lambda request: self._is_ready(request, now))]  # type: ignore[arg-type]
         # A request that departs holds its blocks until its decode node takes it. That takes requests in the order of
         # their routes, so it may first wait for one that was overtaken here: they would wait for each other.
-        waits = index and self.waiting[index].departs and not self._leaves_enough(index)
-        return 0 if waits else index
+        waits = index != indexes[0] and self.waiting[index].departs and not self._leaves_enough(index)
+        return indexes[0] if waits else index
+
+    def _may_pass(self, index: int) -> bool:
+        """Among tenants."""
+        departs = self.waiting[index].departs
+        return self._turns.may_pass(self.waiting, index, self._blocks, holds=departs)
 
     def _pass_by(self) -> int | None:
         """The next whose donors are here, if that takes no memory which those before it wait for."""
         ready = [at for at, each in enumerate(self.waiting) if not each.awaits]
+        if ready and self._turns.is_shared and ready[0] and not self._may_pass(ready[0]):
+            return None
         return ready[0] if ready and (not ready[0] or self._leaves_enough(ready[0])) else None
 
     def _is_ready(self, sequence: Sequence, now: int) -> bool:
@@ -96,10 +122,15 @@ class Admission:
 
     def _leaves_enough(self, index: int) -> bool:
         """When this waiting request is admitted, any single one of those before it still could be."""
-        batch, size = self._batch, self._limits.block_size
-        needed = [-(-each.length // size) + each.num_scratch for each in islice(self.waiting, index + 1)]
+        batch = self._batch
+        needed = [self._blocks(each) for each in islice(self.waiting, index + 1)]
         fits = needed.pop() + max(needed) + batch.headroom <= self._memory.pool.available
         return fits and batch.num_placed + 1 < self._limits.max_sequences
+
+    def _blocks(self, sequence: Sequence) -> int:
+        """That a request may need here for its known tokens."""
+        whole = -(-sequence.length // self._limits.block_size) + sequence.num_scratch
+        return whole + MAX_SNAPSHOTS * self._limits.state_blocks
 
     def check(self) -> None:
         """Who waits for blocks holds none."""

@@ -7,17 +7,19 @@ from collections import abc
 from isthmus.scheduler.decode import DecodeClock
 from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, Sequence
+from isthmus.scheduler.turns import Turns
 
 PLACED = (COMPUTING, DECODING, DEPARTING)
 
 
 class Batch:
     """`prompts` that are computed, oldest first; `decoding`; and `num_placed`, with those that leave, of at most
-    `max_sequences`."""
+    `max_sequences`. `turns`: who comes next of those that have none."""
 
     def __init__(self, limits: Limits) -> None:
         self.prompts: list[Sequence] = []
         self.decoding = DecodeClock(limits)
+        self.turns = Turns(limits)
         self.num_placed = 0
         self._admissions = 0
         self._max_placed, self._max_headroom = limits.max_sequences, limits.num_blocks // 8
@@ -37,8 +39,11 @@ class Batch:
     def remove(self, sequence: Sequence) -> None:
         """Its place is free, whatever it had come to."""
         self.num_placed -= 1
+        self.turns.gone(sequence)
         if sequence.state is DECODING:
+            known = sequence.length
             self.decoding.stop(sequence)
+            self.turns.serve(sequence, sequence.length - known)
         elif sequence.state is COMPUTING:
             self.prompts.remove(sequence)
 

@@ -50,6 +50,10 @@ class EvictionPolicy(Protocol):
     def heads(self) -> dict[BlockName, BlockName | None]:
         """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
 
+    def trees(self) -> dict[BlockName, list[BlockName]]:
+        """The blocks held by the first block of their chains, each before the block it follows. Does not mutate; walks
+        over everything."""
+
 
 class RecencyEviction:
     """Least recently used first. A chain is touched from its tail to its head, which is then the youngest.
@@ -83,6 +87,12 @@ class RecencyEviction:
             if name not in found:  # else a chain before it had it
                 heads = zip(chain, (None, *chain), strict=False)
                 found |= {block: head for block, head in heads if block in self.held}
+        return found
+
+    def trees(self) -> dict[BlockName, list[BlockName]]:
+        found: dict[BlockName, list[BlockName]] = {}
+        for name, chain in self.held.items():
+            found.setdefault(chain[0], []).append(name)
         return found
 
 
@@ -163,6 +173,12 @@ class RankEviction:
         return {
             name: block.chain[block.depth - 1] if block.depth else None for name, block in self.held.items()
         }
+
+    def trees(self) -> dict[BlockName, list[BlockName]]:
+        found: dict[BlockName, list[BlockName]] = {}
+        for name, block in sorted(self.held.items(), key=lambda item: -item[1].depth):
+            found.setdefault(block.chain[0], []).append(name)
+        return found
 
     def _enter(self, names: Sequence[BlockName]) -> None:
         for name in names:

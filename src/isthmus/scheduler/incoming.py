@@ -27,16 +27,29 @@ class Incoming:
         sequence.state = EXPECTED
         self.expected.append(sequence)
 
-    def reserve(self, actions: Actions) -> None:
-        """Blocks for all for whom there are some."""
+    def reserve(self, actions: Actions, *, in_order: bool = False) -> None:
+        """Blocks for all for whom there are some; `in_order`: of their routes, whoever's turn it is."""
         while self.expected and self._num_reserved < self._max_sequences:
-            sequence = self.expected[0]
+            index = 0 if in_order else self._next()
+            sequence = self.expected[index]
             if not self._memory.reserve(sequence, self._batch.headroom):
                 return
-            self.expected.popleft()
+            del self.expected[index]
+            self._batch.turns.take(sequence, sequence.length)
+            if index:
+                self._batch.turns.passed(sequence, self._blocks(sequence))
             sequence.state = RESERVED[sequence.state]
             self._num_reserved += 1
             actions += sequence.reserved()
+
+    def _next(self) -> int:
+        """The first, or the first of the tenant whose turn it is."""
+        turns = self._batch.turns
+        index = turns.indexes(self.expected)[0] if turns.is_shared else 0
+        return index if not index or turns.may_pass(self.expected, index, self._blocks, holds=True) else 0
+
+    def _blocks(self, sequence: Sequence) -> int:
+        return self._memory.to_receive(sequence) + self._memory.states.num_blocks
 
     def imported(self, sequence: Sequence) -> None:
         """All its KV is here and checked; its first new token is known."""
@@ -50,6 +63,7 @@ class Incoming:
         while self.joining and batch.num_placed < self._max_sequences:
             sequence = self.joining.popleft()
             self._num_reserved -= 1
+            batch.turns.gone(sequence)
             batch.place(sequence)
             self._memory.states.join(sequence)
             sequence.state = JOINED[sequence.state]
@@ -61,6 +75,7 @@ class Incoming:
         if sequence.state is EXPECTED:
             self.expected.remove(sequence)
             return
+        self._batch.turns.gone(sequence)
         self._num_reserved -= 1
         if sequence.state is JOINING:
             self.joining.remove(sequence)

@@ -8,7 +8,7 @@ from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import events
 from isthmus.scheduler.events import Actions
 from isthmus.scheduler.tiers import Change, TierCache
-from isthmus.types import DISK, BlockName, NodeId, RequestId
+from isthmus.types import DISK, NOBODY, BlockName, NodeId, RequestId, Tenant
 
 Names = tuple[BlockName, ...]
 
@@ -19,12 +19,20 @@ class Keeper:
     def __init__(self, tiers: TierCache, node: NodeId) -> None:
         self._tiers, self._node = tiers, node
 
-    def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Sequence[int] = ()) -> bool:
-        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, what is new
-        of it lies in the store already, put there for that. Whether blocks of the engine are to be saved."""
+    def keep(
+        self,
+        names: Names,
+        actions: Actions,
+        request: RequestId,
+        blocks: Sequence[int] = (),
+        tenant: Tenant = NOBODY,
+    ) -> bool:
+        """A prefix for the cache to keep, in the tenant's share. `blocks` of the engine hold it, computed for
+        `request`; without, what is new of it lies in the store already, put there for that. Whether blocks of the
+        engine are to be saved."""
         if not names:
             return False
-        change = self._tiers.put(names)
+        change = self._tiers.put(names, tenant)
         start, fresh = change.start, len(change.stored) + len(change.sunk)
         new: events.Save | events.Adopt | None = None
         span = slice(start, start + fresh)

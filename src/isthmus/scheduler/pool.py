@@ -4,7 +4,7 @@
                         │ ▲
          release, named │ │ acquire by name
                         ▼ │
-                       idle ──evict (least recently used)──> free
+                       idle ──evict (least recently used, of the tenant most above its share)──> free
 
 Two categories of held blocks (Prefill-as-a-Service, hybrid prefix cache pool): *prefix-cache* blocks are full, may get
 a name, and stay in the cluster; *transfer-cache* blocks hold what a prefill produced at its end (the unfinished
@@ -20,10 +20,20 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from isthmus.types import BlockName
+from isthmus.types import NOBODY, BlockName, Tenant
 
 Blocks = tuple[int, ...]
 """Numbers of blocks, in the order in which they hold something."""
+
+
+class _Share:
+    """One tenant's named blocks: how many, and which are idle, oldest use first."""
+
+    __slots__ = ("idle", "num_named", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.num_named = weight, 0
+        self.idle: OrderedDict[int, None] = OrderedDict()
 
 
 class BlockPool:
@@ -35,13 +45,16 @@ class BlockPool:
         self._references: dict[int, int] = {}
         self._name_of: dict[int, BlockName] = {}
         self._block_of: dict[BlockName, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
+        self._nobodys = _Share(NOBODY.weight)
+        self._shares = {NOBODY.name: self._nobodys}
+        self._share_of: dict[int, _Share] = {}  # of named blocks that are somebody's
+        self._num_idle = 0
         self.evicted: list[BlockName] = []
         """Names evicted since `take_evicted`."""
 
     @property
     def available(self) -> int:
-        return len(self._free) + len(self._idle)
+        return len(self._free) + self._num_idle
 
     @property
     def cached(self) -> int:
@@ -68,12 +81,15 @@ class BlockPool:
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are idle, so that acquiring them lowers `available`."""
-        return sum(block in self._idle for block in blocks)
+        return sum(block in self._share_of.get(block, self._nobodys).idle for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each cached block."""
         for block in blocks:
-            self._idle.pop(block, None)
+            idle = self._share_of.get(block, self._nobodys).idle
+            if block in idle:
+                del idle[block]
+                self._num_idle -= 1
             self._references[block] = self._references.get(block, 0) + 1
 
     def allocate(self, count: int, *, after: int | None = None) -> Blocks:
@@ -98,18 +114,30 @@ class BlockPool:
                 continue
             del self._references[block]
             if block in self._name_of:
-                self._idle[block] = None
+                self._share_of.get(block, self._nobodys).idle[block] = None
+                self._num_idle += 1
             else:
                 insort(self._free, block)
 
-    def store(self, block: int, name: BlockName) -> bool:
-        """Caches a held block under `name`; False when another block has that name already."""
+    def store(self, block: int, name: BlockName, tenant: Tenant = NOBODY) -> bool:
+        """Caches a held block under `name`, in the tenant's share; False when another block has that name already."""
         assert block in self._references, "only held blocks are named"
         if name in self._block_of or block in self._name_of:
             return False
         self._block_of[name] = block
         self._name_of[block] = name
+        share = self._nobodys
+        if tenant.name:
+            if tenant.name not in self._shares:
+                self._shares[tenant.name] = _Share(tenant.weight)
+            share = self._share_of[block] = self._shares[tenant.name]
+            share.weight = tenant.weight
+        share.num_named += 1
         return True
+
+    def sizes(self) -> dict[str, int]:
+        """Named blocks of each tenant. Does not mutate."""
+        return {name: share.num_named for name, share in self._shares.items()}
 
     def take_evicted(self) -> tuple[BlockName, ...]:
         """Names evicted since the last call."""
@@ -118,7 +146,11 @@ class BlockPool:
 
     def check(self) -> None:
         """Conservation: every block is exactly one of free, held, idle; names map one to one."""
-        free, held, idle = set(self._free), set(self._references), set(self._idle)
+        shares = self._shares.values()
+        free, held = set(self._free), set(self._references)
+        idle = {block for share in shares for block in share.idle}
+        assert self._num_idle == len(idle) == sum([len(share.idle) for share in shares])
+        assert len(self._name_of) == sum([share.num_named for share in shares])
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & held or free & idle or held & idle), "a block is in two states"
         assert len(free) + len(held) + len(idle) == self.num_blocks, "blocks were lost or invented"
@@ -129,7 +161,13 @@ class BlockPool:
 
     def _make_free(self, count: int) -> None:
         while len(self._free) < count:
-            block, _ = self._idle.popitem(last=False)
+            share = self._nobodys
+            if len(self._shares) > 1:
+                share = max([each for each in self._shares.values() if each.idle], key=_level)
+            block, _ = share.idle.popitem(last=False)
+            share.num_named -= 1
+            self._num_idle -= 1
+            self._share_of.pop(block, None)
             name = self._name_of.pop(block)
             del self._block_of[name]
             self.evicted.append(name)
@@ -156,6 +194,10 @@ class BlockPool:
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+
+def _level(share: _Share) -> float:
+    return share.num_named / share.weight
 
 
 class CountingPool:
@@ -190,8 +232,11 @@ class CountingPool:
     def release(self, blocks: Sequence[int]) -> None:
         self.available += len(blocks)
 
-    def store(self, block: int, name: BlockName) -> bool:
+    def store(self, block: int, name: BlockName, tenant: Tenant = NOBODY) -> bool:
         return False
+
+    def sizes(self) -> dict[str, int]:
+        return {}
 
     def take_evicted(self) -> tuple[BlockName, ...]:
         return ()

@@ -12,7 +12,7 @@ from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.pool import Blocks
 from isthmus.scheduler.sequence import Prefix, Sequence
 from isthmus.scheduler.tiers import TierCache
-from isthmus.types import BlockName, NodeId, RequestId
+from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 Names = tuple[BlockName, ...]
 
@@ -49,16 +49,23 @@ class PoolPrefixes:
             span, here = slice(sequence.named, full), sequence.num_held
             blocks = sequence.blocks[sequence.named - here : full - here]
             named = zip(blocks, names[span], strict=True)
-            stored = [name for block, name in named if pool.store(block, name)]
+            stored = [name for block, name in named if pool.store(block, name, sequence.tenant)]
             sequence.named = full
         if samples and sequence.snapshots:
             for snapshot in sequence.take_cached_snapshots():
                 named = zip(snapshot.blocks, memory.states.parts(names, snapshot.depth), strict=True)
-                stored += [name for block, name in named if pool.store(block, name)]
+                stored += [name for block, name in named if pool.store(block, name, sequence.tenant)]
                 memory.give_back(sequence.request, snapshot.blocks)
         return tuple(stored)
 
-    def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None: ...
+    def keep(
+        self,
+        names: Names,
+        actions: Actions,
+        request: RequestId,
+        blocks: Blocks = (),
+        tenant: Tenant = NOBODY,
+    ) -> None: ...
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None: ...
     def lose(self, names: Names, actions: Actions) -> None: ...
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
@@ -112,7 +119,7 @@ class TierPrefixes:
         if samples or sequence.num_away:
             full = _num_full(sequence, self._size)
             if self._holds(sequence.names[:here]):
-                self.keep(sequence.names[:full], actions, request, blocks)
+                self.keep(sequence.names[:full], actions, request, blocks, sequence.tenant)
         if samples:
             self.unpin(sequence)
             if sequence.snapshots:
@@ -120,22 +127,30 @@ class TierPrefixes:
                     depth = snapshot.depth
                     if self._holds(sequence.names[: min(here, depth)]):
                         chain = memory.states.chain(sequence.names, depth)
-                        self.keep(chain, actions, request, blocks[:depth] + snapshot.blocks)
+                        held = blocks[:depth] + snapshot.blocks
+                        self.keep(chain, actions, request, held, sequence.tenant)
                     memory.give_back(request, snapshot.blocks)
         return ()
 
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None:
         """Its answer is complete: `names` are of all full blocks."""
         if self._holds(names[: sequence.num_held]):
-            self.keep(names, actions, sequence.request, sequence.table)
+            self.keep(names, actions, sequence.request, sequence.table, sequence.tenant)
 
     def _holds(self, names: Names) -> bool:
         """Whether the cache has these, which are not here to be saved any more."""
         return not names or self._tiers.match(names)[0] == len(names)
 
-    def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None:
+    def keep(
+        self,
+        names: Names,
+        actions: Actions,
+        request: RequestId,
+        blocks: Blocks = (),
+        tenant: Tenant = NOBODY,
+    ) -> None:
         """As the keeper's."""
-        if self._keeper.keep(names, actions, request, blocks):
+        if self._keeper.keep(names, actions, request, blocks, tenant):
             self._memory.saving(request)
 
     def lose(self, names: Names, actions: Actions) -> None:

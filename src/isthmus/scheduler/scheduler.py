@@ -40,7 +40,7 @@ from isthmus.scheduler.sequence import (
     Sequence,
 )
 from isthmus.scheduler.tiers import TierCache
-from isthmus.types import BlockName, NodeId, RequestId
+from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 Names = tuple[BlockName, ...]
 
@@ -129,6 +129,7 @@ class Scheduler:
         assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
         self._sequences[sequence.request] = sequence
         sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
@@ -138,6 +139,7 @@ class Scheduler:
         assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
         self._sequences[sequence.request] = sequence
         sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
         self._incoming.expect(sequence)
         # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
         if self.run is not None and not self._admission.waiting:
@@ -240,11 +242,12 @@ class Scheduler:
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names
         names = self._states.chain(names, stop) if complete else names[:stop]
-        self.keep(names, actions, sequence.request)
+        self.keep(names, actions, sequence.request, sequence.tenant)
 
-    def keep(self, names: Names, actions: Actions, request: RequestId) -> None:
-        """A prefix for the cache to keep; what is new of it came from another node, fetched for this request."""
-        self._prefixes.keep(names, actions, request)
+    def keep(self, names: Names, actions: Actions, request: RequestId, tenant: Tenant = NOBODY) -> None:
+        """A prefix for the cache to keep, in the tenant's share; what is new of it came from another node, fetched for
+        this request."""
+        self._prefixes.keep(names, actions, request, tenant=tenant)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
         """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the
@@ -352,8 +355,10 @@ class Scheduler:
             if prompt.num_away:
                 self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
-        if incoming.expected and not waiting:
-            incoming.reserve(actions)
+        if incoming.expected and (not waiting or batch.turns.has_ahead):
+            # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
+            # computed, who wait for this node.
+            incoming.reserve(actions, in_order=bool(waiting))
         if self.pool.evicted:
             actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
         if decoding.sequences:

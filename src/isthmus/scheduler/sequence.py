@@ -10,7 +10,7 @@ from isthmus.attempts import Assembly, Holding
 from isthmus.reuse import Packing
 from isthmus.scheduler.events import Actions, Piece
 from isthmus.scheduler.pool import Blocks
-from isthmus.types import BlockName, RequestId
+from isthmus.types import NOBODY, BlockName, RequestId
 
 
 class State(Enum):
@@ -71,6 +71,8 @@ class Sequence:
     latest when it has `stop_length`; `[0, computed)` have KV in `blocks`, `[0, cached)` of them from the start.
     `request`: what it is called here; a node calls it by the key of the attempt. `names`: of the prompt's full blocks.
 
+    `tenant`: in whose share it is computed and kept.
+
     `departs`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
     `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)` are being fetched, until
     about `fetch_until_ns`; `fetches`: that is not over. `work_ns`: time its prefill is expected to take;
@@ -98,7 +100,8 @@ class Sequence:
         "age", "arrival", "assembly", "awaits", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
         "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "is_exact", "length",
         "named", "names", "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "packing",
-        "pinned", "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
+        "pinned", "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "tenant", "waits",
+        "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +113,7 @@ class Sequence:
     ) -> None:
         self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
         self.state = QUEUED
+        self.tenant = NOBODY
         self.departs = self.fetches = self.waits = self.grows = self.awaits = False
         self.is_exact = True
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0

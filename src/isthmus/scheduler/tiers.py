@@ -10,14 +10,16 @@ Knows names only: no bytes, no slots, no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
+from typing import Any
 
 import msgspec
 
-from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry
-from isthmus.types import BlockName
+from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry, EvictionPolicy
+from isthmus.scheduler.shares import SharedEviction
+from isthmus.types import NOBODY, BlockName, Tenant
 
 _name: Callable[[Entry], BlockName] = itemgetter(0)
 
@@ -44,8 +46,8 @@ class Tier:
 
     def __init__(self, capacity_blocks: int, eviction: str) -> None:
         self.capacity_blocks = capacity_blocks
-        self.eviction = EVICTIONS[eviction]()
-        self.held = self.eviction.held
+        self.eviction: EvictionPolicy = EVICTIONS[eviction]()
+        self.held: Mapping[BlockName, Any] = self.eviction.held
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
         """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
@@ -62,7 +64,11 @@ class TierCache:
     def __init__(self, dram_blocks: int, ssd_blocks: int = 0, eviction: str = "lru") -> None:
         self.dram = Tier(dram_blocks, eviction)
         self.ssd = Tier(ssd_blocks, eviction)
+        self._eviction = eviction
         self._pins: dict[BlockName, int] = {}
+        self._owner: Tenant | None = None  # of all that is kept, until a second tenant comes
+        self._weights: dict[str, float] = {}
+        self._shared: tuple[SharedEviction, ...] = ()  # of both tiers from then on
 
     def match(self, names: Sequence[BlockName]) -> tuple[int, int]:
         """Length of the longest prefix here, and how many blocks of it are on the SSD. Does not mutate."""
@@ -97,12 +103,15 @@ class TierCache:
         for name in names[:shared]:
             pins[name] -= 1
 
-    def put(self, names: Sequence[BlockName]) -> Change:
+    def put(self, names: Sequence[BlockName], tenant: Tenant = NOBODY) -> Change:
         """Stores a finished prompt's chain: touches what is in DRAM, brings in the rest, evicts to make room.
 
-        What DRAM cannot hold of it goes to the SSD, what neither can hold is not stored: always its tail.
+        What DRAM cannot hold of it goes to the SSD, what neither can hold is not stored: always its tail. It is of the
+        `tenant`, unless the chain's first block is another's already.
         """
         chain, dram, ssd = tuple(names), self.dram, self.ssd
+        if tenant is not self._owner:
+            self._turn_to(tenant, chain)
         in_dram = found = dram.match(chain)
         if ssd.held:
             found = ssd.match(chain, in_dram)
@@ -131,6 +140,8 @@ class TierCache:
     def restore(self, names: Sequence[BlockName]) -> Change:
         """Takes a chain back that was found on the SSD, as a node starts: as much of its head as finds room."""
         chain, ssd = tuple(names), self.ssd
+        if NOBODY is not self._owner:
+            self._turn_to(NOBODY, chain)
         found = ssd.match(chain)
         stays = found + ssd.capacity_blocks - len(ssd.held)
         ssd.eviction.use(chain[:stays], found)
@@ -153,6 +164,40 @@ class TierCache:
         for tier in (self.dram, self.ssd):
             tier.eviction.remove([name for name in lost if name in tier.held])
         return Change(evicted=tuple(lost))
+
+    def sizes(self) -> dict[str, int]:
+        """Blocks of each tenant in both tiers. Does not mutate."""
+        if not self._shared:
+            return {} if self._owner is None else {self._owner.name: len(self.dram.held) + len(self.ssd.held)}
+        found: dict[str, int] = {}
+        for shared in self._shared:
+            for name, size in shared.sizes().items():
+                found[name] = found.get(name, 0) + size
+        return found
+
+    def _turn_to(self, tenant: Tenant, chain: Chain) -> None:
+        """The chain is about to be used by this tenant; with the second tenant the tiers become shared."""
+        self._weights[tenant.name] = tenant.weight
+        if not self._shared:
+            if self._owner is None or self._owner.name == tenant.name:
+                self._owner = tenant
+                return
+            self._share(self._owner.name)
+        root = chain[:1]
+        owner = next((shared.held[root[0]] for shared in self._shared if root and root[0] in shared.held), None)
+        is_claimed = owner == NOBODY.name != tenant.name
+        for shared in self._shared:
+            shared.tenant = tenant.name if is_claimed or owner is None else owner
+            if is_claimed:
+                shared.claim(root[0])
+
+    def _share(self, owner: str) -> None:
+        """Until now all was this tenant's."""
+        make, self._owner = EVICTIONS[self._eviction], None
+        for tier in (self.dram, self.ssd):
+            shared = SharedEviction(make, tier.eviction, owner, self._weights)
+            tier.eviction, tier.held = shared, shared.held
+            self._shared += (shared,)
 
     def check(self) -> None:
         """Capacity, conservation, closure under prefixes, and pins; walks over everything."""

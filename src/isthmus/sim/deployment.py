@@ -8,9 +8,9 @@ import msgspec
 
 from isthmus.conductor import Rules
 from isthmus.config import Config
-from isthmus.deploy import UNLIMITED, NodeFacts, at_home, bytes_per_s, nodes_of, rules_of
+from isthmus.deploy import UNLIMITED, NodeFacts, at_home, bytes_per_s, nodes_of, rules_of, shares_of
 from isthmus.sim.faults import Faults
-from isthmus.types import NS_PER_S, Role
+from isthmus.types import NS_PER_S, Role, Shares
 
 FAR = 1 << 30
 """Iterations and chunks that a simulated scheduler plans ahead: more than there are. It changes no result."""
@@ -20,8 +20,9 @@ class Deployment(msgspec.Struct, frozen=True):
     """All nodes, and what they have in common.
 
     `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a link between clusters
-    may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes wrong. `has_names`: prompts
-    share blocks, or might; where none does, none need be kept. `has_answers`: names of their answers are known too.
+    may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes wrong. `shares`: of tenants
+    that a workload names. `has_names`: prompts share blocks, or might; where none does, none need be kept.
+    `has_answers`: names of their answers are known too.
     """
 
     nodes: tuple[NodeFacts, ...]
@@ -30,6 +31,7 @@ class Deployment(msgspec.Struct, frozen=True):
     link_ns: int = 3 * NS_PER_S
     rejoin_ns: int = 30 * NS_PER_S
     faults: Faults = Faults()
+    shares: Shares = Shares()
     has_names: bool = True
     has_answers: bool = False
 
@@ -59,4 +61,5 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
         spine=bytes_per_s(config.network.spine_gbps, UNLIMITED),
         link_ns=int(limits.link_s * NS_PER_S),
         rejoin_ns=int(limits.rejoin_s * NS_PER_S),
+        shares=shares_of(config),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isthmus.attempts import Route, key_of
 from isthmus.sim.records import RequestRecord
 from isthmus.sim.workloads import Request
-from isthmus.types import RequestId
+from isthmus.types import NOBODY, RequestId, Tenant
 
 
 class SimJob:
@@ -27,13 +27,13 @@ class SimJob:
     __slots__ = (
         "age", "arriving", "attempt", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
         "loaded_ns", "name", "names", "num_generated", "pending", "prefill_slot", "prefilled", "record", "request",
-        "resumed_ns", "route", "spans", "started",
+        "resumed_ns", "route", "spans", "started", "tenant",
     )  # fmt: skip
 
     route: Route
 
-    def __init__(self, index: int, request: Request) -> None:
-        self.index, self.request = index, request
+    def __init__(self, index: int, request: Request, tenant: Tenant = NOBODY) -> None:
+        self.index, self.request, self.tenant = index, request, tenant
         self.name = self.key = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
         self.length, self.names = request.num_tokens, request.blocks

@@ -123,8 +123,8 @@ class Nodes:
         part = MIXED
         if decode is not prefill:
             part = PREFILL
-            self.tell(decode, events.Begin(job.key, DECODE, route, job.length, stop, job.names))
-        self.tell(prefill, events.Begin(job.key, part, route, job.length, stop, job.names))
+            self.tell(decode, events.Begin(job.key, DECODE, route, job.length, stop, job.names, job.tenant))
+        self.tell(prefill, events.Begin(job.key, part, route, job.length, stop, job.names, job.tenant))
 
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
         for name in names:

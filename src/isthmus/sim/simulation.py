@@ -74,7 +74,10 @@ class Simulation:
         self._moves = self._nodes.moves
         self._samples: list[LinkSample] = []
         self._idle_since = 0
-        self._jobs = [SimJob(index, request) for index, request in enumerate(workload.requests)]
+        owner_of = deployment.shares.owner_of
+        self._jobs = [
+            SimJob(index, request, owner_of(request.tenant)) for index, request in enumerate(workload.requests)
+        ]
         self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, SimJob] = {}
         self._thresholds: list[ThresholdChange] = []
@@ -192,6 +195,7 @@ class Simulation:
                 request.ttft_slo_ms,
                 request.tbt_slo_ms,
                 content,
+                job.tenant.weight if job.tenant.name else 0.0,
             )
         )
 

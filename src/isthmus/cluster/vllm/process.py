@@ -258,7 +258,7 @@ class AdapterProcess(MemberProcess):
         }
         found |= {f"{name}_total": value for name, value in self._counters.items()}
         found["num_preemptions_total"] = metrics.get("num_preemptions_total", 0.0)
-        found |= super().gauges()
+        found |= super().gauges() | self.tenant_gauges(self.node.tiers.sizes() if self.node.tiers else {})
         if self._pages is not None:
             found["vllm_blocks_saved_total"] = self._pages.blocks_saved
             found["vllm_blocks_loaded_total"] = self._pages.blocks_loaded

@@ -81,6 +81,34 @@ def test_nothing_is_taken_before_a_node_is_there() -> None:
     scene(work)
 
 
+def test_what_comes_before_the_first_node_waits_for_it() -> None:
+    """Nobody knows then how blocks are named: it has none, and is computed whole."""
+
+    async def work(some: Scene) -> None:
+        stream = some.submit("a")
+        await asyncio.sleep(1)
+        assert stream.error is None and stream.attempt == 0
+        await some.enter(hello("m", Role.MIXED))
+        assert stream.attempt == 1 and stream.names == ()
+        await asyncio.sleep(2)
+        assert stream.error is None
+
+    scene(work, wait_ms=2000)
+
+
+def test_a_node_that_is_away_is_waited_for_no_longer_than_that() -> None:
+    async def work(some: Scene) -> None:
+        await some.enter(hello("p", Role.PREFILL))
+        stream = some.submit("a")
+        await asyncio.sleep(1)
+        assert stream.error is None
+        await asyncio.sleep(2)
+        assert isinstance(stream.error, UnavailableError) and stream.error.retry_after_s == 3
+        assert some.head.refusals() == {"unavailable": 1} and not some.head._streams
+
+    scene(work, wait_ms=2000, retry_after_ms=2500)
+
+
 def test_what_can_never_fit_is_the_clients_fault() -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("m", Role.MIXED))

@@ -127,7 +127,7 @@ class Client:
         return bytes(read)
 
     def is_cut_off(self) -> bool:
-        """Waits until the server ends it; whether without a word. What it had not read resets the connection."""
+        """Waits until the server ends it; whether it does without a word. What it had not read resets it."""
         try:
             return self.read() == b""
         except ConnectionResetError:

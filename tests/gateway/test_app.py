@@ -39,6 +39,7 @@ def test_health(post: Poster, backend: FakeBackend) -> None:
     backend.healthy = False
     response = post.get("/health")
     assert (response.status_code, response.content) == (503, b"")
+    assert response.headers["retry-after"] == "1"
 
 
 def test_unknown_routes(post: Poster) -> None:

@@ -2,9 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from isthmus.conductor import Rules
 from isthmus.errors import ConfigError
 from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
-from isthmus.types import NS_PER_S
+from isthmus.sim.records import Status
+from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request
+from isthmus.types import NS_PER_MS, NS_PER_S, Role
+
+from .cluster import deployment, nodes, workload
 
 ENDS = frozenset(("dense", "local"))
 
@@ -95,3 +101,18 @@ def test_a_fault_of_nothing_there_is_refused() -> None:
         Faults(disks=(DiskFault("x", 0, 1),)).check([], ["local"])
     with pytest.raises(ConfigError, match="--session-fault y: no node or cluster has that name"):
         Faults(sessions=(SessionFault("local", "y", 0, 1),)).check([], ["local"])
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "status"), [(0, Status.REFUSED), (300, Status.REFUSED), (500, Status.COMPLETED)]
+)
+def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: Status) -> None:
+    faults = Faults(nodes=(NodeFault("decode-0", 0.1, 0.5),))
+    some = nodes(Role.PREFILL, 1) + nodes(Role.DECODE, 1)
+    cluster = deployment(some, Rules(wait_ms=wait_ms), faults=faults)
+    [record] = Simulation(cluster, workload([Request(110 * NS_PER_MS, 100, 10)]), check=True).run().records
+    assert record.status is status
+    if status is Status.COMPLETED:
+        assert record.first_token_ns > 500 * NS_PER_MS
+    elif wait_ms:
+        assert record.end_ns == (110 + wait_ms) * NS_PER_MS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -43,7 +44,11 @@ def test_what_kills_a_worker_is_an_error_of_its_question_alone(box: Sandbox, que
     pid = int(box.ask(b"pid"))
     with pytest.raises(SandboxError) as caught:
         box.ask(question)
-    until_gone(pid)
+    try:
+        until_gone(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert caught.value.note == ("what crashes" if question == b"crash" else "")
     assert box.ask(b"count") == b"2", "the next worker knows nothing"
     assert (box.deaths, box.generation) == (1, 2)

@@ -128,7 +128,7 @@ class Served(Client):
         return left if self.gauge("kv_blocks") == self.gauge("kv_blocks_available") else [*left, "kv_blocks"]
 
     def children(self) -> dict[str, int]:
-        """Process ids of the nodes, by the order of their start."""
+        """Process ids of the nodes and of what reads large bodies, by the order of their start."""
         pids = sorted(children_of(self.process.pid))
         return {f"child-{index}": pid for index, pid in enumerate(pids)}
 

@@ -300,12 +300,10 @@ def _new_key() -> bytes:
 def kept_token(folder: Path) -> str:
     """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
     data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"tls.folder: {folder / TOKEN_FILE} is no token; remove it, and one is drawn"
-        ) from None
+    token = data.decode("ascii", "replace").strip()
+    if not token or "\ufffd" in token:  # an empty one is known to everybody
+        raise ConfigError(f"tls.folder: {folder / TOKEN_FILE} is no token; remove it, and one is drawn")
+    return token
 
 
 def kept(path: Path, make: Callable[[], bytes]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from isthmus.errors import ProtocolError
 Value = TypeVar("Value")
 
 
-def read(decode: Callable[[bytes], Value], data: bytes, what: str) -> Value:
+def read(decode: Callable[[Any], Value], data: bytes | memoryview, what: str) -> Value:
     """Raises ProtocolError for what is no msgpack, or of another type, or nested deeper than the interpreter goes:
     what is not asked for is read past, level by level."""
     try:

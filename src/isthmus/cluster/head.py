@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from isthmus import conductor
-from isthmus.attempts import FetchFinished, PrefillFinished, RequestFailed, Spread, key_of
+from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFailed, Spread, key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.addresses import AddressBook
@@ -493,16 +493,19 @@ class Head:
                     self._changed.set()
             case messages.Hello() | messages.StageHello() | messages.Enrol():
                 raise ProtocolError("a second Hello")
-            case FetchFinished() | PrefillFinished() | RequestFailed() | Spread():
-                self._check_part(node, message)
-                self._decide(message)
             case _:
-                if message.node != node:
-                    raise ProtocolError(f"{node} reports what {message.node} does")
+                self._check_own(node, message)
                 if isinstance(message, conductor.RoleChanged):
                     member.role = message.role
                     self._offload.conversions += 1
                 self._decide(message)
+
+    def _check_own(self, node: NodeId, report: Report) -> None:
+        """Raises ProtocolError for what another node is to report."""
+        if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | Spread):
+            self._check_part(node, report)
+        elif report.node != node:
+            raise ProtocolError(f"{node} reports what {report.node} does")
 
     def _check_part(self, node: NodeId, said: _OfAttempt) -> None:
         """Raises ProtocolError for a node that speaks of an attempt of other nodes. One that is over is nobody's."""

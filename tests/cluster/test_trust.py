@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -277,6 +278,16 @@ def test_a_node_without_memory_for_anything_is_none(wrong: dict[str, int]) -> No
             hello("p", Role.PREFILL, joined=replace(facts("p", Role.PREFILL).joined(), **wrong))
         )
         assert "could not be read" in one.reasons[0] and not some.members()
+
+    scene(work)
+
+
+def test_a_node_that_takes_no_time_that_can_be_told_is_none() -> None:
+    async def work(some: Scene) -> None:
+        said = msgspec.to_builtins(hello("p", Role.PREFILL), builtin_types=(bytes,))
+        said["joined"]["cost"]["prefill_token_s"] = math.nan
+        one = await some.enter(said)
+        assert "prefill_token_s is nan" in one.reasons[0] and not some.members()
 
     scene(work)
 

@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from isthmus.errors import ProtocolError
+from isthmus.errors import ConfigError, ProtocolError
 
 Value = TypeVar("Value")
 
 
 def read(decode: Callable[[Any], Value], data: bytes | memoryview, what: str) -> Value:
-    """Raises ProtocolError for what is no msgpack, or of another type, or nested deeper than the interpreter goes:
-    what is not asked for is read past, level by level."""
+    """Raises ProtocolError for what is no msgpack, or of another type, or makes no sense to that type, or is nested
+    deeper than the interpreter goes: what is not asked for is read past, level by level."""
     try:
         return decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise ProtocolError(f"{what} could not be read: {error}") from None

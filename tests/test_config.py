@@ -613,6 +613,11 @@ def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ISTHMUS_API_KEY" not in child_environment(1)
 
 
+def test_the_clusters_token_is_in_no_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISTHMUS_TOKEN", "secret")
+    assert "secret" not in child_environment(1).values()
+
+
 # Whom prompts of others are reused for.
 
 

@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
-_KEY_VARIABLE = "ISTHMUS_API_KEY"
+_KEY_VARIABLE, _TOKEN_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN"
 _RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
 """How names begin that Ray puts into the environment of its workers, its token's among them."""
 _SECRETS = ("auth", "token")
@@ -705,7 +705,7 @@ def cache_dir() -> Path:
 
 def cluster_token() -> str | None:
     """The token that nodes started by hand show, and their head expects: `$ISTHMUS_TOKEN`."""
-    return os.environ.get("ISTHMUS_TOKEN") or None
+    return os.environ.get(_TOKEN_VARIABLE) or None
 
 
 def api_key(option: str, given: str | None = None) -> str | None:
@@ -777,9 +777,10 @@ def keep_ray_to_itself() -> None:
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a node process: thread counts are set before torch starts its pools.
 
-    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. Keys are for
-    the gateway alone; of what Ray sets, only which devices are given to the process goes on.
+    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. Keys are for the gateway
+    alone, and nodes are told the cluster's token in another way, so that what they start does not know it; of what Ray
+    sets, only which devices are given to the process goes on.
     """
-    hidden = (_KEY_VARIABLE, *_RAYS)
+    hidden = (_KEY_VARIABLE, _TOKEN_VARIABLE, *_RAYS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -111,6 +111,15 @@ def test_a_kept_key_that_cannot_be_used_is_named(wrong: str, tmp_path: Path) -> 
         Authority.kept(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [b"", b" \n", b"\xff"])
+def test_a_kept_token_that_is_none_is_named(kept: bytes, tmp_path: Path) -> None:
+    path = tmp_path / TOKEN_FILE
+    path.touch(0o600)
+    path.write_bytes(kept)
+    with pytest.raises(ConfigError, match=f"{path} is no token"):
+        kept_token(tmp_path)
+
+
 def test_the_heads_certificate_is_another_after_two_thirds_of_its_time() -> None:
     now = Now()
     head = HeadCredentials(Authority.made(now))
@@ -177,6 +186,23 @@ def test_what_is_no_request_is_refused_before_it_is_read() -> None:
             authority.issue(wrong, authority.identity(NODE))
 
 
+EC_KEY, P_256, VERSION = "06072a8648ce3d0201", "06082a8648ce3d030107", "020100"
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [(EC_KEY, "06072a8648ce3d027f"), (P_256, "06082a8648ce3d03017f"), (VERSION, "020109")],
+    ids=["key", "curve", "version"],
+)
+def test_a_request_in_terms_that_nobody_knows_is_refused_like_any_other(part: str, wrong: str) -> None:
+    authority = Authority.made()
+    request = NodeCredentials(authority.pin, NODE).request()
+    asked = request.replace(bytes.fromhex(part), bytes.fromhex(wrong), 1)
+    assert asked != request
+    with pytest.raises(ValueError, match=r"\w"):
+        authority.issue(asked, authority.identity(NODE))
+
+
 def der(pem: bytes) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pem.decode())
 
@@ -195,6 +221,7 @@ def test_before_it_is_enrolled_a_node_believes_the_head_of_its_join_token_only()
         (head[:-1], "."),
         (b"", "."),
         (b"x" * 5000, "too long"),
+        (head.replace(bytes.fromhex("2a8648ce3d040302"), bytes.fromhex("2a8648ce3d04037f")), "not a head's"),
     ):
         with pytest.raises(ConnectionRefusedError, match=told):
             node._head_of(shown)

@@ -4,14 +4,16 @@ away."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from isthmus.attempts import BlocksStored, RequestFailed, Route
+from isthmus.attempts import BlocksStored, MemoryUsed, PrefillFinished, RequestFailed, RoleChanged, Route
 from isthmus.cluster import messages
 from isthmus.cluster.head import BEAT_MS, BEATS, POLL_S, Head
 from isthmus.cluster.node import NodeProcess
@@ -237,6 +239,57 @@ def test_a_later_stage_reports_for_no_node() -> None:
 
 
 # Nodes that are silent or leave.
+
+
+LIES = {
+    "role": RoleChanged(NodeId("d"), Role.PREFILL),
+    "memory": MemoryUsed(NodeId("d"), -1, -1, 0, 0),
+    "stored": BlocksStored(NodeId("d"), (bytes(16),)),
+    "token": messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 70)),)),
+    "scores": messages.Scores(RequestId("a"), 1, 0, ()),
+    "failed": RequestFailed(RequestId("a"), 1, "I say so", final=True),
+    "handed over": PrefillFinished(RequestId("a"), 1),
+    "nan": messages.Beat({"kv_blocks": math.nan}),
+    "lines": messages.Beat({"x\n# HELP y": 1.0}),
+    "many": messages.Beat({f"x{number}": 1.0 for number in range(messages.MAX_METRICS + 1)}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_node_speaks_of_itself_and_of_its_own_requests_only(lie: str) -> None:
+    async def work(some: Scene) -> None:
+        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        liar = await some.enter(hello("liar", Role.DECODE))
+        liar.say(LIES[lie])
+        await some.settle()
+        assert len(liar.reasons) == 1 and some.members() == ["p", "d"]
+        p.say(output(1, 0))
+        await some.settle()
+        assert stream.generated == (70,) and stream.attempt == 1 and some.head.healthy
+
+    scene(work)
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"capacity_tokens": -1}, {"kv_heads": 0}], ids=str)
+def test_a_node_without_memory_for_anything_is_none(wrong: dict[str, int]) -> None:
+    async def work(some: Scene) -> None:
+        one = await some.enter(
+            hello("p", Role.PREFILL, joined=replace(facts("p", Role.PREFILL).joined(), **wrong))
+        )
+        assert "could not be read" in one.reasons[0] and not some.members()
+
+    scene(work)
+
+
+def test_a_node_that_takes_no_time_that_can_be_told_is_none() -> None:
+    async def work(some: Scene) -> None:
+        said = msgspec.to_builtins(hello("p", Role.PREFILL), builtin_types=(bytes,))
+        said["joined"]["cost"]["prefill_token_s"] = math.nan
+        one = await some.enter(said)
+        assert "prefill_token_s is nan" in one.reasons[0] and not some.members()
+
+    scene(work)
 
 
 def test_a_silent_node_is_gone_and_one_that_beats_is_not() -> None:

@@ -242,7 +242,10 @@ def test_an_aborted_session_is_told_once_on_both_sides() -> None:
     running(work)
 
 
-@pytest.mark.parametrize("stranger", [Stranger("hello"), {"no": "type"}, 17])
+DEEP = msgspec.Raw(b"\x82\xa4type\xa4Note\xa1x" + b"\x91" * 3000 + b"\x01")
+
+
+@pytest.mark.parametrize("stranger", [Stranger("hello"), {"no": "type"}, 17, DEEP])
 def test_a_message_of_an_unknown_type_ends_the_session(stranger: object) -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
@@ -287,6 +290,10 @@ def begun(said: Hello) -> bytes:
     return Dialling(said, b"").begin()
 
 
+NESTED = b"\x91" * 3000 + b"\x01"
+"""An array in an array, and so on, deeper than Python goes."""
+MORE = msgspec.msgpack.encode((*msgspec.to_builtins(hello_of(), builtin_types=[bytes]), None))[:-1] + NESTED
+
 GREETINGS = {
     "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "does not speak this protocol"),
     "another version": (begun(hello_of(oldest=7, newest=9)), "not 7 to 9"),
@@ -294,6 +301,7 @@ GREETINGS = {
     "no greeting": (frame_of(Kind.CLOSE, Close((), "")), "must begin with HELLO"),
     "an endless one": (prefix_of(Kind.HELLO, b"x" * 5000), "not that long"),
     "a damaged one": (begun(hello_of())[:-1] + b"?", "damaged"),
+    "a nested one": (prefix_of(Kind.HELLO, MORE) + MORE, "could not be read"),
     "a short name": (begun(hello_of(bytes(15))), "has 16 bytes"),
     "a short nonce": (begun(hello_of(nonce=b"x")), "a nonce has 32 bytes"),
     "no window": (begun(hello_of(terms=Terms(window=0))), "could not be read"),

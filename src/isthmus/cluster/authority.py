@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -41,6 +41,11 @@ KEY_FILE, TOKEN_FILE = "authority.key", "token"
 """What `tls.folder` keeps, so that a head that is started again has the same join token."""
 _CURVE, _HASH = ec.SECP256R1(), hashes.SHA256()
 _PEM = serialization.Encoding.PEM
+UNREADABLE = (
+    *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),
+    *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What `cryptography` raises for certificates and requests that make no sense, or sense to others only."""
 
 Clock = Callable[[], float]
 """Seconds since 1970."""
@@ -87,12 +92,15 @@ class Authority:
         """A certificate that whoever made `request` is `identity`. In PEM form. Raises ValueError."""
         if len(request) > MAX_REQUEST:
             raise ValueError("it is too long")
-        asked = x509.load_der_x509_csr(request)
-        key = asked.public_key()
-        if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != _CURVE.name:
-            raise ValueError("its key is not of the curve P-256")
-        if not asked.is_signature_valid:
-            raise ValueError("it is not signed with its own key")
+        try:
+            asked = x509.load_der_x509_csr(request)
+            key = asked.public_key()
+            if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != _CURVE.name:
+                raise ValueError("its key is not of the curve P-256")
+            if not asked.is_signature_valid:
+                raise ValueError("it is not signed with its own key")
+        except UNREADABLE as error:
+            raise ValueError(str(error)) from None
         return self.sign(key, identity)
 
     def sign(self, key: ec.EllipticCurvePublicKey, identity: Identity) -> bytes:
@@ -229,7 +237,7 @@ class NodeCredentials:
             raise ConnectionRefusedError(
                 "its certificate is of another authority than the join token's"
             ) from None
-        except (ValueError, IndexError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+        except (*UNREADABLE, IndexError, x509.ExtensionNotFound) as error:
             raise ConnectionRefusedError(f"its certificate is not a head's: {error}") from None
         return identity
 
@@ -292,12 +300,10 @@ def _new_key() -> bytes:
 def kept_token(folder: Path) -> str:
     """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
     data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"tls.folder: {folder / TOKEN_FILE} is no token; remove it, and one is drawn"
-        ) from None
+    token = data.decode("ascii", "replace").strip()
+    if not token or "\ufffd" in token:  # an empty one is known to everybody
+        raise ConfigError(f"tls.folder: {folder / TOKEN_FILE} is no token; remove it, and one is drawn")
+    return token
 
 
 def kept(path: Path, make: Callable[[], bytes]) -> bytes:

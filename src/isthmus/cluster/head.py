@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from isthmus import conductor
-from isthmus.attempts import key_of
+from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFailed, Spread, key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.addresses import AddressBook
@@ -44,6 +44,14 @@ POLL_S = 0.5
 """So long whoever reads gauges waits for a node that does not answer."""
 MAX_NAMERS = 1024
 """Of salts, which come from clients."""
+
+
+class _OfAttempt(Protocol):
+    @property
+    def request(self) -> RequestId: ...
+
+    @property
+    def attempt(self) -> int: ...
 
 
 class _Member:
@@ -307,7 +315,7 @@ class Head:
     def _route(self, route: conductor.Route, now: int) -> None:
         """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
         stream = self._streams[route.request]
-        stream.start_attempt(route.attempt)
+        stream.start_attempt(route.attempt, (route.prefill, route.decode))
         job, tokens = stream.job, stream.job.tokens + stream.generated
         parts = {route.decode: Role.DECODE, route.prefill: Role.PREFILL}
         if route.prefill == route.decode:
@@ -468,8 +476,10 @@ class Head:
         match message:
             case messages.Outputs():
                 for output in message.outputs:
+                    self._check_part(node, output)
                     self._output(output)
             case messages.Scores():
+                self._check_part(node, message)
                 stream = self._streams.get(message.request)
                 if stream is not None and stream.attempt == message.attempt:
                     stream.score(message.first, message.logprobs)
@@ -484,10 +494,24 @@ class Head:
             case messages.Hello() | messages.StageHello() | messages.Enrol():
                 raise ProtocolError("a second Hello")
             case _:
+                self._check_own(node, message)
                 if isinstance(message, conductor.RoleChanged):
                     member.role = message.role
                     self._offload.conversions += 1
                 self._decide(message)
+
+    def _check_own(self, node: NodeId, report: Report) -> None:
+        """Raises ProtocolError for what another node is to report."""
+        if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | Spread):
+            self._check_part(node, report)
+        elif report.node != node:
+            raise ProtocolError(f"{node} reports what {report.node} does")
+
+    def _check_part(self, node: NodeId, said: _OfAttempt) -> None:
+        """Raises ProtocolError for a node that speaks of an attempt of other nodes. One that is over is nobody's."""
+        stream = self._streams.get(said.request)
+        if stream is not None and stream.attempt == said.attempt and node not in stream.nodes:
+            raise ProtocolError(f"{node} speaks of {said.request}, which other nodes compute")
 
     def _output(self, output: messages.Output) -> None:
         stream = self._streams.get(output.request)

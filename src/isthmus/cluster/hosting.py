@@ -32,7 +32,7 @@ from isthmus.cluster.sessions import Tell
 from isthmus.cluster.wire import sealed
 from isthmus.engine.interface import Asked, KVBytes
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Answerer, LineLost, Sending, Session
+from isthmus.messenger import Answerer, LineLost, Sending, Session, read
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
 
@@ -270,13 +270,13 @@ class Hosts:
         try:
             while True:
                 data, q = line.next()
-                head = _decode(data)
+                head = read(_decode, data, "a question")
                 if head.rows:
                     known[head.number % KNOWN_ROWS] = self._asked(head)
                 line.answer(self._answer(head, known.get(head.number), q))
         except LineLost as lost:
             log.debug("a line for attention is over: %s", lost)
-        except (msgspec.DecodeError, ProtocolError) as error:
+        except ProtocolError as error:
             log.warning("a line for attention ends: %s", error)
         finally:
             line.hang_up()

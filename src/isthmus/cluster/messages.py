@@ -10,6 +10,8 @@ these names ask to be told, `Landed`, `Enough` and `Passed` what the other node 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from isthmus.attempts import Report, Share
@@ -23,6 +25,8 @@ from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, Tok
 PROTOCOL = 11
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
+MAX_METRICS = 1 << 14
+"""Of one process, those of its tenants included."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -83,10 +87,16 @@ class LinkReport(msgspec.Struct, frozen=True):
     rtt_ns: int = 0
 
 
+Metric = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]{0,99}(/[^/\x00-\x1f]{1,256})?\Z")]
+"""Of a process, or of one tenant, whose name is behind it. They are shown to operators as they came."""
+Measured = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
+"""A number: what is compared finds NaN to be none."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life with this node's gauges and counters."""
 
-    gauges: dict[str, float]
+    gauges: Annotated[dict[Metric, Measured], msgspec.Meta(max_length=MAX_METRICS)]
     link_reports: tuple[LinkReport, ...] = ()
 
 

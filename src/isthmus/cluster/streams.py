@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from msgspec.structs import replace
 
 from isthmus.errors import IsthmusError, ProtocolError
-from isthmus.types import BlockName, Generated, Job, RequestId, TokenLogprobs
+from isthmus.types import BlockName, Generated, Job, NodeId, RequestId, TokenLogprobs
 
 
 class Stream:
@@ -20,6 +20,8 @@ class Stream:
     def __init__(self, job: Job, names: tuple[BlockName, ...], cancel: Callable[[RequestId], None]) -> None:
         self.job, self.names = job, names
         self.attempt = 0
+        self.nodes: tuple[NodeId, ...] = ()
+        """Those of the attempt: nobody else speaks of it."""
         self._cancel = cancel
         self._tokens: list[int] = []
         self._scores: list[TokenLogprobs] = []  # of the prompt, as far as this attempt has computed it
@@ -35,14 +37,14 @@ class Stream:
     def generated(self) -> tuple[int, ...]:
         return tuple(self._tokens)
 
-    def start_attempt(self, attempt: int) -> None:
-        self.attempt, self._prefilling = attempt, True
+    def start_attempt(self, attempt: int, nodes: tuple[NodeId, ...]) -> None:
+        self.attempt, self.nodes, self._prefilling = attempt, nodes, True
         self._early.clear()
         self._scores.clear()
 
     def end_attempt(self) -> None:
         """What still comes of it is void, also before the next one starts."""
-        self.attempt = 0
+        self.attempt, self.nodes = 0, ()
 
     def prefilled(self) -> bool:
         """True once for each attempt: call it when any token of the attempt has come, before delivering it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from isthmus.attempts import (
@@ -51,18 +53,18 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
 
     node: NodeId
     role: Role
-    capacity_tokens: int
-    block_size: int
+    capacity_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     cost: Cost | None = None
     paths: Paths = Paths()
-    cache_blocks: int = 0
+    cache_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
     kv_dtype: str = ""
     cluster: str = ""
-    state_blocks: int = 0
-    max_sequences: int = 0
+    state_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_sequences: Annotated[int, msgspec.Meta(ge=0)] = 0
     lends: bool = True
-    kv_heads: int = 1
-    reuse_layers: int = 0
+    kv_heads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    reuse_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class LinkState(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from isthmus.messenger.memory import MemoryNetwork
 from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
+from isthmus.messenger.reading import read
 from isthmus.messenger.running import RunningClock, RunningTimer
 from isthmus.messenger.session import Session
 from isthmus.messenger.terms import Stat, Terms
@@ -35,5 +36,6 @@ __all__ = [
     "Terms",
     "TlsFiles",
     "address_of",
+    "read",
     "split_address",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
-from isthmus.errors import ProtocolError
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.outbox import Frame
+from isthmus.messenger.reading import read
 
 ACK_BYTES = 16 << 20
 ACK_FRAMES = 256
@@ -32,8 +31,8 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-Body = TypeVar("Body", Ack, Close)
 _encode = msgspec.msgpack.Encoder().encode
+_ack_of, _close_of = msgspec.msgpack.Decoder(Ack).decode, msgspec.msgpack.Decoder(Close).decode
 
 
 class Arrivals:
@@ -75,15 +74,8 @@ def close_frame(finals: tuple[int, ...], reason: str) -> Frame:
 
 
 def read_ack(header: bytes) -> Ack:
-    return _read(header, Ack)
+    return read(_ack_of, header, "an Ack")
 
 
 def read_close(header: bytes) -> Close:
-    return _read(header, Close)
-
-
-def _read(header: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.msgpack.decode(header, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a frame could not be read as {kind.__name__}: {error}") from None
+    return read(_close_of, header, "a Close")

@@ -23,6 +23,7 @@ import msgspec
 from isthmus.errors import ProtocolError
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, Prefix, prefix_of
+from isthmus.messenger.reading import read
 from isthmus.messenger.terms import Terms
 
 OLDEST, NEWEST = 3, 3
@@ -167,7 +168,4 @@ def _frame(kind: Kind, body: Challenge | Answer | Welcome | Close) -> bytes:
 
 
 def _read(header: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.msgpack.decode(header, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a {kind.__name__} could not be read: {error}") from None
+    return read(msgspec.msgpack.Decoder(kind).decode, header, f"a {kind.__name__}")

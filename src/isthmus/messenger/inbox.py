@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from isthmus.errors import ProtocolError
 from isthmus.messenger.frames import MAX_HEADER, MAX_SLICE, PREFIX_BYTES, FrameReader, Prefix
 from isthmus.messenger.outbox import TALK_BYTES, Priority, kept_bytes
 from isthmus.messenger.pieces import Pieces, scratch
+from isthmus.messenger.reading import read
 
 
 class Owner(Protocol):
@@ -184,10 +183,7 @@ class Inbox:
         return incoming
 
     def _read(self, header: bytes) -> Any:
-        try:
-            return self._decode(header)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"a message could not be read: {error}") from None
+        return read(self._decode, header, "a message")
 
     def _void(self, incoming: _Incoming, *, tell: bool) -> None:
         incoming.void, incoming.header = True, None

@@ -24,6 +24,8 @@ from isthmus.types import NOBODY, BlockName, Tenant
 
 Blocks = tuple[int, ...]
 """Numbers of blocks, in the order in which they hold something."""
+MAX_INSERTIONS = 16
+"""Into the list of free blocks one after the other; what is left then is sorted in, which costs as much as some."""
 
 
 class _Share:
@@ -107,6 +109,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference each. The tail becomes evictable before the head: a prefix outlives its ends."""
+        free = list[int]()
         for block in reversed(blocks):
             left = self._references[block] - 1
             if left:
@@ -117,7 +120,8 @@ class BlockPool:
                 self._share_of.get(block, self._nobodys).idle[block] = None
                 self._num_idle += 1
             else:
-                insort(self._free, block)
+                free.append(block)
+        self._add_free(free)
 
     def store(self, block: int, name: BlockName, tenant: Tenant = NOBODY) -> bool:
         """Caches a held block under `name`, in the tenant's share; False when another block has that name already."""
@@ -158,6 +162,21 @@ class BlockPool:
         assert {block: name for name, block in self._block_of.items()} == self._name_of
         assert idle <= set(self._name_of), "an idle block has no name"
         assert not free & set(self._name_of), "a free block has a name"
+
+    def _add_free(self, blocks: list[int]) -> None:
+        """Each insertion moves what lies behind it, in a large pool megabytes: those that go between the same two are
+        inserted at once, and many that do not are sorted in."""
+        free, done = self._free, 0
+        blocks.sort()
+        for _ in range(MAX_INSERTIONS):
+            if done == len(blocks):
+                return
+            at = bisect_left(free, blocks[done])
+            stop = bisect_left(blocks, free[at], done) if at < len(free) else len(blocks)
+            free[at:at] = blocks[done:stop]
+            done = stop
+        free += blocks[done:]
+        free.sort()
 
     def _make_free(self, count: int) -> None:
         while len(self._free) < count:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import cast
 
 import pytest
@@ -184,6 +185,16 @@ def test_more_than_is_available_is_our_bug() -> None:
 def test_naming_a_block_that_nobody_holds_is_our_bug() -> None:
     with pytest.raises(AssertionError):
         BlockPool(1).store(0, name(0))
+
+
+def test_a_long_sequence_is_given_back_fast() -> None:
+    """Block by block, all that lies behind moves for each: 0.04 ms in such a pool, and no node is heard meanwhile."""
+    pool = BlockPool(200_000)
+    held = pool.allocate(60_000)
+    before_s = time.process_time()
+    pool.release(held)
+    assert time.process_time() - before_s < 1.0
+    pool.check()
 
 
 # Shares.

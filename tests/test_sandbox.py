@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -111,6 +114,24 @@ def test_a_fork_server_that_died_is_started_again() -> None:
     os.kill(worker, signal.SIGKILL)
     assert box.ask(b"count") == b"2"
     box.close()
+    server.close()
+
+
+def test_where_nothing_can_be_started_others_are_answered(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more() -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    box.open()
+    server = ForkServer("tests.sandboxed", b"setup")
+    late = Sandbox(server, LIMITS)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", no_more)
+        failed, answered = ask_all([(each, b"echo a", NOWHERE) for each in (late, box)])
+    assert isinstance(failed, StartError) and "Too many open files" in str(failed)
+    assert answered == b"<a>" and late.ask(b"count") == b"2" and late.deaths == 0
+    late.close()
     server.close()
 
 

@@ -83,7 +83,14 @@ class ForkServer:
         self._leave: Callable[[], object] = lambda: None
 
     def fork(self, limits: Limits) -> socket.socket:
-        """The connection with a new worker. Blocks while the server starts. Raises StartError with what `load` says."""
+        """The connection with a new worker. Blocks while the server starts. Raises StartError with what `load` says, or
+        which resource of this process is used up."""
+        try:
+            return self._fork(limits)
+        except OSError as error:
+            raise StartError(f"no process can be started: {error.strerror or error}") from None
+
+    def _fork(self, limits: Limits) -> socket.socket:
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -107,14 +114,18 @@ class ForkServer:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", f"from {self._module} import main; main()"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", f"from {self._module} import main; main()"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        except OSError:
+            ours.close()
+            raise
         self._leave = weakref.finalize(self, _end, process, ours)
         try:
             _write(ours, _ANSWER, [self._setup])
@@ -167,7 +178,7 @@ class Sandbox:
     def ask(self, question: Question, into: memoryview = NOWHERE) -> bytearray:
         """Blocks. The end of the answer goes to `into`, which it fills. Raises SandboxError, or StartError."""
         [found] = ask_all([(self, question, into)])
-        if isinstance(found, SandboxError):
+        if isinstance(found, IsthmusError):
             raise found
         return found
 
@@ -216,14 +227,23 @@ class Sandbox:
         self.close()
 
 
-def ask_all(asked: Sequence[tuple[Sandbox, Question, memoryview]]) -> list[bytearray | SandboxError]:
-    """Each its question, side by side; in the same order the answers, or that a worker died. Raises StartError."""
-    found: list[bytearray | SandboxError] = [SandboxError("")] * len(asked)
+def ask_all(
+    asked: Sequence[tuple[Sandbox, Question, memoryview]],
+) -> list[bytearray | SandboxError | StartError]:
+    """Each its question, side by side; in the same order the answers, or that a worker died or cannot be started."""
+    found: list[bytearray | SandboxError | StartError] = [SandboxError("")] * len(asked)
     left = list(range(len(asked)))
     tries = 0
     while left:
         tries += 1
-        sent = [at for at in left if asked[at][0]._send(asked[at][1])]
+        sent = list[int]()
+        for at in list(left):
+            try:
+                if asked[at][0]._send(asked[at][1]):
+                    sent.append(at)
+            except StartError as error:
+                found[at] = error
+                left.remove(at)
         answers = {at: asked[at][0]._receive(asked[at][2]) for at in sent}
         for at in left:
             answer = answers.get(at)

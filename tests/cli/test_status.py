@@ -256,7 +256,9 @@ def test_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None:
             lambda: served.gauge("prefix_cache_hits_total")["prefill-0"] == 192, "the second is told"
         )
         names = set(re.findall(r"^isthmus_(\w+)\{node=", served.http.get("/metrics").text, re.M))
-        alone = {name for name in NODE_METRICS if not name.startswith(("pipeline_", "vllm_", "tls_", "tenant_"))}
+        alone = {
+            name for name in NODE_METRICS if not name.startswith(("pipeline_", "vllm_", "tls_", "tenant_"))
+        }
         assert names == alone
         _, text, _ = isthmus("status", "--url", served.url)
         _, out, _ = isthmus("status", "--url", served.url, "--json")

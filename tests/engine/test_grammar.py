@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import random
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -266,6 +267,24 @@ def test_what_takes_too_long_to_compile_is_objected_to() -> None:
     grammars, row = Grammars(BYTES, VOCABULARY, GrammarLimits(cpu_s=0.01)), row_of(LARGE)
     next_tokens(grammars, row)
     assert "it takes too long" in grammars.objection(row)
+
+
+def test_where_no_process_can_be_started_rows_end_and_the_next_may_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the midst of an answer, too: whoever fills masks goes on."""
+    grammars, text = Grammars(BYTES, VOCABULARY), LLMatcher.grammar_from_regex("(only here|there)*")
+
+    def no_more() -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", no_more)
+        row = row_of(text)
+        next_tokens(grammars, row)
+        assert grammars.objection(row).endswith("no process can be started: Too many open files")
+    del row
+    assert next_tokens(grammars, row_of(text)) == [ord("o"), ord("t"), END]
 
 
 def test_a_row_that_is_gone_is_forgotten() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.settings import GatewaySettings, HttpLimits
-from isthmus.gateway.traffic import Phase
+from isthmus.gateway.traffic import STALL_BYTES, STALL_S, Phase, Traffic
 
 from .fake import HANG, FakeBackend, says
 from .server import Answer, Front, fronted, get, post
@@ -375,6 +376,52 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(opened: Opener, ba
         client.read_until(b"data: ")
         front.stop()
     client.socket.close()
+
+
+def test_a_stream_that_is_not_read_does_not_keep_its_place(timed: Front, backend: FakeBackend) -> None:
+    """A hundred of them would leave no connection to anybody else, for ever."""
+    backend.script = lambda _: [*says([97] * 1000, finish=None, per_batch=1), HANG]
+    client = timed.connect()
+    timed.wait_for(Phase.HEADERS)
+    [connection] = timed.app.state.traffic.connections()
+    accepted = connection.transport.get_extra_info("socket")
+    timed.call(lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB))
+    client.send(post(CHAT, FIELDS[CHAT] | {"stream": True, "n": 8}, close=False))
+    timed.wait_until(lambda: connection.flow.write_paused)
+    timed.later(STALL_S - 1)
+    assert timed.app.state.traffic.connections() == [connection]
+    timed.later(2)
+    timed.wait_until(lambda: not timed.app.state.traffic.num_connections)
+    client.socket.close()
+    assert timed.metric('http_refused_total{reason="unread"}') == 1
+    timed.wait_until(lambda: len(backend.cancelled) == 8)
+
+
+class Slow:
+    """A connection whose client takes something now and then."""
+
+    phase, body_bytes, unsent_bytes, aborted = Phase.ANSWER, 0, 4 * STALL_BYTES, False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_who_reads_slowly_is_waited_for() -> None:
+    now = [0.0]
+    traffic, slow = Traffic(HttpLimits(), lambda: now[0]), cast(Any, Slow())
+    traffic.enter(slow, Phase.ANSWER)
+    traffic.stall(slow)
+    for left in (3, 2, 1, 1):
+        assert not slow.aborted
+        now[0] += STALL_S
+        slow.unsent_bytes = left * STALL_BYTES
+        traffic.sweep()
+    assert slow.aborted
+    slow.aborted = False
+    traffic.flow(slow)
+    now[0] += STALL_S
+    traffic.sweep()
+    assert not slow.aborted, "it is through"
 
 
 def test_answers_that_end_in_time_are_whole(opened: Opener, backend: FakeBackend) -> None:

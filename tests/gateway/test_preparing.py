@@ -13,9 +13,10 @@ import pytest
 
 from isthmus.errors import OverloadedError, RequestError
 from isthmus.gateway import GatewaySettings, GatewayTokenizer
+from isthmus.gateway.client import ClientGoneError
 from isthmus.gateway.metrics import Meter
 from isthmus.gateway.preparing import Preparation, Preparing
-from isthmus.gateway.settings import ApiKey
+from isthmus.gateway.settings import ApiKey, HttpLimits
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.traffic import Traffic
 from isthmus.types import ModelCard
@@ -50,7 +51,12 @@ def apart(model: Path) -> Iterator[Preparing]:
 
 def prepared(preparing: Preparing, name: str, body: dict[str, Any] | bytes) -> Any:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return asyncio.run(preparing(name, data, "0123", TERMS))
+    return asyncio.run(preparing(name, data, "0123", TERMS, stays))
+
+
+async def stays() -> Any:
+    """Of a client that does not go away."""
+    await asyncio.Event().wait()
 
 
 def refused(preparing: Preparing, name: str, body: dict[str, Any] | bytes) -> RequestError:
@@ -205,7 +211,7 @@ def test_so_many_are_read_at_once_and_no_more(apart: Preparing) -> None:
 
     async def ask_all() -> list[Any]:
         return await asyncio.gather(
-            *[few("chat", body, str(number), TERMS) for number in range(4)], return_exceptions=True
+            *[few("chat", body, str(number), TERMS, stays) for number in range(4)], return_exceptions=True
         )
 
     found = asyncio.run(ask_all())
@@ -213,6 +219,47 @@ def test_so_many_are_read_at_once_and_no_more(apart: Preparing) -> None:
     refusals = [each for each in found if isinstance(each, OverloadedError)]
     assert len(refusals) == 2 and refusals[0].retry_after_s == 1 and "limits.preparing" in str(refusals[0])
     assert few.num_waiting == 0
+
+
+def test_who_goes_away_takes_nobodys_place(apart: Preparing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client costs a worker's time only if it waits for it, or the work has begun."""
+    single = replace_settings(apart, replace(SETTINGS, num_preparers=1))
+    long, short = (json.dumps({"prompt": "a " * count}).encode() for count in (50_000, 2_000))
+    begun, prepare = list[str](), Preparing._prepare
+
+    def watched(preparing: Preparing, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
+        begun.append(hex_id)
+        return prepare(preparing, name, body, hex_id, terms)
+
+    async def leaves() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def ask_all() -> None:
+        gone = [single("tokenize", long, f"gone {number}", TERMS, leaves) for number in range(20)]
+        for error in await asyncio.gather(*gone, return_exceptions=True):
+            assert isinstance(error, ClientGoneError)
+        assert single.num_waiting == 0
+        await single("tokenize", short, "there", TERMS, stays)
+
+    monkeypatch.setattr(Preparing, "_prepare", watched)
+    asyncio.run(ask_all())
+    single.close()
+    assert begun in (["there"], ["gone 0", "there"])
+
+
+def test_bodies_that_wait_have_a_limit_in_bytes(apart: Preparing) -> None:
+    body = json.dumps({"prompt": "a " * 2_000}).encode()
+    small = replace_settings(apart, replace(SETTINGS, http=HttpLimits(bodies=2 * len(body))))
+
+    async def ask_all() -> list[Any]:
+        asked = [small("tokenize", body, str(number), TERMS, stays) for number in range(4)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = asyncio.run(ask_all())
+    assert [type(each) for each in found] == [bytes, bytes, OverloadedError, OverloadedError]
+    assert "limits.bodies" in str(found[-1])
+    assert prepared(small, "tokenize", body), "they make room again"
+    small.close()
 
 
 def test_small_bodies_are_prepared_here(apart: Preparing) -> None:

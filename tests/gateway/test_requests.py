@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -286,3 +287,12 @@ def test_a_text_or_messages_to_tokenise() -> None:
         with pytest.raises(RequestError) as caught:
             parse_body(TokenizeRequest, body, 100)
         assert caught.value.param == param
+
+
+def test_depth_takes_the_same_time_for_each_byte() -> None:
+    """A text that is never closed was searched for its end from each of its quotes: 2 s for so small a body."""
+    body = b"[" * 101 + b'"' + rb"\"" * 9900
+    before_s = time.process_time()
+    with pytest.raises(RequestError, match="deeper than 100"):
+        parse_body(CompletionRequest, body, 100)
+    assert time.process_time() - before_s < 0.2

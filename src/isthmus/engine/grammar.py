@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from isthmus.engine.following import Setup, Step, Stepped
 from isthmus.engine.interface import Row
-from isthmus.errors import IsthmusError
+from isthmus.errors import StartError
 from isthmus.files import end_tokens, open_files
 from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.sandbox import ForkServer, Limits, Sandbox, SandboxError, ask_all
@@ -68,6 +68,7 @@ class _Grammar:
         self.rows: WeakKeyDictionary[Row, _Told] = WeakKeyDictionary()
         self.num_bytes = 0
         self.objection = ""
+        self.may_be_tried_again = False  # it is not the grammar that is objected to
         self._generation = 0
         self._numbers = itertools.count()
         self._known = set[int]()
@@ -95,7 +96,11 @@ class _Grammar:
             news.append((told.number, tuple(row.outputs[told.num_tokens :])))
         return _encode(Step(self.text if is_new else "", tuple(gone), tuple(news)))
 
-    def hear(self, rows: Sequence[Row], answer: bytearray | SandboxError) -> None:
+    def hear(self, rows: Sequence[Row], answer: bytearray | SandboxError | StartError) -> None:
+        if isinstance(answer, StartError):
+            self.object(str(answer))
+            self.may_be_tried_again = True
+            return
         if isinstance(answer, SandboxError):
             self.object("it takes too long or too much memory, or the library of grammars fails on it")
             return
@@ -179,7 +184,7 @@ class Grammars:
     def _begun(self, text: str) -> _Grammar:
         with self._lock:
             grammar = self._grammars.get(text)
-            if grammar is not None:
+            if grammar is not None and (grammar.rows or not grammar.may_be_tried_again):
                 self._grammars.move_to_end(text)
                 return grammar
             self._make_room()
@@ -192,8 +197,6 @@ class Grammars:
         try:
             [answer] = ask_all([(grammar.sandbox, partial(grammar.question, ()), memoryview(b""))])
             grammar.hear((), answer)
-        except IsthmusError as error:
-            grammar.object(str(error))
         finally:
             grammar.compiled.set_result(None)
 

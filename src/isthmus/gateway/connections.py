@@ -166,6 +166,18 @@ class Connection(HttpToolsProtocol):
             self._answering.message_event.set()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._traffic.stall(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._traffic.flow(self)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return

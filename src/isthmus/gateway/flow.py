@@ -13,13 +13,10 @@ from starlette.types import Receive
 
 from isthmus.errors import ProtocolError
 from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.client import ClientGoneError, gone
 from isthmus.gateway.metrics import ChoiceTimer
 
 Sink = Callable[[Choice, Delta], Awaitable[None]]
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection. Nobody is left to answer, so this is no IsthmusError."""
 
 
 async def run(choices: Sequence[tuple[Choice, ChoiceTimer]], sink: Sink, receive: Receive) -> None:
@@ -65,9 +62,7 @@ async def _follow(choice: Choice, timer: ChoiceTimer, sink: Sink, running: dict[
 
 
 async def _watch(receive: Receive, running: dict[int, Choice]) -> None:
-    """Waits until the client goes away. The body was read, so nothing else can come."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await gone(receive)
     cancel_all(running)
     raise ClientGoneError
 

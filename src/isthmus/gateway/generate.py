@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from isthmus.errors import IsthmusError
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta, joined
-from isthmus.gateway.flow import ClientGoneError, cancel_all, run
+from isthmus.gateway.client import ClientGoneError
+from isthmus.gateway.flow import cancel_all, run
 from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
@@ -54,7 +55,7 @@ class JsonEndpoint:
         """Raises IsthmusError."""
         with suppress(ClientGoneError):
             body = await read_body(scope, receive, self.service.settings.max_body_bytes)
-            answer = await self.service.preparing(self.name, body, hex_id(scope), terms_of(scope))
+            answer = await self.service.preparing(self.name, body, hex_id(scope), terms_of(scope), receive)
             await send_body(send, answer, JSON_HEADERS)
 
 
@@ -76,7 +77,7 @@ class GenerationEndpoint:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.perf_counter()
         body, terms = await read_body(scope, receive, self.service.settings.max_body_bytes), terms_of(scope)
-        prepared = await self.service.preparing(self.name, body, hex_id(scope), terms)
+        prepared = await self.service.preparing(self.name, body, hex_id(scope), terms, receive)
         account = account_of(scope)
         num_prompt = sum(map(len, prepared.prompts))
         if account is not None:

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from isthmus.gateway.flow import ClientGoneError
+from isthmus.gateway.client import ClientGoneError
 from isthmus.gateway.problems import BodyTooLargeError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.types import Receive
 
 from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
+from isthmus.gateway.client import while_connected
 from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.gateway.requests import (
     ChatRequest,
@@ -72,7 +74,8 @@ class Preparing:
         """`model`: from where workers read the tokenizer again; None: all is done here, in a thread if it is large.
         Raises ConfigError."""
         self._preparations, self._settings = preparations(card, tokenizer, settings), settings
-        self._waiting, self._sandboxes = 0, list[Sandbox]()
+        self._waiting = self._waiting_bytes = 0
+        self._sandboxes = list[Sandbox]()
         num_workers = settings.num_preparers
         self._threads = ThreadPoolExecutor(num_workers, "preparing")
         self.setup = Setup(str(model), card, replace(settings, keys=()))
@@ -87,22 +90,38 @@ class Preparing:
         for _ in self._sandboxes:
             self._threads.submit(self._with_sandbox, Sandbox.open)
 
-    async def __call__(self, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
-        """Raises RequestError, OverloadedError."""
+    async def __call__(self, name: str, body: bytes, hex_id: str, terms: Terms, receive: Receive) -> Any:
+        """A client that goes away meanwhile, of which `receive` tells, takes no worker's time. Raises RequestError,
+        OverloadedError, ClientGoneError."""
         preparation = self._preparations[name]
         if len(body) <= self._settings.long_body_bytes:
             request = parse_body(preparation.read, body, self._settings.max_depth)
             if not self._sandboxes or not _asks_for_grammar(request):
                 return preparation.make(request, hex_id, terms)
-        if self._waiting >= self._settings.max_preparing:
-            message = f"{self._waiting} large requests are being read, the limit (limits.preparing); try again"
-            raise OverloadedError(message, retry_after_s=1)
+        self._check_room(len(body))
         self._waiting += 1
+        self._waiting_bytes += len(body)
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._prepare, name, body, hex_id, terms)
+            work = loop.run_in_executor(self._threads, self._prepare, name, body, hex_id, terms)
+            return await while_connected(work, receive)
         finally:
             self._waiting -= 1
+            self._waiting_bytes -= len(body)
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        most = self._settings.http.bodies
+        if self._waiting >= self._settings.max_preparing:
+            message = f"{self._waiting} large requests are being read, the limit (limits.preparing); try again"
+        elif self._waiting and self._waiting_bytes + num_bytes > most:
+            message = (
+                f"requests of {self._waiting_bytes} bytes are being read; with this one they were more than "
+            )
+            message += f"{most}, the limit (limits.bodies); try again"
+        else:
+            return
+        raise OverloadedError(message, retry_after_s=1)
 
     def _prepare(self, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
         """In a thread. Raises RequestError."""

@@ -261,7 +261,7 @@ def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
         raise refusal(error, kind) from None
 
 
-_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"|([\[{])|([\]}])', re.DOTALL)
+_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 
 
 def _depth(body: bytes) -> int:

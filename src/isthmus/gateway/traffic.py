@@ -19,6 +19,8 @@ KEEP_ALIVE_S = 60.0
 LINGER_S = 2.0
 """How long the rest of what a client sends is read and dropped after its last answer: a socket that is closed with
 unread bytes resets the connection, and the answer may be lost."""
+STALL_S, STALL_BYTES = 30.0, 64 * 1024
+"""A client that takes less than so much of its answer in such a time keeps its place from others."""
 SMALL_BODY_BYTES = 64 * 1024
 """Bodies up to this size always fit: it is what one connection buffers."""
 
@@ -42,6 +44,11 @@ class OpenConnection(Protocol):
 
     phase: Phase
     body_bytes: int
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of answers, which the client has not taken."""
+        ...
 
     def refuse(self, reason: str, error: IsthmusError) -> None:
         """Reads no more of this client and answers `error`; an answer under way goes on, and is the last."""
@@ -79,6 +86,8 @@ class Traffic:
         self.stopping = False
         self._since: list[dict[OpenConnection, float]] = [{} for _ in Phase]
         """For each phase, by the time at which a connection came to it, the earliest first."""
+        self._stalled: dict[OpenConnection, tuple[float, int]] = {}
+        """Those that take no more for now, each with a time and what was unsent then."""
         self._deadlines_s = {
             Phase.IDLE: KEEP_ALIVE_S,
             Phase.HEADERS: limits.header_s,
@@ -102,6 +111,15 @@ class Traffic:
     def leave(self, connection: OpenConnection) -> None:
         """A connection is closed. Idempotent."""
         self._since[connection.phase].pop(connection, None)
+        self._stalled.pop(connection, None)
+
+    def stall(self, connection: OpenConnection) -> None:
+        """More is unsent than is to be written at once."""
+        self._stalled[connection] = (self.clock(), connection.unsent_bytes)
+
+    def flow(self, connection: OpenConnection) -> None:
+        """More may be written again. Idempotent."""
+        self._stalled.pop(connection, None)
 
     def sweep(self) -> None:
         """Ends what has been in its phase for too long; a byte now and then extends nothing."""
@@ -114,6 +132,14 @@ class Traffic:
                 late.append(connection)
             for connection in late:
                 connection.too_late()
+        for connection, (since_s, unsent_bytes) in list(self._stalled.items()):
+            if now_s - since_s < STALL_S:
+                continue
+            if connection.unsent_bytes > unsent_bytes - STALL_BYTES:
+                self.refused["unread"] += 1
+                connection.abort()
+            else:
+                self.stall(connection)
 
     def make_room(self) -> bool:
         """Whether one more connection may be taken; closes the one that has served nothing for longest, if need be."""

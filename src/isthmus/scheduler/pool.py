@@ -16,7 +16,7 @@ Owns block numbers and reference counts; knows nothing of requests or tensors.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -109,7 +109,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference each. The tail becomes evictable before the head: a prefix outlives its ends."""
-        free = list[int]()
+        unnamed = []
         for block in reversed(blocks):
             left = self._references[block] - 1
             if left:
@@ -120,8 +120,8 @@ class BlockPool:
                 self._share_of.get(block, self._nobodys).idle[block] = None
                 self._num_idle += 1
             else:
-                free.append(block)
-        self._add_free(free)
+                unnamed.append(block)
+        self._put_back(unnamed)
 
     def store(self, block: int, name: BlockName, tenant: Tenant = NOBODY) -> bool:
         """Caches a held block under `name`, in the tenant's share; False when another block has that name already."""
@@ -163,9 +163,9 @@ class BlockPool:
         assert idle <= set(self._name_of), "an idle block has no name"
         assert not free & set(self._name_of), "a free block has a name"
 
-    def _add_free(self, blocks: list[int]) -> None:
-        """Each insertion moves what lies behind it, in a large pool megabytes: those that go between the same two are
-        inserted at once, and many that do not are sorted in."""
+    def _put_back(self, blocks: list[int]) -> None:
+        """Makes these free. Each insertion moves what lies behind it, in a large pool megabytes: those that go between
+        the same two are inserted at once, and many that do not are sorted in."""
         free, done = self._free, 0
         blocks.sort()
         for _ in range(MAX_INSERTIONS):
@@ -179,7 +179,8 @@ class BlockPool:
         free.sort()
 
     def _make_free(self, count: int) -> None:
-        while len(self._free) < count:
+        evicted = []
+        for _ in range(count - len(self._free)):
             share = self._nobodys
             if len(self._shares) > 1:
                 share = max([each for each in self._shares.values() if each.idle], key=_level)
@@ -190,7 +191,8 @@ class BlockPool:
             name = self._name_of.pop(block)
             del self._block_of[name]
             self.evicted.append(name)
-            insort(self._free, block)
+            evicted.append(block)
+        self._put_back(evicted)
 
     def _find_run(self, count: int) -> int:
         """Index in the free list where `count` consecutive numbers start, else where the longest run does."""

@@ -7,8 +7,10 @@ import errno
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import pytest
@@ -76,16 +78,20 @@ def test_a_worker_that_has_grown_is_replaced(server: ForkServer) -> None:
     box.close()
 
 
-def test_a_question_that_is_asked_again_is_made_again(server: ForkServer) -> None:
-    box = Sandbox(server, LIMITS, tries=2)
-    asked: list[int] = []
+def test_a_worker_that_somebody_kills_before_it_takes_its_question_up_is_replaced(box: Sandbox) -> None:
+    pid, asked = int(box.ask(b"pid")), threading.Event()
+    os.kill(pid, signal.SIGSTOP)
 
     def question() -> bytes:
-        asked.append(box.generation)
-        return b"crash" if box.generation == 1 else b"count"
+        asked.set()
+        return b"pid" if box.generation == 1 else b"count"
 
-    assert box.ask(question) == b"2" and asked == [1, 2] and box.deaths == 1
-    box.close()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(box.ask, question)
+        assert asked.wait(LIMIT_S)
+        os.kill(pid, signal.SIGKILL)
+        assert answer.result() == b"2"
+    assert (box.deaths, box.generation) == (1, 2)
 
 
 def test_some_are_asked_side_by_side(server: ForkServer) -> None:
@@ -107,7 +113,7 @@ def test_one_that_is_not_asked_leaves_and_that_is_no_death(server: ForkServer) -
 
 def test_a_fork_server_that_died_is_started_again() -> None:
     server = ForkServer("tests.sandboxed", b"setup")
-    box = Sandbox(server, LIMITS, tries=2)
+    box = Sandbox(server, LIMITS)
     worker = int(box.ask(b"pid"))
     os.kill(parent_of(worker), signal.SIGKILL)
     assert box.ask(b"count") == b"3", "the worker is still there"

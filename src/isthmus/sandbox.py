@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,15 +41,18 @@ Question = bytes | Callable[[], bytes]
 NOWHERE = memoryview(b"")
 _STACK_BYTES = 256 << 20
 """Grammars name rules as deep as clients like, and libraries follow them on the stack: 8 KiB for each."""
-_WALL_FACTOR, _LEAST_WALL_S = 20, 30.0
-"""A worker that got no CPU is waited for so long."""
+_WALL_FACTOR, _LEAST_WALL_S, _START_S = 5, 10.0, 60.0
+"""A worker or a fork server that gets no CPU is waited for so long."""
+_TRIES = 3
 _FEW_THREADS = {"MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"}
 """Each thread of a library reserves address space, which is limited."""
 _MAX_ORDER = 1024
+_BURY_S = 5.0
+"""So often a fork server looks for workers that ended."""
 _FRAME = struct.Struct("<BI")
 _ANSWER, _LAST, _NOTE, _TROUBLE = range(4)
-"""Kinds of frames from a child; LAST: an answer, and the worker leaves; TROUBLE: why there is none, a bug of ours in a
-worker."""
+"""Kinds of frames from a child; LAST: an answer, and the worker leaves; NOTE: what is worked on, the first one that a
+question was taken up; TROUBLE: why there is no answer, a bug of ours in a worker."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -120,13 +124,14 @@ class ForkServer:
                     [sys.executable, "-c", f"from {self._module} import main; main()"],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    env=_environment(),
+                    env=child_environment(1) | _FEW_THREADS,
                     start_new_session=True,
                 )
         except OSError:
             ours.close()
             raise
         self._leave = weakref.finalize(self, _end, process, ours)
+        ours.settimeout(_START_S)
         try:
             _write(ours, _ANSWER, [self._setup])
             kind, said = _read(ours)
@@ -144,12 +149,6 @@ class ForkServer:
             self._control = None
 
 
-def _environment() -> dict[str, str]:
-    """Without secrets, which no worker needs."""
-    inherited = child_environment(1) | _FEW_THREADS
-    return {name: value for name, value in inherited.items() if not name.startswith("ISTHMUS_")}
-
-
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     """Of a fork server, which has no state."""
     control.close()
@@ -160,11 +159,11 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 class Sandbox:
     """One worker at a time. Not thread-safe."""
 
-    def __init__(self, server: ForkServer, limits: Limits, tries: int = 1) -> None:
-        """`tries`: so often a question is asked that kills its worker."""
-        self._server, self._limits, self._tries = server, limits, tries
+    def __init__(self, server: ForkServer, limits: Limits) -> None:
+        self._server, self._limits = server, limits
         self._worker: socket.socket | None = None
-        self._note = ""
+        self._note: str | None = None
+        """What its worker said over the question; None: it has not taken it up."""
         self.deaths = 0
         self.generation = 0
         """Counts workers: a new one knows nothing of earlier questions."""
@@ -196,7 +195,7 @@ class Sandbox:
             self.close()  # it left, having had nothing to do
         self.open()
         assert self._worker is not None
-        self._note = ""
+        self._note = None
         try:
             _write(self._worker, _ANSWER, [question if isinstance(question, bytes) else question()])
         except OSError:
@@ -230,12 +229,13 @@ class Sandbox:
 def ask_all(
     asked: Sequence[tuple[Sandbox, Question, memoryview]],
 ) -> list[bytearray | SandboxError | StartError]:
-    """Each its question, side by side; in the same order the answers, or that a worker died or cannot be started."""
+    """Each its question, side by side; in the same order the answers, or that a worker died or cannot be started.
+
+    A question is asked again where its worker died before it took it up: that was somebody else's doing.
+    """
     found: list[bytearray | SandboxError | StartError] = [SandboxError("")] * len(asked)
     left = list(range(len(asked)))
-    tries = 0
-    while left:
-        tries += 1
+    for _ in range(_TRIES):
         sent = list[int]()
         for at in list(left):
             try:
@@ -244,11 +244,12 @@ def ask_all(
             except StartError as error:
                 found[at] = error
                 left.remove(at)
-        answers = {at: asked[at][0]._receive(asked[at][2]) for at in sent}
-        for at in left:
-            answer = answers.get(at)
-            found[at] = SandboxError(asked[at][0]._note) if answer is None else answer
-        left = [at for at in left if answers.get(at) is None and tries < asked[at][0]._tries]
+        for at in sent:
+            answer = asked[at][0]._receive(asked[at][2])
+            note = asked[at][0]._note
+            found[at] = SandboxError(note or "") if answer is None else answer
+            if answer is not None or note is not None:
+                left.remove(at)
     return found
 
 
@@ -272,8 +273,9 @@ def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoRet
     gc.collect()
     gc.freeze()  # what is shared with workers stays shared
     _write(control, _ANSWER, [])
-    control.settimeout(idle_s)
+    control.settimeout(_BURY_S)
     workers = set[int]()
+    since = time.monotonic()
     while True:
         descriptors = list[int]()
         with contextlib.suppress(TimeoutError):
@@ -281,9 +283,11 @@ def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoRet
             if not order:
                 os._exit(0)
         workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+        if workers or descriptors:
+            since = time.monotonic()
         if descriptors:
             workers.add(_fork(control, descriptors[0], msgspec.msgpack.decode(order, type=Limits), answer))
-        elif not workers:
+        elif idle_s is not None and time.monotonic() - since > idle_s:
             os._exit(0)
 
 
@@ -345,6 +349,7 @@ def _work(connection: socket.socket, limits: Limits, answer: Answer) -> None:
     with contextlib.suppress(OSError, MemoryError):
         while True:
             asked = bytes(_read(connection)[1])
+            _write(connection, _NOTE, [])
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
             kind, found = _answered(answer, asked)
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -397,6 +397,23 @@ def test_a_stream_that_is_not_read_does_not_keep_its_place(timed: Front, backend
     timed.wait_until(lambda: len(backend.cancelled) == 8)
 
 
+def test_a_whole_answer_is_under_way_until_it_is_taken(timed: Front, backend: FakeBackend) -> None:
+    """One that is written and not yet read is no idle connection, which would be the first to make room."""
+    backend.script = lambda _: says([97] * 200)
+    client = timed.connect()
+    timed.wait_for(Phase.HEADERS)
+    [connection] = timed.app.state.traffic.connections()
+    accepted = connection.transport.get_extra_info("socket")
+    timed.call(lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB))
+    client.send(post("/tokenize", {"prompt": "x" * 300_000, "return_token_strs": True}, close=False))
+    timed.wait_until(lambda: connection.flow.write_paused)
+    timed.wait_until(lambda: connection.cycle.response_complete)
+    assert connection.phase is Phase.ANSWER
+    assert len(client.read_until(b'"]}')) > 1_000_000
+    timed.wait_until(lambda: connection.phase is Phase.IDLE)
+    client.socket.close()
+
+
 class Slow:
     """A connection whose client takes something now and then."""
 

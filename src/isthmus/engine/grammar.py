@@ -3,7 +3,7 @@
 Each grammar is followed by a process of its own, which may die (`following.py`): it compiles the grammar once, gives
 each row a copy of that matcher, and is told the row's tokens as they come. What a row may go on with depends on its
 grammar and its outputs alone, so another node that is given both goes on alike, and so does a process that takes the
-place of one that died: rows' outputs are replayed.
+place of one that somebody killed: rows' outputs are replayed.
 
 A grammar that cannot be followed (it does not compile, it takes too much, or the library fails on it) is an objection
 to its own rows; nothing is raised, and other rows do not notice.
@@ -12,6 +12,7 @@ to its own rows; nothing is raised, and other rows do not notice.
 from __future__ import annotations
 
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,10 +36,8 @@ MAX_IDLE = 8
 """So many grammars that no row follows stay compiled."""
 IDLE_S = 5.0
 """For so long."""
-NUM_COMPILERS = 4
-"""Grammars that are compiled at once."""
-_TRIES = 2
-"""A process may have been killed by somebody else."""
+NUM_COMPILERS = max(1, len(os.sched_getaffinity(0)) // 2)
+"""Grammars that are compiled at once: not on all cores."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _stepped = msgspec.msgpack.Decoder(Stepped).decode
@@ -63,7 +62,7 @@ class _Grammar:
     def __init__(self, text: str, server: ForkServer, limits: GrammarLimits) -> None:
         self.text = text
         of_process = Limits(limits.memory_bytes, 2 * limits.cpu_s, idle_s=IDLE_S)
-        self.sandbox = Sandbox(server, of_process, _TRIES)
+        self.sandbox = Sandbox(server, of_process)
         self.compiled: Future[None] = Future()
         self.rows: WeakKeyDictionary[Row, _Told] = WeakKeyDictionary()
         self.num_bytes = 0

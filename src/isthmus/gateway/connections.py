@@ -173,6 +173,7 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._traffic.flow(self)
+        self._settle()
 
     @property
     def unsent_bytes(self) -> int:
@@ -195,8 +196,11 @@ class Connection(HttpToolsProtocol):
             pass  # it was refused
 
     def _settle(self) -> None:
-        """Comes to the phase that the parser and the app have brought about."""
+        """Comes to the phase that the parser, the app and the client have brought about. An answer is under way until
+        the client has taken it."""
         exchange = self._answering
+        if self.flow is not None and self.flow.write_paused and self.phase is Phase.ANSWER:
+            return
         if exchange is None or exchange.response_complete:
             phase = Phase.HEADERS if self._partial else Phase.IDLE
         else:

@@ -243,6 +243,7 @@ def test_a_later_stage_reports_for_no_node() -> None:
 
 LIES = {
     "role": RoleChanged(NodeId("d"), Role.PREFILL),
+    "role of its own": RoleChanged(NodeId("liar"), Role.PREFILL),
     "memory": MemoryUsed(NodeId("d"), -1, -1, 0, 0),
     "stored": BlocksStored(NodeId("d"), (bytes(16),)),
     "token": messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 70)),)),

@@ -59,6 +59,7 @@ class _Member:
 
     def __init__(self, hello: messages.Hello, session: Session, now_ns: int) -> None:
         self.hello, self.session, self.role = hello, session, hello.joined.role
+        self.becoming: Role | None = None  # what it was told to be next
         self.cluster = hello.joined.cluster
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
@@ -291,6 +292,8 @@ class Head:
                 error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
                 self._fail(action.request, error)
             case conductor.Convert():
+                if action.node in self._members:
+                    self._members[action.node].becoming = action.role
                 self._send(action.node, Become(action.role))
             case conductor.Lend():
                 key = key_of(action.request, action.attempt)
@@ -496,7 +499,9 @@ class Head:
             case _:
                 self._check_own(node, message)
                 if isinstance(message, conductor.RoleChanged):
-                    member.role = message.role
+                    if message.role is not member.becoming:
+                        raise ProtocolError(f"{node} took the role {message.role}, which nobody gave it")
+                    member.role, member.becoming = message.role, None
                     self._offload.conversions += 1
                 self._decide(message)
 

@@ -18,10 +18,13 @@ from uvicorn.server import ServerState
 from isthmus.errors import StartError
 from isthmus.gateway.certificate import Certificate
 from isthmus.gateway.connections import Connection, Opening
+from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
+WARM_S = 3.0
+"""After the server began, unless somebody needs them before."""
 SWEEP_S = 0.25
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -60,19 +63,26 @@ async def serve_http(
     """Serves until `stop`; then takes no new connections and gives running answers `drain_s` to end, less if `at_once`
     is set. What is left then is ended by us, each answer in its own form. HTTPS with a `certificate`."""
     server = _Server(app, bound, certificate)
-    app.state.preparing.open()
     try:
         async with asyncio.TaskGroup() as group:
             sweeping = group.create_task(server.sweep())
+            warming = group.create_task(_warm(app.state.preparing))
             async with server.listening(group):
                 await stop.wait()
             bound.close()
             await server.drain(drain_s, at_once or asyncio.Event())
             sweeping.cancel()
+            warming.cancel()
     finally:
         bound.close()
         await server.end_answers()
         app.state.preparing.close()
+
+
+async def _warm(preparing: Preparing) -> None:
+    """Starts the workers for large bodies when the nodes have had the processor."""
+    await asyncio.sleep(WARM_S)
+    preparing.open()
 
 
 class _Server:

@@ -128,9 +128,13 @@ class Served(Client):
         return left if self.gauge("kv_blocks") == self.gauge("kv_blocks_available") else [*left, "kv_blocks"]
 
     def children(self) -> dict[str, int]:
-        """Process ids of the nodes and of what reads large bodies, by the order of their start."""
-        pids = sorted(children_of(self.process.pid))
+        """Process ids of nodes and links, by the order of their start; without what reads large bodies, which starts
+        when it is needed."""
+        pids = [pid for pid in sorted(children_of(self.process.pid)) if _VERBS.intersection(command_line(pid))]
         return {f"child-{index}": pid for index, pid in enumerate(pids)}
+
+
+_VERBS = {b"node", b"link"}
 
 
 def children_of(pid: int) -> list[int]:
@@ -142,10 +146,18 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> list[bytes]:
+    """Its words; none if it is not there."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 def node_pid(pids: object, name: str) -> int:
     """The child that runs node `name`."""
     for pid in pids:  # type: ignore[attr-defined]
-        if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if name.encode() in command_line(pid):
             return int(pid)
     raise AssertionError(f"no process of {name}")
 

@@ -153,7 +153,7 @@ def test_a_worker_is_told_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "secret")
     server = ForkServer("tests.sandboxed", b"setup")
     names = Sandbox(server, LIMITS).ask(b"environment").decode().split()
-    assert "PATH" in names and not [name for name in names if name.startswith("ISTHMUS")]
+    assert "PATH" in names and not {"ISTHMUS_TOKEN", "ISTHMUS_API_KEY"}.intersection(names)
     server.close()
 
 

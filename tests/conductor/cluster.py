@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,6 +41,8 @@ from isthmus.conductor import (
 from isthmus.conductor.conductor import MAX_LOSSES
 from isthmus.cost import Curve
 from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
+
+from .views import arrival
 
 BLOCK_SIZE = 4
 MS = NS_PER_MS
@@ -172,25 +175,10 @@ class Cluster:
         max_tokens: int = 10,
         *,
         names: Sequence[BlockName] = (),
-        priority: int = 0,
-        ttft_ms: int | None = None,
-        tbt_ms: int | None = None,
-        tenant: str = "",
-        weight: float = 0.0,
+        **told: Any,
     ) -> list[Action]:
-        return self.on(
-            RequestArrived(
-                RequestId(request),
-                tenant,
-                num_tokens,
-                max_tokens,
-                tuple(names),
-                priority,
-                ttft_ms,
-                tbt_ms,
-                weight=weight,
-            )
-        )
+        """`told`: the rest of an `arrival`."""
+        return self.on(arrival(num_tokens, names, request=request, max_tokens=max_tokens, **told))
 
     def route(self, request: str, *lengths: int, names: Sequence[BlockName] = ()) -> tuple[str, str]:
         """Where an arriving request goes: prefill node, decode node."""

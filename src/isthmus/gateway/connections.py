@@ -140,6 +140,7 @@ class Connection(HttpToolsProtocol):
         self._unseen = 0  # bytes given to the parser since it last gave something whole
         self._partial = True  # a request has begun and is not whole, or the first is awaited
         self._in_headers = True
+        self._collected = bytearray()  # of a body, until the app gets it
         self._deaf = False  # nothing more is read
         self._given_up = False  # before it was made
         self._answering: Exchange | None = None  # of those that came, the first without an answer
@@ -220,6 +221,7 @@ class Connection(HttpToolsProtocol):
             part, data = data[:room], data[room:]
             self._unseen += len(part)
             self.parser.feed_data(part)
+            self._pass_on()
 
     def _stop(self, reason: str, error: IsthmusError) -> NoReturn:
         """Refuses, and ends what the parser is at."""
@@ -277,19 +279,26 @@ class Connection(HttpToolsProtocol):
         self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
+        """Only collects: in chunks of one byte it is called ten thousand times for what came at once."""
         self._unseen = 0
-        if self.cycle.response_complete:
+        self._collected += body
+
+    def on_message_complete(self) -> None:
+        self._pass_on()
+        self._unseen, self._partial = 0, False
+        self._release_body()
+        super().on_message_complete()
+
+    def _pass_on(self) -> None:
+        """Gives the app what was collected of a body."""
+        body, self._collected = self._collected, bytearray()
+        if not body or self.cycle.response_complete:
             return
-        super().on_body(body)
+        super().on_body(body)  # type: ignore[arg-type]
         self.body_bytes += len(body)
         self._traffic.take_body(len(body))
         if self._deaf:  # it was this one that was too much
             raise _EndOfInputError
-
-    def on_message_complete(self) -> None:
-        self._unseen, self._partial = 0, False
-        self._release_body()
-        super().on_message_complete()
 
     # Answers.
 

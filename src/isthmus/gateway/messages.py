@@ -53,11 +53,6 @@ class _Message(Strict):
     name: str | None = label()
     content: SomeContent = None
 
-    @property
-    def num_chars(self) -> int:
-        """About how long it is in a prompt."""
-        return 16 + len(self.content or "")
-
     def for_template(self) -> dict[str, Any]:
         """What of it a template may show; None where it has no such thing."""
         return self.model_dump(include={"role", "content", "name"})
@@ -118,10 +113,6 @@ class AssistantMessage(_Message):
     audio: Annotated[Any, Refused] = None
     annotations: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
-
-    @property
-    def num_chars(self) -> int:
-        return super().num_chars + sum(16 + len(call.function.arguments) for call in self.tool_calls or ())
 
     def for_template(self) -> dict[str, Any]:
         shown = super().for_template()

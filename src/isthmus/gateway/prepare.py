@@ -6,10 +6,8 @@ This is where a request meets the model: tokenising, lengths, vocabulary, defaul
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from isthmus.errors import RequestError
 from isthmus.gateway.auth import salt_of
@@ -51,29 +49,10 @@ class Writing:
         return self.usage is not None
 
 
-class Repeated(msgspec.Struct, frozen=True):
-    """What `/v1/responses` repeats of a request in its answer, as OpenAI names it."""
-
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, Any]
-    parallel_tool_calls: bool
-    prompt_cache_key: str | None
-    reasoning_effort: str | None
-    safety_identifier: str | None
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    truncation: str
-    user: str | None
-
-
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts. `repeated`: of
-    a Responses request."""
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts. `repeated`:
+    fields of a ResponsesReply that are the request's, where it is one's."""
 
     id: str
     created_s: int
@@ -84,7 +63,7 @@ class PreparedRequest:
     jobs: tuple[Job, ...]
     writing: Writing
     tools: ToolUse | None = None
-    repeated: Repeated | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reuse(self) -> Reuse:

@@ -11,7 +11,7 @@ import pydantic
 
 from isthmus.errors import RequestError
 from isthmus.gateway.limits import TOO_LONG
-from isthmus.gateway.prepare import PreparedRequest, Repeated, RequestPreparer
+from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.gateway.refusals import refusal
 from isthmus.gateway.requests import ChatRequest, GenerationRequest
 from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
@@ -72,24 +72,24 @@ class ResponsesPreparer:
         return fitting
 
 
-def _repeated(request: ResponsesRequest) -> Repeated:
+def _repeated(request: ResponsesRequest) -> dict[str, Any]:
     text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
-    return Repeated(
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
-        metadata=request.metadata or {},
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        prompt_cache_key=request.prompt_cache_key,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        safety_identifier=request.safety_identifier,
-        text={"format": {"type": "text"}, "verbosity": "medium"} | text,
-        tool_choice=request.tool_choice or "auto",
-        tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()],
-        top_logprobs=request.top_logprobs or 0,
-        truncation=request.truncation or "disabled",
-        user=request.user,
-    )
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": request.truncation or "disabled",
+        "user": request.user,
+    }
 
 
 def as_chat(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:

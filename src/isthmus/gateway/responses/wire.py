@@ -19,7 +19,6 @@ from isthmus.gateway.responses.reply import (
     Incomplete,
     InputDetails,
     OutputDetails,
-    Reasoning,
     ResponseEvent,
     ResponsesReply,
     ResponsesUsage,
@@ -133,19 +132,16 @@ class ResponsesDialect:
         return response
 
     def _response(self, status: str) -> ResponsesReply:
-        prepared, repeated = self._prepared, self._prepared.repeated
-        assert repeated is not None, "prepared as another endpoint's"
-        sampling, fields = prepared.jobs[0].sampling, msgspec.structs.asdict(repeated)
+        prepared, sampling = self._prepared, self._prepared.jobs[0].sampling
         return ResponsesReply(
             id=prepared.id,
             created_at=prepared.created_s,
             model=prepared.model,
             status=status,
             output=self._transcript.items,
-            reasoning=Reasoning(fields.pop("reasoning_effort")),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            **fields,
+            **prepared.repeated,
         )
 
 

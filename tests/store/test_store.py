@@ -210,7 +210,7 @@ def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:
         assert lost == [9, 8]
         assert not store.get(9, room(SMALL)) and lost == [9, 8]
         store.drop([7])
-        store.delete([7])
+        store.drop([7])
         assert lost == [9, 8]
 
 

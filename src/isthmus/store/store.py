@@ -242,10 +242,6 @@ class Store:
         done = self._pool.map(lambda unit: [self.put(*item) for item in unit], units)
         return [stored for unit in done for stored in unit]
 
-    def delete(self, names: Iterable[BlockName]) -> None:
-        """`drop`, under the name that goes with `put` and `get`."""
-        self.drop(names)
-
     # Life.
 
     def recover(self) -> list[tuple[BlockName, BlockName | None]]:

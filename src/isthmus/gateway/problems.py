@@ -41,6 +41,12 @@ class HeadersTooLargeError(RequestError):
     http_status = 431
 
 
+class UnknownCodingError(RequestError):
+    """Of a body in transfer (RFC 9112, 6.1)."""
+
+    http_status = 501
+
+
 class RateLimitError(OverloadedError):
     """A tenant asks for more than `allowed`: by its `limit`, an option of `auth.tenants`."""
 

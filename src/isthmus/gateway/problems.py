@@ -25,6 +25,17 @@ class UnauthorizedError(RequestError):
     http_status = 401
 
 
+class ForeignOriginError(RequestError):
+    """`origin`: of the page that asks."""
+
+    http_status = 403
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"pages of {origin!r} may not ask this server; whoever runs it can allow them (cors.origins)"
+        )
+
+
 class WrongMethodError(RequestError):
     http_status = 405
 
@@ -96,6 +107,8 @@ def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(error.retry_after_s).encode())]
     if isinstance(error, UnauthorizedError):
         return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, ForeignOriginError):
+        return [(b"vary", b"Origin")]
     return []
 
 

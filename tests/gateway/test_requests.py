@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from isthmus.errors import RequestError
+from isthmus.gateway.bodies import parse_body
 from isthmus.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse_body,
 )
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.types import Receive, Scope, Send
 
 from isthmus.gateway.client import ClientGoneError
-from isthmus.gateway.problems import BodyTooLargeError
+from isthmus.gateway.problems import BodyTooLargeError, UnsupportedMediaError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -16,13 +17,18 @@ EVENT_HEADERS = [
     # nginx would collect events into blocks otherwise.
     (b"x-accel-buffering", b"no"),
 ]
+_COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
+"""Of other content codings some clients speak who mean a charset."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises BodyTooLargeError, as early as it is known, or ClientGoneError."""
+    """The whole request body. Raises BodyTooLargeError and UnsupportedMediaError, as early as they are known, or
+    ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(max_bytes)
+        if name == b"content-encoding" and (coding := _COMPRESSION.search(value)):
+            raise UnsupportedMediaError(coding[0].decode().lower())
     body = bytearray()
     more = True
     while more:

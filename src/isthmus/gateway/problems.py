@@ -44,6 +44,17 @@ class BodyTooLargeError(RequestError):
     http_status = 413
 
 
+class UnsupportedMediaError(RequestError):
+    """`coding`: of a body that is compressed."""
+
+    http_status = 415
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(
+            f"the body is compressed ({coding}), which this server does not undo: send it as it is"
+        )
+
+
 class RequestTimeoutError(RequestError):
     http_status = 408
 
@@ -107,6 +118,8 @@ def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(error.retry_after_s).encode())]
     if isinstance(error, UnauthorizedError):
         return [(b"www-authenticate", b"Bearer")]
+    if status_of(error) == UnsupportedMediaError.http_status:
+        return [(b"accept-encoding", b"identity")]
     if isinstance(error, ForeignOriginError):
         return [(b"vary", b"Origin")]
     return []

@@ -21,10 +21,8 @@ Loc = tuple[int | str, ...]
 
 
 def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
-    """The error that answers the first fault pydantic found in a body of type `kind`: a model, or a union of some."""
+    """The error that answers the first fault pydantic found in JSON of type `kind`: a model, or a union of some."""
     first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     place = _Place(kind, first["loc"])
     if first["type"] == "unknown_field":
         return _unknown_field(place, first["ctx"]["name"])

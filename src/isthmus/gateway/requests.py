@@ -6,14 +6,10 @@ no answer of this server would be another without it; or it is refused by name, 
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, Tag
 
-from isthmus.errors import RequestError
 from isthmus.gateway import fields as f
 from isthmus.gateway import structured
 from isthmus.gateway.fields import (
@@ -28,7 +24,6 @@ from isthmus.gateway.fields import (
     refuse,
 )
 from isthmus.gateway.messages import Messages
-from isthmus.gateway.refusals import refusal
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
 from isthmus.gateway.tool_fields import Tool, ToolChoice, tools
 
@@ -249,33 +244,3 @@ TokenizeRequest = Annotated[
 class DetokenizeRequest(Strict):
     model: str | None = f.model_name()
     tokens: Annotated[Any, Checked(f.parse_token_ids, TokenIds.schema, nullable=False)]
-
-
-def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
-    """The body as a `kind`: a model or a union of models. Raises RequestError naming the field at fault."""
-    if body.count(b"{") + body.count(b"[") > max_depth and _depth(body) > max_depth:
-        raise RequestError(f"the body nests lists and objects deeper than {max_depth} (limits.json_depth)")
-    try:
-        return _reader(kind).validate_json(body)
-    except pydantic.ValidationError as error:
-        raise refusal(error, kind) from None
-
-
-_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
-
-
-def _depth(body: bytes) -> int:
-    """Of JSON, how deep its lists and objects lie in each other."""
-    depth = deepest = 0
-    for found in _BRACKET.finditer(body):
-        if found.lastindex == 1:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif found.lastindex == 2:
-            depth -= 1
-    return deepest
-
-
-@lru_cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

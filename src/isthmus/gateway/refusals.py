@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from isthmus.errors import RequestError
-from isthmus.gateway.fields import Refused, field_names
+from isthmus.gateway.fields import Refused, Unread, field_names
 
 MAX_SHOWN_CHARS = 60
 Loc = tuple[int | str, ...]
@@ -118,7 +118,9 @@ def _complaint(fault: ErrorDetails, place: _Place) -> str:
 
 def _suggestion(owner: type[BaseModel] | None, name: str) -> str:
     known = field_names(owner) if owner else {}
-    served = [field for field, info in known.items() if Refused not in info.metadata]
+    served = [
+        name for name, info in known.items() if Refused not in info.metadata and Unread not in info.metadata
+    ]
     near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], served, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

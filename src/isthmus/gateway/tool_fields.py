@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import Checked, Strict, refuse
+from isthmus.gateway.fields import Checked, Marked, refuse
 
 NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 
-class FunctionDefinition(Strict):
+class FunctionDefinition(Marked):
     name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
     description: str | None = f.text()
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
@@ -28,7 +28,7 @@ class FunctionDefinition(Strict):
         return shown | {"parameters": self.parameters or {"type": "object", "properties": {}}}
 
 
-class Tool(Strict):
+class Tool(Marked):
     type: Literal["function"]
     function: FunctionDefinition
 

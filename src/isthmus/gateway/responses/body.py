@@ -124,6 +124,8 @@ class ResponsesRequest(GenerationRequest):
     # Accepted: no answer would be another without them.
     max_tool_calls: int | None = f.integer(1, f.MAX_INT)
     """Of tools that the server runs, of which there are none."""
+    client_metadata: dict[str, Any] | None = f.free_object()
+    """Codex's word for `metadata`."""
     include_reasoning: bool | None = f.boolean()
     mm_payload: str | None = f.label()
 

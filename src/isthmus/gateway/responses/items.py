@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import Strict, only
+from isthmus.gateway.fields import Marked, Unread, only
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,36 @@ class _OrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-class TextPart(Strict):
+class TextPart(Marked):
     type: Literal["input_text", "text"]
     text: str = Field(description="a string")
     prompt_cache_breakpoint: dict[str, Any] | None = f.free_object()
 
 
-class OutputTextPart(Strict):
+class OutputTextPart(Marked):
     """Of an answer that is sent back. Only its text is the model's."""
 
     type: Literal["output_text"]
     text: str = Field(description="a string")
     annotations: list[Any] | None = Field(default=None, description="a list")
     logprobs: list[Any] | None = Field(default=None, description="a list")
+    parsed: Annotated[Any, Unread] = None
+    """As OpenAI's client read it."""
+
+
+class RefusalPart(Marked):
+    type: Literal["refusal"]
+    refusal: str = Field(description="a string")
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 _PARTS = "a string, or a list of parts like {type: input_text, text: ...}"
 # fail_fast: one error is enough, and a body can hold a million wrong items.
 Parts = Annotated[
-    list[Annotated[TextPart | OutputTextPart, Field(discriminator="type")]],
+    list[Annotated[TextPart | OutputTextPart | RefusalPart, Field(discriminator="type")]],
     Field(fail_fast=True, description=_PARTS),
     _OrText(lambda text: {"type": "input_text", "text": text}),
 ]
@@ -61,11 +72,11 @@ InputParts = Annotated[
 ]
 
 
-def _text(parts: Sequence[TextPart | OutputTextPart]) -> str:
+def _text(parts: Sequence[TextPart | OutputTextPart | RefusalPart]) -> str:
     return "\n".join(part.text for part in parts)
 
 
-class _Item(Strict):
+class _Item(Marked):
     """What items of answers carry besides; they are sent back as they came."""
 
     id: str | None = f.label()
@@ -87,6 +98,7 @@ class MessageItem(_Item):
     )
     content: Parts
     phase: Annotated[Any, only("commentary", "final_answer")] = None
+    end_turn: Annotated[Any, Unread] = None
 
 
 class FunctionCallItem(_Item):
@@ -94,6 +106,7 @@ class FunctionCallItem(_Item):
     call_id: str = Field(description="a string")
     name: str = Field(description="the name of a function, a string")
     arguments: str = Field(description="a string that holds a JSON object")
+    parsed_arguments: Annotated[Any, Unread] = None
     namespace: Annotated[Any, only()] = None
     caller: dict[str, Any] | None = f.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")

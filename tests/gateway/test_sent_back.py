@@ -1,4 +1,4 @@
-"""Answers come back with the next question, as the client that got them keeps them: from here or from another server."""
+"""Answers come back with the next question, as the client that got them keeps them: from here or from elsewhere."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_an_answer_to_chat_comes_back(client: OpenAI, backend: FakeBackend, form
 
 # What the clients of other servers keep of an answer.
 LITELLM = {
-    "tool_calls": None, "function_call": None, "images": [], "annotations": [], "provider_specific_fields": {"refusal": None},
+    "tool_calls": None, "function_call": None, "images": [], "annotations": [],
+    "provider_specific_fields": {"refusal": None},
     "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x", "cache_control": MARK}],
 }  # fmt: skip
 OPENROUTER = {

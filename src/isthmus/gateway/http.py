@@ -17,6 +17,8 @@ EVENT_HEADERS = [
     # nginx would collect events into blocks otherwise.
     (b"x-accel-buffering", b"no"),
 ]
+NOTE = b"x-isthmus-note"
+"""Header of an answer: what of the request has no part in it."""
 _COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
 """Of other content codings some clients speak who mean a charset."""
 
@@ -52,9 +54,9 @@ async def send_body(send: Send, body: bytes, headers: list[tuple[bytes, bytes]])
 class EventWriter:
     """Server-sent events over one response, which starts with the first write."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = False
-        self._send = send
+        self._send, self._headers = send, [*EVENT_HEADERS, *headers]
         self._turn = asyncio.Lock()  # choices write from their own tasks
 
     async def write(self, events: bytes) -> None:
@@ -72,7 +74,7 @@ class EventWriter:
     async def _start(self) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         try:

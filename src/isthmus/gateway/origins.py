@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from isthmus.gateway.http import NOTE
 from isthmus.gateway.problems import ForeignOriginError
 
 ANY = "*"
@@ -20,7 +21,7 @@ OF_THIS_MACHINE = (
     r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(?!https?:)[a-z][a-z0-9+.-]*://.*"
 )
 """Pages that a server or a program here has (`app://…`, `vscode-webview://…`): no site can have such an origin."""
-READABLE = ("Retry-After", "X-Request-Id")
+READABLE = ("Retry-After", "X-Request-Id", NOTE.decode())
 """Headers of answers that scripts may read, beside the usual ones."""
 MAX_SHOWN_CHARS = 200
 

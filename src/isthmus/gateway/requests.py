@@ -25,7 +25,7 @@ from isthmus.gateway.fields import (
 )
 from isthmus.gateway.messages import Messages
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
-from isthmus.gateway.tool_fields import Tool, ToolChoice, tools
+from isthmus.gateway.tool_fields import Tool, ToolChoice, Tools, functions, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -156,9 +156,13 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     documents: list[dict[str, Any]] | None = Field(default=None, description="a list of objects")
-    tools: list[Tool] | None = tools()
+    tools_: Tools[Tool] | None = tools()
     chat_template: Annotated[Any, Refused] = None
     media_io_kwargs: Annotated[Any, only({})] = None
+
+    @property
+    def tools(self) -> list[Tool] | None:
+        return functions(self.tools_)
 
 
 class ChatRequest(GenerationRequest, TemplateFields):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
 from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
 from isthmus.gateway.responses.items import Input
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
-from isthmus.gateway.tool_fields import MODES, FunctionDefinition, object_of, tools
+from isthmus.gateway.tool_fields import MODES, FunctionDefinition, Other, Tools, functions, object_of, tools
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -67,13 +67,6 @@ class FunctionTool(FunctionDefinition):
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
 
 
-def _check_kind(value: Any) -> Any:
-    """What a tool is comes before what fields it has."""
-    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-        raise refuse(f"is of type {kind[:40]!r}; only functions are supported by this server")
-    return value
-
-
 def _names_function(value: Any) -> bool:
     match value:
         case {"type": "function", "name": str(), **rest}:
@@ -81,10 +74,16 @@ def _names_function(value: Any) -> bool:
     return False
 
 
+def _names_other(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in get_args(Other)
+
+
 def _parse_choice(value: Any) -> Any:
     match value:
         case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [_, *_] as allowed, **rest}:
-            fine = not rest and all(map(_names_function, allowed))
+            found = [each for each in allowed if not _names_other(each)]
+            fine = not rest and bool(found) and all(map(_names_function, found))
+            value = value | {"tools": found}
         case _:
             fine = value in MODES or _names_function(value)
     if not fine:
@@ -96,10 +95,11 @@ def _parse_choice(value: Any) -> Any:
 
 
 _FUNCTION = object_of(type={"const": "function"}, name={"type": "string"})
+_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(Other)]}}, "required": ["type"]}
 _ALLOWED = object_of(
     type={"const": "allowed_tools"},
     mode={"enum": ["auto", "required"]},
-    tools={"type": "array", "items": _FUNCTION, "minItems": 1},
+    tools={"type": "array", "items": {"anyOf": [_FUNCTION, _OTHER]}, "minItems": 1, "contains": _FUNCTION},
 )
 ToolChoice = Checked(_parse_choice, {"anyOf": [{"enum": list(MODES)}, _FUNCTION, _ALLOWED]})
 
@@ -114,7 +114,7 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
-    tools: list[Annotated[FunctionTool, BeforeValidator(_check_kind)]] | None = tools()
+    tools_: Tools[FunctionTool] | None = tools()
     tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
@@ -152,6 +152,10 @@ class ResponsesRequest(GenerationRequest):
     best_of: Annotated[Any, only(1)] = None
     prompt_logprobs: Annotated[Any, Refused] = None
     return_token_ids: Annotated[Any, only(False)] = None
+
+    @property
+    def tools(self) -> list[FunctionTool] | None:
+        return functions(self.tools_)
 
     @property
     def wants_logprobs(self) -> bool:

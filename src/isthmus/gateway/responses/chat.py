@@ -16,8 +16,9 @@ from isthmus.gateway.refusals import refusal
 from isthmus.gateway.requests import ChatRequest, GenerationRequest
 from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
 from isthmus.gateway.responses.items import Item, later_turns, messages_of, since
+from isthmus.gateway.responses.items import left_out as items_left_out
 from isthmus.gateway.terms import Terms
-from isthmus.gateway.tool_fields import FunctionDefinition
+from isthmus.gateway.tool_fields import FunctionDefinition, left_out
 
 # What chat completions call a field, and what responses do.
 _NAMES = [
@@ -49,7 +50,8 @@ class ResponsesPreparer:
     ) -> PreparedRequest:
         """Raises RequestError, in the words of a chat completion."""
         prepared = self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
-        return replace(prepared, repeated=_repeated(request))
+        words = dict.fromkeys([*left_out(request.tools_), *items_left_out(request.input)])
+        return replace(prepared, repeated=_repeated(request), left_out=tuple(words))
 
     def _prepare_shortened(
         self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError

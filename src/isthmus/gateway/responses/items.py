@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -123,24 +124,60 @@ class FunctionCallOutputItem(_Item):
     caller: dict[str, Any] | None = f.free_object()
 
 
-class ReasoningItem(_Item):
-    """Of another server's answer. Templates are not shown it."""
+Other = Literal[
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_summary", "compaction_trigger",
+    "computer_call", "computer_call_output", "configuration_update", "context_compaction", "file_search_call",
+    "ghost_snapshot", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "mcp_list_tools", "program", "program_output", "reasoning", "tool_search_call", "tool_search_output",
+    "web_search_call",
+]  # fmt: skip
 
-    type: Literal["reasoning"]
-    summary: list[Any] | None = Field(default=None, description="a list")
-    content: list[Any] | None = Field(default=None, description="a list")
-    encrypted_content: str | None = f.text()
+
+class OtherItem(BaseModel):
+    """Of another server's answer, or a client's own. Templates have no place for it: the prompt is without it, and the
+    answer says so."""
+
+    model_config = ConfigDict(frozen=True)
+    type: Other
 
 
-def _with_type(value: Any) -> Any:
-    return {"type": "message"} | value if isinstance(value, dict) else value
+CALLS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
+    "custom_tool_call": lambda item: (item.get("name"), {"input": item.get("input")}),
+    "local_shell_call": lambda item: ("local_shell", item.get("action")),
+    "shell_call": lambda item: ("shell", item.get("action")),
+    "apply_patch_call": lambda item: ("apply_patch", item.get("operation")),
+}
+"""Calls of tools that were no functions: of each, name and arguments of the call of a function that says the same."""
+
+
+def _as_known(value: Any) -> Any:
+    """An item in the words of those that are read."""
+    match value:
+        case {"type": str(kind)} if kind in CALLS:
+            name, arguments = CALLS[kind](value)
+            called = {"name": name, "arguments": json.dumps(arguments)}
+            return {"type": "function_call", "call_id": value.get("call_id", value.get("id"))} | called
+        case {"type": str(kind)} if kind.removesuffix("_output") in CALLS:
+            output = value.get("output")
+            is_parts = isinstance(output, list) and all(
+                isinstance(each, dict) and "type" in each for each in output
+            )
+            shown = output if is_parts or isinstance(output, str) else json.dumps(output)
+            return {
+                "type": "function_call_output",
+                "call_id": value.get("call_id", value.get("id")),
+                "output": shown,
+            }
+        case dict():
+            return {"type": "message"} | value
+    return value
 
 
 # What is dropped alone is no input.
-_SOME = {"contains": {"properties": {"type": {"not": {"const": "reasoning"}}}}}
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(Other)]}}}}}
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 Input = Annotated[
-    list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_with_type)]],
+    list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_as_known)]],
     Field(
         min_length=1,
         fail_fast=True,
@@ -166,6 +203,11 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
                 result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
                 messages.append(result)
     return messages
+
+
+def left_out(items: Sequence[Item]) -> list[str]:
+    """Each kind of item that the prompt is without."""
+    return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
 
 
 def _add_call(messages: list[dict[str, Any]], item: FunctionCallItem) -> None:

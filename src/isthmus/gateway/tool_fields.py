@@ -39,7 +39,7 @@ class Tool(Marked):
 
 Other = Literal[
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
-    "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search",
     "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
 ]  # fmt: skip
 

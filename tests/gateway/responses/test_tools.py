@@ -159,8 +159,31 @@ def kinds_of(union: Any) -> set[str]:
     return found
 
 
+SPACE = {"type": "namespace", "name": "mcp_clock", "description": "d", "tools": [NOW, PATCH]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_in_it(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    """Codex has those of MCP servers and of its sub-agents so. Beside it is one of the same name without one."""
+    calls = [
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("mcp_clock__now", "now")
+    ]
+    backend.script = lambda _: says([*folder.byte_tokens("".join(calls)), folder.EOS], per_batch=3)
+    response = post.post(PATH, input="When?", tools=[SPACE, NOW], stream=stream)
+    answer = read_events(response)[-1].response.to_dict() if stream else response.json()
+    inside, outside = answer["output"]
+    assert answer["tools"] == [SPACE | {"tools": [NOW]}, NOW]
+    assert (inside["namespace"], inside["name"], outside["name"]) == ("mcp_clock", "now", "now")
+    assert "namespace" not in outside or outside["namespace"] is None
+    assert response.headers["x-isthmus-note"] == "left out: tool custom"
+    again: list[Any] = [{"role": "user", "content": "When?"}, inside]
+    again.append({"type": "function_call_output", "call_id": inside["call_id"], "output": "noon"})
+    assert post.post(PATH, input=again, tools=[SPACE, NOW]).status_code == 200
+    assert prompt_of(backend).count('"mcp_clock__now"') == 2  # its definition and its call
+
+
 def test_every_kind_of_openai_s_is_known() -> None:
-    assert kinds_of(ToolParam) == {"function", *get_args(Other)}
+    assert kinds_of(ToolParam) == {"function", "namespace", *get_args(Other)}
     known = {*get_args(items.Other), *items.CALLS, *(f"{kind}_output" for kind in items.CALLS)}
     own = {"message", "function_call", "function_call_output", "item_reference"}
     assert kinds_of(ResponseInputItemParam) <= known | own
@@ -264,6 +287,8 @@ def test_calls_of_other_tools_are_read_as_calls(
 REFUSED = [
     ({"tools": [{"type": "functoin", "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"tools": [SPACE | {"tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [SPACE, SPACE]}, "tools"),
     ({"tools": [NOW, PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
     ({"tools": [PATCH], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [NOW, {"type": "function", "function": {"name": "f"}}]}, "tools[1].function"),

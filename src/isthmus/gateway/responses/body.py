@@ -9,9 +9,19 @@ from pydantic import Field
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
 from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
-from isthmus.gateway.responses.items import Input
+from isthmus.gateway.responses.items import Input, flat_name
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
-from isthmus.gateway.tool_fields import MODES, FunctionDefinition, Other, Tools, functions, object_of, tools
+from isthmus.gateway.tool_fields import (
+    MODES,
+    NAME,
+    FunctionDefinition,
+    Other,
+    Tools,
+    functions,
+    left_out,
+    object_of,
+    tools,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -67,6 +77,25 @@ class FunctionTool(FunctionDefinition):
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
 
 
+class NamespaceTool(Strict):
+    """Functions of one origin, such as an MCP server."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
+    description: str | None = f.text()
+    tools: Tools[FunctionTool] = Field(fail_fast=True, description="a list of tools")
+
+    @property
+    def flat(self) -> list[FunctionTool]:
+        found = functions(self.tools) or []
+        return [each.model_copy(update={"name": flat_name(self.name, each.name)}) for each in found]
+
+
+def _offered(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
+    """Without what is in it that is no function."""
+    return tool.model_copy(update={"tools": functions(tool.tools)}) if isinstance(tool, NamespaceTool) else tool
+
+
 def _names_function(value: Any) -> bool:
     match value:
         case {"type": "function", "name": str(), **rest}:
@@ -114,7 +143,7 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
-    tools_: Tools[FunctionTool] | None = tools()
+    tools_: Tools[FunctionTool | NamespaceTool] | None = tools()
     tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
@@ -154,8 +183,22 @@ class ResponsesRequest(GenerationRequest):
     return_token_ids: Annotated[Any, only(False)] = None
 
     @property
-    def tools(self) -> list[FunctionTool] | None:
-        return functions(self.tools_)
+    def tools(self) -> list[FunctionTool]:
+        """All functions, by the names that the model is told."""
+        return [
+            each for tool in self.offered for each in (tool.flat if isinstance(tool, NamespaceTool) else [tool])
+        ]
+
+    @property
+    def offered(self) -> list[FunctionTool | NamespaceTool]:
+        """The tools without those that are no functions."""
+        found: list[FunctionTool | NamespaceTool] = functions(self.tools_) or []
+        return [_offered(tool) for tool in found]
+
+    @property
+    def left_out(self) -> list[str]:
+        spaces = [tool.tools for tool in self.tools_ or () if isinstance(tool, NamespaceTool)]
+        return [words for tools in (self.tools_, *spaces) for words in left_out(tools)]
 
     @property
     def wants_logprobs(self) -> bool:

@@ -108,7 +108,7 @@ class FunctionCallItem(_Item):
     name: str = Field(description="the name of a function, a string")
     arguments: str = Field(description="a string that holds a JSON object")
     parsed_arguments: Annotated[Any, Unread] = None
-    namespace: Annotated[Any, only()] = None
+    namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
     async_: Annotated[Any, only(False)] = None
@@ -120,7 +120,7 @@ class FunctionCallOutputItem(_Item):
     call_id: str = Field(description="the id of the call that this is the result of, a string")
     output: InputParts
     name: str | None = f.label()
-    namespace: Annotated[Any, only()] = None
+    namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
 
 
@@ -210,10 +210,15 @@ def left_out(items: Sequence[Item]) -> list[str]:
     return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
 
 
+def flat_name(namespace: str | None, name: str) -> str:
+    """By which the model knows a function of a namespace; as at vLLM."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def _add_call(messages: list[dict[str, Any]], item: FunctionCallItem) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
-    called = {"name": item.name, "arguments": item.arguments}
+    called = {"name": flat_name(item.namespace, item.name), "arguments": item.arguments}
     call = {"id": item.call_id, "type": "function", "function": called}
     messages[-1].setdefault("tool_calls", []).append(call)
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import zlib
 
 import pytest
 
@@ -63,77 +61,6 @@ def test_wrong_methods(post: Poster, method: str, path: str) -> None:
     assert response.status_code == 405
     assert response.json()["error"]["message"] == f"{method} is not allowed on {path}"
     assert ("POST" if method == "GET" else "GET") in response.headers["allow"]
-
-
-def test_bodies_that_are_no_json(post: Poster) -> None:
-    response = post.request("POST", "/v1/completions", content=b"{")
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body is not valid JSON")
-
-
-PROMPT = '{"prompt": "naïve €😀"}'
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        PROMPT.encode("utf-8-sig"),
-        PROMPT.encode("utf-16"),
-        PROMPT.encode("utf-16-le"),
-        PROMPT.encode("utf-16-be"),
-        PROMPT.encode("utf-32"),
-        PROMPT.encode("utf-32-be"),
-        PROMPT.encode() + b"\0\0",
-        b"\r\n " + PROMPT.encode() + b"\n",
-    ],
-)
-def test_json_is_read_however_it_is_written(
-    post: Poster, backend: FakeBackend, tokenizer: GatewayTokenizer, body: bytes
-) -> None:
-    """PowerShell writes UTF-16, Notepad a BOM, C a zero; `curl -d` calls it a form."""
-    headers = {"Content-Type": "application/x-www-form-urlencoded", "Content-Encoding": "utf-8"}
-    answer = post.request("POST", "/v1/completions", content=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    assert tokenizer.decode(backend.jobs[0].tokens) == "naïve €😀"
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"", "it is empty"),
-        (b" \n", "it is empty"),
-        (b"prompt=hi&model=m", "it looks like an HTML form; send JSON"),
-        (b'--a1\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nhi', "it looks like an HTML form"),
-        (b"{'prompt': 'hi', 'stream': True}", "texts are in double quotes"),
-        (b'{prompt: "hi"}', "names are in double quotes, too"),
-        ('{"prompt": "é"}'.encode("latin-1"), "byte 12 (0xe9) is no UTF-8"),
-        (
-            PROMPT.encode("utf-16-le")[:-1],
-            "the body begins as UTF-16-LE and is none at byte 44; send JSON in UTF-8",
-        ),
-    ],
-)
-def test_what_is_no_json_is_told_what_it_looks_like(post: Poster, body: bytes, words: str) -> None:
-    answer = post.request("POST", "/v1/completions", content=body)
-    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "coding", "named"),
-    [
-        (gzip.compress(PROMPT.encode(), mtime=0), "", "gzip"),
-        (zlib.compress(PROMPT.encode()), "", "deflate"),
-        (b"\x28\xb5\x2f\xfd", "", "zstd"),
-        (gzip.compress(PROMPT.encode(), mtime=0), "GZIP", "gzip"),
-        (b"\x0b\x02\x80{}\x03", "br", "br"),
-        (gzip.compress(gzip.compress(PROMPT.encode(), mtime=0), mtime=0), "identity, x-gzip", "gzip"),
-    ],
-)
-def test_a_compressed_body_is_told_so(post: Poster, body: bytes, coding: str, named: str) -> None:
-    answer = post.request("POST", "/v1/completions", content=body, headers={"Content-Encoding": coding})
-    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
-    told = f"the body is compressed ({named}), which this server does not undo: send it as it is"
-    assert answer.json()["error"]["message"] == told
 
 
 @pytest.mark.parametrize("chunked", [False, True])

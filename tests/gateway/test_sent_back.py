@@ -134,6 +134,15 @@ def test_marks_of_other_servers_change_nothing(post: Poster, backend: FakeBacken
     assert backend.jobs[0].tokens == backend.jobs[1].tokens
 
 
+def test_a_call_of_a_custom_tool_is_read_as_a_function_s(post: Poster, backend: FakeBackend) -> None:
+    custom = {"id": "call_1", "type": "custom", "custom": {"name": "now", "input": "*\n"}}
+    plain = CALL | {"function": {"name": "now", "arguments": '{"input": "*\\n"}'}}
+    for call in (custom, plain):
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}, RESULT]
+        assert post.chat(messages=said, tools=[NOW]).status_code == 200
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens
+
+
 @pytest.mark.parametrize(
     ("kept", "words"),
     [

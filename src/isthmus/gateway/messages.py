@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from isthmus.gateway.fields import Checked, Marked, Refused, Unread, label, only, refuse, text
 
@@ -106,9 +106,20 @@ class ToolCall(Marked):
         return {"id": self.id, "type": self.type, "function": self.function.for_template()}
 
 
+def _as_function(value: Any) -> Any:
+    """A custom tool's call, which has a text for its input, as a function's."""
+    match value:
+        case {"type": "custom", "custom": {"name": name, "input": text}, **rest}:
+            called = {"name": name, "arguments": json.dumps({"input": text})}
+            return rest | {"type": "function", "function": called}
+    return value
+
+
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    tool_calls: list[ToolCall] | None = Field(default=None, fail_fast=True, description="a list of calls")
+    tool_calls: list[Annotated[ToolCall, BeforeValidator(_as_function)]] | None = Field(
+        default=None, fail_fast=True, description="a list of calls"
+    )
     reasoning_content: str | None = text()
     reasoning: str | None = text()
     """The newer word for the same."""

@@ -117,6 +117,9 @@ class GenerationRequest(Strict):
     rid: str | None = f.label()
     session_id: str | None = f.label()
     guided_decoding_backend: str | None = f.label()
+    cache_prompt: bool | None = f.boolean()
+    id_slot: int | None = f.integer(-1, f.MAX_INT)
+    """llama.cpp's: prompts are cached here whatever a request says, wherever that is."""
     stream_interval: int | None = f.integer(1, f.MAX_INT)
 
     # Accepted as long as they ask for nothing.

@@ -58,7 +58,7 @@ limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messa
 limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory
 limits.grammars_memory limits.greeting_s limits.greetings limits.wait_s auth.keys auth.tenants auth.metrics
 limits.header_bytes limits.headers limits.header_s limits.body_s limits.bodies limits.connections
-https.certificate https.key
+https.certificate https.key cors.origins
 auth.default.requests_per_s auth.default.tokens_per_s auth.default.burst_s auth.default.concurrent auth.default.weight
 lending.policy lending.reserve lending.period_s
 reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
@@ -124,6 +124,14 @@ def test_a_file_sets_what_it_names_and_nothing_else(file: Path) -> None:
     assert (config.port, config.engine.kv_memory, config.engine.device) == (9000, 2**31, "cuda:1")
     assert config.limits.drain_s == 0
     assert config.engine.block_size == Config().engine.block_size
+
+
+@pytest.mark.parametrize(
+    ("written", "origins"),
+    [("'*'", ("*",)), ("[https://a.b, app://c]", ("https://a.b", "app://c")), ("[]", ())],
+)
+def test_origins_are_a_list_or_one(file: Path, written: str, origins: tuple[str, ...]) -> None:
+    assert loaded(file, f"cors: {{origins: {written}}}").cors.origins == origins
 
 
 @pytest.mark.parametrize("written", ["prefill: 3", "prefill: {count: 3}"])
@@ -335,6 +343,9 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("cache: {dram: -1}", "cache.dram: -1 is not a size"),
         ("network: {node_gbps: 0}", "network.node_gbps: Input should be greater than 0"),
         ("roles: {prefill: {hardwear: h200}}", "unknown key 'roles.prefill.hardwear'; did you mean"),
+        ("cors: {origins: [https://a.b/]}", "cors.origins: 'https://a.b/' is no origin; write SCHEME://HOST or "),
+        ("cors: {origins: [https://*.b]}", "cors.origins: 'https://*.b' is no origin; write SCHEME://HOST or "),
+        ("cors: {origins: a.b}", "cors.origins: 'a.b' is no origin; write SCHEME://HOST or "),
         ("1: 2", "1: Keys should be strings"),
         ("- a\n- b", "expected keys and values at the top, found list"),
         ("just text", "expected keys and values at the top, found str"),

@@ -33,6 +33,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*?#]+")
 _KEY_VARIABLE, _TOKEN_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN"
 _RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
 """How names begin that Ray puts into the environment of its workers, its token's among them."""
@@ -384,6 +385,29 @@ class HttpsConfig(_Section):
         return self
 
 
+def _origins(value: Any) -> Any:
+    """`origins: https://chat.example.com` is short for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+class CorsConfig(_Section):
+    """Web pages that may ask the gateway, by their origins as browsers write them; `*`: any page. None: any page where
+    requests need a key, else pages of this machine."""
+
+    origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] | None = None
+
+    @field_validator("origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for origin in origins or ():
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT in lower case and without a "
+                    "path, or '*'"
+                )
+        return origins
+
+
 class KeyConfig(_Section):
     """One API key: whose it is, and its SHA-256 in hexadecimal. The key itself is nowhere."""
 
@@ -495,6 +519,7 @@ class Config(_Section):
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
     https: HttpsConfig = HttpsConfig()
+    cors: CorsConfig = CorsConfig()
     lending: LendingConfig = LendingConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None

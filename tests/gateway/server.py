@@ -179,7 +179,7 @@ def _cut(read: bytes) -> tuple[Answer, bytes]:
         length = int(headers["content-length"])
         body, rest = rest[:length], rest[length:]
         assert len(body) == length, "the answer is cut off"
-    else:
+    elif not first.startswith("HTTP/1.1 1"):
         body, rest = rest, b""
     return Answer(int(first.split()[1]), headers, body), rest
 

@@ -63,12 +63,6 @@ def test_wrong_methods(post: Poster, method: str, path: str) -> None:
     assert ("POST" if method == "GET" else "GET") in response.headers["allow"]
 
 
-def test_bodies_that_are_no_json(post: Poster) -> None:
-    response = post.request("POST", "/v1/completions", content=b"{")
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("the body is not valid JSON")
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_large_bodies(backend: FakeBackend, tokenizer: GatewayTokenizer, chunked: bool) -> None:
     async def chunks():  # type: ignore[no-untyped-def]

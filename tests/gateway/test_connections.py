@@ -213,9 +213,40 @@ def test_what_follows_an_answer_under_way_does_not_break_it(front: Front, backen
     assert answer.status == 200 and json.loads(answer.body)["choices"]
 
 
-def test_an_upgrade_is_answered_in_http(front: Front) -> None:
+OFFERS = ("upgrade: h2c", "connection: upgrade, http2-settings", "http2-settings: AAMAAABk")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_client_that_would_rather_speak_http_2_is_served(
+    front: Front, backend: FakeBackend, chunked: bool, at_once: bool
+) -> None:
+    """Java's client offers it with each first request, as curl's --http2 does. The connection goes on."""
+    body = json.dumps(FIELDS[COMPLETIONS]).encode()
+    head, framed = post(COMPLETIONS, body, *OFFERS, close=False)[: -len(body)], body
+    if chunked:
+        head = head.replace(b"content-length: %d" % len(body), b"transfer-encoding: chunked")
+        framed = b"%x\r\n%s\r\n0\r\nx-checksum: 1\r\n\r\n" % (len(body), body)
+    said = [head, framed, get("/ping", *OFFERS, close=False), get("/v1/models")]
+    client = front.connect(*[b"".join(said)] if at_once else said[:1])
+    if not at_once:
+        front.wait_for(Phase.BODY)
+        client.send(*said[1:])
+    answers = client.answers()
+    assert [answer.status for answer in answers] == [200, 200, 200]
+    assert json.loads(answers[0].body)["choices"] and json.loads(answers[2].body)["data"]
+    assert [job.tokens for job in backend.jobs]
+
+
+def test_an_offered_protocol_is_not_spoken(front: Front) -> None:
     request = get("/health", "upgrade: websocket", "connection: upgrade", close=False)
-    assert front.ask(request, b"frames").status == 200
+    assert front.ask(request + b"\x81\x85frame").status == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity"])
+def test_a_transfer_coding_that_is_not_undone_is_said(front: Front, coding: str) -> None:
+    answer = front.ask(PENDING + f"transfer-encoding: {coding}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+    check_refused(answer, 501, "of transfer codings only 'chunked' is known")
 
 
 def test_requests_wait_for_the_answers_before_theirs_but_not_any_number(front: Front) -> None:
@@ -228,15 +259,26 @@ def test_requests_wait_for_the_answers_before_theirs_but_not_any_number(front: F
     assert front.metric('http_refused_total{reason="pipelined"}') == 1
 
 
-def test_http_1_0_gets_no_chunks(front: Front) -> None:
+@pytest.mark.parametrize("kept", [[], ["connection: keep-alive"]])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_http_1_0_gets_no_chunks(front: Front, path: str, kept: list[str]) -> None:
     """RFC 9112, 6.1: the end of the connection ends the answer."""
-    answer = front.ask(post(COMPLETIONS, FIELDS[COMPLETIONS] | {"stream": True}, version="1.0", close=False))
-    assert answer.status == 200
+    fields = FIELDS[path] | {"stream": True}
+    answer = front.ask(post(path, fields, *kept, version="1.0", close=False))
+    assert answer.status == 200 and answer.headers["connection"] == "close"
     assert "transfer-encoding" not in answer.headers and "content-length" not in answer.headers
-    *events, done, rest = answer.body.decode().split("\n\n")
-    assert all(json.loads(event.removeprefix("data: ")) for event in events) and events
-    assert (done, rest) == ("data: [DONE]", "")
-    assert front.ask(get("/health", version="1.0", close=False)).headers["content-length"] == "0"
+    *events, last = answer.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")
+    assert all(json.loads(event.rpartition("data: ")[2]) for event in events) and events and not last
+    whole = front.ask(get("/health", *kept, version="1.0", close=False))
+    assert (whole.headers["content-length"], whole.headers["connection"]) == ("0", "close")
+
+
+def test_http_1_0_is_not_told_to_go_on(front: Front) -> None:
+    """RFC 9110, 10.1.1. Nor need it say whose server it asks."""
+    for version, interim in (("1.1", [100]), ("1.0", [])):
+        asked = post(COMPLETIONS, FIELDS[COMPLETIONS], "expect: 100-continue", version=version)
+        client = front.connect(asked.replace(b"host: test\r\n", b""))
+        assert [answer.status for answer in client.answers()] == [*interim, 200]
 
 
 # Bodies.

@@ -104,7 +104,14 @@ SAME = {
     ),
     "a response": (
         "response",
-        {"input": "hi", "instructions": "be kind", "seed": 5, "max_output_tokens": 7} | LONG,
+        {
+            "input": "hi",
+            "instructions": "be kind",
+            "seed": 5,
+            "max_output_tokens": 7,
+            "tools": [{"type": "mcp"}],
+        }
+        | LONG,
     ),
     "a response with a schema": (
         "response",

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from isthmus.errors import RequestError
-from isthmus.gateway.requests import ChatRequest, parse_body
+from isthmus.gateway.bodies import parse_body
+from isthmus.gateway.requests import ChatRequest
 
 USER = {"role": "user", "content": "hi"}
 

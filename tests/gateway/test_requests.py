@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
 
 from isthmus.errors import RequestError
+from isthmus.gateway.bodies import parse_body
 from isthmus.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse_body,
 )
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -149,6 +148,8 @@ BOTH_KNOW = {
     "length_penalty": ([1, 1.0], 0.5),
     "early_stopping": ([False], True),
     "watermarking": ([False], True),
+    "cache_prompt": ([True, False], 1),
+    "id_slot": ([-1, 3], "0"),
     "kv_transfer_params": ([{}], {"do_remote_decode": True}),
     "vllm_xargs": ([{}], {"a": 1}),
     "mm_processor_kwargs": ([{}], {"a": 1}),
@@ -287,12 +288,3 @@ def test_a_text_or_messages_to_tokenise() -> None:
         with pytest.raises(RequestError) as caught:
             parse_body(TokenizeRequest, body, 100)
         assert caught.value.param == param
-
-
-def test_depth_takes_the_same_time_for_each_byte() -> None:
-    """A text that is never closed was searched for its end from each of its quotes: 2 s for so small a body."""
-    body = b"[" * 101 + b'"' + rb"\"" * 9900
-    before_s = time.process_time()
-    with pytest.raises(RequestError, match="deeper than 100"):
-        parse_body(CompletionRequest, body, 100)
-    assert time.process_time() - before_s < 0.2

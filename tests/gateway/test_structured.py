@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from isthmus.errors import RequestError
 from isthmus.files.grammar import GRAMMAR_LIMITS
 from isthmus.gateway import GatewayTokenizer
-from isthmus.gateway.requests import ChatRequest, CompletionRequest, parse_body
+from isthmus.gateway.bodies import parse_body
+from isthmus.gateway.requests import ChatRequest, CompletionRequest
 from isthmus.gateway.structured import check_grammar, grammar_of
 
 from .fake import FakeBackend

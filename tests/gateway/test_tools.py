@@ -421,7 +421,12 @@ def test_what_cannot_be_forced_is_named(
 @pytest.mark.parametrize(
     ("fields", "param", "complaint"),
     [
-        ({"tools": [{"type": "custom"}]}, "tools[0].type", "should be 'function'"),
+        ({"tools": [{"type": "functoin"}]}, "tools[0].type", "did you mean 'function'?"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "x"}}], "tool_choice": "required"},
+            "tool_choice",
+            "names no",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
         (
@@ -451,3 +456,15 @@ def test_what_is_wrong_is_named(post: Poster, fields: dict[str, Any], param: str
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["param"], complaint in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_are_no_functions_are_left_out(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    """Cursor sends both shapes of a custom tool."""
+    custom = [
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "custom", "name": "patch", "format": {}},
+    ]
+    answers = [post.chat(tools=tools, stream=stream) for tools in ([*custom, NOW], [NOW])]
+    assert [answer.headers.get("x-isthmus-note") for answer in answers] == ["left out: tool custom", None]
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens

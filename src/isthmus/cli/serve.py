@@ -227,6 +227,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, hosts)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
+        origins=config.cors.origins,
         tool_format=config.tool_format,
         max_body_bytes=config.limits.body_bytes,
         max_depth=config.limits.json_depth,

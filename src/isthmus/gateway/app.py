@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 import isthmus
 from isthmus.errors import IsthmusError
@@ -21,9 +23,10 @@ from isthmus.gateway.backend import Backend
 from isthmus.gateway.chat_wire import ChatDialect, ChatReply
 from isthmus.gateway.completion_wire import CompletionDialect, CompletionReply
 from isthmus.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
-from isthmus.gateway.identity import RequestIds, id_header
+from isthmus.gateway.identity import RequestIds
 from isthmus.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.gateway.openapi import Operation, document
+from isthmus.gateway.origins import ANY, Origins
 from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.problems import (
     UnknownModelError,
@@ -70,23 +73,48 @@ def create_app(
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
-    app = Starlette(
+
+    def refuse(error: Exception) -> Response:
+        meter.failed(status_of(error))
+        return _problem(error)
+
+    def outermost(app: ASGIApp) -> ASGIApp:
+        return RequestIds(Origins(app, allowed=_origins(settings), refuse=refuse))
+
+    app = _App(
+        outermost,
         routes=[*routes, Route("/openapi.json", described)],
-        middleware=[Middleware(RequestIds), *_guard(settings, operations, meter)],
-        exception_handlers=_handlers(meter),
+        middleware=_guard(settings, operations, meter, refuse),
+        exception_handlers=_handlers(refuse),
     )
     app.state.preparing = preparing
     app.state.traffic = traffic  # the server's: what it serves this app on
     return app
 
 
-def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
+class _App(Starlette):
+    """`outermost`: middleware around all that Starlette has, so that answers that tell of bugs go through it, too."""
+
+    def __init__(self, outermost: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
+        super().__init__(**options)
+        self._outermost = outermost
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self._outermost(super().build_middleware_stack())
+
+
+def _origins(settings: GatewaySettings) -> tuple[str, ...] | None:
+    """Where keys are asked for, any page may ask: no browser adds a key by itself, as it does cookies."""
+    return (ANY,) if settings.origins is None and settings.keys else settings.origins
+
+
+def _guard(
+    settings: GatewaySettings,
+    operations: list[Operation],
+    meter: Meter,
+    refuse: Callable[[Exception], Response],
+) -> list[Middleware]:
     """What asks for a key, if there are any, and what tenants' limits ask, if they have any."""
-
-    def refuse(error: Exception) -> Response:
-        meter.failed(status_of(error))
-        return _problem(error)
-
     opened = {each.path for each in operations if each.open}
     if not settings.keys:
         return []
@@ -205,28 +233,21 @@ def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _handlers(meter: Meter) -> dict[Any, Any]:
-    """How errors that no endpoint answered become answers."""
+def _handlers(refuse: Callable[[Exception], Response]) -> dict[Any, Any]:
+    """How errors that no endpoint answered become answers. Starlette raises a bug's again, for the server's log."""
 
     async def on_error(request: Request, error: Exception) -> Response:
-        meter.failed(status_of(error))
-        return _problem(error)
+        return refuse(error)
 
     async def on_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             message = f"{request.method} is not allowed on {request.url.path}"
-            response = await on_error(request, WrongMethodError(message))
+            response = refuse(WrongMethodError(message))
             response.headers.update(error.headers or {})
             return response
-        return await on_error(request, UnknownRouteError(f"no such route: {request.url.path}"))
+        return refuse(UnknownRouteError(f"no such route: {request.url.path}"))
 
-    async def on_bug(request: Request, error: Exception) -> Response:
-        """Starlette calls this outside our middleware, and raises the error again for the server's log."""
-        response = await on_error(request, error)
-        response.raw_headers.append(id_header(request.scope))
-        return response
-
-    return {IsthmusError: on_error, HTTPException: on_route, Exception: on_bug}
+    return {IsthmusError: on_error, HTTPException: on_route, Exception: on_error}
 
 
 def _problem(error: Exception) -> Response:

@@ -22,6 +22,7 @@ from isthmus.gateway.problems import (
     STOPPING,
     HeadersTooLargeError,
     RequestTimeoutError,
+    UnknownCodingError,
     problem_headers,
     problem_json,
     status_of,
@@ -39,11 +40,9 @@ class _EndOfInputError(Exception):
 
 
 class Exchange(RequestResponseCycle):
-    """One request and its answer. `error`: why its body will never be whole, None for as long as it may be; `is_last`:
-    nothing is read of what follows it."""
+    """One request and its answer. `error`: why its body will never be whole, None for as long as it may be."""
 
     error: IsthmusError | None = None
-    is_last = False
     _sized = True  # the answer says how long it is, or is cut into chunks that do
 
     def fail(self, error: IsthmusError) -> None:
@@ -72,7 +71,7 @@ class Exchange(RequestResponseCycle):
         headers = message["headers"]
         if self.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in headers):
             self._sized = self.chunked_encoding = False
-        is_last = self.is_last or self.more_body
+        is_last = self.more_body
         if is_last:
             message = {**message, "headers": [*headers, (b"connection", b"close")]}
         await super().send(message)
@@ -115,6 +114,12 @@ def _whole(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> b
     return b"".join([STATUS_LINE[status_of(error)], *lines, b"\r\n", body])
 
 
+def _new_parser(connection: Connection) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(connection)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows the last request is dropped
+    return parser
+
+
 def _nothing() -> None: ...
 
 
@@ -143,6 +148,7 @@ class Connection(HttpToolsProtocol):
         self._collected = bytearray()  # of a body, until the app gets it
         self._deaf = False  # nothing more is read
         self._given_up = False  # before it was made
+        self._declining = False  # the parser reads a head of our own
         self._answering: Exchange | None = None  # of those that came, the first without an answer
         traffic.enter(self, Phase.HEADERS)
 
@@ -186,10 +192,6 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(data)
             self._settle()
-        except httptools.HttpParserUpgrade:
-            # Nothing is switched to: the request is answered as it is, and what follows it is in no known protocol.
-            self._deaf = self.cycle.is_last = True
-            self._settle()
         except httptools.HttpParserError as error:
             if not self._deaf:
                 self.refuse("malformed", RequestError(f"this is not HTTP: {' '.join(str(error).split())}"))
@@ -220,8 +222,23 @@ class Connection(HttpToolsProtocol):
                 )
             part, data = data[:room], data[room:]
             self._unseen += len(part)
-            self.parser.feed_data(part)
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserUpgrade as offered:
+                self._decline()
+                data = part[offered.args[0] :] + data
             self._pass_on()
+
+    def _decline(self) -> None:
+        """Nothing is switched to: the request is served as if it had not asked (RFC 9110, 7.8). Its parser takes what
+        follows for the other protocol, so that another one reads on, behind a head that only says how long the body is.
+        """
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
+        self.parser = _new_parser(self)
+        self._declining = True
+        self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *lines, b"\r\n"]))
+        self._declining = False
 
     def _stop(self, reason: str, error: IsthmusError) -> NoReturn:
         """Refuses, and ends what the parser is at."""
@@ -231,20 +248,32 @@ class Connection(HttpToolsProtocol):
     # From the parser.
 
     def on_message_begin(self) -> None:
-        self._partial = self._in_headers = True
-        super().on_message_begin()
+        if not self._declining:
+            self._partial = self._in_headers = True
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._declining:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # behind the body: nobody asks for any
+            return  # behind the body, where nobody asks for any, or known already
         if len(self.headers) >= self._max_headers:
             self._stop("headers", HeadersTooLargeError(f"there are more than {self._max_headers} headers"))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
+            self.expect_100_continue = self.parser.get_http_version() != "1.0"  # which knows no such answer
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            self._stop(
+                "malformed",
+                UnknownCodingError("of transfer codings only 'chunked' is known: send the body as it is"),
+            )
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._declining:
+            return
         self._unseen, self._in_headers = 0, False
         http_version = self.parser.get_http_version()
         scope = self.scope
@@ -284,6 +313,8 @@ class Connection(HttpToolsProtocol):
         self._collected += body
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body comes
         self._pass_on()
         self._unseen, self._partial = 0, False
         self._release_body()

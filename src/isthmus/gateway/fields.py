@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -156,6 +156,17 @@ def _refuse_any(value: Any) -> Any:
 
 
 Refused = Checked(_refuse_any, NULL)
+Unread = Checked(lambda value: None, {}, nullable=False)
+"""What others keep for themselves in a request, and no answer would be another without: anything, which is dropped."""
+
+
+class Marked(Strict):
+    """What clients and other servers write beside anything that is sent again and again: up to where a server is to
+    cache, and what was known of it when it was part of an answer (LiteLLM's, Gemini's field)."""
+
+    cache_control: Annotated[Any, Unread] = None
+    provider_specific_fields: Annotated[Any, Unread] = None
+    extra_content: Annotated[Any, Unread] = None
 
 
 def _parse_stops(value: Any) -> tuple[str, ...]:

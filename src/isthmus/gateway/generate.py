@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,7 @@ from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta, joined
 from isthmus.gateway.client import ClientGoneError
 from isthmus.gateway.flow import cancel_all, run
-from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
+from isthmus.gateway.http import JSON_HEADERS, NOTE, EventWriter, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
@@ -30,6 +31,8 @@ from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.wire import Dialect, usage_of
 from isthmus.types import Reuse
 
+log = logging.getLogger(__name__)
+
 TimedChoices = list[tuple[Choice, ChoiceTimer]]
 
 
@@ -42,6 +45,8 @@ class Service:
     settings: GatewaySettings
     meter: Meter
     preparing: Preparing
+    left_out: set[str] = field(default_factory=set)
+    """Of any request so far."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,14 @@ class GenerationEndpoint:
             for choice in started.values()
         ]
 
+    def _notes(self, prepared: PreparedRequest) -> list[tuple[bytes, bytes]]:
+        """What tells the client, and once in the log the operator, of what was left out of a request."""
+        for words in prepared.left_out:
+            if words not in self.service.left_out:
+                self.service.left_out.add(words)
+                log.warning("of requests, %s is left out; answers say so (%s)", words, NOTE.decode())
+        return [(NOTE, f"left out: {', '.join(prepared.left_out)}".encode())] if prepared.left_out else []
+
     async def _answer(
         self, prepared: PreparedRequest, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
     ) -> None:
@@ -137,12 +150,12 @@ class GenerationEndpoint:
         await run(choices, keep, receive)
         finished = [(choice, joined(deltas)) for (choice, _), deltas in zip(choices, kept, strict=True)]
         body = dialect.reply(finished, usage_of(prepared, [choice for choice, _ in choices]))
-        await send_body(send, body, JSON_HEADERS)
+        await send_body(send, body, [*JSON_HEADERS, *self._notes(prepared)])
 
     async def _stream(
         self, prepared: PreparedRequest, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
     ) -> None:
-        writer = EventWriter(send)
+        writer = EventWriter(send, self._notes(prepared))
 
         writing, all_choices = prepared.writing, [choice for choice, _ in choices]
 

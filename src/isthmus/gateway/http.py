@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.types import Receive, Scope, Send
 
 from isthmus.gateway.client import ClientGoneError
-from isthmus.gateway.problems import BodyTooLargeError
+from isthmus.gateway.problems import BodyTooLargeError, UnsupportedMediaError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -16,13 +17,20 @@ EVENT_HEADERS = [
     # nginx would collect events into blocks otherwise.
     (b"x-accel-buffering", b"no"),
 ]
+NOTE = b"x-isthmus-note"
+"""Header of an answer: what of the request has no part in it."""
+_COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
+"""Of other content codings some clients speak who mean a charset."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises BodyTooLargeError, as early as it is known, or ClientGoneError."""
+    """The whole request body. Raises BodyTooLargeError and UnsupportedMediaError, as early as they are known, or
+    ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(max_bytes)
+        if name == b"content-encoding" and (coding := _COMPRESSION.search(value)):
+            raise UnsupportedMediaError(coding[0].decode().lower())
     body = bytearray()
     more = True
     while more:
@@ -46,9 +54,9 @@ async def send_body(send: Send, body: bytes, headers: list[tuple[bytes, bytes]])
 class EventWriter:
     """Server-sent events over one response, which starts with the first write."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = False
-        self._send = send
+        self._send, self._headers = send, [*EVENT_HEADERS, *headers]
         self._turn = asyncio.Lock()  # choices write from their own tasks
 
     async def write(self, events: bytes) -> None:
@@ -66,7 +74,7 @@ class EventWriter:
     async def _start(self) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         try:

@@ -1,7 +1,8 @@
 """Chat messages as clients send them. Text only; everything else is refused by name.
 
-Which fields a message has is said by its role. OpenAI's answers have fields that mean nothing in a question, and
-clients send answers back as they came: those are taken as long as they are empty.
+Which fields a message has is said by its role. Clients send answers back as they came from this server or another:
+fields of answers that mean nothing in a question are not read, or taken as long as they are empty where they would
+mean something that is not done here.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from isthmus.gateway.fields import Checked, Refused, Strict, label, only, refuse, text
+from isthmus.gateway.fields import Checked, Marked, Refused, Unread, label, only, refuse, text
 
 
 def _parse_content(value: Any) -> str:
@@ -49,7 +50,8 @@ Content = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
 SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 
 
-class _Message(Strict):
+class _Message(Marked):
+    id: Annotated[Any, Unread] = None
     name: str | None = label()
     content: SomeContent = None
 
@@ -77,7 +79,9 @@ class ToolMessage(_Message):
         return super().for_template() | {"tool_call_id": self.tool_call_id}
 
 
-class CalledFunction(Strict):
+class CalledFunction(Marked):
+    parsed_arguments: Annotated[Any, Unread] = None
+    """As OpenAI's client read them."""
     name: str = Field(description="the name of a function, a string")
     arguments: str = Field(description="a string that holds a JSON object")
 
@@ -91,7 +95,7 @@ class CalledFunction(Strict):
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
-class ToolCall(Strict):
+class ToolCall(Marked):
     id: str = Field(description="a string")
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -102,17 +106,42 @@ class ToolCall(Strict):
         return {"id": self.id, "type": self.type, "function": self.function.for_template()}
 
 
+def _as_function(value: Any) -> Any:
+    """A custom tool's call, which has a text for its input, as a function's."""
+    match value:
+        case {"type": "custom", "custom": {"name": name, "input": text}, **rest}:
+            called = {"name": name, "arguments": json.dumps({"input": text})}
+            return rest | {"type": "function", "function": called}
+    return value
+
+
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    tool_calls: list[ToolCall] | None = Field(default=None, fail_fast=True, description="a list of calls")
+    tool_calls: list[Annotated[ToolCall, BeforeValidator(_as_function)]] | None = Field(
+        default=None, fail_fast=True, description="a list of calls"
+    )
     reasoning_content: str | None = text()
     reasoning: str | None = text()
     """The newer word for the same."""
 
+    # Of answers, in the words of OpenAI, its client, LiteLLM, OpenRouter, Copilot, Groq, Cohere and Azure.
+    annotations: Annotated[Any, Unread] = None
+    parsed: Annotated[Any, Unread] = None
+    thinking_blocks: Annotated[Any, Unread] = None
+    reasoning_items: Annotated[Any, Unread] = None
+    reasoning_details: Annotated[Any, Unread] = None
+    reasoning_opaque: Annotated[Any, Unread] = None
+    executed_tools: Annotated[Any, Unread] = None
+    tool_plan: Annotated[Any, Unread] = None
+    citations: Annotated[Any, Unread] = None
+    context: Annotated[Any, Unread] = None
+
     refusal: Annotated[Any, Refused] = None
     audio: Annotated[Any, Refused] = None
-    annotations: Annotated[Any, only([])] = None
+    images: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
+    prefix: Annotated[Any, only(False)] = None
+    """Mistral's and DeepSeek's word for `continue_final_message`."""
 
     def for_template(self) -> dict[str, Any]:
         shown = super().for_template()

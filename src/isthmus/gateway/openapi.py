@@ -23,6 +23,7 @@ _REFUSALS = {
     "400": "The request cannot be served as it is; the error names the field.",
     "404": "No such model.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "429": "Overloaded; try again after as many seconds as Retry-After says.",
     "502": "A node failed.",
     "503": "No node can serve now.",
@@ -95,7 +96,9 @@ def _described(operation: Operation, body: Schema | None, reply: Schema | None, 
     }
     if body is not None:
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
-        refusals = _REFUSALS if operation.streams else {code: _REFUSALS[code] for code in ("400", "404", "413")}
+        refusals = (
+            _REFUSALS if operation.streams else {code: _REFUSALS[code] for code in ("400", "404", "413", "415")}
+        )
         found["responses"] |= {code: _answer(text, {JSON: problem}) for code, text in refusals.items()}
     if operation.streams:
         found["parameters"] = _headers()

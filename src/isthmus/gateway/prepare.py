@@ -6,7 +6,7 @@ This is where a request meets the model: tokenising, lengths, vocabulary, defaul
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import RequestError
@@ -20,6 +20,7 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.tool_fields import left_out
 from isthmus.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
 from isthmus.gateway.tools.formats import Format
 from isthmus.types import Job, ModelCard, RequestId, Reuse
@@ -64,6 +65,8 @@ class PreparedRequest:
     writing: Writing
     tools: ToolUse | None = None
     repeated: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Of the request, what has no part in the answer and the client is told so: each kind once."""
 
     @property
     def reuse(self) -> Reuse:
@@ -107,7 +110,8 @@ class RequestPreparer:
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
         prompt = _Prompt(tokens, max_tokens)
-        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
+        prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
+        return replace(prepared, left_out=tuple(dict.fromkeys(left_out(request.tools_))))
 
     def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""

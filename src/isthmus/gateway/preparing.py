@@ -18,6 +18,7 @@ import msgspec
 from starlette.types import Receive
 
 from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
+from isthmus.gateway.bodies import parse_body
 from isthmus.gateway.client import while_connected
 from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.gateway.requests import (
@@ -26,7 +27,6 @@ from isthmus.gateway.requests import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse_body,
 )
 from isthmus.gateway.responses.body import ResponsesRequest
 from isthmus.gateway.responses.chat import ResponsesPreparer, renamed

@@ -25,6 +25,17 @@ class UnauthorizedError(RequestError):
     http_status = 401
 
 
+class ForeignOriginError(RequestError):
+    """`origin`: of the page that asks."""
+
+    http_status = 403
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"pages of {origin!r} may not ask this server; whoever runs it can allow them (cors.origins)"
+        )
+
+
 class WrongMethodError(RequestError):
     http_status = 405
 
@@ -33,12 +44,29 @@ class BodyTooLargeError(RequestError):
     http_status = 413
 
 
+class UnsupportedMediaError(RequestError):
+    """`coding`: of a body that is compressed."""
+
+    http_status = 415
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(
+            f"the body is compressed ({coding}), which this server does not undo: send it as it is"
+        )
+
+
 class RequestTimeoutError(RequestError):
     http_status = 408
 
 
 class HeadersTooLargeError(RequestError):
     http_status = 431
+
+
+class UnknownCodingError(RequestError):
+    """Of a body in transfer (RFC 9112, 6.1)."""
+
+    http_status = 501
 
 
 class RateLimitError(OverloadedError):
@@ -90,6 +118,10 @@ def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(error.retry_after_s).encode())]
     if isinstance(error, UnauthorizedError):
         return [(b"www-authenticate", b"Bearer")]
+    if status_of(error) == UnsupportedMediaError.http_status:
+        return [(b"accept-encoding", b"identity")]
+    if isinstance(error, ForeignOriginError):
+        return [(b"vary", b"Origin")]
     return []
 
 

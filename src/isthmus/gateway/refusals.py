@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -14,17 +14,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from isthmus.errors import RequestError
-from isthmus.gateway.fields import Refused, field_names
+from isthmus.gateway.fields import Refused, Unread, field_names
 
-MAX_SHOWN_CHARS = 60
+MAX_SHOWN_CHARS, MAX_SHOWN_TAGS = 60, 4
 Loc = tuple[int | str, ...]
 
 
 def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
-    """The error that answers the first fault pydantic found in a body of type `kind`: a model, or a union of some."""
+    """The error that answers the first fault pydantic found in JSON of type `kind`: a model, or a union of some."""
     first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     place = _Place(kind, first["loc"])
     if first["type"] == "unknown_field":
         return _unknown_field(place, first["ctx"]["name"])
@@ -102,8 +100,10 @@ def _wrong_tag(place: _Place, fault: ErrorDetails) -> RequestError:
     param = place.path_of(name)
     if fault["type"] == "union_tag_not_found":
         return RequestError(f"{param!r} is required", param=param)
-    words = ", ".join(fault["ctx"]["expected_tags"].replace("'", '"').split(", "))
-    return RequestError(f"{param!r} must be one of {words}, got {_shown(fault['ctx']['tag'])}", param=param)
+    tag, known = fault["ctx"]["tag"], fault["ctx"]["expected_tags"].replace("'", "").split(", ")
+    words = ", ".join([*map(json.dumps, known[:MAX_SHOWN_TAGS]), *["..."] * (len(known) > MAX_SHOWN_TAGS)])
+    message = f"{param!r} must be one of {words}, got {_shown(tag)}{_nearest(tag, known)}"
+    return RequestError(message, param=param)
 
 
 def _complaint(fault: ErrorDetails, place: _Place) -> str:
@@ -120,8 +120,14 @@ def _complaint(fault: ErrorDetails, place: _Place) -> str:
 
 def _suggestion(owner: type[BaseModel] | None, name: str) -> str:
     known = field_names(owner) if owner else {}
-    served = [field for field, info in known.items() if Refused not in info.metadata]
-    near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], served, n=1)
+    served = [
+        name for name, info in known.items() if Refused not in info.metadata and Unread not in info.metadata
+    ]
+    return _nearest(name, served)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -6,14 +6,10 @@ no answer of this server would be another without it; or it is refused by name, 
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, Tag
 
-from isthmus.errors import RequestError
 from isthmus.gateway import fields as f
 from isthmus.gateway import structured
 from isthmus.gateway.fields import (
@@ -28,9 +24,8 @@ from isthmus.gateway.fields import (
     refuse,
 )
 from isthmus.gateway.messages import Messages
-from isthmus.gateway.refusals import refusal
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
-from isthmus.gateway.tool_fields import Tool, ToolChoice, tools
+from isthmus.gateway.tool_fields import Tool, ToolChoice, Tools, functions, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -122,6 +117,9 @@ class GenerationRequest(Strict):
     rid: str | None = f.label()
     session_id: str | None = f.label()
     guided_decoding_backend: str | None = f.label()
+    cache_prompt: bool | None = f.boolean()
+    id_slot: int | None = f.integer(-1, f.MAX_INT)
+    """llama.cpp's: prompts are cached here whatever a request says, wherever that is."""
     stream_interval: int | None = f.integer(1, f.MAX_INT)
 
     # Accepted as long as they ask for nothing.
@@ -161,9 +159,13 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     documents: list[dict[str, Any]] | None = Field(default=None, description="a list of objects")
-    tools: list[Tool] | None = tools()
+    tools_: Tools[Tool] | None = tools()
     chat_template: Annotated[Any, Refused] = None
     media_io_kwargs: Annotated[Any, only({})] = None
+
+    @property
+    def tools(self) -> list[Tool] | None:
+        return functions(self.tools_)
 
 
 class ChatRequest(GenerationRequest, TemplateFields):
@@ -249,33 +251,3 @@ TokenizeRequest = Annotated[
 class DetokenizeRequest(Strict):
     model: str | None = f.model_name()
     tokens: Annotated[Any, Checked(f.parse_token_ids, TokenIds.schema, nullable=False)]
-
-
-def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
-    """The body as a `kind`: a model or a union of models. Raises RequestError naming the field at fault."""
-    if body.count(b"{") + body.count(b"[") > max_depth and _depth(body) > max_depth:
-        raise RequestError(f"the body nests lists and objects deeper than {max_depth} (limits.json_depth)")
-    try:
-        return _reader(kind).validate_json(body)
-    except pydantic.ValidationError as error:
-        raise refusal(error, kind) from None
-
-
-_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
-
-
-def _depth(body: bytes) -> int:
-    """Of JSON, how deep its lists and objects lie in each other."""
-    depth = deepest = 0
-    for found in _BRACKET.finditer(body):
-        if found.lastindex == 1:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif found.lastindex == 2:
-            depth -= 1
-    return deepest
-
-
-@lru_cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

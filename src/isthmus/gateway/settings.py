@@ -62,6 +62,8 @@ class GatewaySettings:
     http: HttpLimits = HttpLimits()
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """Of which every request needs one; none: nobody needs any."""
+    origins: tuple[str, ...] | None = None
+    """Of web pages that may ask, `*` any; None: any that shows a key, without keys those of this machine."""
     tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says
     # Of requests that bring none.
     ttft_ms: int | None = None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import Checked, Strict, refuse
+from isthmus.gateway.fields import Checked, Marked, refuse
 
 NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 
-class FunctionDefinition(Strict):
+class FunctionDefinition(Marked):
     name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
     description: str | None = f.text()
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
@@ -28,7 +29,7 @@ class FunctionDefinition(Strict):
         return shown | {"parameters": self.parameters or {"type": "object", "properties": {}}}
 
 
-class Tool(Strict):
+class Tool(Marked):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -36,8 +37,37 @@ class Tool(Strict):
         return {"type": "function", "function": self.function.for_template()}
 
 
+Other = Literal[
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
+    "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+]  # fmt: skip
+
+
+class OtherTool(BaseModel):
+    """A tool that OpenAI runs, or that only its models are taught to call. Models here are not told of it, and the
+    answer says so (`left_out`): agents name such tools whether or not the model needs them."""
+
+    model_config = ConfigDict(frozen=True)
+    type: Other
+
+
+Function = TypeVar("Function", bound=BaseModel)
+Tools = list[Annotated[Function | OtherTool, Discriminator("type")]]
+
+
 def tools() -> Any:
-    return Field(default=None, fail_fast=True, description="a list of tools")
+    """The field of all tools of a request. `functions` and `left_out` part them."""
+    return Field(default=None, alias="tools", fail_fast=True, description="a list of tools")
+
+
+def functions(tools: Sequence[Function | OtherTool] | None) -> list[Function] | None:
+    return None if tools is None else [tool for tool in tools if not isinstance(tool, OtherTool)]
+
+
+def left_out(tools: Sequence[BaseModel] | None) -> list[str]:
+    """Each kind of tool that the model is not told of."""
+    return [f"tool {tool.type}" for tool in tools or () if isinstance(tool, OtherTool)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import openai
@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseInputItemParam, ToolParam
 from pydantic import BaseModel
 
 from isthmus.gateway import GatewayTokenizer, create_app
+from isthmus.gateway.responses import items
+from isthmus.gateway.tool_fields import Other
 from isthmus.types import FinishReason
 
 from .. import folder
@@ -28,6 +30,9 @@ PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "description": "Of a city", "parameters": PARAMETERS}
 NOW = {"type": "function", "name": "now"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "d", "format": LARK}
+SEARCH = {"type": "web_search", "external_web_access": False}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWER = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 ARGUMENTS = "response.function_call_arguments"
@@ -137,9 +142,155 @@ def test_allowed_tools(post: Poster, backend: FakeBackend, mode: str) -> None:
     assert bool(backend.jobs[0].sampling.grammar) == (mode == "required")
 
 
+def test_of_allowed_tools_those_count_that_are_functions(post: Poster, backend: FakeBackend) -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [SEARCH, {"type": "function", "name": "now"}]}
+    assert post.post(PATH, input="hi", tools=[WEATHER, NOW, SEARCH], tool_choice=allowed).status_code == 200
+    assert "get_weather" not in prompt_of(backend) and "now" in prompt_of(backend)
+
+
+def kinds_of(union: Any) -> set[str]:
+    """What `type` may be in the objects of OpenAI's client."""
+    found = set[str]()
+    for member in get_args(union):
+        if hasattr(member, "__annotations__"):
+            found.update(get_args(get_args(get_type_hints(member, include_extras=True)["type"])[0]))
+        else:
+            found |= kinds_of(member)
+    return found
+
+
+SPACE = {"type": "namespace", "name": "mcp_clock", "description": "d", "tools": [NOW, PATCH]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_in_it(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    """Codex has those of MCP servers and of its sub-agents so. Beside it is one of the same name without one."""
+    calls = [
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("mcp_clock__now", "now")
+    ]
+    backend.script = lambda _: says([*folder.byte_tokens("".join(calls)), folder.EOS], per_batch=3)
+    response = post.post(PATH, input="When?", tools=[SPACE, NOW], stream=stream)
+    answer = read_events(response)[-1].response.to_dict() if stream else response.json()
+    inside, outside = answer["output"]
+    assert answer["tools"] == [SPACE | {"tools": [NOW]}, NOW]
+    assert (inside["namespace"], inside["name"], outside["name"]) == ("mcp_clock", "now", "now")
+    assert "namespace" not in outside or outside["namespace"] is None
+    assert response.headers["x-isthmus-note"] == "left out: tool custom"
+    again: list[Any] = [{"role": "user", "content": "When?"}, inside]
+    again.append({"type": "function_call_output", "call_id": inside["call_id"], "output": "noon"})
+    assert post.post(PATH, input=again, tools=[SPACE, NOW]).status_code == 200
+    assert prompt_of(backend).count('"mcp_clock__now"') == 2  # its definition and its call
+
+
+def test_every_kind_of_openai_s_is_known() -> None:
+    assert kinds_of(ToolParam) == {"function", "namespace", *get_args(Other)}
+    known = {*get_args(items.Other), *items.CALLS, *(f"{kind}_output" for kind in items.CALLS)}
+    own = {"message", "function_call", "function_call_output", "item_reference"}
+    assert kinds_of(ResponseInputItemParam) <= known | own
+
+
+def test_codex_is_told_what_was_left_out(
+    post: Poster, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer, streamed or not, is what it were without; the operator reads it once."""
+    codex: dict[str, Any] = {
+        "instructions": "Help.",
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"x-codex-installation-id": "1"},
+        "max_tool_calls": 3,
+        "background": False,
+    }
+    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+    searched = {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "q"}}
+    snapshot = {"type": "ghost_snapshot", "ghost_commit": {"id": "a", "parent": None}}
+    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    others = [
+        {"type": "local_shell"},
+        SEARCH,
+        PATCH,
+        SEARCH,
+        {"type": "image_generation", "output_format": "png"},
+    ]
+    note = "left out: tool local_shell, tool web_search, tool custom, tool image_generation"
+    note += ", item reasoning, item web_search_call, item ghost_snapshot"
+    for stream in (False, True):
+        answers = [
+            post.post(
+                PATH, input=[reasoning, searched, said, snapshot], tools=[*others, NOW], stream=stream, **codex
+            ),
+            post.post(PATH, input=[said], tools=[NOW], stream=stream, **codex),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        assert [answer.headers.get("x-isthmus-note") for answer in answers] == [note, None]
+        assert backend.jobs[-2].tokens == backend.jobs[-1].tokens
+    assert post.post(PATH, input=[said], tools=[*others, NOW]).json()["tools"] == [NOW]
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        len(told) == 7 and "of requests, tool web_search is left out; answers say so (x-isthmus-note)" in told
+    )
+
+
+def test_without_functions_it_is_as_without_tools(post: Poster, backend: FakeBackend) -> None:
+    assert post.post(PATH, input="hi", tools=[SEARCH, PATCH]).json()["tools"] == []
+    assert post.post(PATH, input="hi").status_code == 200
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "name", "arguments"),
+    [
+        (
+            {"type": "custom_tool_call", "id": "ctc_1", "name": "apply_patch", "input": "*** Begin\n"},
+            {"type": "custom_tool_call_output", "output": "Done"},
+            "apply_patch",
+            {"input": "*** Begin\n"},
+        ),
+        (
+            {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+            {"type": "local_shell_call_output", "output": "Done"},
+            "local_shell",
+            {"type": "exec", "command": ["ls"], "env": {}},
+        ),
+        (
+            {"type": "shell_call", "action": {"commands": ["ls"]}},
+            {"type": "function_call_output", "output": [{"type": "input_text", "text": "Done"}]},
+            "shell",
+            {"commands": ["ls"]},
+        ),
+        (
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+            {"type": "apply_patch_call_output", "output": "Done"},
+            "apply_patch",
+            {"type": "delete_file", "path": "a"},
+        ),
+    ],
+)
+def test_calls_of_other_tools_are_read_as_calls(
+    post: Poster, backend: FakeBackend, call: dict[str, Any], result: dict[str, Any], name: str, arguments: Any
+) -> None:
+    called = {"type": "function_call", "call_id": "c", "name": name, "arguments": json.dumps(arguments)}
+    output = {"type": "function_call_output", "call_id": "c", "output": "Done"}
+    said, more = {"call_id": "c", "status": "completed"}, {"call_id": "c"}
+    for sent in ([call | said, result | more], [called, output]):
+        response = post.post(PATH, input=[{"role": "user", "content": "hi"}, *sent], tools=[NOW])
+        assert response.status_code == 200, response.text
+        assert "x-isthmus-note" not in response.headers
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens
+
+
 REFUSED = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-    ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0]"),
+    ({"tools": [{"type": "functoin", "name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"tools": [SPACE | {"tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [SPACE, SPACE]}, "tools"),
+    ({"tools": [NOW, PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),
+    ({"tools": [PATCH], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [NOW, {"type": "function", "function": {"name": "f"}}]}, "tools[1].function"),
     ({"tools": [{"type": "function", "name": "no spaces"}]}, "tools[0].name"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
 from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
-from isthmus.gateway.responses.items import Input
+from isthmus.gateway.responses.items import Input, flat_name
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
-from isthmus.gateway.tool_fields import MODES, FunctionDefinition, object_of, tools
+from isthmus.gateway.tool_fields import (
+    MODES,
+    NAME,
+    FunctionDefinition,
+    Other,
+    Tools,
+    functions,
+    left_out,
+    object_of,
+    tools,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -67,11 +77,23 @@ class FunctionTool(FunctionDefinition):
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
 
 
-def _check_kind(value: Any) -> Any:
-    """What a tool is comes before what fields it has."""
-    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-        raise refuse(f"is of type {kind[:40]!r}; only functions are supported by this server")
-    return value
+class NamespaceTool(Strict):
+    """Functions of one origin, such as an MCP server."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
+    description: str | None = f.text()
+    tools: Tools[FunctionTool] = Field(fail_fast=True, description="a list of tools")
+
+    @property
+    def flat(self) -> list[FunctionTool]:
+        found = functions(self.tools) or []
+        return [each.model_copy(update={"name": flat_name(self.name, each.name)}) for each in found]
+
+
+def _offered(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
+    """Without what is in it that is no function."""
+    return tool.model_copy(update={"tools": functions(tool.tools)}) if isinstance(tool, NamespaceTool) else tool
 
 
 def _names_function(value: Any) -> bool:
@@ -81,10 +103,16 @@ def _names_function(value: Any) -> bool:
     return False
 
 
+def _names_other(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in get_args(Other)
+
+
 def _parse_choice(value: Any) -> Any:
     match value:
         case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [_, *_] as allowed, **rest}:
-            fine = not rest and all(map(_names_function, allowed))
+            found = [each for each in allowed if not _names_other(each)]
+            fine = not rest and bool(found) and all(map(_names_function, found))
+            value = value | {"tools": found}
         case _:
             fine = value in MODES or _names_function(value)
     if not fine:
@@ -96,10 +124,11 @@ def _parse_choice(value: Any) -> Any:
 
 
 _FUNCTION = object_of(type={"const": "function"}, name={"type": "string"})
+_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(Other)]}}, "required": ["type"]}
 _ALLOWED = object_of(
     type={"const": "allowed_tools"},
     mode={"enum": ["auto", "required"]},
-    tools={"type": "array", "items": _FUNCTION, "minItems": 1},
+    tools={"type": "array", "items": {"anyOf": [_FUNCTION, _OTHER]}, "minItems": 1, "contains": _FUNCTION},
 )
 ToolChoice = Checked(_parse_choice, {"anyOf": [{"enum": list(MODES)}, _FUNCTION, _ALLOWED]})
 
@@ -114,7 +143,7 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
-    tools: list[Annotated[FunctionTool, BeforeValidator(_check_kind)]] | None = tools()
+    tools_: Tools[FunctionTool | NamespaceTool] | None = tools()
     tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
@@ -124,6 +153,8 @@ class ResponsesRequest(GenerationRequest):
     # Accepted: no answer would be another without them.
     max_tool_calls: int | None = f.integer(1, f.MAX_INT)
     """Of tools that the server runs, of which there are none."""
+    client_metadata: dict[str, Any] | None = f.free_object()
+    """Codex's word for `metadata`."""
     include_reasoning: bool | None = f.boolean()
     mm_payload: str | None = f.label()
 
@@ -150,6 +181,24 @@ class ResponsesRequest(GenerationRequest):
     best_of: Annotated[Any, only(1)] = None
     prompt_logprobs: Annotated[Any, Refused] = None
     return_token_ids: Annotated[Any, only(False)] = None
+
+    @property
+    def tools(self) -> list[FunctionTool]:
+        """All functions, by the names that the model is told."""
+        return [
+            each for tool in self.offered for each in (tool.flat if isinstance(tool, NamespaceTool) else [tool])
+        ]
+
+    @property
+    def offered(self) -> list[FunctionTool | NamespaceTool]:
+        """The tools without those that are no functions."""
+        found: list[FunctionTool | NamespaceTool] = functions(self.tools_) or []
+        return [_offered(tool) for tool in found]
+
+    @property
+    def left_out(self) -> list[str]:
+        spaces = [tool.tools for tool in self.tools_ or () if isinstance(tool, NamespaceTool)]
+        return [words for tools in (self.tools_, *spaces) for words in left_out(tools)]
 
     @property
     def wants_logprobs(self) -> bool:

@@ -15,7 +15,7 @@ from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.gateway.refusals import refusal
 from isthmus.gateway.requests import ChatRequest, GenerationRequest
 from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
-from isthmus.gateway.responses.items import Item, later_turns, messages_of, since
+from isthmus.gateway.responses.items import Item, later_turns, left_out, messages_of, since
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tool_fields import FunctionDefinition
 
@@ -49,7 +49,8 @@ class ResponsesPreparer:
     ) -> PreparedRequest:
         """Raises RequestError, in the words of a chat completion."""
         prepared = self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
-        return replace(prepared, repeated=_repeated(request))
+        words = dict.fromkeys([*request.left_out, *left_out(request.input)])
+        return replace(prepared, repeated=_repeated(request), left_out=tuple(words))
 
     def _prepare_shortened(
         self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError
@@ -85,7 +86,7 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
         "safety_identifier": request.safety_identifier,
         "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
         "tool_choice": request.tool_choice or "auto",
-        "tools": [tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()],
+        "tools": [tool.model_dump(by_alias=True, exclude_none=True) for tool in request.offered],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": request.truncation or "disabled",
         "user": request.user,
@@ -128,7 +129,7 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
 
 def _tools(request: ResponsesRequest) -> dict[str, Any]:
     """Where only some are allowed, the model is told of no others. Raises RequestError."""
-    choice, tools = request.tool_choice, request.tools or ()
+    choice, tools = request.tool_choice, request.tools
     match choice:
         case {"mode": mode, "tools": allowed}:
             names = {each["name"] for each in allowed}

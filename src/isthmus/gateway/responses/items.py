@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import Strict, only
+from isthmus.gateway.fields import Marked, Unread, only
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,36 @@ class _OrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-class TextPart(Strict):
+class TextPart(Marked):
     type: Literal["input_text", "text"]
     text: str = Field(description="a string")
     prompt_cache_breakpoint: dict[str, Any] | None = f.free_object()
 
 
-class OutputTextPart(Strict):
+class OutputTextPart(Marked):
     """Of an answer that is sent back. Only its text is the model's."""
 
     type: Literal["output_text"]
     text: str = Field(description="a string")
     annotations: list[Any] | None = Field(default=None, description="a list")
     logprobs: list[Any] | None = Field(default=None, description="a list")
+    parsed: Annotated[Any, Unread] = None
+    """As OpenAI's client read it."""
+
+
+class RefusalPart(Marked):
+    type: Literal["refusal"]
+    refusal: str = Field(description="a string")
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 _PARTS = "a string, or a list of parts like {type: input_text, text: ...}"
 # fail_fast: one error is enough, and a body can hold a million wrong items.
 Parts = Annotated[
-    list[Annotated[TextPart | OutputTextPart, Field(discriminator="type")]],
+    list[Annotated[TextPart | OutputTextPart | RefusalPart, Field(discriminator="type")]],
     Field(fail_fast=True, description=_PARTS),
     _OrText(lambda text: {"type": "input_text", "text": text}),
 ]
@@ -61,11 +73,11 @@ InputParts = Annotated[
 ]
 
 
-def _text(parts: Sequence[TextPart | OutputTextPart]) -> str:
+def _text(parts: Sequence[TextPart | OutputTextPart | RefusalPart]) -> str:
     return "\n".join(part.text for part in parts)
 
 
-class _Item(Strict):
+class _Item(Marked):
     """What items of answers carry besides; they are sent back as they came."""
 
     id: str | None = f.label()
@@ -87,6 +99,7 @@ class MessageItem(_Item):
     )
     content: Parts
     phase: Annotated[Any, only("commentary", "final_answer")] = None
+    end_turn: Annotated[Any, Unread] = None
 
 
 class FunctionCallItem(_Item):
@@ -94,7 +107,8 @@ class FunctionCallItem(_Item):
     call_id: str = Field(description="a string")
     name: str = Field(description="the name of a function, a string")
     arguments: str = Field(description="a string that holds a JSON object")
-    namespace: Annotated[Any, only()] = None
+    parsed_arguments: Annotated[Any, Unread] = None
+    namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
     async_: Annotated[Any, only(False)] = None
@@ -106,28 +120,64 @@ class FunctionCallOutputItem(_Item):
     call_id: str = Field(description="the id of the call that this is the result of, a string")
     output: InputParts
     name: str | None = f.label()
-    namespace: Annotated[Any, only()] = None
+    namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
 
 
-class ReasoningItem(_Item):
-    """Of another server's answer. Templates are not shown it."""
+Other = Literal[
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_summary", "compaction_trigger",
+    "computer_call", "computer_call_output", "configuration_update", "context_compaction", "file_search_call",
+    "ghost_snapshot", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "mcp_list_tools", "program", "program_output", "reasoning", "tool_search_call", "tool_search_output",
+    "web_search_call",
+]  # fmt: skip
 
-    type: Literal["reasoning"]
-    summary: list[Any] | None = Field(default=None, description="a list")
-    content: list[Any] | None = Field(default=None, description="a list")
-    encrypted_content: str | None = f.text()
+
+class OtherItem(BaseModel):
+    """Of another server's answer, or a client's own. Templates have no place for it: the prompt is without it, and the
+    answer says so."""
+
+    model_config = ConfigDict(frozen=True)
+    type: Other
 
 
-def _with_type(value: Any) -> Any:
-    return {"type": "message"} | value if isinstance(value, dict) else value
+CALLS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
+    "custom_tool_call": lambda item: (item.get("name"), {"input": item.get("input")}),
+    "local_shell_call": lambda item: ("local_shell", item.get("action")),
+    "shell_call": lambda item: ("shell", item.get("action")),
+    "apply_patch_call": lambda item: ("apply_patch", item.get("operation")),
+}
+"""Calls of tools that were no functions: of each, name and arguments of the call of a function that says the same."""
+
+
+def _as_known(value: Any) -> Any:
+    """An item in the words of those that are read."""
+    match value:
+        case {"type": str(kind)} if kind in CALLS:
+            name, arguments = CALLS[kind](value)
+            called = {"name": name, "arguments": json.dumps(arguments)}
+            return {"type": "function_call", "call_id": value.get("call_id", value.get("id"))} | called
+        case {"type": str(kind)} if kind.removesuffix("_output") in CALLS:
+            output = value.get("output")
+            is_parts = isinstance(output, list) and all(
+                isinstance(each, dict) and "type" in each for each in output
+            )
+            shown = output if is_parts or isinstance(output, str) else json.dumps(output)
+            return {
+                "type": "function_call_output",
+                "call_id": value.get("call_id", value.get("id")),
+                "output": shown,
+            }
+        case dict():
+            return {"type": "message"} | value
+    return value
 
 
 # What is dropped alone is no input.
-_SOME = {"contains": {"properties": {"type": {"not": {"const": "reasoning"}}}}}
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(Other)]}}}}}
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 Input = Annotated[
-    list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_with_type)]],
+    list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_as_known)]],
     Field(
         min_length=1,
         fail_fast=True,
@@ -155,10 +205,20 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     return messages
 
 
+def left_out(items: Sequence[Item]) -> list[str]:
+    """Each kind of item that the prompt is without."""
+    return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """By which the model knows a function of a namespace; as at vLLM."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def _add_call(messages: list[dict[str, Any]], item: FunctionCallItem) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
-    called = {"name": item.name, "arguments": item.arguments}
+    called = {"name": flat_name(item.namespace, item.name), "arguments": item.arguments}
     call = {"id": item.call_id, "type": "function", "function": called}
     messages[-1].setdefault("tool_calls", []).append(call)
 

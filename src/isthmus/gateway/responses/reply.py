@@ -25,13 +25,15 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """`call_id`: what its result is sent back with. `arguments`: JSON as the model wrote it."""
+    """`call_id`: what its result is sent back with. `arguments`: JSON as the model wrote it. `namespace`: of functions
+    that have one."""
 
     id: str
     status: str
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputCall

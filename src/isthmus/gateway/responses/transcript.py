@@ -5,6 +5,10 @@ An answer that is not streamed is put together here too, so both are the same by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from msgspec import UNSET, UnsetType
+
 from isthmus.gateway.logprobs import TokenLogprob
 from isthmus.gateway.responses.reply import (
     ArgumentsDelta,
@@ -22,11 +26,12 @@ from isthmus.gateway.responses.reply import (
 
 
 class Transcript:
-    """`hex_id` makes the items' ids unique. `items`: those that are whole."""
+    """`hex_id` makes the items' ids unique. `namespaces`: namespace and name of each function that has one, by the name
+    that the model knows. `items`: those that are whole."""
 
-    def __init__(self, hex_id: str) -> None:
+    def __init__(self, hex_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[OutputItem] = []
-        self._hex_id = hex_id
+        self._hex_id, self._namespaces = hex_id, namespaces
         self._open: _Message | _Call | None = None
 
     def say(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
@@ -39,7 +44,7 @@ class Transcript:
 
     def call(self, name: str) -> list[Event]:
         """A call begins."""
-        return self._next(_Call(*self._place("fc"), name))
+        return self._next(_Call(*self._place("fc"), *self._namespaces.get(name, (UNSET, name))))
 
     def argue(self, text: str) -> list[Event]:
         """More of the call's arguments."""
@@ -104,8 +109,8 @@ class _Message:
 
 
 class _Call:
-    def __init__(self, output_index: int, item_id: str, name: str) -> None:
-        self._at, self._id, self._name = output_index, item_id, name
+    def __init__(self, output_index: int, item_id: str, namespace: str | UnsetType, name: str) -> None:
+        self._at, self._id, self._name, self._namespace = output_index, item_id, name, namespace
         self._arguments: list[str] = []
 
     def begin(self) -> list[Event]:
@@ -122,7 +127,7 @@ class _Call:
 
     def _called(self, status: str) -> OutputCall:
         call_id = self._id.replace("fc_", "call_", 1)
-        return OutputCall(self._id, status, call_id, self._name, "".join(self._arguments))
+        return OutputCall(self._id, status, call_id, self._name, "".join(self._arguments), self._namespace)
 
     def _item(self, what: str, item: OutputCall) -> Event:
         return ItemEvent(type=f"response.output_item.{what}", output_index=self._at, item=item)

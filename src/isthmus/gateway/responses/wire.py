@@ -13,6 +13,7 @@ from isthmus.gateway.choice import Choice, Delta, Score
 from isthmus.gateway.logprobs import TokenLogprob, scored
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import INTERNAL_MESSAGE, status_of
+from isthmus.gateway.responses.items import flat_name
 from isthmus.gateway.responses.reply import (
     Event,
     Failure,
@@ -35,7 +36,9 @@ class ResponsesDialect:
 
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         self._prepared, self._token_bytes = prepared, token_bytes
-        self._transcript = Transcript(prepared.id.partition("_")[2])
+        spaces = [tool for tool in prepared.repeated["tools"] if tool["type"] == "namespace"]
+        pairs = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"] if "name" in tool]
+        self._transcript = Transcript(prepared.id.partition("_")[2], {flat_name(*pair): pair for pair in pairs})
         self._begun = False
         self._numbers = itertools.count()
         self._finish: FinishReason | None = None

@@ -159,7 +159,7 @@ def test_nothing_but_the_prompt(post: Poster, backend: FakeBackend) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("hb", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -12.25]
     assert body["usage"]["completion_tokens"] == 0
-    assert backend.jobs[0].max_tokens == 1
+    assert backend.jobs[0].max_tokens == 0
 
 
 def test_an_echo_in_a_stream(post: Poster, backend: FakeBackend) -> None:

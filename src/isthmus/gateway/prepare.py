@@ -245,7 +245,7 @@ class RequestPreparer:
         check_prompt(len(kept), self.card, "prompt", 0 if asked == 0 else 1)
         check_vocabulary(kept, self.card, "prompt")
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
-        found = _Prompt(kept, max(1, most))  # no job is without a token; it is not shown
+        found = _Prompt(kept, most)
         if not request.echo:
             return found
         sent = prompt if isinstance(prompt, str) and kept == tokens else None

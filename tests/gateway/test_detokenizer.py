@@ -114,6 +114,13 @@ def test_an_answer_is_what_it_adds_to_its_prompt(
     assert tokenizer.prompt_text(tokens, alone=True) == tokenizer.decode(tokens)
 
 
+@given(st.sampled_from([SENTENCEPIECE, GEMMA, *METASPACES]), st.lists(WORDS | SPELLED, max_size=20))
+def test_bytes_of_tokens_add_up_to_an_answer(tokenizer: GatewayTokenizer, parts: list[list[int]]) -> None:
+    answer = [token for part in parts for token in part]
+    text = "".join(streamed(tokenizer, answer, [3]))
+    assert b"".join(map(tokenizer.token_bytes, answer)) == text.encode()
+
+
 @given(st.sampled_from(OTHERS), st.lists(WORDS, max_size=12), st.lists(WORDS, max_size=12))
 def test_answers_of_other_decoders(
     tokenizer: GatewayTokenizer, before: list[list[int]], after: list[list[int]]

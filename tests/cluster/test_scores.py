@@ -236,7 +236,7 @@ def test_and_with_recurrent_layers(tmp_path: Path) -> None:
     check_served({"cache": {"dram": "16MiB"}, "engine": {"token_budget": 64}}, folder, 2, 33, 200)
 
 
-@pytest.mark.parametrize("shape", ["1P1D", "mixed"])
+@pytest.mark.parametrize("shape", SERVED)
 def test_a_prompt_that_fills_a_node_s_memory_is_scored(shape: str, tmp_path: Path) -> None:
     """The token that comes with the scores, which nobody asked for, has no place there."""
     make_model(tmp_path / "model", "llama", max_position_embeddings=512)

@@ -220,4 +220,6 @@ def test_a_prompt_as_long_as_the_context_is_scored(post: Poster, backend: FakeBa
     for logprobs in (1, None):
         choice = post.complete(**body, logprobs=logprobs, max_tokens=0).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("a" * 256, "length")
+    cut = post.complete(**body | {"prompt": [97] * 300}, truncate_prompt_tokens=-1, max_tokens=0).json()
+    assert cut["choices"][0]["text"] == "a" * 256
     assert "'prompt' has 256 tokens" in post.complete(**body, max_tokens=1).json()["error"]["message"]

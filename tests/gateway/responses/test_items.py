@@ -53,6 +53,11 @@ def test_an_answer_sent_back() -> None:
     assert messages(ANSWERED) == [{"role": "assistant", "content": "yo"}]
 
 
+def test_arguments_of_calls_may_be_objects() -> None:
+    [message] = messages(CALL | {"arguments": {"a": 1}})
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {"a": 1}}
+
+
 def test_calls_are_the_assistant_s() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     result = {"type": "function_call_output", "call_id": "c1", "output": "noon"}

@@ -144,6 +144,7 @@ class Shares(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate, as the gateway hands it to the cluster.
 
+    `max_tokens`: 0, if its prompt alone is to be scored; the one token that ends it has no place in memory or context.
     `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting; with a `weight`
     above 0 it has a share of the cluster (`Tenant`). A higher `priority` is refused last; `ttft_ms`, `tbt_ms`: its own
     limits, None takes the deployment's. `reuse`: which KV it may be computed with.

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.serve import assemble, say_if_exact
+from isthmus.cli.serve import assemble, say_if_exact, say_if_mute
 from isthmus.cluster.hosts import LocalHosts
 from isthmus.config import Config, load_config, with_keys
-from isthmus.gateway import GatewaySettings
+from isthmus.gateway import GatewaySettings, GatewayTokenizer
 from isthmus.types import Reuse
+from tests.gateway import folder
 
 from .conftest import Command
 
@@ -35,6 +36,16 @@ def test_why_a_setting_has_no_effect(
 ) -> None:
     say_if_exact(load_config(None, overrides), why)
     assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(("shown", "said"), [("role", "shows nothing of what users say"), ("content", "")])
+def test_a_template_that_shows_no_contents_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shown: str, said: str
+) -> None:
+    template = {"chat_template": f"{{% for m in messages %}}{{{{ m.{shown} }}}}{{% endfor %}}"}
+    say_if_mute(GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config=template)))
+    err = capsys.readouterr().err
+    assert said in err and bool(err) == bool(said)
 
 
 def test_what_tenants_chose_reaches_the_gateway(

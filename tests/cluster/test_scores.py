@@ -234,3 +234,18 @@ def test_a_running_cluster_scores_as_transformers_does(shape: str, tied: bool, t
 def test_and_with_recurrent_layers(tmp_path: Path) -> None:
     folder = save_tiny("qwen3_next", tmp_path / "model")
     check_served({"cache": {"dram": "16MiB"}, "engine": {"token_budget": 64}}, folder, 2, 33, 200)
+
+
+@pytest.mark.parametrize("shape", SERVED)
+def test_a_prompt_that_fills_a_node_s_memory_is_scored(shape: str, tmp_path: Path) -> None:
+    """The token that comes with the scores, which nobody asked for, has no place there."""
+    make_model(tmp_path / "model", "llama", max_position_embeddings=512)
+    memory = {"cache": {"dram": 0}, "engine": {"kv_memory": "192KiB"}}
+    with inside({"model": str(tmp_path / "model"), **memory, **SERVED[shape]}) as served:
+        room = served.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert room < 512
+        [choice] = served.complete(list(prompt_of(1, room)), 0, echo=True, logprobs=0)["choices"]
+        served.check_idle()
+    scores = choice["logprobs"]["token_logprobs"]
+    assert len(scores) == room and None not in scores[1:]
+    assert choice["finish_reason"] == "length" and choice["token_ids"] == []

@@ -265,6 +265,96 @@ MISTRAL_ARGS = _MISTRAL.replace(
 )
 """Of later models: each call with its name before its arguments."""
 
+_TURNS = """\
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif %}
+"""
+
+GUARD = f"""\
+{{{{- bos_token }}}}
+{{%- for message in messages %}}
+{_TURNS}
+    {{{{- 'User: ' if message['role'] == 'user' else 'Agent: ' }}}}
+    {{%- for content in message['content'] %}}
+        {{%- if content['type'] == 'text' %}}
+            {{{{- content['text'] | trim }}}}
+        {{%- endif %}}
+    {{%- endfor %}}
+    {{{{- '\\n' }}}}
+{{%- endfor %}}
+"""
+"""Reads parts, whoever says them; Llama Guard and its kin."""
+
+MACRO = """\
+{%- macro said(content) %}{% for each in content | selectattr('type', 'equalto', 'text') %}{{ each.text }}{% endfor %}
+{%- endmacro %}
+{%- set ns = namespace(first=true) %}
+{%- for m in messages %}
+    {%- set content = m['content'] %}
+    {{- '[' ~ m['role'] ~ ']' ~ said(content) }}
+{%- endfor %}
+"""
+"""The same, by way of variables and a macro."""
+
+GEMMA3 = f"""\
+{{{{- bos_token }}}}
+{{%- if messages[0]['role'] == 'system' %}}
+    {{%- if messages[0]['content'] is string %}}
+        {{%- set first = messages[0]['content'] + '\\n\\n' %}}
+    {{%- else %}}
+        {{%- set first = messages[0]['content'][0]['text'] + '\\n\\n' %}}
+    {{%- endif %}}
+    {{%- set loop_messages = messages[1:] %}}
+{{%- else %}}
+    {{%- set first = "" %}}
+    {{%- set loop_messages = messages %}}
+{{%- endif %}}
+{{%- for message in loop_messages %}}
+{_TURNS}
+    {{{{- '<start_of_turn>' + message['role'] + '\\n' + (first if loop.first else "") }}}}
+    {{%- if message['content'] is string %}}
+        {{{{- message['content'] | trim }}}}
+    {{%- elif message['content'] is iterable %}}
+        {{%- for item in message['content'] %}}
+            {{{{- item['text'] | trim if item['type'] == 'text' }}}}
+        {{%- endfor %}}
+    {{%- else %}}
+        {{{{- raise_exception("Invalid content type") }}}}
+    {{%- endif %}}
+    {{{{- '<end_of_turn>\\n' }}}}
+{{%- endfor %}}
+"""
+"""Reads either; of the system's parts the first."""
+
+PIXTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] + "\\n" %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {{- "[INST]" + (system_message if loop.first and system_message is defined else "") }}
+        {%- if message["content"] is not string %}
+            {%- for chunk in message["content"] %}
+                {{- chunk["text"] if chunk["type"] == "text" else raise_exception("Unrecognized content type!") }}
+            {%- endfor %}
+        {%- else %}
+            {{- message["content"] }}
+        {%- endif %}
+        {{- "[/INST]" }}
+    {%- else %}
+        {{- message["content"] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""Reads either of users, and texts of others."""
+
+PARTS = {"guard": GUARD, "macro": MACRO, "gemma3": GEMMA3, "pixtral": PIXTRAL}
+
 ALL = {
     "smollm2": SMOLLM2,
     "qwen2.5": QWEN25,

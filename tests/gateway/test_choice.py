@@ -12,6 +12,7 @@ from isthmus.types import FinishReason, Job, RequestId, Sampling
 
 from . import folder
 from .fake import FakeBackend, FakeStream, says
+from .test_detokenizer import BOS, SENTENCEPIECE
 
 
 @pytest.fixture
@@ -63,6 +64,17 @@ def test_a_stop_string_may_be_complete_only_with_the_flush(run) -> None:  # type
     choice, deltas = run([97, 0xE2], "\ufffd", finish=FinishReason.LENGTH)
     assert joined(deltas).text == "a"
     assert choice.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("stop", [" Hello", "o wor"])
+def test_a_stop_string_may_begin_with_the_space_before_an_answer(backend: FakeBackend, stop: str) -> None:
+    job = Job(RequestId("r"), (BOS, 2), 100, Sampling())
+    detokenizer = SENTENCEPIECE.detokenizer(job.tokens)
+    choice = Choice(0, job, FakeStream(backend, job, []), detokenizer, StopMatcher([stop]))
+    [batch] = says([1, 2], None, per_batch=2)
+    assert not isinstance(batch, str | Exception)
+    assert choice.push(batch).text == " Hell"[: 5 * (stop != " Hello")]
+    assert choice.stopped
 
 
 def test_missing_logprobs_are_the_cluster_s_fault(tokenizer: GatewayTokenizer, backend: FakeBackend) -> None:

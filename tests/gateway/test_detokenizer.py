@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from isthmus.gateway.detokenizer import MAX_PENDING, MAX_WINDOW, Detokenizer
 from isthmus.gateway.generation import GenerationDefaults
@@ -21,8 +21,8 @@ TOKENS = st.one_of(
 )
 
 
-def streamed(tokenizer: GatewayTokenizer, tokens: Sequence[int]) -> list[str]:
-    detokenizer = tokenizer.detokenizer()
+def streamed(tokenizer: GatewayTokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
@@ -68,32 +68,108 @@ def test_the_window_stays_small() -> None:
     assert longest <= MAX_WINDOW + MAX_PENDING
 
 
-def sentencepiece() -> GatewayTokenizer:
+STRIPPED = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+WORD, FIRST_BYTE = ("▁Hello", "▁world", "lo", "▁"), 5
+
+
+def sentencepiece(decoder: object = STRIPPED) -> GatewayTokenizer:
     """Like Llama 2's: words with a mark for the space before them, and bytes for the rest."""
-    words = ["<unk>", "▁Hello", "▁world", "lo", "▁"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", *WORD] + [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {word: i for i, word in enumerate(words)}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    built.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    built.decoder = decoder
+    built.add_special_tokens([AddedToken("<s>", special=True), AddedToken("[CALL]", special=True)])
     return GatewayTokenizer(built, None, GenerationDefaults())
 
 
 SENTENCEPIECE = sentencepiece()
+BOS, CALL = 261, 262
+GEMMA = sentencepiece(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+METASPACES = [
+    sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]))
+    for scheme in ("first", "always", "never")
+]
+# Neither has bytes, nor does it matter what words look like.
+OTHERS = [sentencepiece(decoders.WordPiece(prefix="lo")), sentencepiece(decoders.BPEDecoder(suffix="lo"))]
 WORDS = st.integers(1, 4).map(lambda token: [token])
 # U+FFFD itself is left out: among byte tokens it cannot be told from an invalid one.
 CHARACTERS = st.characters(codec="utf-8", exclude_characters="\ufffd")
-SPELLED = CHARACTERS.map(lambda char: [5 + byte for byte in char.encode()])
+SPELLED = CHARACTERS.map(lambda char: [FIRST_BYTE + byte for byte in char.encode()])
+SPECIAL = st.just([BOS])
+PARTS = st.lists(WORDS | SPELLED | SPECIAL, max_size=20).map(
+    lambda parts: [token for part in parts for token in part]
+)
 
 
-@given(st.lists(WORDS | SPELLED, max_size=30))
-def test_sentencepiece_pieces_make_the_whole(parts: list[list[int]]) -> None:
-    tokens = [token for part in parts for token in part]
-    assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
+@given(st.sampled_from([SENTENCEPIECE, GEMMA, *METASPACES]), PARTS, st.data())
+def test_an_answer_is_what_it_adds_to_its_prompt(
+    tokenizer: GatewayTokenizer, tokens: list[int], data: st.DataObject
+) -> None:
+    """Wherever the prompt ends: amid a character, that is the answer's."""
+    cut = data.draw(st.integers(0, len(tokens)))
+    before = tokenizer.prompt_text(tokens[:cut], alone=False)
+    assert before + "".join(streamed(tokenizer, tokens[cut:], tokens[:cut])) == tokenizer.decode(tokens)
+    assert tokenizer.prompt_text(tokens, alone=True) == tokenizer.decode(tokens)
+
+
+@given(st.sampled_from([SENTENCEPIECE, GEMMA, *METASPACES]), st.lists(WORDS | SPELLED, max_size=20))
+def test_bytes_of_tokens_add_up_to_an_answer(tokenizer: GatewayTokenizer, parts: list[list[int]]) -> None:
+    answer = [token for part in parts for token in part]
+    text = "".join(streamed(tokenizer, answer, [3]))
+    assert b"".join(map(tokenizer.token_bytes, answer)) == text.encode()
+
+
+@given(st.sampled_from(OTHERS), st.lists(WORDS, max_size=12), st.lists(WORDS, max_size=12))
+def test_answers_of_other_decoders(
+    tokenizer: GatewayTokenizer, before: list[list[int]], after: list[list[int]]
+) -> None:
+    prompt, answer = ([token for [token] in part] for part in (before, after))
+    whole = tokenizer.decode(prompt + answer)
+    assert tokenizer.decode(prompt) + "".join(streamed(tokenizer, answer, prompt)) == whole
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.data())
+def test_a_character_that_begins_in_the_prompt_is_the_answer_s(
+    before: str, after: str, data: st.DataObject
+) -> None:
+    spelled = folder.byte_tokens(before + after)
+    cut = data.draw(st.integers(0, len(spelled)))
+    text = BYTE_LEVEL.prompt_text(spelled[:cut], alone=False)
+    assert text == spelled_text(spelled[:cut])
+    assert text + "".join(streamed(BYTE_LEVEL, spelled[cut:], spelled[:cut])) == before + after
+
+
+def spelled_text(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="ignore")
+
+
+@given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, max_size=30))
+def test_any_bytes_may_stand_in_a_prompt(prompt: list[int], answer: list[int]) -> None:
+    pieces = "".join(streamed(BYTE_LEVEL, answer, prompt))
+    assert BYTE_LEVEL.decode(prompt + answer).endswith(pieces)
+
+
+def test_the_first_space_of_an_answer_stays() -> None:
+    assert streamed(SENTENCEPIECE, [1, 2], [BOS, 1]) == [" Hello", " world", ""]
+    assert streamed(SENTENCEPIECE, [1, 2], [BOS]) == ["Hello", " world", ""]
+    assert streamed(SENTENCEPIECE, [1], [BOS, 2, CALL]) == [" Hello", ""]
+
+
+def test_a_replacement_character_of_the_prompt_stays_there() -> None:
+    prompt = folder.byte_tokens("a\ufffd")
+    assert BYTE_LEVEL.prompt_text(prompt, alone=False) == "a\ufffd"
+    assert streamed(BYTE_LEVEL, folder.byte_tokens("b"), prompt) == ["b", ""]
 
 
 def test_sentencepiece_keeps_the_space_between_words() -> None:
     assert streamed(SENTENCEPIECE, [1, 2, 3]) == ["Hello", " world", "lo", ""]
+
+
+def test_a_special_token_that_is_shown_takes_no_space_away() -> None:
+    detokenizer = SENTENCEPIECE.detokenizer([1], shown=["[CALL]"])
+    assert [detokenizer.push(token) for token in (CALL, 1, BOS)] == ["[CALL]", " Hello", ""]
 
 
 @given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, max_size=30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from .inprocess import Poster, events_of
 PROMPT = [folder.BOS, *folder.byte_tokens("hi")]
 
 
-def scored(job: Job) -> list[Step]:
-    """ "a" behind a prompt whose every token t has log-probability -t/8 and rank t."""
+def scored(job: Job, answer: Sequence[int] = (97,)) -> list[Step]:
+    """`answer` behind a prompt whose every token t has log-probability -t/8 and rank t."""
     sampling = job.sampling
-    steps = says([97], FinishReason.LENGTH)
+    steps = says(answer, FinishReason.LENGTH)
     if sampling.logprobs is not None:
         steps = with_logprobs(steps, sampling.logprobs)
     if sampling.prompt_logprobs is None:
@@ -27,7 +28,7 @@ def scored(job: Job) -> list[Step]:
     scores = tuple(TokenLogprobs(-token / 8, top, token) for token in job.tokens[1:])
     first = steps[0][0]
     assert isinstance(first, Generated)
-    return [[Generated(0, first.token, first.finish, first.logprobs, 0, scores)]]
+    return [[Generated(0, first.token, first.finish, first.logprobs, 0, scores)], *steps[1:]]
 
 
 def test_the_sampling_of_a_job(post: Poster, backend: FakeBackend) -> None:
@@ -158,7 +159,7 @@ def test_nothing_but_the_prompt(post: Poster, backend: FakeBackend) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("hb", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -12.25]
     assert body["usage"]["completion_tokens"] == 0
-    assert backend.jobs[0].max_tokens == 1
+    assert backend.jobs[0].max_tokens == 0
 
 
 def test_an_echo_in_a_stream(post: Poster, backend: FakeBackend) -> None:
@@ -194,3 +195,31 @@ def test_messages_and_the_template(post: Poster, backend: FakeBackend) -> None:
     assert prompt(messages=said, continue_final_message=True).endswith("<assistant>go")
     both = post.chat(messages=said, continue_final_message=True, add_generation_prompt=True)
     assert both.json()["error"]["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("prompt", ["é東 hé", folder.byte_tokens("é東 hé")], ids=["text", "tokens"])
+def test_offsets_of_an_echo_are_places_in_its_text(post: Poster, backend: FakeBackend, prompt: Any) -> None:
+    """Not in what tokens are shown as: a token amid a character is at that, and special tokens are no text."""
+
+    backend.script = lambda job: scored(job, [0xC3, 0xA9, 98])
+    body: dict[str, Any] = {"prompt": [prompt, prompt], "echo": True, "logprobs": 0}
+    expected = [*([0] if isinstance(prompt, str) else []), 0, 0, 1, 1, 1, 2, 3, 4, 4, 5, 5, 6]
+    for choice in post.complete(**body).json()["choices"]:
+        assert choice["text"] == "é東 hééb"
+        assert choice["logprobs"]["text_offset"] == expected
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for event in events_of(post.complete(**body, stream=True)):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["logprobs"]["text_offset"]
+    assert streamed == {0: expected, 1: expected}
+
+
+def test_a_prompt_as_long_as_the_context_is_scored(post: Poster, backend: FakeBackend) -> None:
+    backend.script = scored
+    body: dict[str, Any] = {"prompt": [97] * 256, "echo": True}
+    for logprobs in (1, None):
+        choice = post.complete(**body, logprobs=logprobs, max_tokens=0).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("a" * 256, "length")
+    cut = post.complete(**body | {"prompt": [97] * 300}, truncate_prompt_tokens=-1, max_tokens=0).json()
+    assert cut["choices"][0]["text"] == "a" * 256
+    assert "'prompt' has 256 tokens" in post.complete(**body, max_tokens=1).json()["error"]["message"]

@@ -15,6 +15,12 @@ def test_a_prompt_leaves_room_for_one_token() -> None:
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
+def test_a_prompt_that_is_only_scored_may_be_all_of_the_context() -> None:
+    check_prompt(256, CARD, "prompt", 0)
+    with pytest.raises(RequestError, match="'prompt' has 257 tokens"):
+        check_prompt(257, CARD, "prompt", 0)
+
+
 def test_empty_prompts() -> None:
     with pytest.raises(RequestError, match="'prompt' is empty"):
         check_prompt(0, CARD, "prompt")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pydantic
@@ -24,9 +25,19 @@ def shown(message: Any) -> dict[str, Any]:
     return {name: value for name, value in message.for_template().items() if value is not None}
 
 
-def test_text_parts_become_lines() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert read({"role": "user", "content": parts}).content == "a\nb"
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "a"},
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "a", "annotations": [{}], "logprobs": []},
+        {"type": "refusal", "refusal": "a"},
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+    ],
+)
+def test_parts_of_all_kinds_are_texts(part: dict[str, Any]) -> None:
+    message = read({"role": "assistant", "content": [part, part]})
+    assert message.for_template()["content"] == [{"type": "text", "text": "a"}] * 2
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
@@ -68,25 +79,52 @@ def test_each_role_has_fields_of_its_own() -> None:
     assert "tool_call_id" in refused(role="tool")
 
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+CALL: dict[str, Any] = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": [1]}'},
+}
 
 
 def test_calls_and_results() -> None:
     message = read({"role": "assistant", "tool_calls": [CALL], "content": None})
     called = {"name": "f", "arguments": {"a": [1]}}
     assert shown(message) == {"role": "assistant", "tool_calls": [CALL | {"function": called}]}
+    assert "content" in message.for_template()
     result = read({"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]})
-    assert shown(result) == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
+    assert shown(result)["content"] == [{"type": "text", "text": "5"}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [("", {}), ("{}", {}), ('{"a', '{"a'), ("[1]", "[1]"), ("[" * 100_000, "[" * 100_000)],
-)
-def test_arguments_that_are_no_object_stay_as_they_were(arguments: str, expected: object) -> None:
+NO_OBJECTS = [
+    "",
+    "null",
+    "5",
+    '"x"',
+    '{"a',
+    "[1]",
+    "[" * 100_000,
+    '{"a": "\\ud800"}',
+    '{"a": 1' + "0" * 5000 + "}",
+]
+
+
+@pytest.mark.parametrize("arguments", [*NO_OBJECTS, None, {}], ids=lambda given: str(given)[:9])
+def test_arguments_that_are_no_object_are_an_empty_one(arguments: object) -> None:
+    """As an answer that was cut off has them, or a client that knows of none."""
     call = {"id": "x", "index": 0, "function": {"name": "f", "arguments": arguments}}
     [call] = shown(read({"role": "assistant", "tool_calls": [call]}))["tool_calls"]
-    assert call == {"id": "x", "type": "function", "function": {"name": "f", "arguments": expected}}
+    assert call == {"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_numbers_of_arguments_keep_their_digits(post: Poster, backend: FakeBackend, is_text: bool) -> None:
+    written = '{"a": 1.0, "b": 123456789012345678901234567890, "c": [-0.5, true, null]}'
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}]
+    body = json.dumps({"messages": said}).replace(
+        json.dumps(CALL["function"]["arguments"]), json.dumps(written) if is_text else written
+    )
+    assert post.request("POST", "/v1/chat/completions", content=body).status_code == 200
+    assert written in bytes(token for token in backend.jobs[0].tokens if token < 256).decode()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +134,7 @@ def test_arguments_that_are_no_object_stay_as_they_were(arguments: str, expected
         {},
         CALL | {"type": "custom"},
         CALL | {"id": None},
-        CALL | {"function": {"name": "f", "arguments": {}}},
+        CALL | {"function": {"name": "f", "arguments": []}},
     ],
 )
 def test_wrong_calls(call: object) -> None:
@@ -104,7 +142,7 @@ def test_wrong_calls(call: object) -> None:
 
 
 def test_an_assistant_may_have_said_nothing() -> None:
-    assert shown(read({"role": "assistant"})) == {"role": "assistant", "content": ""}
+    assert read({"role": "assistant"}).for_template()["content"] is None
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -115,7 +153,7 @@ def test_reasoning_reaches_the_template_by_its_names(name: str) -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 900 + "]" * 900 + "}"])
 def test_arguments_that_no_prompt_can_hold(post: Poster, arguments: str) -> None:
-    """Half a character is shown as it was written; what is nested too deep is refused, at whatever depth that is."""
+    """What is nested too deep is refused, at whatever depth that is."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     response = post.chat(messages=[*said, {"role": "tool", "content": "1", "tool_call_id": "a"}])

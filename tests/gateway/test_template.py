@@ -10,6 +10,7 @@ import pytest
 
 from isthmus.errors import RequestError
 from isthmus.files import open_files
+from isthmus.gateway.contents import as_text
 from isthmus.gateway.template import ChatTemplate, load_template
 
 from . import chat_templates, folder
@@ -86,6 +87,7 @@ def _call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+_EVERY = chat_templates.ALL | chat_templates.PARTS
 PARIS = _call("get_weather", city="Paris é", days=2, units={"t": ["C"]})
 PLAIN = [
     {"role": "system", "content": "Be brief. "},
@@ -154,18 +156,142 @@ def test_a_last_message_is_continued_as_transformers_does(name: str, ending: str
     assert ours.rstrip().endswith("I am")
 
 
-@pytest.mark.parametrize("last", [{"role": "assistant", "content": None, "tool_calls": [PARIS]}])
-def test_a_message_without_content_is_not_continued(last: dict[str, Any]) -> None:
-    template = ChatTemplate(chat_templates.QWEN25, {})
-    with pytest.raises(RequestError, match="needs a last message with content") as caught:
-        template.render([*PLAIN, last], add_generation_prompt=False, continue_final_message=True)
+@pytest.mark.parametrize("more", [{"content": None}, {"content": []}, {"content": "so", "tool_calls": [PARIS]}])
+@pytest.mark.parametrize("source", [chat_templates.QWEN25, chat_templates.SMOLLM2])
+def test_a_message_without_content_or_with_calls_is_not_continued(source: str, more: dict[str, Any]) -> None:
+    last = {"role": "assistant"} | more
+    with pytest.raises(RequestError, match="with content to continue, and without 'tool_calls'") as caught:
+        ChatTemplate(source, {}).render(
+            [*PLAIN, last], add_generation_prompt=False, continue_final_message=True
+        )
     assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("name", ["guard", "gemma3", "smollm2"])
+def test_parts_are_continued_at_their_end(name: str) -> None:
+    source = _EVERY[name]
+    said = [PLAIN[1], {"role": "assistant", "content": _parts("So it ", "is ")}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    as_read = [_joined(message) for message in said] if name == "smollm2" else [_as_parts(m) for m in said]
+    theirs, _ = _both(source, as_read, **options)
+    template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    assert template.render(said, **options) == theirs
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
     template = ChatTemplate("{{ messages | length }}", {})
     with pytest.raises(RequestError, match="does not show the last message whole"):
         template.render(PLAIN, add_generation_prompt=False, continue_final_message=True)
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return message | {"content": _parts(content) if isinstance(content, str) else content}
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": as_text(message["content"])}
+
+
+IN_PARTS = [
+    {"role": "user", "content": _parts("one ", " two")},
+    {"role": "assistant", "content": _parts("a", "b")},
+    {"role": "user", "content": "three"},
+]
+RULES = {"role": "system", "content": _parts("be", "kind")}
+
+
+@pytest.mark.parametrize("name", _EVERY)
+def test_a_template_is_given_the_contents_that_it_reads(name: str) -> None:
+    """Parts as they are where it goes through them, as one text else; a text as one part where it reads no text."""
+    source, messages = _EVERY[name], [RULES, *IN_PARTS]
+    match name:
+        case "guard":
+            messages = IN_PARTS
+            read = [_as_parts(message) for message in messages]
+        case "macro":
+            read = [_as_parts(message) for message in messages]
+        case "gemma3":
+            read = [_joined(RULES), *IN_PARTS]
+        case "pixtral":
+            read = [_joined(RULES), IN_PARTS[0], *map(_joined, IN_PARTS[1:])]
+        case _:
+            read = [_joined(message) for message in messages]
+    theirs, _ = _both(source, read)
+    ours = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"}).render(
+        messages, add_generation_prompt=False
+    )
+    assert ours == theirs
+    assert "two" in ours and "three" in ours and "type" not in ours
+
+
+@pytest.mark.parametrize("name", [name for name in chat_templates.ALL if name != "smollm2"])
+def test_results_of_tools_in_parts(name: str) -> None:
+    called = [
+        message | ({"content": _parts("2", "1")} if message["role"] == "tool" else {}) for message in CALLED
+    ]
+    joined = [_joined(message) if message["content"] else message for message in called]
+    template = ChatTemplate(chat_templates.ALL[name], {"bos_token": "<bos>", "eos_token": "<eos>"})
+    assert template.render(called, tools=[WEATHER]) == template.render(joined, tools=[WEATHER])
+
+
+def test_results_of_tools_as_a_template_reads_them() -> None:
+    source = (
+        "{% for m in messages if m.role == 'tool' %}{% for part in m.content %}({{ part.text }}){% endfor %}"
+    )
+    template = ChatTemplate("{{ tools is defined }}" + source + "{% endfor %}", {})
+    result = CALLED[2] | {"content": _parts("2", "1")}
+    assert template.render([*CALLED[:2], result, CALLED[2]]) == "True(2)(1)(21)"
+
+
+def test_whether_a_template_shows_what_users_say() -> None:
+    shows = {name: ChatTemplate(text, {"bos_token": ""}).shows_users for name, text in _EVERY.items()}
+    assert shows == dict.fromkeys(_EVERY, True)
+    assert not ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", {}).shows_users
+
+
+ASKING = """\
+{{ tools is none }}{% for m in messages %}[{{ m.role }}]{% if m.content is none %}null{% elif m.content is string %}text
+{%- elif m.content is iterable or m.content is sequence %}parts{% endif %}{{ m.content == none }}{{ m.content != none }}
+{%- if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}
+{{- messages | tojson }}{{ messages[1] | tojson }}{{ messages[1].content | tojson }}{{ messages }}"""
+
+
+def test_content_that_is_null_is_null_to_templates_that_ask() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # Tokenizers of transformers leave it out before they render, whatever the template asks.
+    [theirs], _ = render_jinja_template([CALLED], chat_template=ASKING)
+    assert ChatTemplate(ASKING, {}).render(CALLED) == theirs
+    assert "[assistant]nullTrueFalse" in theirs
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{{ c }}",
+        "{{ 'a' + c }}",
+        "{{ c ~ 'a' }}",
+        "{{ c | string }}",
+        "{{ c | trim }}",
+        "{% for p in c %}{{ p }}{% endfor %}",
+    ],
+)
+def test_content_that_is_null_is_no_text_to_templates_that_do_not_ask(shown: str) -> None:
+    source = f"{{{{ tools }}}}{{% for m in messages %}}{{% set c = m.content %}}{shown}{{% endfor %}}"
+    assert "None" not in ChatTemplate(source, {}).render(CALLED, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("name", [*chat_templates.ALL, "gemma3"])
+def test_no_prompt_says_none(name: str) -> None:
+    said = CALLED if name != "gemma3" else [PLAIN[1], {"role": "assistant", "content": None}, PLAIN[3]]
+    template = ChatTemplate(_EVERY[name], {"bos_token": "<bos>", "eos_token": "<eos>"})
+    for tools in (None, [WEATHER]):
+        assert "None" not in template.render(said, tools=tools)
 
 
 @pytest.mark.parametrize("name", ["tools", "messages", "add_generation_prompt"])

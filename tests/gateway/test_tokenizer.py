@@ -12,10 +12,11 @@ from tokenizers import pre_tokenizers
 from isthmus.cli.models import bytes_folder, find_model
 from isthmus.errors import ModelError, RequestError
 from isthmus.gateway import GatewayTokenizer
+from isthmus.gateway.generation import GenerationDefaults
 from isthmus.gateway.tokenizer import BYTE_OF_CHAR
 
 from . import folder
-from .test_detokenizer import sentencepiece
+from .test_detokenizer import BOS, BYTE_LEVEL, SENTENCEPIECE, sentencepiece
 
 
 def test_the_byte_alphabet_is_the_library_s() -> None:
@@ -50,6 +51,32 @@ def test_token_bytes_of_sentencepiece() -> None:
     tokenizer = sentencepiece()
     assert tokenizer.token_bytes(1) == b" Hello"
     assert tokenizer.token_bytes(5 + 0xE2) == b"\xe2"
+
+
+def test_token_bytes_of_words_that_were_added() -> None:
+    built = sentencepiece()._tokenizer
+    built.add_tokens(["▁▁▁"])
+    added = built.token_to_id("▁▁▁")
+    tokenizer = GatewayTokenizer(built, None, GenerationDefaults())
+    assert tokenizer.decode([3, added]) == "lo   "
+    assert tokenizer.token_bytes(added) == b"   "
+
+
+@given(st.lists(st.sampled_from("ab é東😀\ufffd"), max_size=20).map("".join))
+def test_offsets_count_characters_of_the_text(text: str) -> None:
+    tokens = [folder.BOS, *folder.byte_tokens(text), folder.EOS]
+    starts = [at for at, char in enumerate(text) for _ in char.encode()]
+    assert _loaded(bytes_folder()).offsets(folder.byte_tokens(text), text) == tuple(starts)
+    assert BYTE_LEVEL.offsets(tokens, text) == (0, *starts, len(text))
+
+
+def test_offsets_of_tokens_that_the_text_spells_otherwise() -> None:
+    spelled = [BOS, 1, 5 + 0xC3, 5 + 0xA9, 2]
+    assert SENTENCEPIECE.offsets(spelled, "Helloé world") == (0, 0, 5, 5, 6)
+    assert SENTENCEPIECE.offsets(spelled, " Helloé world") == (0, 0, 6, 6, 7)
+    assert SENTENCEPIECE.offsets(spelled, "<s>Helloé world") == (0, 3, 8, 8, 9)
+    assert SENTENCEPIECE.offsets([1, 2], "other") == (0, 5)  # a normalizer of its own: never behind the end
+    assert BYTE_LEVEL.offsets([0xFF, 0x61, 10**6, 0x62, 0xE2], "\ufffdab") == (0, 1, 2, 2, 3)
 
 
 def test_no_tokenizer_file(tmp_path: Path) -> None:

@@ -195,9 +195,8 @@ def test_the_template_gets_tools_and_arguments_as_objects(tmp_path: Path, backen
     messages = [{"role": "assistant", "tool_calls": [called]}]
     tools = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]  # type: ignore[dict-item]
     assert post.chat(messages=messages, tools=tools).status_code == 200
-    shown = [
-        {"role": "assistant", "tool_calls": [{**called, "function": {"name": "now", "arguments": {"a": 1}}}]}
-    ]
+    calls = [{**called, "function": {"name": "now", "arguments": {"a": 1}}}]
+    shown = [{"content": None, "role": "assistant", "tool_calls": calls}]
     assert prompt_of(backend) == "<tool_call>" + json.dumps(shown) + json.dumps([WEATHER])
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isthmus.cluster.local import LocalCluster
     from isthmus.config import Config, TenantConfig
     from isthmus.gateway.settings import HttpLimits, TenantLimits
+    from isthmus.gateway.tokenizer import GatewayTokenizer
 
 FEW_CONNECTIONS = 1024
 """With fewer the operator is told why."""
@@ -248,6 +249,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         names_tenants=config.auth.metrics == "tenants",
     )
     say_if_exact(config, card.no_reuse)
+    say_if_mute(tokenizer)
     preparing = Preparing(card, tokenizer, settings, model.tokenizer)
     return cluster, create_app(cluster.head, tokenizer, settings, preparing)
 
@@ -305,6 +307,15 @@ def say_if_exact(config: Config, why: str) -> None:
 
     if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
         print(f"isthmus: reuse stays exact, whatever the section reuse says: {why}", file=sys.stderr)
+
+
+def say_if_mute(tokenizer: GatewayTokenizer) -> None:
+    """Requests are answered all the same, since what a template shows may depend on them."""
+    if tokenizer.template and not tokenizer.template.shows_users:
+        print(
+            "isthmus: the chat template of this model shows nothing of what users say: chat prompts may be without it",
+            file=sys.stderr,
+        )
 
 
 def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:

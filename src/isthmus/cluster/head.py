@@ -329,7 +329,7 @@ class Head:
                 part=part,
                 route=route,
                 num_tokens=len(tokens),
-                stop_length=len(job.tokens) + job.max_tokens,
+                stop_length=len(job.tokens) + max(1, job.max_tokens),
                 names=stream.names,
                 tenant=job.owner,
             )

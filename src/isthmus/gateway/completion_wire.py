@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -24,8 +23,8 @@ from isthmus.types import TokenLogprobs
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """`text_offset`: where in the answer's text each token begins, in characters. The first token of an echoed prompt
-    has no log-probability."""
+    """`text_offset`: where in the answer's text each token begins, in characters; of one amid a character, where that
+    begins. The first token of an echoed prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -122,13 +121,10 @@ class CompletionDialect(ChunkDialect):
     def _score_prompt(self, written: CompletionLogprobs, choice: Choice, delta: Delta) -> None:
         """Puts the echoed prompt's tokens before the answer's."""
         prompt, scores = choice.job.tokens, delta.prompt_scores or ()
-        texts = [self._text(token) for token in prompt]
-        starts = [0, *accumulate(map(len, texts))]
-        end = len(self._echo(choice))
-        written.tokens[:0] = texts
+        written.tokens[:0] = [self._text(token) for token in prompt]
         written.token_logprobs[:0] = [None, *(finite(each.chosen) for each in scores)]
         written.top_logprobs[:0] = [None, *(self._top(t, s) for t, s in zip(prompt[1:], scores, strict=True))]
-        written.text_offset[:0] = [min(start, end) for start in starts[:-1]]
+        written.text_offset[:0] = self._prepared.offsets[choice.index // self._prepared.n]
 
     def _top(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
         """The most likely tokens, and always the one that came; so there may be one more than asked for."""

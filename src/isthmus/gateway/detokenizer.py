@@ -1,11 +1,14 @@
 """Token ids to text, one token at a time.
 
-The pieces, put together, are exactly `decode(all tokens)`: a token is decoded together with the tokens just
-before it, and what it adds is the difference. Text that ends in U+FFFD is held back, because the next token
-may complete the character.
+The pieces, put together, are exactly `decode(prompt + answer)` less `decode(prompt)`: a token is decoded together with
+the tokens just before it, at first the prompt's last, and what it adds is the difference. A decoder that strips the
+text's first space (SentencePiece) strips the prompt's, and an answer's stays. Text that ends in U+FFFD is held back,
+because the next token may complete the character.
 
     tokens   t0 t1 t2 | t3 t4 | t5     window = t3 t4 t5: the last settled piece, then what is not settled yet
     text     ---------|-------|        shown  = characters of decode(window) that were given out
+
+A character whose first bytes are the prompt's and whose last the answer's is the answer's.
 
 One limit: a tokenizer with byte fallback (SentencePiece) decodes a run of byte tokens as a whole, so an invalid
 byte (or a real U+FFFD) among them would change text that was already given out. It is not taken back.
@@ -13,7 +16,7 @@ byte (or a real U+FFFD) among them would change text that was already given out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one, so a character that four tokens could not
@@ -24,29 +27,33 @@ MAX_WINDOW = 8
 
 
 class Detokenizer:
-    """`decode` turns a short list of ids into text, without special tokens.
+    """`decode` turns a short list of ids into text.
 
     `visible[token]` is 0 for ids that never give text (special, or no token at all); ids past its end neither.
-    `shown` are special tokens that do all the same, each its own text, whatever stands beside it.
+    `before`: visible tokens at the end of the prompt, from the beginning of a character on; `open`: they end amid one.
     """
 
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
         visible: bytes,
-        shown: Mapping[int, str] | None = None,
+        before: Sequence[int] = (),
+        *,
+        open: bool = False,
     ) -> None:
         self._decode = decode
         self._visible = visible
-        self._shown_special = shown or {}
         self._window: list[int] = []
         self._shown = 0
         self._settled = 0  # tokens of the window up to the last point where nothing was held back
+        for token in before:
+            self.push(token)
+        if not open:  # then U+FFFD at their end is text
+            self.flush()
+            self._settled = len(self._window)
 
     def push(self, token: int) -> str:
         """The text that `token` settles; often its own, sometimes none, sometimes also that of earlier ones."""
-        if token in self._shown_special:
-            return self._end_window() + self._shown_special[token]
         if token >= len(self._visible) or not self._visible[token]:
             return ""
         self._window.append(token)
@@ -65,12 +72,6 @@ class Detokenizer:
         text = self._decode(self._window) if self._window else ""
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
-        return piece
-
-    def _end_window(self) -> str:
-        """What is held back; the next token begins anew."""
-        piece = self.flush()
-        self._window, self._shown, self._settled = [], 0, 0
         return piece
 
     def _settle(self) -> None:

@@ -114,7 +114,9 @@ class GenerationEndpoint:
                     index,
                     job,
                     self.service.backend.submit(job),
-                    self.service.tokenizer.detokenizer(special=writing.shows_special, shown=markers),
+                    self.service.tokenizer.detokenizer(
+                        job.tokens, special=writing.shows_special, shown=markers
+                    ),
                     StopMatcher(writing.stops, shown=writing.shows_stop),
                     shows_end=writing.shows_stop,
                     silent=writing.only_echo,

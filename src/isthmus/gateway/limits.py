@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 TOO_LONG = "context_length_exceeded"
 
 
-def check_prompt(num_tokens: int, card: ModelCard, param: str) -> None:
-    """Raises RequestError when a prompt is empty or leaves no room for an answer."""
+def check_prompt(num_tokens: int, card: ModelCard, param: str, answer: int = 1) -> None:
+    """Raises RequestError when a prompt is empty or leaves no room for `answer` tokens."""
     if num_tokens == 0:
         raise RequestError(f"{param!r} is empty: give at least one token", param=param)
-    if num_tokens >= card.max_length:
+    if num_tokens + answer > card.max_length:
         message = (
             f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
             f"{param!r} has {num_tokens} tokens. Please shorten it"
@@ -40,13 +40,13 @@ def truncated(
 ) -> tuple[int, ...]:
     """What `truncate_prompt_tokens` leaves of a prompt: its end, or its beginning if `truncation_side` is right.
 
-    -1 keeps what leaves room for the `asked` tokens of the answer, or for one, and never nothing.
+    -1 keeps what leaves room for the `asked` tokens of the answer, for one where it is None, and never nothing.
     """
     most = request.truncate_prompt_tokens
     if most is None:
         return tokens
     if most < 0:
-        most = max(1, card.max_length - (asked or 1))
+        most = max(1, card.max_length - (1 if asked is None else asked))
     return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 

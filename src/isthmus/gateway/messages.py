@@ -12,41 +12,52 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from isthmus.gateway.contents import Content
 from isthmus.gateway.fields import Checked, Marked, Refused, Unread, label, only, refuse, text
 
+_TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""By the type of a part, which field has its text."""
 
-def _parse_content(value: Any) -> str:
-    """A string, or text parts, which are joined by line breaks."""
+
+def _parse_content(value: Any) -> Content:
+    """A string, or text parts, all as parts of type text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise refuse('must be a string or a list of {"type": "text", "text": ...} parts')
-    return "\n".join(_parse_part(part, f"part {i}") for i, part in enumerate(value))
+    return [_parse_part(part, f"part {i}") for i, part in enumerate(value)]
 
 
-def _parse_part(part: Any, where: str) -> str:
+def _parse_part(part: Any, where: str) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise refuse(f'{where} must be an object like {{"type": "text", "text": ...}}')
-    if part["type"] != "text":
-        raise refuse(f"{where} has type {part['type'][:40]!r}; only 'text' is supported")
-    if not isinstance(part.get("text"), str):
-        raise refuse(f"{where} must have a string in its field 'text'")
-    extra = sorted(part.keys() - _PART["properties"].keys())
+    kind = part["type"]
+    if kind not in _TEXT_OF:
+        raise refuse(f"{where} has type {kind[:40]!r}; only 'text' is supported")
+    if not isinstance(part.get(_TEXT_OF[kind]), str):
+        raise refuse(f"{where} must have a string in its field {_TEXT_OF[kind]!r}")
+    extra = sorted(part.keys() - _PARTS[kind]["properties"].keys())
     if extra:
         raise refuse(f"{where} has an unknown field {extra[0][:40]!r}")
-    text: str = part["text"]
-    return text
+    return {"type": "text", "text": part[_TEXT_OF[kind]]}
 
 
-_PART: dict[str, Any] = {
-    "type": "object",
-    # What other servers are to cache up to here; no answer would be another.
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-Content = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
+def _part(kind: str) -> dict[str, Any]:
+    """The schema of such a part."""
+    # What other servers are to cache up to here; no answer would be another. The others are an answer's.
+    unread = ("cache_control", "annotations", "logprobs") if kind == "output_text" else ("cache_control",)
+    texts: dict[str, Any] = {"type": {"const": kind}, _TEXT_OF[kind]: {"type": "string"}}
+    return {
+        "type": "object",
+        "properties": texts | {name: {} for name in unread},
+        "required": ["type", _TEXT_OF[kind]],
+        "additionalProperties": False,
+    }
+
+
+_PARTS = {kind: _part(kind) for kind in _TEXT_OF}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*_PARTS.values()]}}]}
+WholeContent = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
 SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 
 
@@ -62,17 +73,17 @@ class _Message(Marked):
 
 class SystemMessage(_Message):
     role: Literal["system", "developer"]
-    content: Content
+    content: WholeContent
 
 
 class UserMessage(_Message):
     role: Literal["user"]
-    content: Content
+    content: WholeContent
 
 
 class ToolMessage(_Message):
     role: Literal["tool"]
-    content: Content
+    content: WholeContent
     tool_call_id: str = Field(description="the id of the call that this is the result of, a string")
 
     def for_template(self) -> dict[str, Any]:
@@ -83,16 +94,21 @@ class CalledFunction(Marked):
     parsed_arguments: Annotated[Any, Unread] = None
     """As OpenAI's client read them."""
     name: str = Field(description="the name of a function, a string")
-    arguments: str = Field(description="a string that holds a JSON object")
+    arguments: str | dict[str, Any] | None = Field(
+        default=None, description="a string that holds a JSON object, or an object"
+    )
 
     def for_template(self) -> dict[str, Any]:
-        """Templates want arguments as an object. What is none is shown as the model wrote it."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-            json.dumps(arguments, ensure_ascii=False).encode()  # half a character is no text
-        except (ValueError, RecursionError):
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+        """Templates go through arguments as an object. What is none, as an answer that was cut off has it, is shown as
+        an empty one."""
+        arguments: Any = self.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+                json.dumps(arguments, ensure_ascii=False).encode()  # half a character is no text
+            except (ValueError, RecursionError):
+                arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else {}}
 
 
 class ToolCall(Marked):
@@ -147,8 +163,6 @@ class AssistantMessage(_Message):
         shown = super().for_template()
         if self.tool_calls:
             shown["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        elif self.content is None:
-            shown["content"] = ""
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         return shown | {"reasoning_content": reasoning, "thinking": reasoning}
 

@@ -52,14 +52,16 @@ class Writing:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts. `repeated`:
-    fields of a ResponsesReply that are the request's, where it is one's."""
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts;
+    `offsets`: of their tokens in these; both where the answer repeats them. `repeated`: fields of a ResponsesReply that
+    are the request's, where it is one's."""
 
     id: str
     created_s: int
     model: str
     prompts: tuple[Tokens, ...]
     texts: tuple[str, ...]
+    offsets: tuple[Tokens, ...]
     n: int
     jobs: tuple[Job, ...]
     writing: Writing
@@ -76,11 +78,13 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """With the most tokens its answers may have. `text`: as the client sent it, where the answer repeats it."""
+    """With the most tokens its answers may have. `text`: as the client sent it, and where in it tokens begin, where the
+    answer repeats it."""
 
     tokens: Tokens
     max_tokens: int
     text: str = ""
+    offsets: Tokens = ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class RequestPreparer:
             model=self.card.name,
             prompts=tuple(prompt.tokens for prompt in prompts),
             texts=tuple(prompt.text for prompt in prompts),
+            offsets=tuple(prompt.offsets for prompt in prompts),
             n=n,
             jobs=tuple(jobs),
             writing=_writing(request),
@@ -239,15 +244,18 @@ class RequestPreparer:
         asked = request.max_tokens
         if asked == 0 and not request.echo:
             raise RequestError("'max_tokens' may be 0 only with echo: true", param="max_tokens")
-        kept = truncated(tokens, request, asked or DEFAULT_COMPLETION_TOKENS, self.card)
-        check_prompt(len(kept), self.card, "prompt")
-        check_vocabulary(kept, self.card, "prompt")
-        text = prompt if isinstance(prompt, str) and kept == tokens else None
-        if request.echo and text is None:
-            text = self.tokenizer.decode(kept)
         default = DEFAULT_COMPLETION_TOKENS
+        kept = truncated(tokens, request, default if asked is None else asked, self.card)
+        check_prompt(len(kept), self.card, "prompt", 0 if asked == 0 else 1)
+        check_vocabulary(kept, self.card, "prompt")
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
-        return _Prompt(kept, max(1, most), text or "")  # no job is without a token; it is not shown
+        found = _Prompt(kept, most)
+        if not request.echo:
+            return found
+        sent = prompt if isinstance(prompt, str) and kept == tokens else None
+        text = self.tokenizer.prompt_text(kept, alone=asked == 0) if sent is None else sent
+        scored = request.logprobs is not None
+        return replace(found, text=text, offsets=self.tokenizer.offsets(kept, text) if scored else ())
 
 
 def over(param: str, count: int, most: int) -> RequestError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import ModelFiles
+from isthmus.gateway.contents import NOTHING, Content, Contents, Nothing, with_text
 from isthmus.gateway.tools.words import in_words, with_short_ids
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -22,6 +24,19 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 # Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
 _HERE = "<CONTINUE-HERE> "
+_NOT_CONTINUED = (
+    "'continue_final_message' needs a last message with content to continue, and without 'tool_calls'"
+)
+
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 
 
 class ChatTemplate:
@@ -30,14 +45,21 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """Raises jinja2.TemplateSyntaxError."""
-        self._template = _Source(source)
-        self._tool_template = _Source(tool_source) if tool_source is not None else self._template
-        self._special_tokens = dict(special_tokens)
+        self._template = _Source(source, special_tokens)
+        self._tool_template = self._template
+        if tool_source is not None:
+            self._tool_template = _Source(tool_source, special_tokens)
 
     @property
     def tool_source(self) -> str | None:
         """The text of the template that tools are rendered with; None if it knows nothing of them."""
         return self._tool_template.text if self._tool_template.knows_tools else None
+
+    @property
+    def shows_users(self) -> bool:
+        """Whether prompts say what users say, in whichever form."""
+        readers = (self._template.contents, self._tool_template.contents)
+        return any(reader.reads("user", kind) for reader in readers for kind in ("text", "part"))
 
     def render(
         self,
@@ -51,7 +73,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text: open for the assistant's answer, or for more of the last message.
 
-        `tools`: definitions as clients send them; None and none at all are the same. Arguments of past calls are
+        `messages`: their contents are texts or parts, `{"type": "text", "text": ...}`; the template is given what it
+        reads. `tools`: definitions as clients send them; None and none at all are the same. Arguments of past calls are
         objects. Raises RequestError if the template refuses.
         """
         try:
@@ -59,7 +82,6 @@ class ChatTemplate:
                 messages,
                 tools,
                 {
-                    **self._special_tokens,
                     **_extra(chat_template_kwargs or {}),
                     "tools": list(tools) if tools else None,
                     "documents": documents,
@@ -79,6 +101,8 @@ class ChatTemplate:
         *,
         continue_final_message: bool,
     ) -> str:
+        if continue_final_message and messages and messages[-1].get("tool_calls"):
+            raise RequestError(_NOT_CONTINUED, param="continue_final_message")
         template = self._tool_template if tools or any(map(_is_about_tools, messages)) else self._template
         adapted = [template.adapted(message) for message in messages]
         if not template.knows_tools:
@@ -91,7 +115,7 @@ class ChatTemplate:
 class _Source:
     """One template. `knows_tools`: definitions passed to it can show in what it renders."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
         """Raises jinja2.TemplateSyntaxError."""
         environment = _environment()
         self.text = text
@@ -99,21 +123,35 @@ class _Source:
         self._template = environment.from_string(text)
         self._knows_developer = "developer" in text
         self._short_ids = "[TOOL_CALLS]" in text  # Mistral's
+        self._special_tokens = dict(special_tokens)
+        self.contents = Contents(lambda messages, tools: self._render(messages, {"tools": tools}))
 
     def render(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
         """Raises RequestError."""
+        shaped = [self.contents.shaped(message) for message in messages]
         try:
-            return self._template.render({**context, "messages": messages})
+            return self._render(shaped, context)
+        except RequestError:  # perhaps it knows texts only
+            if not any(isinstance(message.get("content"), Nothing) for message in shaped):
+                raise
+            return self._render([with_text(message) for message in shaped], context)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
+        """Raises RequestError."""
+        try:
+            return self._template.render({**self._special_tokens, **context, "messages": messages})
         # A template runs the model author's code on the client's messages, so it may raise nearly anything.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())
             message = f"the chat template of this model does not accept these messages: {reason}"
             raise RequestError(message, param="messages") from error
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """`developer` is OpenAI's newer word for `system`; most templates know only the older one. What is null is
-        left out: templates ask whether a field is there."""
-        adapted = {name: value for name, value in message.items() if value is not None}
+        left out, since templates ask whether a field is there; but content always is, if it is nothing."""
+        adapted = {name: value for name, value in message.items() if value is not None or name == "content"}
+        if "content" in adapted and adapted["content"] is None:
+            adapted["content"] = NOTHING
         if adapted.get("role") == "developer" and not self._knows_developer:
             adapted["role"] = "system"
         return with_short_ids(adapted) if self._short_ids else adapted
@@ -135,12 +173,17 @@ def _extra(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _continued(template: _Source, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
     """The text up to the end of the last message's content. Raises RequestError if there is none to find."""
     content = messages[-1].get("content")
-    if not isinstance(content, str):
-        message = "'continue_final_message' needs a last message with content to continue"
-        raise RequestError(message, param="continue_final_message")
-    rendered = template.render([*messages[:-1], messages[-1] | {"content": content + _HERE}], context)
+    if content is None or content == [] or isinstance(content, Nothing):
+        raise RequestError(_NOT_CONTINUED, param="continue_final_message")
+    marked: Content
+    if isinstance(content, str):
+        text, marked = content, content + _HERE
+    else:
+        *parts, last = content
+        text, marked = last["text"], [*parts, last | {"text": last["text"] + _HERE}]
+    rendered = template.render([*messages[:-1], messages[-1] | {"content": marked}], context)
     mark = _HERE.strip()
-    if mark not in rendered or content.strip() not in rendered:
+    if mark not in rendered or text.strip() not in rendered:
         message = (
             "'continue_final_message': the chat template of this model does not show the last message whole"
         )
@@ -194,6 +237,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _to_json
+    tests: dict[str, Any] = environment.tests
+    tests["none"] = lambda value: value is None or isinstance(value, Nothing)
+    for kind in ("string", "iterable", "sequence"):
+        tests[kind] = partial(_is_something, tests[kind])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -209,6 +256,10 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _is_something(test: Callable[[Any], bool], value: Any) -> bool:
+    return not isinstance(value, Nothing) and test(value)
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -218,8 +269,17 @@ def _to_json(
 ) -> str:
     """Like Hugging Face's: jinja2's own escapes HTML, which would put `\\u003c` into prompts."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        _with_null(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _with_null(value: Any) -> Any:
+    """The content of a message, or of several, that is nothing."""
+    if isinstance(value, list):
+        return [_with_null(each) if isinstance(each, dict) else each for each in value]
+    if isinstance(value, dict) and isinstance(value.get("content"), Nothing):
+        return value | {"content": None}
+    return None if isinstance(value, Nothing) else value
 
 
 def _raise_exception(message: str) -> NoReturn:

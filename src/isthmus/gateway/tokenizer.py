@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,14 @@ from tokenizers import Tokenizer
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import open_files
 from isthmus.files.grammar import GrammarError, grammar_tokenizer
-from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.detokenizer import MAX_PENDING, Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
 from isthmus.gateway.template import ChatTemplate, load_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+LOOK_BACK = 64
+"""Tokens at the end of a prompt, of which the last visible ones begin the window of its answers."""
 
 
 class GatewayTokenizer:
@@ -37,6 +41,7 @@ class GatewayTokenizer:
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
         self._all_visible = _visible(tokenizer, special=True)
+        self._shown: dict[tuple[str, ...], bytes] = {(): self._visible}
         self._longest = _longest(tokenizer)
         self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
@@ -79,11 +84,57 @@ class GatewayTokenizer:
         """Text of `tokens`; without special tokens, unless they are wanted."""
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
-    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
-        """`special`: all special tokens are text, `shown`: these are."""
-        if special:
-            return Detokenizer(lambda tokens: self.decode(tokens, special=True), self._all_visible)
-        return Detokenizer(self.decode, self._visible, self.special_tokens(shown))
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, special: bool = False, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """Of one answer to `prompt`. `special`: all special tokens are text, `shown`: these are."""
+        visible = self._all_visible if special else self._visible_with(tuple(shown))
+        at_end = [token for token in prompt[-LOOK_BACK:] if token < len(visible) and visible[token]]
+        # Three tokens more than enough, of which as many go as begin amid a character.
+        before = at_end[-MAX_PENDING - 3 :]
+        while len(before) > MAX_PENDING and self.token_bytes(before[0])[:1] in _CONTINUATIONS:
+            del before[0]
+        decode = self._tokenizer.decode
+        return Detokenizer(lambda tokens: decode(tokens, False), visible, before, open=self._is_open(before))
+
+    def prompt_text(self, prompt: Sequence[int], *, alone: bool) -> str:
+        """Text of `prompt`; up to where that of its answers begins, by `detokenizer`, unless it stands `alone`."""
+        end = len(prompt)
+        while not alone and end > len(prompt) - MAX_PENDING and self._is_open(prompt[:end]):
+            end -= 1
+        rest = self.detokenizer(prompt[:end])
+        return self.decode(prompt[:end]) + "".join(map(rest.push, prompt[end:]))
+
+    def offsets(self, tokens: Sequence[int], text: str) -> tuple[int, ...]:
+        """Where in `text`, that `tokens` are of, each begins, in characters; one amid a character where that begins.
+        The space before a text that its tokens have and the text has not counts for nothing, nor do special tokens that
+        the text does not spell."""
+        starts, at, decoder = list[int](), 0, _Utf8("replace")
+        for token in tokens:
+            starts.append(min(at, len(text)))
+            raw = self.token_bytes(token)
+            if token < len(self._visible) and self._visible[token]:
+                spelled = decoder.decode(raw)
+                unspaced = spelled[:1] == " " and not text.startswith(spelled, at)
+                at += len(spelled) - (unspaced and text.startswith(spelled[1:], at))
+            elif raw and text.startswith(special := raw.decode(), at):
+                at += len(special)
+        return tuple(starts)
+
+    def _is_open(self, tokens: Sequence[int]) -> bool:
+        """They end amid a character."""
+        decoder = _Utf8("replace")
+        decoder.decode(b"".join(map(self.token_bytes, tokens[-MAX_PENDING:])))
+        return bool(decoder.getstate()[0])
+
+    def _visible_with(self, shown: tuple[str, ...]) -> bytes:
+        """`shown`: of a tool format, of which there are few."""
+        if shown not in self._shown:
+            visible = bytearray(self._visible)
+            for token in self.special_tokens(shown):
+                visible[token] = 1
+            self._shown[shown] = bytes(visible)
+        return self._shown[shown]
 
     def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
         """Those of `texts` that are special tokens, by id."""
@@ -121,11 +172,11 @@ class GatewayTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""
-        if token in self._added:
-            return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
+        if token in self._added and (self._byte_level or not self._visible[token]):
+            return text.encode()
         if self._byte_level and all(char in BYTE_OF_CHAR for char in text):
             return bytes(BYTE_OF_CHAR[char] for char in text)
         if match := _BYTE_TOKEN.fullmatch(text):
@@ -152,6 +203,10 @@ def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:
     for token, added in tokenizer.get_added_tokens_decoder().items():
         visible[token] = 0 if added.special and not special else 1
     return bytes(visible)
+
+
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+"""Of UTF-8: no character begins with one."""
 
 
 def _byte_alphabet() -> dict[str, int]:

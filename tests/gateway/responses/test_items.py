@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from isthmus.gateway.contents import as_text
 from isthmus.gateway.responses.items import Input, later_turns, messages_of, since
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(Input)
@@ -43,11 +44,18 @@ def test_a_text_is_what_the_user_says() -> None:
 @pytest.mark.parametrize("named", [{}, {"type": "message"}])
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
 def test_messages(content: Any, named: dict[str, str], role: str) -> None:
-    assert messages(named | {"role": role, "content": content}) == [{"role": role, "content": "a\nb"}]
+    [message] = messages(named | {"role": role, "content": content})
+    assert message["role"] == role and as_text(message["content"]) == "a\nb"
+    assert isinstance(message["content"], str) == (isinstance(content, str) or len(content) == 1)
 
 
 def test_an_answer_sent_back() -> None:
     assert messages(ANSWERED) == [{"role": "assistant", "content": "yo"}]
+
+
+def test_arguments_of_calls_may_be_objects() -> None:
+    [message] = messages(CALL | {"arguments": {"a": 1}})
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {"a": 1}}
 
 
 def test_calls_are_the_assistant_s() -> None:

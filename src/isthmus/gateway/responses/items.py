@@ -73,8 +73,9 @@ InputParts = Annotated[
 ]
 
 
-def _text(parts: Sequence[TextPart | OutputTextPart | RefusalPart]) -> str:
-    return "\n".join(part.text for part in parts)
+def _content(parts: Sequence[TextPart | OutputTextPart | RefusalPart]) -> str | list[dict[str, str]]:
+    texts = [part.text for part in parts]
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 class _Item(Marked):
@@ -106,7 +107,9 @@ class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str = Field(description="a string")
     name: str = Field(description="the name of a function, a string")
-    arguments: str = Field(description="a string that holds a JSON object")
+    arguments: str | dict[str, Any] | None = Field(
+        description="a string that holds a JSON object, or an object"
+    )
     parsed_arguments: Annotated[Any, Unread] = None
     namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
@@ -196,11 +199,11 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     for item in items:
         match item:
             case MessageItem():
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": _content(item.content)})
             case FunctionCallItem():
                 _add_call(messages, item)
             case FunctionCallOutputItem():
-                result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                result = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
                 messages.append(result)
     return messages
 

@@ -13,6 +13,8 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
+from isthmus.gateway.contents import as_text
+
 Message = Mapping[str, Any]
 
 _INTRODUCTION = """\
@@ -59,7 +61,7 @@ def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any
     introduction = _INTRODUCTION.format(definitions=definitions)
     if messages and messages[0].get("role") == "system":
         first, *others = messages
-        return [first | {"content": f"{first.get('content', '')}\n\n{introduction}"}, *others]
+        return [first | {"content": f"{as_text(first.get('content'))}\n\n{introduction}"}, *others]
     return [{"role": "system", "content": introduction}, *messages]
 
 
@@ -68,7 +70,8 @@ def _with_calls(message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
     calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
     if calls:
-        plain["content"] = "\n".join([plain["content"], *calls] if plain.get("content") else calls)
+        said = as_text(plain.get("content"))
+        plain["content"] = "\n".join([said, *calls] if said else calls)
     return plain
 
 
@@ -78,7 +81,7 @@ def _call(function: Mapping[str, Any]) -> str:
 
 
 def _result(message: Message) -> str:
-    return f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
+    return f"<tool_response>\n{as_text(message.get('content'))}\n</tool_response>"
 
 
 def _json(value: Any) -> str:

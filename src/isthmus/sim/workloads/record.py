@@ -152,7 +152,7 @@ class _Recording:
             blocks = [ids[name] for name in event.names]
             if blocks and event.num_tokens % size:
                 blocks.append(next(numbers))
-            output = self._generated.get(event.request) or min(mean, event.max_tokens)
+            output = self._generated.get(event.request) or max(1, min(mean, event.max_tokens))
             requests.append(
                 Request(
                     arrival,

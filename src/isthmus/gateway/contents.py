@@ -1,0 +1,113 @@
+"""What messages say, in the form that a chat template reads: one text, or a list of parts.
+
+Templates of most models put texts together; those of models that also see images, and of their kin, go through parts
+and show nothing of a text; some do either, or another thing for another role. Which form a template reads is found by
+trying: it is rendered with a word that nobody else says, and what it reads is what it shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from isthmus.errors import RequestError
+
+Message = Mapping[str, Any]
+Content = str | list[dict[str, str]]
+"""A text, or parts of one: `{"type": "text", "text": ...}`."""
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+"""Messages and tools, as a template shows them. Raises RequestError where it refuses."""
+
+_WORDS = ("isthmusprobea", "isthmusprobeb")
+# A part that is shown as the object that it is.
+_AS_OBJECT = re.compile(rf"text\\*['\"]\s*:\s*\\*['\"]{_WORDS[0]}")
+_CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": {}}}
+_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"properties": {}}}}
+
+
+class Nothing(str):
+    """The content of a message that has none: null to a template that asks, and no text to one that does
+    not, which would show the word None."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+NOTHING = Nothing()
+
+
+def as_text(content: Content | None) -> str:
+    """Parts are lines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content or ())
+
+
+def with_text(message: Message) -> Message:
+    """A message that says nothing with a text that is empty; others as they are."""
+    return {**message, "content": ""} if isinstance(message.get("content"), Nothing) else message
+
+
+class Contents:
+    """Of one template."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def shaped(self, message: Message) -> Message:
+        """The message with its content in a form that the template reads in messages of this role; as it is if it reads
+        none, and parts as a text."""
+        content, role = message.get("content"), message.get("role")
+        if not isinstance(role, str) or content is None or isinstance(content, Nothing):
+            return message
+        text = as_text(content)
+        forms: list[tuple[str, Content]] = [("text", text), ("part", [_part(text)])]
+        if not isinstance(content, str):
+            forms.insert(0, ("parts", content))
+        found = next((form for kind, form in forms if self.reads(role, kind)), text)
+        return message if found is content else {**message, "content": found}
+
+    def reads(self, role: str, kind: str) -> bool:
+        """`kind` of content: `text`, `part` (a list of one), `parts`."""
+        if (role, kind) not in self._known:
+            content: Content = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
+            messages = self._conversation(role, _WORDS[0] if kind == "text" else content)
+            words = _WORDS if kind == "parts" else _WORDS[:1]
+            self._known[role, kind] = any(self._shows(words, messages, tools) for tools in (None, [_TOOL]))
+        return self._known[role, kind]
+
+    def _shows(self, words: Sequence[str], messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        try:
+            shown = self._render(messages, tools).lower()
+        except (RequestError, RecursionError):
+            return False
+        return all(word in shown for word in words) and not _AS_OBJECT.search(shown)
+
+    def _conversation(self, role: str, content: Content) -> list[Message]:
+        """As templates want it in which roles take turns."""
+        said = {"role": role, "content": content}
+        if role == "user":
+            return [said]
+        asked = self.shaped({"role": "user", "content": "?"})
+        if role == "assistant":
+            return [asked, said, asked]
+        if role == "tool":
+            called = {"role": "assistant", "content": NOTHING, "tool_calls": [_CALL]}
+            return [asked, called, said | {"tool_call_id": _CALL["id"], "name": "probe"}]
+        return [said, asked]
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

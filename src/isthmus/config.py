@@ -654,16 +654,31 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
             problems = error.errors(include_url=False)
         if document is None or not _take_as_written(values, document, problems):
             break
-    lines: dict[Any, str] = {}
+    raise ConfigError("\n".join(_lines(path, document, flags, values, problems)))
+
+
+def _lines(
+    path: Path | None,
+    document: Document | None,
+    flags: Mapping[tuple[str, ...], Any],
+    values: dict[str, Any],
+    problems: list[ErrorDetails],
+) -> list[str]:
+    """A line for each mistake: of the command line first, then as they stand in the file."""
+    found: dict[tuple[int | str, ...], tuple[int, str]] = {}
     for problem in problems:
         place = _place(values, problem["loc"])
-        is_missing = problem["type"] == "missing"
-        key = problem["loc"] if is_missing else place
-        lines.setdefault(key, f"{_source(path, document, flags, place, problem)}: {_explain(key, problem)}")
-    shown = list(lines.values())[:MAX_COMPLAINTS]
-    if len(lines) > len(shown):
-        shown.append(f"and {len(lines) - len(shown)} more")
-    raise ConfigError("\n".join(shown))
+        key = problem["loc"] if problem["type"] == "missing" else place
+        # A mistake of several options has no place; its first words name one of them.
+        named = place or tuple(_message(problem).partition(":")[0].split("."))
+        line = None if document is None else document.line(named)
+        source = str(path) if line is None else f"{path}:{line}"
+        if path is None or any(place[: len(flag)] == flag for flag in flags):
+            source, line = "command line", None
+        found.setdefault(key, (line or 0, f"{source}: {_explain(key, problem)}"))
+    lines = [text for _, text in sorted(found.values(), key=lambda each: each[0])]
+    more = len(lines) - MAX_COMPLAINTS
+    return [*lines[:MAX_COMPLAINTS], f"{path or 'command line'}: and {more} more"] if more > 0 else lines
 
 
 def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
@@ -696,22 +711,6 @@ def _place(values: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...
         except (KeyError, IndexError, TypeError):
             return location[:depth]
     return location
-
-
-def _source(
-    path: Path | None,
-    document: Document | None,
-    flags: Mapping[tuple[str, ...], Any],
-    place: tuple[int | str, ...],
-    problem: ErrorDetails,
-) -> str:
-    """The file, with the line where there is one, or the command line."""
-    if document is None or any(place[: len(flag)] == flag for flag in flags):
-        return "command line" if path is None or place else str(path)
-    if not place:  # of several options; the first words name one
-        place = tuple(_message(problem).partition(":")[0].split("."))
-    line = document.line(place)
-    return str(path) if line is None else f"{path}:{line}"
 
 
 def _message(problem: ErrorDetails) -> str:

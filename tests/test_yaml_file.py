@@ -118,7 +118,7 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
         ("a: " + "[" * 100_000, ":1: not valid YAML: nested deeper than 64"),
         ("a:\n" + "".join(" " * depth + "-\n" for depth in range(100)), ":65: not valid YAML: nested deeper"),
         ("a: " + "9" * 5000, ":1: no number: "),
-        ("a: 1\n---\nb: 2", ":2: not valid YAML: but found another document (the file has a second document"),
+        ("a: 1\n---\nb: 2", ":2: not valid YAML: found another document (the file has a second document"),
         (
             "a:\n\tb: 1",
             ":2: not valid YAML: found character '\\t' that cannot start any token (tabs do not indent",

@@ -92,7 +92,7 @@ class Document:
             data = self._data.replace(b"\t", b" ") if self._is_json else self._data
             return _Loader(data).get_single_node()
         except yaml.MarkedYAMLError as error:
-            mark, problem = error.problem_mark or error.context_mark, str(error.problem)
+            mark, problem = error.problem_mark or error.context_mark, str(error.problem).removeprefix("but ")
             line = f":{mark.line + 1}" if mark is not None else ""
             hint = next((f" ({hint})" for words, hint in _HINTS if words in f"{problem} {error.context}"), "")
             raise ConfigError(f"{self._path}{line}: not valid YAML: {problem}{hint}") from None

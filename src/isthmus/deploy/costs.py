@@ -90,7 +90,7 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
 def _described(model: Path) -> tuple[Mapping[str, Any], str]:
     """The config.json of a model, and how messages name it."""
     if not model.is_dir() and model.suffix != ".gguf":
-        return read_mapping(model), str(model)
+        return read_document(model).values, str(model)
     files = open_files(model)
     return files.required_object("config.json"), files.where("config.json")
 
@@ -112,10 +112,5 @@ def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
             near = difflib.get_close_matches(path.name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{path}: cannot be read: no such file, and no published profile{hint}")
-        given = read_mapping(path)
+        given = read_document(path).values
     return {key: value for key, value in given.items() if not str(key).startswith("x-")}
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file with keys and values at its top. Raises ConfigError."""
-    return read_document(path).values

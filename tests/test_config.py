@@ -226,6 +226,12 @@ def test_a_wrong_flag_beside_a_file_is_blamed_on_the_command_line(file: Path) ->
     assert [line.split(":")[0] for line in str(caught.value).split("\n")] == ["command line", str(file)]
 
 
+def test_a_flag_hides_no_mistake_of_the_file(file: Path) -> None:
+    file.write_text("engine: 5")
+    with pytest.raises(ConfigError, match=r":1: engine: Input should be a valid dictionary .*\(found 5\)"):
+        load_config(file, {"engine.threads": 2})
+
+
 def test_flags_win_over_the_file_and_absent_flags_do_not(file: Path) -> None:
     text = "port: 9000\nmodel: tiny\nroles: {prefill: 2}\nengine: {block_size: 8}"
     flags = {"port": 9100, "model": None, "roles.prefill.count": 4, "engine.threads": 2}

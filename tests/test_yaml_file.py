@@ -81,6 +81,7 @@ def test_keys_are_texts() -> None:
         ("x: &x {p: 1}\na:\n  <<: *x\n  p: 2\n  <<: *x", ":5: a.<<: a second time, first in line 3; "),
         ("x: &x {p: 1, p: 2}\na: {<<: *x}", ":1: x.p: a second time, first in line 1; "),
         ("1: a\n'1': b", ":2: 1: a second time, first in line 1; "),
+        ('"a\\nb": 1\n"a\\nb": 2', ":2: 'a\\nb': a second time, first in line 1; "),
         ("? [a, b]\n: 1", ":1: a key is a text, no list and no mapping"),
     ],
 )
@@ -184,3 +185,56 @@ JSON = st.recursive(
 def test_json_is_read_alike_as_json_and_as_yaml(written: dict[str, Any]) -> None:
     text = json.dumps(written)
     assert values(text, "a.json") == values(text) == written
+
+
+PIECES = [
+    "a",
+    "b",
+    "1",
+    "010",
+    "<<",
+    "~",
+    "no",
+    ": ",
+    "- ",
+    "\n",
+    "  ",
+    "\t",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    "&x ",
+    "*x",
+    "? ",
+]
+PIECES += [
+    "'",
+    '"',
+    "|\n",
+    "#",
+    "!!int ",
+    "!!map ",
+    "---\n",
+    "...",
+    "%YAML 1.1\n",
+    "\\",
+    "\ufeff",
+    "\x85",
+    "@",
+    "`",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join).map(str.encode) | st.binary(max_size=30))
+def test_whatever_is_written_has_values_or_one_line(data: bytes) -> None:
+    for name in ("a.yaml", "a.json"):
+        said, document = f"{name}: ", None
+        try:
+            document = Document(Path(name), data)
+        except ConfigError as error:
+            said = str(error)
+        assert said.startswith(name) and said.isprintable()
+        assert document is None or isinstance(document.values, dict)
+        assert document is None or document.line(("a",)) in (None, *range(1, 40))

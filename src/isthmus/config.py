@@ -684,6 +684,8 @@ def _lines(
 def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     for key in keys[:-1]:
         inner = values.get(key)
+        if not isinstance(inner, dict | None) and keys[-1] != "count":
+            return  # no section, which is refused; a role's count stands in the place of one
         values[key] = inner = dict(inner) if isinstance(inner, dict) else {}
         values = inner
     values[keys[-1]] = value

@@ -158,7 +158,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _DoubledKey(f"{key}: a second time in one object; a key stands once")
+            raise _DoubledKey(f"{key!r}: a second time in one object; put all of it in one")
         found[key] = value
     return found
 
@@ -198,11 +198,8 @@ def _pairs(path: Path, node: yaml.Node, at: _Location, depth: int = 0) -> dict[s
             raise _wrong(path, key, "a key is a text, no list and no mapping")
         if key.value in own:
             name, first = ".".join(map(str, (*at, key.value))), own[key.value][0].start_mark.line + 1
-            raise _wrong(
-                path,
-                key,
-                f"{name}: a second time, first in line {first}; a key stands once, with all that is meant",
-            )
+            shown = name if name.isprintable() else repr(name)
+            raise _wrong(path, key, f"{shown}: a second time, first in line {first}; put all of it in one")
         own[key.value] = (key, value)
         if key.tag == _MERGE:
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:

@@ -732,6 +732,8 @@ def _explain(place: tuple[int | str, ...], problem: ErrorDetails) -> str:
         return _message(problem)
     if place[0] in _SECRETS:
         return f"{where}: {_message(problem)}"
+    if problem["type"] == "missing":
+        return f"{where}: is missing; give it"
     if problem["input"] is None:
         return f"{where}: nothing is given; give a value, or leave the key out"
     return f"{where}: {_message(problem)} (found {_short(repr(problem['input']))}){_nearest_word(problem)}"

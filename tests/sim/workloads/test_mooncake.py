@@ -44,6 +44,7 @@ ODD: list[tuple[dict[str, Any], Request, str]] = [
     ({"timestamp": 9.25}, Request(4_250_000, 700, 1, (3, 4)), "with a fraction in timestamp, taken as milli"),
     ({"timestamp": "9.0"}, Request(4_000_000, 700, 1, (3, 4)), ""),
     ({"input_length": 700.0, "output_length": "2"}, Request(4_000_000, 700, 2, (3, 4)), ""),
+    ({"hash_ids": []}, Request(4_000_000, 700, 1), "without hash_ids, sharing nothing (1 line)"),
     ({"hash_ids": None}, Request(4_000_000, 700, 1), "without hash_ids, sharing nothing (1 line)"),
     ({"output_length": None}, Request(4_000_000, 700, 1, (3, 4)), "without output_length, taken as 1 (1 line)"),
     (
@@ -113,7 +114,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"input_length": 9.5}, "input_length 9.5 is not a whole number"),
     ({"output_length": -2}, "output_length -2 is not a whole number of at least 0"),
     ({"output_length": [1]}, r"output_length \[1\] is not a whole number"),
-    ({"hash_ids": []}, "hash_ids is no list of ids, one for each block"),
+    ({"hash_ids": 5}, "hash_ids is no list of ids, one for each block"),
+    ({"tenant": {"a": 1}}, "tenant is no name"),
     ({"hash_ids": [[3], 4]}, r"hash_ids \[3\] is not a whole number"),
     ({"hash_ids": [3, 4, 5]}, "hash_ids has 3 ids; input_length 700 in blocks of 512 tokens makes 2"),
     ({"hash_ids": [3, 3]}, "hash_ids has an id twice"),

@@ -104,7 +104,7 @@ def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes)
         if not text.strip():
             continue
         try:
-            fields = {name: value for name, value in decode(text).items() if value is not None}
+            fields = {name: value for name, value in decode(text).items() if value not in (None, [])}
             times.append(time_ns("timestamp", _required(fields, "timestamp"), _MS))
             lines.append(_line(fields, names, notes))
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -140,7 +140,7 @@ def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
         whole("input_length", _required(fields, "input_length"), 1),
         whole("output_length", fields.get("output_length", 1), 0),
         _ids(fields["hash_ids"], names) if "hash_ids" in fields else (),
-        tenant=str(fields.get("tenant", "")),
+        tenant=_name(fields.get("tenant", "")),
         **given,
     )
 
@@ -151,8 +151,14 @@ def _required(fields: dict[str, Any], name: str) -> Any:
     return fields[name]
 
 
+def _name(given: Any) -> str:
+    if not isinstance(given, str | int | float):
+        raise ValueError("tenant is no name")
+    return str(given)
+
+
 def _ids(given: Any, names: dict[str, int]) -> tuple[int, ...]:
-    if not isinstance(given, list) or not given:
+    if not isinstance(given, list):
         raise ValueError("hash_ids is no list of ids, one for each block of the prompt")
     # Numbers below 0 for ids that are texts, so that they are equal to none that is a number.
     ids = [

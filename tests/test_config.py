@@ -317,6 +317,8 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("port: 80.5", "port: Input should be a valid integer"),
         ("port: yes", "port: Input should be a valid integer, unable to parse string as an integer (found 'yes')"),
         ("port: 1:30", "port: Input should be a valid integer, unable to parse string as an integer (found '1:30')"),
+        ("limits: {drain_s: 30s}", "limits.drain_s: Input should be a valid number, unable to parse string as a number "
+                                   "(found '30s'); write a number of seconds"),
         ("port:", "port: nothing is given; give a value, or leave the key out"),
         ("port: true", "port: Input should be a valid integer"),
         ("roles: {mixed: true}", "roles.mixed: Input should be a valid integer"),

@@ -46,6 +46,8 @@ DEFAULT_TENANT = "default"
 _NOBODY_KNOWN = "without API keys nobody knows whose a request is"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_NUMBERS_OF = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "gbps": "Gbit/s"}
+"""By the ends of options' names."""
 
 
 def parse_bytes(value: Any) -> int:
@@ -744,7 +746,10 @@ def _short(text: str) -> str:
 
 
 def _nearest_word(problem: ErrorDetails) -> str:
-    """What was meant, where an option is one of some words."""
+    """What was meant, where an option is one of some words, or is of a unit."""
+    if problem["type"] in ("int_parsing", "float_parsing"):
+        unit = _NUMBERS_OF.get(str(problem["loc"][-1]).rpartition("_")[2])
+        return f"; write a number of {unit}" if unit else ""
     if problem["type"] not in ("enum", "literal_error"):
         return ""
     words = re.findall(r"'([^']*)'", problem["ctx"]["expected"])

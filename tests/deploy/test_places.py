@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.config import Config
-from isthmus.deploy import places_of
+from isthmus.deploy import clusters_of, places_of
 from isthmus.errors import ConfigError
 
 PAIR, PREFILL, DECODE, MIXED = (
@@ -112,3 +112,9 @@ def test_what_can_serve_nothing_is_refused(config: Config, complaint: str) -> No
     with pytest.raises(ConfigError) as caught:
         places_of(config)
     assert str(caught.value).startswith(complaint)
+
+
+def test_a_cluster_without_nodes_has_none_for_who_reads_a_dump_of_it() -> None:
+    config = config_of({"east": PAIR, "west": {}})
+    west = clusters_of(config)[1].config
+    assert Config.model_validate_json(west.model_dump_json(exclude_unset=True)).roles == west.roles

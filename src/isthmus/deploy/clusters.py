@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.config import Config, RoleConfig
+from isthmus.config import Config, RoleConfig, RolesConfig
 from isthmus.deploy.costs import is_shipped
 from isthmus.types import NodeId, Role
 
@@ -49,7 +49,8 @@ def clusters_of(config: Config) -> list[Cluster]:
         engine = config.engine.model_copy(
             update={key: value for key, value in own.items() if value is not None}
         )
-        update = {"engine": engine, "roles": cluster.roles, "clusters": {}, "links": ()}
+        roles = RolesConfig(**dict(cluster.roles))  # all are named, for who reads a dump of it
+        update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
         found.append(Cluster(name, config.model_copy(update=update), cluster.price))
     return found
 

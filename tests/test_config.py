@@ -145,7 +145,7 @@ def test_a_role_is_a_number_or_a_section(file: Path, written: str) -> None:
         ("{prefill: {hardware: h200}, decode: 3}", (1, 3, 0)),
         ("{decode: , mixed: 2e0}", (0, 0, 2)),
         ("", (1, 1, 0)),
-        ("{}", (1, 1, 0)),
+        ("{}", (0, 0, 0)),
     ],
 )
 def test_of_roles_that_are_not_named_there_are_no_nodes(

@@ -81,7 +81,7 @@ class _Section(BaseModel):
         return {
             key: value
             for key, value in values.items()
-            if not str(key).startswith("x-") and not (value in (None, {}) and cls._holds_more(key))
+            if not str(key).startswith("x-") and not (value is None and cls._holds_more(key))
         }
 
     @classmethod

@@ -20,13 +20,13 @@ from isthmus.deploy import (
     gpus_of,
     hardware_of,
     links_of,
-    read_mapping,
     rooted,
     rules_of,
 )
 from isthmus.errors import ConfigError
 from isthmus.scheduler import CPU_TILE, TILE, Chunking
 from isthmus.types import Role
+from isthmus.yaml_file import read_document
 
 CURVE = {"kv_token_bytes": 1024, "num_layers": 4, "prefill_token_s": "1e-5", "decode_points": [[1, "5e-3"]]}
 
@@ -139,7 +139,7 @@ def test_a_file_without_keys_and_values_is_refused(tmp_path: Path, text: str) ->
     file = tmp_path / "curve.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"curve\.yaml"):
-        read_mapping(file)
+        read_document(file)
 
 
 def test_each_cluster_reads_the_configuration_as_its_own() -> None:

@@ -9,12 +9,11 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,12 +23,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from isthmus.errors import ConfigError
 from isthmus.types import Reuse
+from isthmus.yaml_file import Document, read_document
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d(?:_?\d)*(?:\.\d+)?(?:e\+?\d\d?)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
@@ -39,15 +39,20 @@ _RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
 """How names begin that Ray puts into the environment of its workers, its token's among them."""
 _SECRETS = ("auth", "token")
 """What complaints never quote: somebody writes a key where its digest belongs."""
+_BOOL = "true_or_false"
+MAX_COMPLAINTS = 20
+"""Of one configuration, each a line."""
 DEFAULT_TENANT = "default"
 """Whose the keys are that come without a tenant: those of `--api-key` and of the environment."""
 _NOBODY_KNOWN = "without API keys nobody knows whose a request is"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_NUMBERS_OF = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "gbps": "Gbit/s"}
+"""By the ends of options' names."""
 
 
 def parse_bytes(value: Any) -> int:
-    """`536870912`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else."""
+    """`536870912`, `2e9`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else."""
     match = _SIZE.fullmatch(str(value).strip())
     if isinstance(value, bool) or match is None:
         raise ValueError(f"{value!r} is not a size; write bytes or e.g. 512MiB")
@@ -59,18 +64,40 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 def _count(value: Any) -> Any:
     """`prefill: 2` is short for `prefill: {count: 2}`."""
-    return {"count": value} if isinstance(value, int) and not isinstance(value, bool) else value
+    return {"count": value} if isinstance(value, int | float | str) else value
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, defer_build=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, values: Any) -> Any:
+        """Without `x-…` keys, which are for anchors and notes, and without sections and lists that are empty, perhaps
+        since all their lines are comments."""
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            return values
+        return {
+            key: value
+            for key, value in values.items()
+            if not str(key).startswith("x-") and not (value is None and cls._holds_more(key))
+        }
+
+    @classmethod
+    def _holds_more(cls, key: str) -> bool:
+        """Whether an option is a section, a list, or names and values."""
+        field = cls.model_fields.get(key)
+        default = None if field is None else field.get_default(call_default_factory=True)
+        return isinstance(default, BaseModel | tuple | dict)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_yes_or_no(cls, value: Any) -> Any:
-        """No option is a yes or no, and a bare `yes` in YAML must not count as 1."""
+    def _no_true_or_false(cls, value: Any) -> Any:
+        """No option is one, and none must count as 1 or 0."""
         if isinstance(value, bool):
-            raise ValueError("yes or no is no value of this option")
+            raise PydanticCustomError(_BOOL, "true or false is no value of this option")
         return value
 
 
@@ -82,7 +109,7 @@ class RoleConfig(_Section):
     a multiple of it, and each such group works as one node.
     """
 
-    count: int = Field(0, ge=0, le=4096)
+    count: int = Field(1, ge=0, le=4096)
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
     max_sequences: int | None = Field(None, ge=1, le=4096)
@@ -94,41 +121,31 @@ class RoleConfig(_Section):
 Roles = Annotated[RoleConfig, BeforeValidator(_count)]
 
 
-def _threshold(value: Any) -> int | None:
-    """Tokens, or None for `auto`."""
-    if value in ("auto", None):
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("tokens, 0 or more, or auto")
-    return value
-
-
-Threshold = Annotated[int | None, BeforeValidator(_threshold)]
+NO_NODES = RoleConfig(count=0)
 
 
 class RolesConfig(_Section):
-    """How many nodes of each role; each node is a process."""
+    """How many nodes of each role; each node is a process. Of a role that is not named there is none."""
 
-    prefill: Roles = RoleConfig(count=1)
-    decode: Roles = RoleConfig(count=1)
-    mixed: Roles = RoleConfig()
-    attention: Roles = RoleConfig()
+    prefill: Roles = NO_NODES
+    decode: Roles = NO_NODES
+    mixed: Roles = NO_NODES
+    attention: Roles = NO_NODES
 
 
-class ClusterRolesConfig(_Section):
-    """How many nodes of each role in one of several clusters."""
+def _tokens(value: Any) -> Any:
+    """None for `auto`."""
+    return None if value == "auto" else value
 
-    prefill: Roles = RoleConfig()
-    decode: Roles = RoleConfig()
-    mixed: Roles = RoleConfig()
-    attention: Roles = RoleConfig()
+
+Threshold = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_tokens)]
 
 
 class ClusterConfig(_Section):
     """One of several clusters. `hardware`, `gpus`, `cost`: as in `engine`, for its nodes. `price`: of one node an hour,
     in whatever currency, for `isthmus plan`."""
 
-    roles: ClusterRolesConfig = ClusterRolesConfig()
+    roles: RolesConfig = RolesConfig()
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
     cost: str | dict[str, Any] | None = None
@@ -506,7 +523,7 @@ class Config(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     placement: Literal["local", "ray", "join"] = "local"
-    roles: RolesConfig = RolesConfig()
+    roles: RolesConfig = RolesConfig(prefill=RoleConfig(), decode=RoleConfig())
     clusters: dict[str, ClusterConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = ()
     offload: OffloadConfig = OffloadConfig()
@@ -650,62 +667,114 @@ class Config(_Section):
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The file's values with `overrides` (dotted names, None skipped) on top.
 
-    Raises ConfigError: one line with the file, the key and what is expected.
+    Raises ConfigError: for each mistake one line with file, line, key and what is expected.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = _read_yaml(path)
-    for dotted, value in overrides.items():
-        if value is not None:
-            _assign(values, dotted.split("."), value)
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(_explain(str(path) if path else "command line", error)) from None
+    document = None if path is None else read_document(path)
+    values = {} if document is None else dict(document.values)
+    flags = {tuple(dotted.split(".")): value for dotted, value in overrides.items() if value is not None}
+    for keys, value in flags.items():
+        _assign(values, keys, value)
+    for _ in range(2):
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+        if document is None or not _take_as_written(values, document, problems):
+            break
+    raise ConfigError("\n".join(_lines(path, document, flags, values, problems)))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values at the top, found {type(values).__name__}")
-    return values
+def _lines(
+    path: Path | None,
+    document: Document | None,
+    flags: Mapping[tuple[str, ...], Any],
+    values: dict[str, Any],
+    problems: list[ErrorDetails],
+) -> list[str]:
+    """A line for each mistake: of the command line first, then as they stand in the file."""
+    found: dict[tuple[int | str, ...], tuple[int, str]] = {}
+    for problem in problems:
+        place = _place(values, problem["loc"])
+        key = problem["loc"] if problem["type"] == "missing" else place
+        # A mistake of several options has no place; its first words name one of them.
+        named = place or tuple(_message(problem).partition(":")[0].split("."))
+        line = None if document is None else document.line(named)
+        source = str(path) if line is None else f"{path}:{line}"
+        if path is None or any(place[: len(flag)] == flag for flag in flags):
+            source, line = "command line", None
+        found.setdefault(key, (line or 0, f"{source}: {_explain(key, problem)}"))
+    lines = [text for _, text in sorted(found.values(), key=lambda each: each[0])]
+    more = len(lines) - MAX_COMPLAINTS
+    return [*lines[:MAX_COMPLAINTS], f"{path or 'command line'}: and {more} more"] if more > 0 else lines
 
 
-def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
+def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     for key in keys[:-1]:
         inner = values.get(key)
+        if not isinstance(inner, dict | None) and keys[-1] != "count":
+            return  # no section, which is refused; a role's count stands in the place of one
         values[key] = inner = dict(inner) if isinstance(inner, dict) else {}
         values = inner
     values[keys[-1]] = value
 
 
-def _explain(source: str, error: ValidationError) -> str:
-    """The first problem of a validation error as one line."""
-    problem = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(_keys_beside(problem['loc']))}"
-        return f"{source}: unknown key {where!r}{hint}"
+def _take_as_written(values: Any, document: Document, problems: list[ErrorDetails]) -> bool:
+    """Where a text is asked for, `007` and `true` are these texts. True: there are such, put into the values."""
+    found = False
+    for problem in problems:
+        place = _place(values, problem["loc"])
+        text = document.text(place) if problem["type"] in ("string_type", _BOOL) else None
+        if text is not None:
+            holder = values
+            for part in place[:-1]:
+                holder = holder[part]
+            holder[place[-1]], found = text, True
+    return found
+
+
+def _place(values: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """As much of a mistake's location as the values have: unions and short forms add to it."""
+    for depth, part in enumerate(location):
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return location[:depth]
+    return location
+
+
+def _message(problem: ErrorDetails) -> str:
+    return problem["msg"].removeprefix("Value error, ")
+
+
+def _explain(place: tuple[int | str, ...], problem: ErrorDetails) -> str:
+    """One mistake as one line."""
+    where = ".".join(str(part) for part in place)
     if not where.isprintable():  # a name that the user chose
         where = repr(where)
-    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(place[-1]), _keys_beside(place), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(_keys_beside(place))}"
+        return f"unknown key {_short(repr('.'.join(map(str, place))))}{hint}"
     if not where:
-        return f"{source}: {message}"
-    if problem["loc"][0] in _SECRETS:
-        return f"{source}: {where}: {message}"
-    return f"{source}: {where}: {message} (found {problem['input']!r}){_nearest_word(problem)}"
+        return _message(problem)
+    if place[0] in _SECRETS:
+        return f"{where}: {_message(problem)}"
+    if problem["type"] == "missing":
+        return f"{where}: is missing; give it"
+    if problem["input"] is None:
+        return f"{where}: nothing is given; give a value, or leave the key out"
+    return f"{where}: {_message(problem)} (found {_short(repr(problem['input']))}){_nearest_word(problem)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _nearest_word(problem: ErrorDetails) -> str:
-    """What was meant, where an option is one of some words."""
+    """What was meant, where an option is one of some words, or is of a unit."""
+    if problem["type"] in ("int_parsing", "float_parsing"):
+        unit = _NUMBERS_OF.get(str(problem["loc"][-1]).rpartition("_")[2])
+        return f"; write a number of {unit}" if unit else ""
     if problem["type"] not in ("enum", "literal_error"):
         return ""
     words = re.findall(r"'([^']*)'", problem["ctx"]["expected"])

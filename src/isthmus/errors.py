@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 class IsthmusError(Exception):
-    """Base of the tree. `str(error)` is one line: what, where, what to do."""
+    """Base of the tree. `str(error)` is one line for each thing wrong: what, where, what to do."""
 
     exit_code = 1
     http_status = 500

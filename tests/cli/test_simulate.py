@@ -227,3 +227,28 @@ def test_shares_of_tenants_that_a_trace_names(isthmus: Command, config: Path, tm
     assert means[1]["globex"] < 0.2 * means[1]["acme"]
     status, out, _ = isthmus("replay", log)
     assert status == 0 and "identical decisions" in out
+
+
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_what_a_trace_lacks_is_said_in_one_line_and_in_the_figures(
+    isthmus: Command, config: Path, tmp_path: Path, verb: str
+) -> None:
+    trace, figures = tmp_path / "t.jsonl", tmp_path / "out.json"
+    trace.write_text('{"timestamp": 0.5, "input_length": 600, "session_id": "a"}\n' + LINE % 1000)
+    status, out, err = isthmus(verb, "--config", config, "--trace", trace, "--json", figures)
+    note = (
+        "t.jsonl: ignored session_id (1 line); with a fraction in timestamp, taken as milliseconds (1 line); "
+        "without output_length, taken as 1 (1 line); without hash_ids, sharing nothing (1 line)"
+    )
+    assert status == 0 and note in json.loads(figures.read_bytes())["notes"]
+    assert err == f"isthmus: {note}\n" if verb == "simulate" else f"Note: {note}." in out
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(isthmus: Command, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("prot: 1\nengine:\n  gpu: 1\n")
+    status, _, err = isthmus("simulate", "--config", path, "--workload", WORKLOAD)
+    assert status == 2 and err == (
+        f"isthmus: error: {path}:1: unknown key 'prot'; did you mean 'port'?\n"
+        f"{path}:3: unknown key 'engine.gpu'; did you mean 'gpus'?\n"
+    )

@@ -18,7 +18,7 @@ from tests.served import LIMIT_S
 
 
 def test_a_pipeline_group_is_a_process_for_each_stage() -> None:
-    config = Config.model_validate({"roles": {"prefill": {"count": 2, "pipeline": 2}}})
+    config = Config.model_validate({"roles": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1}})
     found = [(process.name, process.place.node, process.stage) for process in planned_processes(config)]
     assert found == [
         ("prefill-0", "prefill-0", 0),

@@ -8,14 +8,14 @@ import pytest
 
 import isthmus.cost
 from isthmus.cost import compile_cost, curve_of
-from isthmus.deploy import read_mapping
+from isthmus.yaml_file import read_document
 
 PROFILES = sorted((Path(isthmus.cost.__file__).parent / "profiles").iterdir())
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.name)
 def test_a_profile_is_a_curve_with_an_origin(path: Path) -> None:
-    curve = curve_of(read_mapping(path))
+    curve = curve_of(read_document(path).values)
     assert path.suffix == ".yaml"
     assert "arXiv 2604.15039" in curve.origin and "nferred" in curve.origin
     cost = compile_cost(curve)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.config import Config
-from isthmus.deploy import places_of
+from isthmus.deploy import clusters_of, places_of
 from isthmus.errors import ConfigError
 
 PAIR, PREFILL, DECODE, MIXED = (
@@ -42,6 +42,20 @@ def test_without_clusters_names_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
+    ("roles", "nodes"),
+    [
+        ({"mixed": 2}, ["mixed-0", "mixed-1"]),
+        ({"prefill": {"gpus": 2}, "decode": {"gpus": 8, "count": 2}}, ["prefill-0", "decode-0", "decode-1"]),
+    ],
+)
+def test_of_a_role_that_is_not_named_there_is_no_node(roles: dict[str, Any], nodes: list[str]) -> None:
+    """And one that is named without a number has one node; the same in a cluster of several."""
+    assert [str(place.node) for place in places_of(Config.model_validate({"roles": roles}))] == nodes
+    several = places_of(config_of({"east": {"roles": roles}}, []))
+    assert [str(place.node) for place in several] == [f"east-{node}" for node in nodes]
+
+
+@pytest.mark.parametrize(
     "clusters",
     [
         {"east": PAIR, "west": PREFILL},
@@ -66,9 +80,10 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
             "clusters.west.roles.prefill: 3 nodes make no groups of 2",
         ),
         (
-            Config.model_validate({"roles": {"prefill": 0, "decode": 0, "attention": 2}}),
+            Config.model_validate({"roles": {"attention": 2}}),
             "roles: no request could be served",
         ),
+        (Config.model_validate({"roles": {"prefill": 2}}), "roles: no request could be served"),
         (
             Config.model_validate({"roles": {"attention": {"count": 2, "pipeline": 2}}}),
             "roles.attention.pipeline: only prefill nodes form pipeline groups",
@@ -88,7 +103,7 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
             "clusters.east: its decode nodes need prefill nodes there or in",
         ),
         (
-            Config.model_validate({"roles": {"decode": 0, "mixed": 1}}),
+            Config.model_validate({"roles": {"prefill": 2, "mixed": 1}}),
             "roles: prefill nodes need at least one node of the other kind",
         ),
     ],
@@ -97,3 +112,9 @@ def test_what_can_serve_nothing_is_refused(config: Config, complaint: str) -> No
     with pytest.raises(ConfigError) as caught:
         places_of(config)
     assert str(caught.value).startswith(complaint)
+
+
+def test_a_cluster_without_nodes_has_none_for_who_reads_a_dump_of_it() -> None:
+    config = config_of({"east": PAIR, "west": {}})
+    west = clusters_of(config)[1].config
+    assert Config.model_validate_json(west.model_dump_json(exclude_unset=True)).roles == west.roles

@@ -49,7 +49,7 @@ def test_an_eighth_of_a_caches_slots_is_for_transit() -> None:
         ({"cache": {"dram": 8 * BLOCK, "ssd": BLOCK - 1}}, r"cache\.ssd: 15999 bytes hold no block"),
         ({"engine": {"cost": CURVE, "kv_memory": 2 * BLOCK - 1}}, f"give at least {2 * BLOCK}"),
         (
-            {"engine": {"cost": CURVE}, "roles": {"attention": {"count": 1, "kv_memory": 1024}}},
+            {"engine": {"cost": CURVE}, "roles": {"prefill": 1, "decode": 1, "attention": {"kv_memory": 1024}}},
             r"roles\.attention\.kv_memory 1024 bytes holds fewer than 2 blocks",
         ),
         (

@@ -8,7 +8,6 @@ import pytest
 
 from isthmus.cost import compile_cost, curve_of
 from isthmus.cost.offload import decode_imbalance, prefill_imbalance, work_of
-from isthmus.deploy import read_mapping
 from isthmus.papers.prfaas import case, deployments, inferred, kv, sensitivity
 from isthmus.papers.prfaas.published import (
     GBPS,
@@ -21,6 +20,7 @@ from isthmus.papers.prfaas.published import (
     THRESHOLD,
     THROUGHPUT,
 )
+from isthmus.yaml_file import read_document
 from tests.cost.test_profiles import PROFILES
 from tests.papers.traces import untraced
 
@@ -31,7 +31,7 @@ def ours(name: str) -> dict[tuple[str, str], Any]:
 
 def profile(name: str) -> Any:
     (path,) = (path for path in PROFILES if path.stem == name)
-    return curve_of(read_mapping(path))
+    return curve_of(read_document(path).values)
 
 
 def test_the_three_deployments_bear_what_is_published() -> None:

@@ -6,6 +6,7 @@ Run as a module it is the worker of the benchmark: told a `Common` and a `Task`,
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,12 @@ def common_of(task: Task) -> Common:
     """What `task` has in common with all others of its source. Reads all files that any of them needs. Raises
     ConfigError for a trace or configuration that is wrong."""
     workload = load(task.source, Replay(limit=task.limit))
+    for note in workload.notes:
+        print(f"isthmus: {note}", file=sys.stderr)
     base = _base(task, workload.block_size)
     if _is_spec(task.source):
         return Common(None, False, base)
-    return Common(workload, _is_mooncake(task.source), base)
+    return Common(workload, not workload.exact, base)
 
 
 def run_task(task: Task, common: Common) -> list[Cell]:
@@ -203,15 +206,6 @@ def workload_of(task: Task, common: Common) -> Workload:
 
 def _is_spec(source: str) -> bool:
     return ":" in source and not Path(source).exists()
-
-
-def _is_mooncake(source: str) -> bool:
-    try:
-        with Path(source).open("rb") as file:
-            first = file.readline(1 << 20)
-    except OSError:
-        return False  # a specification, or `load` says what is wrong
-    return first.startswith(b"{") and b'"rules"' not in first
 
 
 def _base(task: Task, block_size: int) -> Deployment:

@@ -87,7 +87,7 @@ def plan(
     if report is not None:
         from isthmus.planner.report import page
 
-        write_bytes(report, page(found, config.read_text(encoding="utf8")).encode())
+        write_bytes(report, page(found, config.read_text(encoding="utf8", errors="replace")).encode())
 
 
 def _demand(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,9 +69,12 @@ def simulate(
     settings = load_config(config, flags)
     faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault)]
     requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
+    for note in requests.notes:
+        print(f"isthmus: {note}", file=sys.stderr)
     deployment = deployment_of(settings, requests.block_size, config.parent)
     deployment = _with_faults(deployment, faults)
     result = _run(deployment, requests, log)
+    result.notes += requests.notes
     result.notes += _notes(speed, spread_seed, limit)
     result.notes += [f"fault {text}" for texts in faults for text in texts]
     summary = summarize(result)

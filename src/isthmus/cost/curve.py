@@ -200,7 +200,7 @@ def curve_of(mapping: Mapping[str, Any]) -> Curve:
     if "prefill_token_s" not in mapping and "prefill_points" not in mapping:
         raise ConfigError("cost curve: what prefill takes is missing; give prefill_token_s or prefill_points")
     try:
-        return msgspec.convert({"type": "Curve", **mapping}, Curve)
+        return msgspec.convert({"type": "Curve", **mapping}, Curve, strict=False)  # numbers may have quotes
     except msgspec.ValidationError as error:
         raise ConfigError(f"cost curve: {error}") from None
 

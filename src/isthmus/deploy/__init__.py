@@ -8,7 +8,7 @@ Files of models, curves and hardware are read here; no process is started and no
 """
 
 from isthmus.deploy.clusters import Cluster, at_home, clusters_of, for_role, role_config, rooted
-from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of, read_mapping
+from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of
 from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import Place, places_of
 from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s
@@ -37,7 +37,6 @@ __all__ = [
     "node_threads",
     "nodes_of",
     "places_of",
-    "read_mapping",
     "role_config",
     "role_facts",
     "rooted",

@@ -49,7 +49,7 @@ def clusters_of(config: Config) -> list[Cluster]:
         engine = config.engine.model_copy(
             update={key: value for key, value in own.items() if value is not None}
         )
-        roles = RolesConfig(**{role.value: getattr(cluster.roles, role.value) for role in Role})
+        roles = RolesConfig(**dict(cluster.roles))  # all are named, for who reads a dump of it
         update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
         found.append(Cluster(name, config.model_copy(update=update), cluster.price))
     return found

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from isthmus.config import Config, RoleConfig
 from isthmus.cost import (
@@ -25,10 +21,10 @@ from isthmus.cost import (
 from isthmus.errors import ConfigError
 from isthmus.files import open_files
 from isthmus.scheduler import CPU_TILE, TILE, Chunking
+from isthmus.yaml_file import read_document
 
 PROFILES = Path(__file__).parent.parent / "cost" / "profiles"
 """Published measurements that `engine.cost` may name."""
-_NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
 _CODEC_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -94,7 +90,7 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
 def _described(model: Path) -> tuple[Mapping[str, Any], str]:
     """The config.json of a model, and how messages name it."""
     if not model.is_dir() and model.suffix != ".gguf":
-        return read_mapping(model), str(model)
+        return read_document(model).values, str(model)
     files = open_files(model)
     return files.required_object("config.json"), files.where("config.json")
 
@@ -116,30 +112,5 @@ def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
             near = difflib.get_close_matches(path.name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{path}: cannot be read: no such file, and no published profile{hint}")
-        given = read_mapping(path)
-    return {key: _numbers(value) for key, value in given.items()}
-
-
-def _numbers(value: Any) -> Any:
-    """YAML takes 1e-5, which is how JSON and Python write it, for a text; 1.0e-5 only for a number."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return float(value)
-    return value
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file with keys and values at its top. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not valid: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values at the top")
-    return values
+        given = read_document(path).values
+    return {key: value for key, value in given.items() if not str(key).startswith("x-")}

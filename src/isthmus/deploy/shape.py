@@ -31,7 +31,7 @@ def shaped(config: Config, cores: int) -> tuple[Config, str]:
         f"One mixed node has all the cores ({cores}): of two, each would have half and idle by turns; "
         "--prefill 1 --decode 1 starts two."
     )
-    roles = RolesConfig(prefill=RoleConfig(), decode=RoleConfig(), mixed=RoleConfig(count=1))
+    roles = RolesConfig(mixed=RoleConfig())
     return config.model_copy(update={"roles": roles}), why
 
 

@@ -14,7 +14,7 @@ from isthmus.errors import ConfigError
 from isthmus.planner.fleet import Fleet
 from isthmus.sim.hit_rate import policy_hits
 from isthmus.sim.workloads import Workload, load
-from isthmus.sim.workloads.lines import read_lines, wrong_line
+from isthmus.sim.workloads.lines import read_lines, whole, wrong_line
 from isthmus.types import NS_PER_S
 
 _SPEC = re.compile(r"(\w+):(.*)")
@@ -127,12 +127,13 @@ def _read(path: Path) -> tuple[list[int], list[int]]:
     """Lengths of prompts, and of answers if every line has them."""
     rows: list[list[int]] = []
     for number, line in enumerate(read_lines(path), start=1):
-        fields = line.decode(errors="replace").split(",")
+        if not line.strip():
+            continue
         try:
-            row = [int(field) for field in fields]
+            row = [whole("tokens", field, 1) for field in line.decode(errors="replace").split(",")]
         except ValueError:
             row = []
-        if len(row) not in (1, 2) or min(row) < 1:
+        if len(row) not in (1, 2):
             raise wrong_line(
                 path, number, "expected a prompt's tokens, or those and an answer's: 2048 or 2048,128"
             )

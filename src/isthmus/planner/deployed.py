@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.config import ClusterConfig, ClusterRolesConfig, Config, RoleConfig, RolesConfig
+from isthmus.config import NO_NODES, ClusterConfig, Config, RoleConfig, RolesConfig
 from isthmus.deploy import clusters_of
 from isthmus.planner.answer import Plan
 
@@ -30,7 +30,7 @@ def deployed(config: Config, plan: Plan, home: str) -> Config:
         clusters[home], _count(own.prefill, plan.prefill), _count(own.decode, plan.decode)
     )
     for name, nodes in plan.remote.items():
-        clusters[name] = _with_roles(clusters[name], _count(clusters[name].roles.prefill, nodes), RoleConfig())
+        clusters[name] = _with_roles(clusters[name], _count(clusters[name].roles.prefill, nodes), NO_NODES)
     threshold = NEVER if plan.threshold is None else plan.threshold
     return config.model_copy(
         update={
@@ -45,4 +45,4 @@ def _count(nodes: RoleConfig, count: int) -> RoleConfig:
 
 
 def _with_roles(cluster: ClusterConfig, prefill: RoleConfig, decode: RoleConfig) -> ClusterConfig:
-    return cluster.model_copy(update={"roles": ClusterRolesConfig(prefill=prefill, decode=decode)})
+    return cluster.model_copy(update={"roles": RolesConfig(prefill=prefill, decode=decode)})

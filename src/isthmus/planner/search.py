@@ -34,7 +34,7 @@ def answer(
         baselines=_baselines(config, solver),
         what_if=what_if(solver, found[0], bandwidths),
         simulated=None,
-        notes=list(fleet.notes),
+        notes=[*fleet.notes, *(demand.workload.notes if demand.workload is not None else ())],
         attention=offload_of(fleet, demand.context),
     )
 

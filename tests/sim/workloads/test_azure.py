@@ -48,11 +48,15 @@ def test_times_may_carry_their_zone_and_lines_a_carriage_return(tmp_path: Path) 
     [
         ("2023-11-16 18:17:09,1", "2 fields; expected TIMESTAMP,ContextTokens,GeneratedTokens"),
         ("2023-11-16 18:17:09,1,2,3", "4 fields"),
-        ("", "1 fields"),
+        ("2023-11-16 18:17:09", "1 fields"),
         ("yesterday,1,2", "TIMESTAMP 'yesterday' is not like 2023-11-16"),
         ("2023-13-16 18:17:09,1,2", "TIMESTAMP '2023-13-16 18:17:09': month"),
         ("2023-11-16 18:17:09.1234567890,1,2", "is not like"),
-        ("2023-11-16 18:17:02,1,2", "earlier than the line above"),
+        ("-4,1,2", "TIMESTAMP '?-4.*is no time"),
+        ("nan,1,2", "TIMESTAMP 'nan' is not like"),
+        ('2023-11-16 18:17:09,"4,808",2', "ContextTokens '4,808' is not a whole number"),
+        ('2023-11-16 18:17:09,"1,2', "2 fields"),
+        ("2023-11-16 18:17:09," + "1" * 200_000 + ",2", "field larger than field limit"),
         ("2023-11-16 18:17:09,0,2", "ContextTokens '0' is not a whole number of at least 1"),
         ("2023-11-16 18:17:09,1,-2", "GeneratedTokens '-2' is not a whole number of at least 0"),
         ("2023-11-16 18:17:09,1.5,2", "ContextTokens '1.5'"),
@@ -68,7 +72,7 @@ def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, wrong: str, com
 
 
 def test_a_csv_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "other.csv", ["Timestamp,Model,Request tokens", "1,2,3"])
+    path = write(tmp_path / "other.csv", ["Timestamp,Model,Requests", "1,2,3"])
     with pytest.raises(ConfigError, match=r"other\.csv:1: the first line should be TIMESTAMP,ContextTokens"):
         load(path)
     path = write(tmp_path / "none.csv", [HEADER])
@@ -80,3 +84,49 @@ def test_exact_times_cannot_be_spread(tmp_path: Path) -> None:
     path = write(tmp_path / "code.csv", [HEADER, "2023-11-16 18:17:03,1,1"])
     with pytest.raises(ConfigError, match="exact"):
         load(path, Replay(spread_seed=0))
+
+
+FIRST = Request(0, 374, 44)
+
+
+@pytest.mark.parametrize(
+    ("text", "requests", "note"),
+    [
+        ("TIMESTAMP, ContextTokens, GeneratedTokens\n2023-11-16 18:15:46.68, 374, 44\n", [FIRST], ""),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374.0,44.0\n", [FIRST], ""),
+        (
+            "\n'TIMESTAMP';'ContextTokens';'GeneratedTokens';\n\n'2023-11-16 18:15:46';'374';'44';\n;;;\n",
+            [FIRST],
+            "",
+        ),
+        (
+            "timestamp\tcontext_tokens\n2023-11-16 18:15:46\t374\n",
+            [Request(0, 374, 1)],
+            "without tokens out, taken as 1",
+        ),
+        (
+            "Timestamp,Model,Request tokens,Response tokens,Log Type\n5,GPT-4,374,44,API log\n45.5,GPT-4,10,,API log\n",
+            [FIRST, Request(40_500_000_000, 10, 1)],
+            "ignored Model (2 lines), Log Type (2 lines); without tokens out, taken as 1 (1 line)",
+        ),
+        (
+            "arrived_at,num_prefill_tokens,num_decode_tokens\n2.5,1,1\n0.5,374,44\n",
+            [FIRST, Request(2_000_000_000, 1, 1)],
+            "earlier than the line above, so sorted by time (1 line)",
+        ),
+    ],
+)
+def test_a_csv_is_read_however_it_was_exported(
+    tmp_path: Path, text: str, requests: list[Request], note: str
+) -> None:
+    path = tmp_path / "export.csv"
+    path.write_text(text.replace("'", '"'))
+    workload = load(path)
+    assert workload.requests == requests
+    assert len(workload.notes) == bool(note) and note in "".join(workload.notes)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "two.csv", [f"{HEADER},ContextTokens", "2023-11-16 18:17:03,1,1,2"])
+    with pytest.raises(ConfigError, match=r"two\.csv:1: the first line should be"):
+        load(path)

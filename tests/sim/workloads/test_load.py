@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.sim.workloads import Replay, load
+from isthmus.sim.workloads import Replay, lines, load
 from tests.sim.workloads.trace import line, write
 
 PLAIN = "poisson:rate=8,num=20,input=10,output=5"
@@ -53,11 +54,48 @@ def test_a_misspelt_generator_is_not_taken_for_a_file() -> None:
         load("poison:rate=8,num=1")
 
 
-def test_options_that_a_source_has_no_use_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="block size"):
-        load(PLAIN, block_size=16)
+def test_options_that_a_source_has_no_use_for_are_refused() -> None:
     with pytest.raises(ConfigError, match="exact"):
         load(PLAIN, Replay(spread_seed=1))
-    azure = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03,6,1"]
-    with pytest.raises(ConfigError, match="block size"):
-        load(write(tmp_path / "a.csv", azure), block_size=16)
+
+
+TEXT = (line(0, 5, 1, [0]) + "\n" + line(1, 6, 1, [0]) + "\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("t.jsonl", b"\xef\xbb\xbf" + TEXT),
+        ("t.jsonl", TEXT.decode().encode("utf-16")),
+        ("t.jsonl", b"\r\n" + TEXT.replace(b"\n", b"\r\n")),
+        ("t.jsonl.gz", gzip.compress(TEXT)),
+        ("t", gzip.compress(b"\xef\xbb\xbf" + TEXT)),
+    ],
+)
+def test_a_file_is_read_however_it_was_saved(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    workload = load(tmp_path / name)
+    assert [each.num_tokens for each in workload.requests] == [5, 6]
+    assert (workload.name, workload.notes) == ("t", ())
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (gzip.compress(TEXT)[:-9], "packed by gzip, but damaged"),
+        (gzip.compress(TEXT)[:12] + b"\xff" * 40, "packed by gzip, but damaged"),
+        (b"PK\x03\x04rest", "is packed by zip; unpack it, or pack it by gzip"),
+        (b"\x28\xb5\x2f\xfdrest", "is packed by zstd"),
+        (b"\xff\xfe\x00", "begins as UTF-16, but is none"),
+        (gzip.compress(b"x" * 5000), "unpacks to more than"),
+    ],
+)
+def test_a_file_that_cannot_be_unpacked_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, complaint: str
+) -> None:
+    monkeypatch.setattr(lines, "MAX_UNPACKED", 4096)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)

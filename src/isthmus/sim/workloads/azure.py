@@ -1,78 +1,114 @@
-"""Traces as Azure publishes them (AzurePublicDataset, LLM inference): CSV, one request a line, sorted by time.
+"""Traces of requests as CSV: Azure's (AzurePublicDataset, LLM inference), BurstGPT's, and what simulators take.
 
-Columns `TIMESTAMP` (UTC, up to ns), `ContextTokens`, `GeneratedTokens` (0 counts as 1, since every prefill
-makes one). They say nothing of prefixes, so no request shares any.
+One request a line, of three columns: when it came, tokens in, tokens out (0, or none given, counts as 1, since every
+prefill makes one); other columns are ignored. Times are dates (UTC, up to ns) or seconds. Such traces say nothing of
+prefixes, so no request shares any.
 """
 
 from __future__ import annotations
 
-import re
-from datetime import UTC, datetime, timedelta
+import csv
+from collections.abc import Sequence
 from pathlib import Path
 
-from isthmus.sim.workloads.lines import read_lines, wrong_line
+import msgspec
+
+from isthmus.sim.workloads.lines import Notes, in_order, time_ns, trace_name, whole, wrong_line
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
 
-HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+_TIMES = ("timestamp", "arrivedat", "arrivaltime", "arrivaltimestamp")
+_INPUTS = ("contexttokens", "requesttokens", "numprefilltokens", "promptsize")
+_OUTPUTS = ("generatedtokens", "responsetokens", "numdecodetokens", "tokensize")
+"""Names of columns: of Azure, BurstGPT, Vidur, splitwise-sim; less spaces, _ and upper case."""
+_DELIMITERS = ",;\t|"
+_SECOND = 1_000_000_000
 
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_SECOND = timedelta(seconds=1)
+
+class _Columns(msgspec.Struct, frozen=True):
+    """Names of all columns, and which has what; `output`: None where there is none."""
+
+    names: Sequence[str]
+    time: int
+    input: int
+    output: int | None
 
 
-def read(path: Path, replay: Replay) -> Workload:
-    """A trace file as a workload.
+def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
+    """A trace file's lines as a workload.
 
     Raises ConfigError with the number of the first line that is not a request, and what is wrong with it.
     """
     replay.refuse_spread(path)
-    header, *lines = read_lines(path)
-    if header.removeprefix(b"\xef\xbb\xbf").strip() != HEADER:
-        raise wrong_line(path, 1, f"the first line should be {HEADER.decode()}")
-    if not lines:
-        raise wrong_line(path, 2, "no request follows the header")
+    notes = Notes(path)
+    start = next(number for number, line in enumerate(lines) if line.strip())
+    delimiter = _delimiter(lines[start])
+    columns = columns_of(lines[start])
+    if columns is None:
+        raise wrong_line(path, start + 1, f"the first line should be {HEADER}")
+    rows = csv.reader(
+        (line.decode(errors="replace") for line in lines[start + 1 :]),
+        delimiter=delimiter,
+        skipinitialspace=True,
+    )
     times: list[int] = []
     lengths: list[tuple[int, int]] = []
-    for number, line in enumerate(lines[: replay.limit], start=2):
-        try:
-            time, num_tokens, output_tokens = _request(line)
-        except ValueError as error:
-            raise wrong_line(path, number, str(error)) from None
-        if times and time < times[-1]:
-            raise wrong_line(path, number, "earlier than the line above; sort the trace by time")
-        times.append(time)
-        lengths.append((num_tokens, output_tokens or 1))
-    arrivals = replay.arrivals([time - times[0] for time in times])
-    requests = [
-        Request(arrival, num_tokens, output_tokens)
-        for arrival, (num_tokens, output_tokens) in zip(arrivals, lengths, strict=True)
-    ]
-    return Workload(path.stem, PLAIN_BLOCK_SIZE, requests)
-
-
-def _request(line: bytes) -> tuple[int, int, int]:
-    """Time in ns since 1970, tokens in and out. Raises ValueError saying what is wrong."""
-    fields = line.decode(errors="replace").split(",")
-    if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields; expected TIMESTAMP,ContextTokens,GeneratedTokens")
-    num_tokens = _tokens("ContextTokens", fields[1], 1)
-    return _time_ns(fields[0].strip()), num_tokens, _tokens("GeneratedTokens", fields[2], 0)
-
-
-def _time_ns(text: str) -> int:
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise ValueError(f"TIMESTAMP {text!r} is not like 2023-11-16 18:17:03.9799600")
-    second, fraction, zone = match.groups()
+    number = start + 2
     try:
-        seconds = (datetime.fromisoformat(second + (zone or "+00:00")) - _EPOCH) // _SECOND
-    except ValueError as error:
-        raise ValueError(f"TIMESTAMP {text!r}: {error}") from None
-    return seconds * 1_000_000_000 + int((fraction or "").ljust(9, "0"))
+        for row in rows:
+            if len(times) == replay.limit:
+                break
+            if any(row):
+                times.append(_time(columns, row))
+                lengths.append(_lengths(columns, row, notes))
+            number = start + 2 + rows.line_num
+    except (csv.Error, ValueError) as error:
+        raise wrong_line(path, number, str(error)) from None
+    if not times:
+        raise wrong_line(path, start + 2, "no request follows the header")
+    for at, name in enumerate(columns.names):
+        if name and at not in (columns.time, columns.input, columns.output):
+            notes.ignore(name, len(times))
+    times, lengths = in_order(times, lengths, notes)
+    requests = [
+        Request(arrival, num_tokens, output_tokens or 1)
+        for arrival, (num_tokens, output_tokens) in zip(replay.arrivals(times), lengths, strict=True)
+    ]
+    return Workload(trace_name(path), PLAIN_BLOCK_SIZE, requests, notes.lines())
 
 
-def _tokens(column: str, text: str, least: int) -> int:
-    digits = text.strip()
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise ValueError(f"{column} {digits!r} is not a whole number of at least {least}")
-    return int(digits)
+def columns_of(header: bytes) -> _Columns | None:
+    """None for a first line that names no column with times and one with tokens in, or any of them twice."""
+    text = header.decode(errors="replace")
+    try:
+        names = [
+            name.strip()
+            for name in next(csv.reader([text], delimiter=_delimiter(header), skipinitialspace=True))
+        ]
+    except (csv.Error, StopIteration):
+        return None
+    plain = ["".join(filter(str.isalnum, name)).lower() for name in names]
+    found = [[at for at, name in enumerate(plain) if name in kind] for kind in (_TIMES, _INPUTS, _OUTPUTS)]
+    if [len(each) for each in found] not in ([1, 1, 1], [1, 1, 0]):
+        return None
+    return _Columns(names, found[0][0], found[1][0], found[2][0] if found[2] else None)
+
+
+def _delimiter(header: bytes) -> str:
+    text = header.decode(errors="replace")
+    return max(_DELIMITERS, key=text.count)
+
+
+def _time(columns: _Columns, row: list[str]) -> int:
+    width = len(columns.names)
+    if len(row) < width or any(row[width:]):  # a short line was cut, so that its last number may be, too
+        raise ValueError(f"{len(row)} fields; expected {','.join(columns.names)}")
+    return time_ns(columns.names[columns.time], row[columns.time], _SECOND)
+
+
+def _lengths(columns: _Columns, row: list[str], notes: Notes) -> tuple[int, int]:
+    num_tokens = whole(columns.names[columns.input], row[columns.input], 1)
+    if columns.output is None or not row[columns.output].strip():
+        notes.say("without tokens out, taken as 1")
+        return num_tokens, 1
+    return num_tokens, whole(columns.names[columns.output], row[columns.output], 0)

@@ -1,28 +1,29 @@
-"""Traces as Mooncake publishes them (FAST'25 release): one JSON object a line, sorted by time.
+"""Traces as Mooncake publishes them (FAST'25 release): one JSON object a line.
 
 | field | meaning |
 | --- | --- |
-| `timestamp` | arrival, ms from the start of the trace |
+| `timestamp` | arrival in ms, perhaps with a fraction; the first counts as 0. A date is taken, too |
 | `input_length` | prompt tokens |
-| `output_length` | generated tokens; 0 counts as 1, since every prefill makes one |
-| `hash_ids` | one id per block of the prompt, the last block perhaps partial |
+| `output_length` | generated tokens; 0, or none given, counts as 1, since every prefill makes one |
+| `hash_ids` | one id per block of the prompt, the last block perhaps partial; none given: the prompt shares nothing |
 
-and, of ours, all optional: `tenant`, `priority`, `ttft_slo_ms`, `tbt_slo_ms`, and `block_size` (tokens per id).
+and, of ours, all optional: `tenant`, `priority`, `ttft_slo_ms`, `tbt_slo_ms`, and `block_size` (tokens per id). Other
+fields are ignored. A trace is decoded as published, in one go; only if that fails line by line, as people bring it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from isthmus.errors import ConfigError
-from isthmus.sim.workloads.lines import read_lines, wrong_line
+from isthmus.sim.workloads.lines import Notes, in_order, time_ns, trace_name, whole, wrong_line
 from isthmus.sim.workloads.workload import Replay, Request, Workload
 
 BLOCK_SIZE = 512
 """Tokens per id in the published traces."""
+_MS = 1_000_000
 
 
 _Whole = Annotated[int, msgspec.Meta(ge=0)]
@@ -41,16 +42,21 @@ class _Line(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     block_size: _Positive | None = None
 
 
-def read(path: Path, replay: Replay, block_size: int | None = None) -> Workload:
-    """A trace file as a workload. `block_size`: tokens per id, None takes the file's own, or else 512.
+class _Read(msgspec.Struct, frozen=True):
+    times_ns: list[int]
+    lines: list[_Line]
+    block_size: int
+
+
+def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
+    """A trace file's lines as a workload.
 
     Raises ConfigError with the number of the first line that is not a request, and what is wrong with it.
     """
-    if block_size is not None and block_size < 1:
-        raise ConfigError(f"block size: {block_size} tokens; a block holds at least 1")
-    lines = _lines(path, replay.limit, block_size)
-    arrivals = replay.arrivals([line.timestamp * 1_000_000 for line in lines])
-    requests = [
+    notes = Notes(path)
+    read = _as_published(lines[: replay.limit]) or _as_brought(path, lines, replay.limit, notes)
+    times, requests = in_order(read.times_ns, read.lines, notes)
+    found = [
         Request(
             arrival,
             line.input_length,
@@ -61,57 +67,122 @@ def read(path: Path, replay: Replay, block_size: int | None = None) -> Workload:
             line.ttft_slo_ms,
             line.tbt_slo_ms,
         )
-        for arrival, line in zip(arrivals, lines, strict=True)
+        for arrival, line in zip(replay.arrivals(times), requests, strict=True)
     ]
-    return Workload(path.stem, block_size or lines[0].block_size or BLOCK_SIZE, requests)
+    return Workload(trace_name(path), read.block_size, found, notes.lines(), exact=False)
 
 
-def _lines(path: Path, limit: int | None, block_size: int | None) -> list[_Line]:
-    lines = _decoded(path, read_lines(path)[:limit])
-    size = block_size or lines[0].block_size or BLOCK_SIZE
-    previous = 0
-    for number, line in enumerate(lines, start=1):
-        # One test for what every good line passes; only a bad one is asked what it is.
-        if (
-            line.timestamp < previous
-            or len(line.hash_ids) != -(-line.input_length // size)
-            or (line.block_size or size) != size
-            or len(set(line.hash_ids)) != len(line.hash_ids)
-        ):
-            raise wrong_line(path, number, _complaint(line, previous, size))
-        previous = line.timestamp
-    return lines
-
-
-def _decoded(path: Path, texts: list[bytes]) -> list[_Line]:
-    # As one array a good trace is read in two thirds of the time; a bad one is then read again to find the
-    # line.
+def _as_published(texts: list[bytes]) -> _Read | None:
+    """None for what is not exactly as published: as one array a good trace is read in two thirds of the time."""
     try:
         lines = msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[_Line])
-        if len(lines) == len(texts):
-            return lines
     except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    decode = msgspec.json.Decoder(_Line).decode
-    lines = []
+        return None
+    if len(lines) != len(texts):
+        return None
+    size = lines[0].block_size or BLOCK_SIZE
+    for line in lines:
+        ids = line.hash_ids
+        if (
+            len(ids) != -(-line.input_length // size)
+            or (line.block_size or size) != size
+            or len(set(ids)) != len(ids)
+        ):
+            return None
+    return _Read([line.timestamp * _MS for line in lines], lines, size)
+
+
+def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes) -> _Read:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    times: list[int] = []
+    lines: list[_Line] = []
+    numbers: list[int] = []
+    names: dict[str, int] = {}
     for number, text in enumerate(texts, start=1):
+        if len(lines) == limit:
+            break
+        if not text.strip():
+            continue
         try:
-            lines.append(decode(text))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            reason = str(error) if text.strip() else "the line is empty"
-            raise wrong_line(path, number, f"no request of a Mooncake trace: {reason}") from None
-    return lines
+            fields = {name: value for name, value in decode(text).items() if value not in (None, [])}
+            times.append(time_ns("timestamp", _required(fields, "timestamp"), _MS))
+            lines.append(_line(fields, names, notes))
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise wrong_line(path, number, f"no request of a Mooncake trace: {error}") from None
+        numbers.append(number)
+    size = _block_size(path, numbers, lines, notes)
+    for number, line in zip(numbers, lines, strict=True):
+        if line.hash_ids and len(line.hash_ids) != -(-line.input_length // size):
+            raise wrong_line(
+                path,
+                number,
+                f"hash_ids has {len(line.hash_ids)} ids; input_length {line.input_length} "
+                f"in blocks of {size} tokens makes {-(-line.input_length // size)}",
+            )
+    return _Read(times, lines, size)
 
 
-def _complaint(line: _Line, previous: int, size: int) -> str:
-    if line.timestamp < previous:
-        return f"timestamp {line.timestamp} is before {previous} of the line above; sort the trace by time"
-    if (line.block_size or size) != size:
-        return f"block_size {line.block_size} after {size}; a trace has one block size"
-    if len(set(line.hash_ids)) != len(line.hash_ids):
-        return "hash_ids has an id twice; an id stands for one block and all before it"
-    expected = -(-line.input_length // size)
-    return (
-        f"hash_ids has {len(line.hash_ids)} ids; input_length {line.input_length} "
-        f"in blocks of {size} tokens makes {expected}"
+def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
+    """`names`: numbers of ids that are texts. Raises ValueError."""
+    for name in fields:
+        if name not in _Line.__struct_fields__:
+            notes.ignore(name)
+    if isinstance(fields["timestamp"], float):
+        notes.say("with a fraction in timestamp, taken as milliseconds")  # some traces have seconds
+    if "output_length" not in fields:
+        notes.say("without output_length, taken as 1")
+    if "hash_ids" not in fields:
+        notes.say("without hash_ids, sharing nothing")
+    whole_fields = {"priority": None, "ttft_slo_ms": 1, "tbt_slo_ms": 1, "block_size": 1}
+    given = {name: whole(name, fields[name], least) for name, least in whole_fields.items() if name in fields}
+    return _Line(
+        0,
+        whole("input_length", _required(fields, "input_length"), 1),
+        whole("output_length", fields.get("output_length", 1), 0),
+        _ids(fields["hash_ids"], names) if "hash_ids" in fields else (),
+        tenant=_name(fields.get("tenant", "")),
+        **given,
     )
+
+
+def _required(fields: dict[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise ValueError(f"missing required field `{name}`")
+    return fields[name]
+
+
+def _name(given: Any) -> str:
+    if not isinstance(given, str | int | float):
+        raise ValueError("tenant is no name")
+    return str(given)
+
+
+def _ids(given: Any, names: dict[str, int]) -> tuple[int, ...]:
+    if not isinstance(given, list):
+        raise ValueError("hash_ids is no list of ids, one for each block of the prompt")
+    # Numbers below 0 for ids that are texts, so that they are equal to none that is a number.
+    ids = [
+        names.setdefault(each, ~len(names)) if isinstance(each, str) else whole("hash_ids", each)
+        for each in given
+    ]
+    if len(set(ids)) != len(ids):
+        raise ValueError("hash_ids has an id twice; an id stands for one block and all before it")
+    return tuple(ids)
+
+
+def _block_size(path: Path, numbers: list[int], lines: list[_Line], notes: Notes) -> int:
+    """Tokens per id: as the trace says, else as published, else the one power of two that fits all of its lines."""
+    given = {line.block_size: number for number, line in zip(numbers, lines, strict=True) if line.block_size}
+    if len(given) > 1:
+        (first, _), (other, number), *_ = given.items()
+        raise wrong_line(path, number, f"block_size {other} after {first}; a trace has one block size")
+    if given:
+        return int(next(iter(given)) or BLOCK_SIZE)
+    counts = [(line.input_length, len(line.hash_ids)) for line in lines if line.hash_ids]
+    least = max((-(-length // count) for length, count in counts), default=1)
+    most = min(((length - 1) // (count - 1) for length, count in counts if count > 1), default=0)
+    fitting = [size for size in (1 << power for power in range(21)) if least <= size <= most]
+    if len(fitting) == 1 and fitting[0] != BLOCK_SIZE:
+        notes.say(f"in blocks of {fitting[0]} tokens, as lengths and hash_ids say", len(counts))
+        return fitting[0]
+    return BLOCK_SIZE

@@ -14,7 +14,7 @@ import msgspec
 from isthmus.conductor import Content
 from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.errors import ConfigError
-from isthmus.sim.workloads.lines import read_lines, wrong_line
+from isthmus.sim.workloads.lines import trace_name, wrong_line
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
 
 
@@ -53,7 +53,7 @@ class _Ended(msgspec.Struct, frozen=True):
     num_generated: int = 0
 
 
-def read(path: Path, replay: Replay) -> Workload:
+def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
     """The requests of a recording; block names become numbers, a last partial block gets one of its own.
 
     A request that did not end (refused, cancelled, failed) would have generated nobody knows how much: it
@@ -61,15 +61,14 @@ def read(path: Path, replay: Replay) -> Workload:
     line at fault.
     """
     replay.refuse_spread(path)
-    header, *lines = read_lines(path)
     try:
-        version = msgspec.json.decode(header, type=_Header).format
+        version = msgspec.json.decode(lines[0], type=_Header).format
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong_line(path, 1, f"no recording header: {error}") from None
     if version != RECORDING_FORMAT:
         raise wrong_line(path, 1, f"recording format {version}; this version reads {RECORDING_FORMAT}")
     recording = _Recording()
-    for number, line in enumerate(lines, start=2):
+    for number, line in enumerate(lines[1:], start=2):
         try:
             recording.take(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,4 +165,4 @@ class _Recording:
                     content=event.content,
                 )
             )
-        return Workload(path.stem, size, requests)
+        return Workload(trace_name(path), size, requests)

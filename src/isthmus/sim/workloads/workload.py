@@ -40,11 +40,14 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Requests in order of arrival, counted from 0 ns. `block_size`: tokens per block id."""
+    """Requests in order of arrival, counted from 0 ns. `block_size`: tokens per block id. `notes`: what was ignored of
+    their source, or made up, in words. `exact`: times are, and not of steps in which several requests come."""
 
     name: str
     block_size: int
     requests: list[Request]
+    notes: tuple[str, ...] = ()
+    exact: bool = True
 
 
 class Replay(msgspec.Struct, frozen=True):

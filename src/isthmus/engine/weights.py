@@ -6,6 +6,7 @@ How a layer's are arranged is in `layers`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ from isthmus.engine.layers import Layer, Linear, load_layer
 from isthmus.engine.quantised import FLOATS, packed_name, stored
 from isthmus.engine.tiles import Tiled, Weight
 from isthmus.errors import ModelError
-from isthmus.files import GgufFile, ModelFiles, open_files
+from isthmus.files import GgufFile, ModelFiles, open_files, weight_files
 from isthmus.models import Fields, ModelSpec, read_quantisation
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,34 +70,23 @@ class _Safetensors:
     """Over one or many files of a folder."""
 
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
-        self.folder, self._all = files.path, files
+        self.folder = files.path
         self.digest = blake3.blake3()
         config = Fields(files.where("config.json"), files.object("config.json"))
         self._quantisation = read_quantisation(config)
         if self._quantisation is not None:  # it says what the tensors mean
             self.digest.update(msgspec.json.encode(self._quantisation))
-        opened: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
+        chosen = weight_files(files)
+        if chosen.note:
+            log.warning("%s: %s", self.folder, chosen.note)
+        opened: dict[str, Any] = {name: self._open(name, stack) for name in chosen.names}
         where = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
         self._parts = _Parts(self.folder, where, self.digest)
-
-    def _file_names(self) -> list[str]:
-        index = "model.safetensors.index.json"
-        if self._all.text(index) is not None:
-            listed = self._all.object(index).get("weight_map")
-            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-                raise ModelError(f"{self.folder / index}: weight_map must give each tensor's file name")
-            return sorted(set(listed.values()))
-        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if names:
-            return names
-        others = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-        found = f"; found {', '.join(others)}, which Isthmus does not open" if others else ""
-        raise ModelError(f"{self.folder}: no .safetensors weights{found}; convert the model to safetensors")
 
     def _open(self, name: str, stack: ExitStack) -> Any:
         path = self.folder / name
         if not path.is_file():
-            raise ModelError(f"{path}: listed in the weight index but not there")
+            raise ModelError(f"{path}: no such file, though the model's weights should be there")
         try:
             return stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:

@@ -50,8 +50,7 @@ class GatewayTokenizer:
         except Exception as error:  # the library raises bare Exception
             where = files.where("tokenizer.json")
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
-        config = files.object("tokenizer_config.json")
-        return cls(tokenizer, load_template(files, config), load_generation(files))
+        return cls(tokenizer, load_template(files), load_generation(files))
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""

@@ -113,6 +113,17 @@ PUBLISHED: dict[str, tuple[list[pre_tokenizers.PreTokenizer], dict[str, Any]]] =
     "smollm": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
     "llama-bpe": ([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _BYTES], {"ignore_merges": True}),
     "qwen2": ([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), _BYTES], {}),
+    "starcoder": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
+    "command-r": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
+    "deepseek-coder": (
+        [
+            *(pre_tokenizers.Split(Regex(each), "isolated") for each in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+            pre_tokenizers.Split(Regex("[一-龥ࠀ-一가-퟿]+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            _BYTES,
+        ],
+        {},
+    ),
 }
 
 
@@ -130,7 +141,7 @@ def test_tokens_are_those_of_the_published_tokenizers(
     trained = Trained(split[0] if trained_with == "its own" and len(split) > 1 else None)
     ours = GatewayTokenizer.load(trained.file(tmp_path / "model.gguf", folder, pre, add_bos_token=False))
     published = trained.published(split, **options)
-    if pre == "qwen2":
+    if pre in ("qwen2", "command-r"):
         published.normalizer = normalizers.NFC()
     for text in mixed(TEXTS):
         expected = published.encode(text).ids

@@ -1,7 +1,8 @@
-"""Chat templates and special tokens by name are those of transformers' tokenizers."""
+"""Chat templates and special tokens are those of transformers' tokenizers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from isthmus.errors import ModelError
 from isthmus.files import chat_templates, open_files, special_tokens
+from isthmus.gateway import GatewayTokenizer
 from tests.gateway import folder
 
 LIST = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
@@ -84,3 +86,39 @@ def test_special_tokens_are_those_of_transformers(
         special_tokens(open_files(tmp_path))
         == PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
     )
+
+
+def entry(text: str, special: bool = True, **flags: bool) -> dict[str, Any]:
+    return {
+        name: value for name, value in (added(text) | {"special": special} | flags).items() if name != "__type"
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"eos_token": "he"},
+        {"eos_token": "<eos>", "pad_token": "abc"},
+        {"added_tokens_decoder": {"256": entry("he")}},
+        {"added_tokens_decoder": {"256": entry("he", special=False), "258": entry("<eos>", special=False)}},
+        {"added_tokens_decoder": {"258": entry("<eos>"), "257": entry("<bos>", special=False)}},
+        {"additional_special_tokens": ["he"]},
+        {"extra_special_tokens": ["he", "abc"]},
+        {"extra_special_tokens": {"call_token": "he"}},
+    ],
+)
+@pytest.mark.parametrize("hidden", [True, False])
+def test_tokens_that_files_beside_the_tokenizer_name_are_whole_and_hidden(
+    tmp_path: Path, config: dict[str, Any], hidden: bool
+) -> None:
+    """`hidden`: whether the tokenizer itself calls its added tokens special."""
+    folder.write(tmp_path, tokenizer_config=config)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for each in content["added_tokens"]:
+        each["special"] = hidden
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours, theirs = GatewayTokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = ours.encode_text("a he<eos>the <bos> b", add_special_tokens=False)
+    assert ids == theirs.encode("a he<eos>the <bos> b", add_special_tokens=False)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)

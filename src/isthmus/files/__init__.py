@@ -5,7 +5,7 @@ from isthmus.files.ends import end_tokens, read_ends
 from isthmus.files.fingerprint import fingerprint
 from isthmus.files.gguf import GgufFile
 from isthmus.files.opening import open_files
-from isthmus.files.special import special_tokens
+from isthmus.files.special import added_tokens, special_tokens
 from isthmus.files.templates import chat_templates
 from isthmus.files.weights import weight_files
 
@@ -13,6 +13,7 @@ __all__ = [
     "Folder",
     "GgufFile",
     "ModelFiles",
+    "added_tokens",
     "chat_templates",
     "end_tokens",
     "fingerprint",

@@ -11,8 +11,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.gateway import GatewayTokenizer
@@ -94,6 +96,20 @@ def older_dtype(folder: Path, files: Files) -> None:
 def nothing(folder: Path, files: Files) -> None: ...
 
 
+def head(change: Callable[[Tensor], Tensor]) -> Oddity:
+    """What the weights have for a head, made of the embedding, also where config.json ties them."""
+
+    def oddity(folder: Path, files: Files) -> None:
+        path = folder / "model.safetensors"
+        if not path.exists():
+            return
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"])
+        save_file(tensors, path, {"format": "pt"})
+
+    return oddity
+
+
 KINDS: dict[str, list[Oddity]] = {
     "generation": [
         set_("generation_config", eos_token_id=FIRST),
@@ -124,6 +140,12 @@ KINDS: dict[str, list[Oddity]] = {
         stray("consolidated.safetensors"),
 stale_index,
         write("pytorch_model.bin", "not looked at"),
+    ],
+    "head": [
+        nothing,
+        set_("config", tie_word_embeddings=True),
+        both(set_("config", tie_word_embeddings=True), head(torch.clone)),
+        head(lambda embedding: embedding.flip(0)),
     ],
     "template": [
         set_("tokenizer_config", chat_template=PLAIN),

@@ -63,6 +63,10 @@ class GgufTensors:
         make = GROUPED.get(packed.kind)
         return None if make is None or len(shape) != 2 else make(torch.from_numpy(packed.rows))
 
+    def unties(self) -> bool:
+        """The file's description says as much as its tensors."""
+        return False
+
     def finish(self) -> str:
         left = sorted(self._weights.keys() - self._taken)
         if left:

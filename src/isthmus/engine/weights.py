@@ -28,6 +28,8 @@ from isthmus.models import Fields, ModelSpec, read_quantisation
 
 log = logging.getLogger(__name__)
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -61,6 +63,9 @@ class _Stored(Protocol):
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
         Raises ModelError."""
+
+    def unties(self) -> bool:
+        """Whether there is a head that is not the embedding, whatever config.json says."""
 
     def finish(self) -> str:
         """The digest, after the last. Raises ModelError when something is left that should have been taken."""
@@ -100,6 +105,12 @@ class _Safetensors:
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         found = None if self._quantisation is None else stored(self._quantisation, self._parts, name, shape)
         return None if found is None else found.grouped()
+
+    def unties(self) -> bool:
+        if not (self._parts.has(_EMBEDDING) and self._parts.has(_HEAD)):
+            return False
+        embedding, head = (self._parts.where[name].get_tensor(name) for name in (_EMBEDDING, _HEAD))
+        return embedding.dtype != head.dtype or not torch.equal(embedding, head)
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
@@ -168,9 +179,11 @@ def load_weights(
     """
     held = range(*(layers or (0, spec.num_layers)))
     with ExitStack() as stack:
-        return _Loader(
-            _stored(open_files(model), spec, stack), spec, dtype, activations, device, groups
-        ).weights(held)
+        stored = _stored(open_files(model), spec, stack)
+        if spec.tied_embeddings and stored.unties():  # as transformers has it
+            log.warning("%s: config.json ties the head to the embedding; the weights' own is used", model)
+            spec = msgspec.structs.replace(spec, tied_embeddings=False)
+        return _Loader(stored, spec, dtype, activations, device, groups).weights(held)
 
 
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
@@ -203,7 +216,7 @@ class _Loader:
         first, last = 0 in held, spec.num_layers - 1 in held
         self._stored.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
         self._hold(first or (last and spec.tied_embeddings))
-        embedding = self.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding = self.matrix(_EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = []
         for index in range(spec.num_layers):
             self._hold(index in held)
@@ -213,9 +226,9 @@ class _Loader:
         self._hold(last)
         final_norm = self.vector("model.norm.weight", spec.hidden_size) + spec.norm_offset
         if spec.tied_embeddings:
-            head = Linear(self._grouped("model.embed_tokens.weight", *embedding.shape) or embedding)
+            head = Linear(self._grouped(_EMBEDDING, *embedding.shape) or embedding)
         else:
-            head = Linear(self.weight("lm_head.weight", spec.vocab_size, spec.hidden_size))
+            head = Linear(self.weight(_HEAD, spec.vocab_size, spec.hidden_size))
         return Weights(
             (held.start, held.stop),
             self.dtype,

@@ -199,10 +199,14 @@ def test_ends_prompts_and_tokens_are_those_of_transformers(
     # Not AutoTokenizer: for some models it takes a class that invents tokens where the files name none.
     ours, theirs = GatewayTokenizer.load(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     assert set(ours.generation.eos) == ends_of(folder, theirs)
-    for tools in (None, [TOOL]):
-        expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
-        knows = ours.template is not None and (tools is None or ours.template.tool_source is not None)
-        assert not knows or ours.render(MESSAGES, tools=tools) == expected
+    assert ours.template is not None
+    for tools in (None, [TOOL]) if ours.template.tool_source else (None,):  # others get tools in words of ours
+        options = {"tools": tools, "add_generation_prompt": True}
+        assert ours.render(MESSAGES, **options) == theirs.apply_chat_template(
+            MESSAGES, tokenize=False, **options
+        )
+        expected = theirs.apply_chat_template(MESSAGES, **options, return_dict=False)
+        assert ours.encode_chat(MESSAGES, **options) == expected
     engine = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 20))
     prompt = tokens_of(20)
     assert answer_of(engine, prompt, 6) == reference_tokens(folder, prompt, 6)

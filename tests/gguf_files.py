@@ -32,14 +32,15 @@ def write_gguf(
     *,
     metadata: Mapping[str, Any] | None = None,
     change: Callable[[Tensors], object] = lambda tensors: None,
+    **options: Any,
 ) -> Path:
     """`kind`: of the matrices. `metadata`: more keys, or others; None leaves one out. `change`: of the tensors, by
-    their names in the file."""
+    their names in the file. `options`: of the library's writer; split models get names of their own."""
     config = json.loads((folder / "config.json").read_text())
     architecture = "llama" if config["model_type"] == "mistral" else config["model_type"]
     tensors = _tensors(folder, config, architecture, GGMLQuantizationType[kind])
     change(tensors)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, **options)
     for key, value in (_keys(config, architecture) | dict(metadata or {})).items():
         _add(writer, key, value)
     for name, (data, each) in tensors.items():

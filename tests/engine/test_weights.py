@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -128,6 +129,149 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
 def test_a_broken_weight_index_is_named(sharded: Path, text: str) -> None:
     (sharded / INDEX).write_text(text)
     assert INDEX in refusal(sharded)
+
+
+# ---- which files
+
+
+def named(name: str) -> Callable[[Path], object]:
+    """In config.json."""
+    return lambda folder: edit_config(folder, transformers_weights=name)
+
+
+def stray(name: str) -> Callable[[Path], None]:
+    """A file beside the right ones, with other weights."""
+
+    def change(folder: Path) -> None:
+        path = sorted(folder.glob("model*.safetensors"))[0]
+        save_file(
+            {key: tensor * 0.5 for key, tensor in load_file(path).items()}, folder / name, {"format": "pt"}
+        )
+
+    return change
+
+
+def moved(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / "model.safetensors").rename(folder / name)
+
+    return change
+
+
+def index_of(name: str) -> Callable[[Path], None]:
+    """An index that has all tensors in one file."""
+
+    def change(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+CHOSEN: dict[str, tuple[str, list[Callable[[Path], object]]]] = {
+    "a stray file": ("llama", [stray("a_model_before_finetuning.safetensors")]),
+    "a stray file that comes last": ("llama", [stray("zz.safetensors")]),
+    "a stale index": ("llama", [index_of("gone.safetensors")]),
+    "a variant": ("llama", [stray("model.fp16.safetensors")]),
+    "an adapter": ("llama", [stray("adapter_model.safetensors")]),
+    "shards and Mistral's own file": ("llama-shards", [stray("consolidated.safetensors")]),
+    "shards and one of others": ("llama-shards", [stray("model-00009-of-00009.safetensors")]),
+    "an index into a folder": ("llama", [index_of("in/a.safetensors"), moved("in/a.safetensors")]),
+    "named in config.json": ("llama", [stray("b.safetensors"), moved("c.safetensors"), named("c.safetensors")]),
+    "an index named in config.json": (
+        "llama",
+        [index_of("c.safetensors"), moved("c.safetensors"), named(INDEX)],
+    ),
+}
+REFUSED: dict[str, tuple[str, list[Callable[[Path], object]], str]] = {
+    "two files": (
+        "llama",
+        [stray("b.safetensors"), moved("a.safetensors")],
+        "which weights? found a.safetensors, b.",
+    ),
+    "a shard alone": ("llama", [moved("model-00001-of-00002.safetensors")], f"their {INDEX} is missing"),
+    "shards without index": (
+        "llama-shards",
+        [lambda folder: (folder / INDEX).unlink()],
+        f"their {INDEX} is missing",
+    ),
+    "an adapter alone": (
+        "llama",
+        [moved("adapter_model.safetensors")],
+        "found adapter_model.safetensors, which",
+    ),
+    "an index with a missing file": (
+        "llama",
+        [index_of("gone.safetensors"), moved("b.safetensors")],
+        "gone.safe",
+    ),
+    "named, and no such file": ("llama", [named("c.safetensors")], "c.safetensors: no such file"),
+    "named, and no safetensors": (
+        "llama",
+        [named("pytorch_model.bin")],
+        "transformers_weights must name safetensors",
+    ),
+    "named outside": ("llama", [named("../c.safetensors")], "outside the model's folder: '../c.safetensors'"),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_the_weights_are_those_that_transformers_reads(folder_of: FolderOf, tmp_path: Path, case: str) -> None:
+    folder = changed(folder_of, tmp_path, *CHOSEN[case])
+    right = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama")).state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in theirs.items())
+    assert load(folder).revision == load(folder_of("llama")).revision
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_transformers_does_not_load_is_refused(folder_of: FolderOf, tmp_path: Path, case: str) -> None:
+    *how, says = REFUSED[case]
+    folder = changed(folder_of, tmp_path, *how)
+    assert says in refusal(folder)
+    with pytest.raises((OSError, ValueError)):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/a.safetensors", "../llama/a.safetensors", "in/../../a.safetensors"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    index_of(name)(folder)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    assert f"outside the model's folder: {name!r}" in refusal(folder)
+
+
+def test_a_folder_of_links_is_read(folder: Path, tmp_path: Path) -> None:
+    """As downloads are kept."""
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    load(folder)
+
+
+def test_what_is_chosen_and_left_is_said_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[str]:
+        caplog.clear()
+        load(folder)
+        return [record.getMessage() for record in caplog.records if record.name == "isthmus.engine.weights"]
+
+    assert not said()
+    stray("b.safetensors")(folder)
+    index_of("gone.safetensors")(folder)
+    assert said() == [f"{folder}: weights are read from model.safetensors; not read: b.safetensors, {INDEX}"]
+    for name in ("b.safetensors", INDEX):
+        (folder / name).unlink()
+    (folder / "model.safetensors").rename(folder / "other-name.safetensors")
+    assert said() == [f"{folder}: weights are read from other-name.safetensors"]
+    edit_config(folder, tie_word_embeddings=True)
+    assert said()[1:] == [f"{folder}: config.json ties the head to the embedding; the weights' own is used"]
+
+
+def changed(folder_of: FolderOf, tmp_path: Path, case: str, changes: list[Callable[[Path], object]]) -> Path:
+    folder = shutil.copytree(folder_of(case), tmp_path / "model")
+    for change in changes:
+        change(folder)
+    return folder
 
 
 # ---- revision

@@ -34,6 +34,12 @@ def test_no_files(tmp_path: Path) -> None:
     assert load_generation(open_files(tmp_path)) == GenerationDefaults()
 
 
+def test_an_end_that_is_ignored_is_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    assert load(tmp_path, eos_token_id=[7, 9]).eos == (7,)
+    assert caplog.messages == [f"{tmp_path}: the end token 9 is ignored: the model has 9 tokens"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

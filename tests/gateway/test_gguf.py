@@ -59,7 +59,7 @@ THINK, WHOLE = "<think>", "Ġunreachable"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_model(folder, "llama", num_hidden_layers=1)
+    make_model(folder, "llama", num_hidden_layers=1, vocab_size=640)
     return folder
 
 
@@ -113,6 +113,17 @@ PUBLISHED: dict[str, tuple[list[pre_tokenizers.PreTokenizer], dict[str, Any]]] =
     "smollm": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
     "llama-bpe": ([pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _BYTES], {"ignore_merges": True}),
     "qwen2": ([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), _BYTES], {}),
+    "starcoder": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
+    "command-r": ([pre_tokenizers.Digits(individual_digits=True), _GPT2], {}),
+    "deepseek-coder": (
+        [
+            *(pre_tokenizers.Split(Regex(each), "isolated") for each in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+            pre_tokenizers.Split(Regex("[一-龥ࠀ-一가-퟿]+"), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            _BYTES,
+        ],
+        {},
+    ),
 }
 
 
@@ -130,7 +141,7 @@ def test_tokens_are_those_of_the_published_tokenizers(
     trained = Trained(split[0] if trained_with == "its own" and len(split) > 1 else None)
     ours = GatewayTokenizer.load(trained.file(tmp_path / "model.gguf", folder, pre, add_bos_token=False))
     published = trained.published(split, **options)
-    if pre == "qwen2":
+    if pre in ("qwen2", "command-r"):
         published.normalizer = normalizers.NFC()
     for text in mixed(TEXTS):
         expected = published.encode(text).ids
@@ -267,7 +278,83 @@ def test_special_tokens_template_and_what_ends_an_answer(folder: Path, tmp_path:
     assert (ours.generation.temperature, ours.generation.top_k) == (1.0, 0)
 
 
-@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("qwen2", False), ("smollm", False)])
+def with_tokens(
+    path: Path, folder: Path, texts: dict[str, int], **keys: Any
+) -> tuple[GatewayTokenizer, list[int]]:
+    """Of a file with more tokens of some kinds, and their ids."""
+    trained = Trained(None)
+    first = len(trained.tokens)
+    trained.tokens += texts
+    trained.kinds += texts.values()
+    ids = {"eos_token_id": None, "bos_token_id": 1} | keys
+    return GatewayTokenizer.load(trained.file(path, folder, "gpt-2", **ids)), list(
+        range(first, first + len(texts))
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["<|im_end|>", "<|im_start|>", "<|endoftext|>"], [0, 2]),
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|start_header_id|>"], [0, 1, 2]),
+        (["<end_of_turn>", "<eos>", "<EOT>", "</s>"], [0, 1, 2, 3]),
+        (["<|return|>", "<|start|>"], [0]),
+        (["<|tool_response>", "</s>", "<turn|>"], [0, 2]),
+        (["<|fim_prefix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"], [1, 2, 3]),
+        (["<｜end▁of▁sentence｜>", "<|IM_END|>", "im_end"], [0]),
+    ],
+)
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+def test_an_end_is_known_by_its_text(
+    folder: Path, tmp_path: Path, texts: list[str], ends: list[int], kind: int
+) -> None:
+    """As llama.cpp knows it, whatever kind of token the file calls it: it is whole in prompts and never shown."""
+    ours, ids = with_tokens(tmp_path / "a.gguf", folder, dict.fromkeys(texts, kind))
+    found = {ids[at] for at in ends}
+    assert set(ours.generation.eos) - {0} == found  # the vocabulary's own <|end|> is one, too
+    for text, token in zip(texts, ids, strict=True):
+        if token in found:
+            assert ours.encode_text(f"a{text}a")[-2:-1] == [token] and ours.decode([token]) == ""
+
+
+@pytest.mark.parametrize(
+    ("others", "ends"),
+    [(["<|return|>"], True), (["<|return|>", "<|call|>"], False), (["<|flush|>", "<|calls|>"], False)],
+)
+def test_the_end_of_a_message_is_no_end_where_there_are_ends_of_turns(
+    folder: Path, tmp_path: Path, others: list[str], ends: bool
+) -> None:
+    ours, ids = with_tokens(tmp_path / "a.gguf", folder, dict.fromkeys(others, CONTROL))
+    assert set(ours.generation.eos) == {*ids, 0} - (set() if ends else {0})
+
+
+def test_keys_name_ends_of_any_text(folder: Path, tmp_path: Path) -> None:
+    texts = {f"<{name}>": CONTROL for name in "abcdef"}
+    first = len(Trained(None).tokens)
+    keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    ours, ids = with_tokens(
+        tmp_path / "a.gguf", folder, texts, **{f"{key}_token_id": first + at for at, key in enumerate(keys)}
+    )
+    assert set(ours.generation.eos) == {*ids, 0}
+
+
+def test_a_template_of_its_own_for_tools(folder: Path, tmp_path: Path) -> None:
+    trained = Trained(None)
+    metadata = vocabulary_keys(
+        "gpt2", trained.tokens, trained.kinds, merges=trained.merges, chat_template="plain"
+    )
+    more = {"tokenizer.chat_templates": ["tool_use", "rag"], "tokenizer.chat_template.rag": "r"}
+    more["tokenizer.chat_template.tool_use"] = "{{ tools | length }} tools"
+    path = write_gguf(tmp_path / "a.gguf", folder, metadata=metadata | more)
+    ours = GatewayTokenizer.load(path)
+    message = {"role": "user", "content": "x"}
+    assert ours.render([message]) == "plain" and ours.render([message], tools=[{}, {}]) == "2 tools"
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [("tekken", True), ("dbrx", False), ("llama-bpe", True), ("qwen2", False), ("smollm", False)],
+)
 def test_whether_texts_begin_with_bos_where_the_file_does_not_say(
     folder: Path, tmp_path: Path, pre: str, begins: bool
 ) -> None:
@@ -300,7 +387,7 @@ def test_tokens_that_only_fill_up_are_none(folder: Path, tmp_path: Path) -> None
     [
         ({"model": "t5"}, "GGUF tokenizer 't5' is not supported; supported: gpt2, llama"),
         ({"model": None}, "the file has no tokenizer"),
-        ({"pre": "tekken"}, "the split 'tekken' of the GGUF tokenizer is not supported; supported: default, gpt-2"),
+        ({"pre": "gemma4"}, "the split 'gemma4' of the GGUF tokenizer is not one of those of docs/configuration.md"),
         ({"merges": None}, "'tokenizer.ggml.merges' is missing"),
         ({"merges": ["a nothing"]}, "its tokenizer cannot be read"),
         ({"tokens": None}, "'tokenizer.ggml.tokens' is missing"),

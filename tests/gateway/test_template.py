@@ -329,13 +329,25 @@ def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools | length if tools }} tools"},
     ]
-    config = {"chat_template": named}
-    template = load_template(open_files(folder.write(tmp_path)), config)
+    folder.write(tmp_path, tokenizer_config={"chat_template": named})
+    template = load_template(open_files(tmp_path))
     assert template is not None
     assert template.render(PLAIN) == "plain"
     assert template.render(PLAIN, tools=[WEATHER]) == "1 tools"
     assert template.render(CALLED) == " tools"
     assert template.tool_source == "{{ tools | length if tools }} tools"
+
+
+def test_without_a_default_only_tools_are_rendered(tmp_path: Path) -> None:
+    """As transformers refuses it."""
+    named = {"rag": "r", "tool_use": "{{ tools | length }} tools", "it's": ""}
+    folder.write(tmp_path, tokenizer_config={"chat_template": named})
+    template = load_template(open_files(tmp_path))
+    assert template is not None and template.render(PLAIN, tools=[WEATHER]) == "1 tools"
+    with pytest.raises(
+        RequestError, match="none of its templates is the default; there are it's, rag, tool_use"
+    ):
+        template.render(PLAIN)
 
 
 def test_ids_that_a_template_finds_too_long_become_short_ones() -> None:

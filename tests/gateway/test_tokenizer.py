@@ -106,32 +106,6 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "eos"),
-    [
-        ({"generation_config": {"eos_token_id": [7, 8]}, "config": {"eos_token_id": 9}}, (7, 8)),
-        ({"generation_config": {}, "config": {"eos_token_id": 9}}, (9,)),
-        ({"config": {}}, (folder.EOS,)),
-        ({"config": {}, "tokenizer_config": {}}, ()),
-    ],
-)
-def test_where_eos_comes_from(tmp_path: Path, files: dict[str, object], eos: tuple[int, ...]) -> None:
-    assert GatewayTokenizer.load(folder.write(tmp_path, **files)).generation.eos == eos
-
-
-def test_the_template_file_comes_first(tmp_path: Path) -> None:
-    folder.write(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("from the file")
-    tokenizer = GatewayTokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat([])) == "from the file"
-
-
-def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config={"chat_template": templates}))
-    assert tokenizer.decode(tokenizer.encode_chat([])) == "yes"
-
-
-@pytest.mark.parametrize(
     "content", ["[1]", "{", json.dumps({"chat_template": 5}), '{"chat_template": "{% if %}"}']
 )
 def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:

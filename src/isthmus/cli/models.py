@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ModelError
+from isthmus.files.header import whole_name
 
 if TYPE_CHECKING:
     from isthmus.config import Config
@@ -47,7 +48,7 @@ def find_model(model: str | None) -> tuple[Path, str]:
     if path.is_dir():
         return path, path.resolve().name
     if path.is_file():
-        return path, path.stem
+        return path, whole_name(path)
     if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
         raise ModelError(f"{model}: no such folder or file, and not a hub id (owner/name)")
     return _download(model), model

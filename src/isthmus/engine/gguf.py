@@ -9,6 +9,7 @@ Legend: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 number
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import blake3
@@ -44,8 +45,7 @@ class GgufTensors:
         self.digest = blake3.blake3()
         self._file, self._head_dim = file, head_dim
         self._weights, self._taken = file.weights, set[str]()
-        mapped = np.memmap(file.path, np.uint8, "c")  # not "r": torch takes no array that cannot be written
-        self._data = np.asarray(mapped)  # a plain array: each slice of the other class costs more
+        self._data = {path: _mapped(path) for path in {info.path for info in self._weights.values()}}
 
     def has(self, name: str) -> bool:
         return tensor_name(name) in self._weights
@@ -63,6 +63,10 @@ class GgufTensors:
         make = GROUPED.get(packed.kind)
         return None if make is None or len(shape) != 2 else make(torch.from_numpy(packed.rows))
 
+    def unties(self) -> bool:
+        """The file's description says as much as its tensors."""
+        return False
+
     def finish(self) -> str:
         left = sorted(self._weights.keys() - self._taken)
         if left:
@@ -77,7 +81,7 @@ class GgufTensors:
             raise ModelError(f"{self._file.path}: the weights have no tensor {own!r}")
         if info.shape != shape:
             raise ModelError(f"{self._file.path}: {own} has shape {info.shape}, the metadata says {shape}")
-        stored = self._data[info.start : info.start + info.num_bytes]
+        stored = self._data[info.path][info.start : info.start + info.num_bytes]
         if own not in self._taken:
             self._taken.add(own)
             self.digest.update(f"{own} {info.kind.name}".encode())
@@ -86,6 +90,11 @@ class GgufTensors:
         if self._file.interleaved and own.split(".")[-2] in ("attn_q", "attn_k"):
             rows = _halves(rows, self._head_dim)
         return Packed(info.kind.name, rows, shape)
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    """A plain array: each slice of numpy's class of mapped ones costs more."""
+    return np.asarray(np.memmap(path, np.uint8, "c"))  # not "r": torch takes no array that cannot be written
 
 
 def _halves(rows: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:

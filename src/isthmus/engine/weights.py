@@ -6,6 +6,7 @@ How a layer's are arranged is in `layers`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,8 +23,12 @@ from isthmus.engine.layers import Layer, Linear, load_layer
 from isthmus.engine.quantised import FLOATS, packed_name, stored
 from isthmus.engine.tiles import Tiled, Weight
 from isthmus.errors import ModelError
-from isthmus.files import GgufFile, ModelFiles, open_files
+from isthmus.files import GgufFile, ModelFiles, open_files, weight_files
 from isthmus.models import Fields, ModelSpec, read_quantisation
+
+log = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ class _Stored(Protocol):
         """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
         Raises ModelError."""
 
+    def unties(self) -> bool:
+        """Whether there is a head that is not the embedding, whatever config.json says."""
+
     def finish(self) -> str:
         """The digest, after the last. Raises ModelError when something is left that should have been taken."""
 
@@ -67,34 +75,23 @@ class _Safetensors:
     """Over one or many files of a folder."""
 
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
-        self.folder, self._all = files.path, files
+        self.folder = files.path
         self.digest = blake3.blake3()
         config = Fields(files.where("config.json"), files.object("config.json"))
         self._quantisation = read_quantisation(config)
         if self._quantisation is not None:  # it says what the tensors mean
             self.digest.update(msgspec.json.encode(self._quantisation))
-        opened: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
+        chosen = weight_files(files)
+        if chosen.note:
+            log.warning("%s: %s", self.folder, chosen.note)
+        opened: dict[str, Any] = {name: self._open(name, stack) for name in chosen.names}
         where = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
         self._parts = _Parts(self.folder, where, self.digest)
-
-    def _file_names(self) -> list[str]:
-        index = "model.safetensors.index.json"
-        if self._all.text(index) is not None:
-            listed = self._all.object(index).get("weight_map")
-            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-                raise ModelError(f"{self.folder / index}: weight_map must give each tensor's file name")
-            return sorted(set(listed.values()))
-        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if names:
-            return names
-        others = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-        found = f"; found {', '.join(others)}, which Isthmus does not open" if others else ""
-        raise ModelError(f"{self.folder}: no .safetensors weights{found}; convert the model to safetensors")
 
     def _open(self, name: str, stack: ExitStack) -> Any:
         path = self.folder / name
         if not path.is_file():
-            raise ModelError(f"{path}: listed in the weight index but not there")
+            raise ModelError(f"{path}: no such file, though the model's weights should be there")
         try:
             return stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -108,6 +105,12 @@ class _Safetensors:
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         found = None if self._quantisation is None else stored(self._quantisation, self._parts, name, shape)
         return None if found is None else found.grouped()
+
+    def unties(self) -> bool:
+        if not (self._parts.has(_EMBEDDING) and self._parts.has(_HEAD)):
+            return False
+        embedding, head = (self._parts.where[name].get_tensor(name) for name in (_EMBEDDING, _HEAD))
+        return embedding.dtype != head.dtype or not torch.equal(embedding, head)
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
@@ -176,9 +179,11 @@ def load_weights(
     """
     held = range(*(layers or (0, spec.num_layers)))
     with ExitStack() as stack:
-        return _Loader(
-            _stored(open_files(model), spec, stack), spec, dtype, activations, device, groups
-        ).weights(held)
+        stored = _stored(open_files(model), spec, stack)
+        if spec.tied_embeddings and stored.unties():  # as transformers has it
+            log.warning("%s: config.json ties the head to the embedding; the weights' own is used", model)
+            spec = msgspec.structs.replace(spec, tied_embeddings=False)
+        return _Loader(stored, spec, dtype, activations, device, groups).weights(held)
 
 
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
@@ -211,7 +216,7 @@ class _Loader:
         first, last = 0 in held, spec.num_layers - 1 in held
         self._stored.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
         self._hold(first or (last and spec.tied_embeddings))
-        embedding = self.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        embedding = self.matrix(_EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = []
         for index in range(spec.num_layers):
             self._hold(index in held)
@@ -221,9 +226,9 @@ class _Loader:
         self._hold(last)
         final_norm = self.vector("model.norm.weight", spec.hidden_size) + spec.norm_offset
         if spec.tied_embeddings:
-            head = Linear(self._grouped("model.embed_tokens.weight", *embedding.shape) or embedding)
+            head = Linear(self._grouped(_EMBEDDING, *embedding.shape) or embedding)
         else:
-            head = Linear(self.weight("lm_head.weight", spec.vocab_size, spec.hidden_size))
+            head = Linear(self.weight(_HEAD, spec.vocab_size, spec.hidden_size))
         return Weights(
             (held.start, held.stop),
             self.dtype,

@@ -1,9 +1,24 @@
 """A model's files: a Hugging Face folder, or one GGUF file, which is read as the folder it would be."""
 
 from isthmus.files.base import Folder, ModelFiles
-from isthmus.files.ends import end_tokens
+from isthmus.files.ends import end_tokens, read_ends
 from isthmus.files.fingerprint import fingerprint
 from isthmus.files.gguf import GgufFile
 from isthmus.files.opening import open_files
+from isthmus.files.special import added_tokens, special_tokens
+from isthmus.files.templates import chat_templates
+from isthmus.files.weights import weight_files
 
-__all__ = ["Folder", "GgufFile", "ModelFiles", "end_tokens", "fingerprint", "open_files"]
+__all__ = [
+    "Folder",
+    "GgufFile",
+    "ModelFiles",
+    "added_tokens",
+    "chat_templates",
+    "end_tokens",
+    "fingerprint",
+    "open_files",
+    "read_ends",
+    "special_tokens",
+    "weight_files",
+]

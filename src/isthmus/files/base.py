@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from isthmus.errors import ModelError
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _Tokenizer(msgspec.Struct):
+    """Of a tokenizer.json the ids of its tokens: millions of bytes, so nothing else is made of them."""
+
+    added_tokens: list[_Added] | None = None
+    model: _Vocabulary | None = None
 
 
 class ModelFiles(ABC):
@@ -28,6 +47,14 @@ class ModelFiles(ABC):
     @abstractmethod
     def missing(self, name: str) -> str:
         """What messages say when it must be there and is not."""
+
+    @abstractmethod
+    def names(self, folder: str, suffix: str) -> Sequence[str]:
+        """Names of the files in a folder beside these, in order; none where there is no such folder."""
+
+    @abstractmethod
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its text, None where the tokenizer has no such token. Raises ModelError."""
 
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object, empty when there is no such file. Raises ModelError when it is something else."""
@@ -57,11 +84,28 @@ class Folder(ModelFiles):
 
     def text(self, name: str) -> str | None:
         try:
-            return (self.path / name).read_text(encoding="utf8")
+            return (self.path / name).read_text(encoding="utf-8-sig")  # some editors begin files with a BOM
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.path / name}: cannot be read: {error}") from None
+
+    def names(self, folder: str, suffix: str) -> Sequence[str]:
+        return sorted(f"{folder}/{path.name}" for path in (self.path / folder).glob(f"*{suffix}"))
+
+    def token_id(self, text: str) -> int | None:
+        try:
+            known = msgspec.json.decode(self.text("tokenizer.json") or "{}", type=_Tokenizer)
+        except msgspec.DecodeError as error:
+            where = self.where("tokenizer.json")
+            raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from None
+        for added in known.added_tokens or ():
+            if added.content == text:
+                return added.id
+        vocabulary = known.model.vocab if known.model is not None else {}
+        if isinstance(vocabulary, dict):
+            return vocabulary.get(text)
+        return next((at for at, (token, _) in enumerate(vocabulary) if token == text), None)
 
     def where(self, name: str) -> str:
         return str(self.path / name)

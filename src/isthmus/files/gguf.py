@@ -10,6 +10,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_TEMPLATE = "tokenizer.chat_template"
+"""The key of the default one; those of others go on with their names."""
 _FACTORS = "rope_freqs.weight"
 """What each frequency is divided by: how Llama 3.1's smoothing is written."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -65,7 +68,9 @@ class GgufFile(ModelFiles):
         known = {
             "config.json": lambda: json.dumps(config_of(self.path, self.header)),
             "tokenizer.json": lambda: vocabulary.tokenizer_of(self._fields),
-            "tokenizer_config.json": lambda: json.dumps(vocabulary.special_tokens_of(self._fields)),
+            "tokenizer_config.json": lambda: json.dumps(
+                vocabulary.special_tokens_of(self._fields) | {"chat_template": self._templates}
+            ),
             "generation_config.json": lambda: json.dumps(vocabulary.generation_of(self._fields)),
         }
         return known[name]() if name in known else None
@@ -75,6 +80,23 @@ class GgufFile(ModelFiles):
 
     def missing(self, name: str) -> str:
         return "the file has no tokenizer" if name == "tokenizer.json" else f"the file has no {name}"
+
+    def names(self, folder: str, suffix: str) -> Sequence[str]:
+        return ()
+
+    def token_id(self, text: str) -> int | None:
+        from isthmus.files import vocabulary
+
+        return vocabulary.token_id(self._fields, text)
+
+    @property
+    def _templates(self) -> dict[str, Any]:
+        """By name, as in a folder."""
+        metadata = self.header.metadata
+        named = {
+            key.removeprefix(f"{_TEMPLATE}."): text for key, text in metadata.items() if f"{_TEMPLATE}." in key
+        }
+        return named | ({"default": metadata[_TEMPLATE]} if _TEMPLATE in metadata else {})
 
     @property
     def _fields(self) -> Fields:
@@ -110,7 +132,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
         "dtype": _dtype(header),
         **_biases(architecture, header),
         **_shape(fields, architecture, len(header.tensors)),
-        **_rope(path, fields, architecture, header),
+        **_rope(fields, architecture, header),
     }
 
 
@@ -156,7 +178,7 @@ def _shape(fields: Fields, architecture: str, num_tensors: int) -> dict[str, Any
     }
 
 
-def _rope(path: Path, fields: Fields, architecture: str, header: Header) -> dict[str, Any]:
+def _rope(fields: Fields, architecture: str, header: Header) -> dict[str, Any]:
     at = f"{architecture}.rope"
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
         fields.only(f"{at}.scaling.{key}", 1.0)
@@ -165,7 +187,7 @@ def _rope(path: Path, fields: Fields, architecture: str, header: Header) -> dict
     factor = fields.get(f"{at}.scaling.factor")
     kind = fields.get(f"{at}.scaling.type") or ("linear" if factor else "none")
     if kind == "none":
-        rope |= _factors(path, header.tensors.get(_FACTORS))
+        rope |= _factors(header.tensors.get(_FACTORS))
     elif _FACTORS in header.tensors:
         fields.refuse(f"RoPE type {kind!r} beside the tensor {_FACTORS!r} is not supported")
     else:
@@ -183,13 +205,13 @@ def _yarn(fields: Fields, at: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _factors(path: Path, info: TensorInfo | None) -> dict[str, Any]:
+def _factors(info: TensorInfo | None) -> dict[str, Any]:
     """Read here, since they are a part of the model's description."""
     if info is None:
         return {"rope_type": "default"}
     if info.kind.name != "F32":
-        raise ModelError(f"{path}: {_FACTORS} is of type {info.kind.name}; supported: F32")
-    with path.open("rb") as file:
+        raise ModelError(f"{info.path}: {_FACTORS} is of type {info.kind.name}; supported: F32")
+    with info.path.open("rb") as file:
         file.seek(info.start)
         values = struct.unpack(f"<{math.prod(info.shape)}f", file.read(info.num_bytes))
     return {"rope_type": "factors", "factors": list(values)}

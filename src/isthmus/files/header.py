@@ -1,4 +1,5 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""The header of a GGUF file: its metadata, and where its tensors lie. A model may be split into several files: they
+are read as one, whichever of them is named.
 
 The format: ggml's docs/gguf.md, versions 2 and 3, little-endian. The gguf library reads the same, but makes several
 arrays of every token and merge: seconds for a vocabulary, in every process of a cluster.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from functools import lru_cache
 from pathlib import Path
@@ -26,11 +28,12 @@ class Kind(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """`shape`: the slowest dimension first. `start`: in bytes from that of the file."""
+    """`shape`: the slowest dimension first. `start`: in bytes from that of the file `path`."""
 
     kind: Kind
     shape: tuple[int, ...]
     start: int
+    path: Path
 
     @property
     def num_bytes(self) -> int:
@@ -63,21 +66,84 @@ _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32
 
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def whole_name(path: Path) -> str:
+    """A model's name by that of its file, or of any of its parts."""
+    part = _PART.fullmatch(path.name)
+    return part[1] if part else path.stem
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of a split model, by the name of one of them; else the file itself."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return [path]
+    return [path.with_name(f"{part[1]}-{at:05}-of-{part[3]}.gguf") for at in range(1, int(part[3]) + 1)] or [
+        path
+    ]
+
+
 def read_header(path: Path) -> Header:
-    """Raises ModelError for what is no whole GGUF file, or has a tensor of a type that is not in KINDS."""
+    """Of a file, or of all parts of a split model; its metadata is that of the first one.
+
+    Raises ModelError for what is no whole GGUF file, or has a tensor of a type that is not in KINDS, and for parts that
+    are missing or belong to different models.
+    """
     try:
-        stat = path.stat()
-        return _read(path, stat.st_mtime_ns, stat.st_size)
+        return _read(path, tuple((part.stat().st_mtime_ns, part.stat().st_size) for part in _there(path)))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as GGUF: {error}") from None
 
 
+def _there(path: Path) -> list[Path]:
+    return [part for part in parts_of(path) if part.exists()]
+
+
 @lru_cache(maxsize=2)
-def _read(path: Path, _mtime_ns: int, size: int) -> Header:
-    """Read once as long as the file is the same."""
-    if not size:  # cannot be mapped
+def _read(path: Path, _stamps: tuple[tuple[int, int], ...]) -> Header:
+    """Read once as long as the files are the same."""
+    header = _read_one(path)
+    count = _count(path, header)
+    if count < 2:
+        return header
+    paths = parts_of(path)
+    if len(paths) != count:
+        raise ModelError(
+            f"{path}: is one of {count} files, which must be named NAME-00001-of-{count:05}.gguf and on"
+        )
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        raise ModelError(f"{path}: is one of {count} files; missing: {', '.join(missing[:5])}")
+    return _joined([(part, header if part == path else _read_one(part)) for part in paths])
+
+
+def _joined(parts: list[tuple[Path, Header]]) -> Header:
+    tensors: dict[str, TensorInfo] = {}
+    for at, (path, header) in enumerate(parts):
+        if _count(path, header) != len(parts) or header.metadata.get("split.no") != at:
+            raise ModelError(f"{path}: does not say that it is part {at + 1} of {len(parts)}")
+        if twice := tensors.keys() & header.tensors.keys():
+            raise ModelError(f"{path}: has the tensor {min(twice)}, which another part has, too")
+        tensors |= header.tensors
+    path, first = parts[0]
+    if first.metadata.get("split.tensors.count", len(tensors)) != len(tensors):
+        stated = first.metadata["split.tensors.count"]
+        raise ModelError(
+            f"{path}: {stated} tensors are stated, and {len(tensors)} are in its {len(parts)} parts"
+        )
+    return Header(first.metadata, tensors)
+
+
+def _count(path: Path, header: Header) -> int:
+    return Fields(str(path), header.metadata).count("split.count", 0, least=0)
+
+
+def _read_one(path: Path) -> Header:
+    if not path.stat().st_size:  # cannot be mapped
         raise ModelError(f"{path}: is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(path, data).header()
@@ -92,13 +158,13 @@ class _Reader:
             self._refuse("is not a GGUF file")
         self._at = 4
         version = self._number("I")
+        if not version & 0xFFFF:
+            self._refuse("is big-endian; supported: GGUF of versions 2 and 3, little-endian")
         if version not in (2, 3):
             self._refuse(f"is of GGUF version {version}; supported: 2 and 3, little-endian")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         metadata = {self._string(): self._value(self._number("I")) for _ in range(num_keys)}
         fields = Fields(str(self._path), metadata)
-        if (parts := fields.count("split.count", 0, least=0)) > 1:
-            self._refuse(f"is one of {parts} files; join them first (llama-gguf-split --merge)")
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = fields.count("general.alignment", _ALIGNMENT)
         start = -(-self._at // alignment) * alignment
@@ -113,7 +179,7 @@ class _Reader:
         if number not in KINDS:
             known = ", ".join(kind.name for kind in KINDS.values())
             self._refuse(f"{name} is of type {_type_name(number)}, which is not supported; supported: {known}")
-        return name, TensorInfo(KINDS[number], shape, offset)
+        return name, TensorInfo(KINDS[number], shape, offset, self._path)
 
     def _placed(self, name: str, info: TensorInfo, start: int) -> TensorInfo:
         """Its offset counts from the start of all tensors."""

@@ -1,47 +1,37 @@
 """The tokenizer of a GGUF file, as the tokenizers library writes it, and what the file says of special tokens.
 
-How text is split before byte pairs are merged is only named in the file (`tokenizer.ggml.pre`): the splits are those of
-llama.cpp's `llama-vocab.cpp`, what stands beside them is that of the Hugging Face tokenizer behind each name.
+Which tokens end an answer is known by their texts, too, as in llama.cpp's `llama-vocab.cpp`: few files have the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from isthmus.errors import ModelError
+from isthmus.files.splits import SPLITS
 from isthmus.models import Fields
 
 _AT = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens."""
 
-
-class Split(NamedTuple):
-    """`patterns`: one after the other, each splits what those before it left. `whole_words`: a word that is a token is
-    not put together from smaller ones. `starts`: texts begin with the BOS token where the file does not say."""
-
-    patterns: tuple[str, ...]
-    normaliser: normalizers.Normalizer | None = None
-    whole_words: bool = False
-    starts: bool = False
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = Split((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), whole_words=True, starts=True)
-SPLITS = {
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": Split((_GPT2,)),
-    "smollm": Split((r"\p{N}", _GPT2)),
-    "qwen2": Split((rf"{_WORDS}|\p{{N}}|{_REST}",), normalizers.NFC()),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-}
+FIM = "fim_pad", "fim_rep", "fim_sep"
+"""Keys of tokens between files: whoever completes one of them has come to its end."""
+END_TEXTS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[ "
+    "<｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] "
+    "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+)
+"""Texts of tokens that llama.cpp ends an answer at, whatever else the file says of them."""
+NO_ENDS = [
+    ("<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})),
+    ("</s>", ({"<|tool_response>"},)),
+]
+"""Those that are no end where all texts of a set are tokens, too."""
 
 
 def tokenizer_of(fields: Fields) -> str | None:
@@ -64,17 +54,21 @@ def tokenizer_of(fields: Fields) -> str | None:
 
 
 def special_tokens_of(fields: Fields) -> dict[str, Any]:
-    """As in a `tokenizer_config.json`, with the chat template."""
+    """As in a `tokenizer_config.json`."""
     tokens = _tokens(fields)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: _id(fields, key) for name, key in names.items()}
-    found: dict[str, Any] = {name: tokens[token] for name, token in ids.items() if token is not None}
-    return found | {"chat_template": fields.get("tokenizer.chat_template")}
+    return {name: tokens[token] for name, token in ids.items() if token is not None}
+
+
+def token_id(fields: Fields, text: str) -> int | None:
+    tokens = _tokens(fields)
+    return tokens.index(text) if text in tokens else None
 
 
 def generation_of(fields: Fields) -> dict[str, Any]:
     """As in a `generation_config.json`: what ends an answer, and how the model's author samples."""
-    ends = [_id(fields, key) for key in ("eos", "eot", "eom")]
+    ends = [_id(fields, key) for key in ("eos", "eot", "eom", *FIM)] + _known_ends(_tokens(fields))
     names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "penalty_repeat"}
     sampling = {name: fields.get(f"general.sampling.{key}") for name, key in names.items()}
     return {
@@ -87,9 +81,7 @@ def generation_of(fields: Fields) -> dict[str, Any]:
 def _byte_level(fields: Fields) -> Tokenizer:
     name = fields.get(f"{_AT}.pre") or "default"
     if name not in SPLITS:
-        fields.refuse(
-            f"the split {name!r} of the GGUF tokenizer is not supported; supported: {', '.join(SPLITS)}"
-        )
+        fields.refuse(f"the split {name!r} of the GGUF tokenizer is not one of those of docs/configuration.md")
     split = SPLITS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in _list(fields, "merges")]
     tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(fields), merges=merges, ignore_merges=split.whole_words))
@@ -163,6 +155,15 @@ def _begin(fields: Fields, tokenizer: Tokenizer, *, otherwise: bool) -> None:
     )
 
 
+def _known_ends(tokens: Sequence[str]) -> list[int]:
+    """Ids of the tokens that end an answer by their texts."""
+    known = {token: at for at, token in enumerate(tokens) if token in END_TEXTS}
+    for text, others in NO_ENDS:
+        if any(each <= known.keys() for each in others):
+            known.pop(text, None)
+    return list(known.values())
+
+
 def _vocabulary(fields: Fields) -> dict[str, int]:
     """Without what only fills the embedding up."""
     kinds = _kinds(fields)
@@ -174,11 +175,13 @@ def _tokens(fields: Fields) -> Sequence[str]:
 
 
 def _kinds(fields: Fields) -> Sequence[int]:
-    tokens, kinds = _tokens(fields), fields.get(f"{_AT}.token_type")
-    if kinds is None:
-        return [NORMAL] * len(tokens)
+    """An end is a control token, whatever the file says: it is found whole in prompts, and never shown."""
+    tokens, stated = _tokens(fields), fields.get(f"{_AT}.token_type")
+    kinds = [NORMAL] * len(tokens) if stated is None else list(stated)
     if len(kinds) != len(tokens):
         fields.refuse(f"{len(tokens)} tokens have {len(kinds)} types")
+    for token in _known_ends(tokens):
+        kinds[token] = CONTROL
     return kinds
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import ModelError
-from isthmus.files import ModelFiles, end_tokens
+from isthmus.files import ModelFiles, read_ends
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,15 @@ class GenerationDefaults:
 
 
 def load_generation(files: ModelFiles) -> GenerationDefaults:
-    """Reads generation_config.json and what names the end tokens; all may be absent.
+    """Reads generation_config.json and what names the end tokens; all may be absent. End tokens that are ignored are
+    logged.
 
     Raises ModelError when one of them is not JSON or holds a value of the wrong type.
     """
     generation, where = files.object("generation_config.json"), files.where("generation_config.json")
-    eos = end_tokens(files)
+    eos, ignored = read_ends(files)
+    for line in ignored:
+        log.warning(line)
     repetition_penalty = _number(generation, "repetition_penalty", where, otherwise=1.0)
     if not repetition_penalty:
         raise ModelError(f"{where}: repetition_penalty must be above 0")

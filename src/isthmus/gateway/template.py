@@ -15,12 +15,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.errors import ModelError, RequestError
-from isthmus.files import ModelFiles
+from isthmus.files import ModelFiles, chat_templates, special_tokens
 from isthmus.gateway.contents import NOTHING, Content, Contents, Nothing, with_text
 from isthmus.gateway.tools.words import in_words, with_short_ids
-
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 # Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
 _HERE = "<CONTINUE-HERE> "
@@ -192,44 +189,21 @@ def _continued(template: _Source, messages: list[dict[str, Any]], context: Mappi
     return before if after.startswith(_HERE) else before.rstrip()
 
 
-def load_template(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a model, or None. `config`: the content of its tokenizer_config.json.
+def load_template(files: ModelFiles) -> ChatTemplate | None:
+    """The templates of a model, or None: `default` is used, and `tool_use` where there are tools. Without `default`, as
+    transformers, a conversation that would need it is refused.
 
     Raises ModelError when there is one that cannot be read.
     """
-    source, tool_source = files.text("chat_template.jinja"), None
-    if source is None:
-        source, tool_source = _from_config(config, files.where("tokenizer_config.json"))
+    named = chat_templates(files)
+    if not named:
+        return None
+    without = f"none of its templates is the default; there are {', '.join(sorted(named))}"
+    source = named.get("default", f"{{{{ raise_exception({without!r}) }}}}")
     try:
-        return None if source is None else ChatTemplate(source, special_tokens(config), tool_source)
+        return ChatTemplate(source, special_tokens(files), named.get("tool_use"))
     except (ValueError, jinja2.TemplateSyntaxError) as error:
         raise ModelError(f"{files.path}: the chat template cannot be read: {error}") from error
-
-
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name. Each is written as a string or as `{"content": string, ...}`."""
-    found = {}
-    for name in SPECIAL_NAMES:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            found[name] = content
-    return found
-
-
-def _from_config(config: Mapping[str, Any], where: str) -> tuple[str | None, str | None]:
-    """tokenizer_config.json has one template, or a list of named ones: `default` is used, and `tool_use` where there
-    are tools."""
-    template = config.get("chat_template")
-    if template is None or isinstance(template, str):
-        return template, None
-    if not isinstance(template, list):
-        raise ModelError(f"{where}: chat_template must be a string or a list of templates")
-    named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-    source, tool_source = (
-        text if isinstance(text, str) else None for text in (named.get("default"), named.get("tool_use"))
-    )
-    return source, tool_source
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from isthmus.errors import ModelError, RequestError
-from isthmus.files import open_files
+from isthmus.files import added_tokens, open_files
 from isthmus.files.grammar import GrammarError, grammar_tokenizer
 from isthmus.gateway.detokenizer import MAX_PENDING, Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
@@ -55,8 +55,8 @@ class GatewayTokenizer:
         except Exception as error:  # the library raises bare Exception
             where = files.where("tokenizer.json")
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
-        config = files.object("tokenizer_config.json")
-        return cls(tokenizer, load_template(files, config), load_generation(files))
+        _add(tokenizer, added_tokens(files))
+        return cls(tokenizer, load_template(files), load_generation(files))
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""
@@ -186,6 +186,19 @@ class GatewayTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _add(tokenizer: Tokenizer, stated: Mapping[str, bool]) -> None:
+    """What other files say of tokens that the tokenizer has: all are found whole, and special ones are not shown."""
+    known = {added.content: added for added in tokenizer.get_added_tokens_decoder().values()}
+    for text, special in stated.items():
+        if tokenizer.token_to_id(text) is None:
+            continue
+        if text not in known:
+            tokenizer.add_tokens([AddedToken(text, special=special, normalized=not special)])
+        elif special and not known[text].special:
+            known[text].special = True
+            tokenizer.add_tokens([known[text]])
 
 
 def _longest(tokenizer: Tokenizer) -> int:

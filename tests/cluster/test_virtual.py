@@ -211,7 +211,7 @@ def test_iterations_of_a_run_end_at_the_exact_sum_of_their_lengths() -> None:
 
 def test_equal_prompts_of_one_instant_are_decided_one_after_the_other() -> None:
     requests = [VirtualRequest(MS, tuple(range(100)), 5) for _ in range(4)]
-    cluster = cluster_of(roles__prefill=2)
+    cluster = cluster_of(roles__prefill=2, roles__decode=1)
     flight = cluster.run(requests)
     routes = [entry.actions[0].prefill for entry in flight.log if isinstance(entry.event, RequestArrived)]
     assert routes == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
@@ -253,10 +253,10 @@ MOVES: dict[str, tuple[Faults, dict[str, Any]]] = {
         {"roles__decode": 2, "roles__prefill": 2},
     ),
     "sessions end": (Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.02, 0.05),)), {}),
-    "a group": (NO_FAULTS, {"roles__prefill": {"count": 2, "pipeline": 2}}),
+    "a group": (NO_FAULTS, {"roles__prefill": {"count": 2, "pipeline": 2}, "roles__decode": 1}),
     "a group dies": (
         Faults(nodes=(NodeFault("decode-0", 0.05, 0.06), NodeFault("prefill-0", 0.08, 0.1))),
-        {"roles__prefill": {"count": 2, "pipeline": 2}},
+        {"roles__prefill": {"count": 2, "pipeline": 2}, "roles__decode": 1},
     ),
     "a mixed node dies": (
         Faults(nodes=(NodeFault("mixed-0", 0.05, 0.06), NodeFault("mixed-0", 0.1, 0.11))),

@@ -32,10 +32,12 @@ def shown(message: Any) -> dict[str, Any]:
         {"type": "input_text", "text": "a"},
         {"type": "output_text", "text": "a", "annotations": [{}], "logprobs": []},
         {"type": "refusal", "refusal": "a"},
-        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}},
+        {"type": "text", "text": "a", "role": "assistant", "refusal": None},
+        "a",
     ],
 )
-def test_parts_of_all_kinds_are_texts(part: dict[str, Any]) -> None:
+def test_parts_of_all_kinds_are_texts(part: object) -> None:
     message = read({"role": "assistant", "content": [part, part]})
     assert message.for_template()["content"] == [{"type": "text", "text": "a"}] * 2
 
@@ -55,7 +57,8 @@ def test_names_reach_the_template() -> None:
     [
         (None, "must be a string or a list"),
         (5, "must be a string or a list"),
-        (["a"], "part 0 must be an object"),
+        ([5], "part 0 must be an object"),
+        ([{"type": "text", "text": "a", "refusal": "b"}], "part 0 is of type 'text' and has 'refusal', too"),
         ([{"type": "text", "text": "a"}, {"type": "image_url"}], "part 1 has type 'image_url'"),
         ([{"type": "input_audio"}], "part 0 has type 'input_audio'; only 'text' is supported"),
         ([{"type": "text"}], "part 0 must have a string in its field 'text'"),

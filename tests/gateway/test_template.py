@@ -248,6 +248,21 @@ def test_results_of_tools_as_a_template_reads_them() -> None:
     assert template.render([*CALLED[:2], result, CALLED[2]]) == "True(2)(1)(21)"
 
 
+@pytest.mark.parametrize(
+    ("before", "shown"),
+    [
+        ("", "messages[1:]"),
+        ("{% if messages[-1].role == 'tool' %}{{ raise_exception('a user must ask') }}{% endif %}", "messages"),
+    ],
+)
+def test_templates_that_want_other_messages_around_are_given_what_they_read(before: str, shown: str) -> None:
+    parts = "{% for part in m.content %}|{{ part.text }}{% endfor %}"
+    source = f"{before}{{{{ tools }}}}{{% for m in {shown} %}}[{{{{ m.role }}}}{parts}]{{% endfor %}}"
+    messages = [RULES, {"role": "user", "content": _parts("one", "two")}, *CALLED[1:3], *IN_PARTS[2:]]
+    prompt = ChatTemplate(source, {}).render(messages)
+    assert "[user|one|two]" in prompt and prompt.endswith(f"[tool|{CALLED[2]['content']}][user|three]")
+
+
 def test_whether_a_template_shows_what_users_say() -> None:
     shows = {name: ChatTemplate(text, {"bos_token": ""}).shows_users for name, text in _EVERY.items()}
     assert shows == dict.fromkeys(_EVERY, True)

@@ -8,7 +8,7 @@ trying: it is rendered with a word that nobody else says, and what it reads is w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import RequestError
@@ -83,9 +83,12 @@ class Contents:
         """`kind` of content: `text`, `part` (a list of one), `parts`."""
         if (role, kind) not in self._known:
             content: Content = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
-            messages = self._conversation(role, _WORDS[0] if kind == "text" else content)
             words = _WORDS if kind == "parts" else _WORDS[:1]
-            self._known[role, kind] = any(self._shows(words, messages, tools) for tools in (None, [_TOOL]))
+            self._known[role, kind] = any(
+                self._shows(words, messages, tools)
+                for messages in self._conversations(role, _WORDS[0] if kind == "text" else content)
+                for tools in (None, [_TOOL])
+            )
         return self._known[role, kind]
 
     def _shows(self, words: Sequence[str], messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
@@ -95,18 +98,24 @@ class Contents:
             return False
         return all(word in shown for word in words) and not _AS_OBJECT.search(shown)
 
-    def _conversation(self, role: str, content: Content) -> list[Message]:
-        """As templates want it in which roles take turns."""
+    def _conversations(self, role: str, content: Content) -> Iterator[list[Message]]:
+        """As templates want it in which roles take turns; some begin behind a system message, and some end with what a
+        user says."""
         said = {"role": role, "content": content}
         if role == "user":
-            return [said]
+            yield [said]
+            yield [{"role": "system", "content": "?"}, said]
+            return
         asked = self.shaped({"role": "user", "content": "?"})
         if role == "assistant":
-            return [asked, said, asked]
-        if role == "tool":
+            yield [asked, said, asked]
+        elif role == "tool":
             called = {"role": "assistant", "content": NOTHING, "tool_calls": [_CALL]}
-            return [asked, called, said | {"tool_call_id": _CALL["id"], "name": "probe"}]
-        return [said, asked]
+            answered = [asked, called, said | {"tool_call_id": _CALL["id"], "name": "probe"}]
+            yield answered
+            yield [*answered, asked]
+        else:
+            yield [said, asked]
 
 
 def _part(text: str) -> dict[str, str]:

@@ -165,6 +165,7 @@ class Marked(Strict):
     cache, and what was known of it when it was part of an answer (LiteLLM's, Gemini's field)."""
 
     cache_control: Annotated[Any, Unread] = None
+    prompt_cache_breakpoint: Annotated[Any, Unread] = None
     provider_specific_fields: Annotated[Any, Unread] = None
     extra_content: Annotated[Any, Unread] = None
 

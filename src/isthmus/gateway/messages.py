@@ -13,10 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from isthmus.gateway.contents import Content
-from isthmus.gateway.fields import Checked, Marked, Refused, Unread, label, only, refuse, text
+from isthmus.gateway.fields import NULL, Checked, Marked, Refused, Unread, label, only, refuse, text
 
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """By the type of a part, which field has its text."""
+_UNSAID = {kind: {*_TEXT_OF.values()} - {name} for kind, name in _TEXT_OF.items()}
+"""The fields of other parts' texts, which some clients send as null."""
+_UNREAD = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "id")
+"""Of parts, too, which come back with answers."""
 
 
 def _parse_content(value: Any) -> Content:
@@ -29,6 +33,8 @@ def _parse_content(value: Any) -> Content:
 
 
 def _parse_part(part: Any, where: str) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise refuse(f'{where} must be an object like {{"type": "text", "text": ...}}')
     kind = part["type"]
@@ -36,6 +42,9 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
         raise refuse(f"{where} has type {kind[:40]!r}; only 'text' is supported")
     if not isinstance(part.get(_TEXT_OF[kind]), str):
         raise refuse(f"{where} must have a string in its field {_TEXT_OF[kind]!r}")
+    other = next((name for name in _UNSAID[kind] if part.get(name) is not None), "")
+    if other:
+        raise refuse(f"{where} is of type {kind!r} and has {other!r}, too")
     extra = sorted(part.keys() - _PARTS[kind]["properties"].keys())
     if extra:
         raise refuse(f"{where} has an unknown field {extra[0][:40]!r}")
@@ -44,19 +53,19 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
 
 def _part(kind: str) -> dict[str, Any]:
     """The schema of such a part."""
-    # What other servers are to cache up to here; no answer would be another. The others are an answer's.
-    unread = ("cache_control", "annotations", "logprobs") if kind == "output_text" else ("cache_control",)
     texts: dict[str, Any] = {"type": {"const": kind}, _TEXT_OF[kind]: {"type": "string"}}
     return {
         "type": "object",
-        "properties": texts | {name: {} for name in unread},
+        "properties": texts | {name: {} for name in _UNREAD} | dict.fromkeys(_UNSAID[kind], NULL),
         "required": ["type", _TEXT_OF[kind]],
         "additionalProperties": False,
     }
 
 
 _PARTS = {kind: _part(kind) for kind in _TEXT_OF}
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [*_PARTS.values()]}}]}
+_CONTENT = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, *_PARTS.values()]}}]
+}
 WholeContent = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
 SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 

@@ -36,7 +36,6 @@ class _OrText:
 class TextPart(Marked):
     type: Literal["input_text", "text"]
     text: str = Field(description="a string")
-    prompt_cache_breakpoint: dict[str, Any] | None = f.free_object()
 
 
 class OutputTextPart(Marked):

@@ -40,6 +40,11 @@ def object_schema(draw: random.Random, depth: int = 2) -> dict[str, Any]:
     }
 
 
+def breaking() -> dict[str, Any]:
+    """A schema over which the process that compiles it dies: the library compares all patterns with each other."""
+    return {"type": "object", "patternProperties": {f"^{name}$": {} for name in range(400)}}
+
+
 def grammar(schema: dict[str, Any]) -> str:
     """Without the whitespace that never has to end."""
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})

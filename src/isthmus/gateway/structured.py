@@ -36,7 +36,7 @@ def _parse_schema(value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_float=Decimal)
-        except (ValueError, RecursionError):
+        except (ValueError, ArithmeticError, RecursionError):
             raise refuse("must be a JSON schema: the text is not JSON") from None
     if not isinstance(value, dict | bool):
         raise refuse("must be a JSON schema: an object, or its text")

@@ -145,7 +145,7 @@ def schema_lark(schema: Node, spacing: Spacing) -> str:
 
 def lark_as_read(lark: str) -> str:
     """Lark with its schemas (`%json`) as this room reads them. Raises SchemaError."""
-    rules, pieces, at = Rules(Spacing(_ANY_SPACE), prefix="isthmus_json"), list[str](), 0
+    pieces, added, at = list[str](), list[str](), 0
     while found := _LEXED.search(lark, at):
         if not found[0].startswith("%"):
             pieces.append(lark[at : found.end()])
@@ -154,13 +154,19 @@ def lark_as_read(lark: str) -> str:
         pieces.append(lark[at : found.start()])
         try:
             schema, at = _DECODER.raw_decode(lark, found.end())
-        except (ValueError, RecursionError):
+        except (ValueError, ArithmeticError, RecursionError):
             raise SchemaError("behind '%json' stands no JSON") from None
-        pieces.append(f" {rules.json(schema)} ")
-    lines = list(rules.lines())
-    if any(not line.partition(": ")[2].startswith("%json ") for line in lines) and "%lark" in lark:
+        rules = Rules(Spacing(_ANY_SPACE), prefix=f"isthmus_json{len(pieces)}_")
+        start = rules.json(schema)
+        lines = list(rules.lines())
+        if len(lines) == 1:
+            pieces.append(f"({lines[0].removeprefix(f'{start}: ')})")
+        else:
+            pieces.append(f" {start} ")
+            added += lines
+    if added and "%lark" in lark:
         raise SchemaError("numbers with more digits than a double keeps are not followed beside '%lark'")
-    return "\n".join(("".join(pieces) + lark[at:], *lines)) if lines else lark
+    return "\n".join(("".join(pieces) + lark[at:], *added))
 
 
 _ANY_SPACE = r"[\x20\x0A\x0D\x09]+"
@@ -179,7 +185,7 @@ class _Json:
         self._changed = self._what_changes()
 
     def rule(self) -> str:
-        if self._changed and self._schema.options:
+        if self._changed and self._schema.given:
             raise _unfollowed("#", "'x-guidance'")
         return self._rule_of(self._schema.root, "#")
 
@@ -411,7 +417,7 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
     return (
         kind in kinds
         or (kind == "integer" and "number" in kinds)
-        or (kind == "number" and "integer" in kinds and value == int(value))
+        or (kind == "number" and "integer" in kinds and value == Decimal(value).to_integral_value())
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads a JSON schema as the grammars' library is to see it: what constrains a value, and nothing else.
+r"""Reads a JSON schema as the grammars' library is to see it: what constrains a value, and nothing else.
 
 The library (llguidance) refuses by name most of what it cannot follow. The rest is settled here:
 
@@ -7,11 +7,13 @@ The library (llguidance) refuses by name most of what it cannot follow. The rest
 - `$schema` goes: of an older draft the library silently leaves out words of the newer ones.
 - `$ref` is followed here, by pointer, anchor and `$id`, so each part of a schema can stand alone.
 - A schema that no finite value fits, such as one that requires itself, is `false`: the library would never end.
+- Where an object may have further names, `\u` is no escape: a name spelled so evades what holds for that name.
 - A pattern that only fits names which `properties` has too becomes part of those: the library dies of it midway.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -49,6 +51,8 @@ FORMATS = frozenset(
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COMBINED = ("allOf", "$ref")
 _PREFIX = "#/$defs/"
+_SHORT_ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
 MAX_PASSES = 100
 """Over a schema, until it is known what of it can end."""
 _BYTES = LLTokenizer("byte")
@@ -60,13 +64,14 @@ class SchemaError(Exception):
 
 class Schema:
     """A schema that was read. `root`: without annotations; each `$ref` in it is `#/$defs/NAME` of `definitions`, of
-    which the root itself may be one. `options`: of the library (`x-guidance`)."""
+    which the root itself may be one. `given`: what the source says to the library (`x-guidance`); `options`: what is
+    to be said."""
 
     def __init__(self, source: Node) -> None:
         """Raises SchemaError. The source stays as it is."""
         self._source = source
-        options = source.get("x-guidance") if isinstance(source, Mapping) else None
-        self.options: Mapping[str, Any] = options if isinstance(options, Mapping) else {}
+        given = source.get("x-guidance") if isinstance(source, Mapping) else None
+        self.given: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         self._names: dict[str, str] = {}
         self.definitions: dict[str, Node] = {}
         self.root = self._read(source)
@@ -80,6 +85,8 @@ class Schema:
         if self.definitions:
             self._without_endless()
         self._settle_patterns()
+        is_open = any(map(_is_open, self.nodes())) and not any(map(_has_control, self.nodes()))
+        self.options = {"json_allowed_escapes": _SHORT_ESCAPES, **self.given} if is_open else self.given
 
     def target(self, node: Mapping[str, Any]) -> Node | None:
         """What a node refers to."""
@@ -327,6 +334,18 @@ def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
 def _own_names(node: Mapping[str, Any]) -> set[str]:
     properties = node.get("properties")
     return {*(properties if isinstance(properties, dict) else ()), *filter(_is_text, _listed(node, "required"))}
+
+
+def _is_open(node: Mapping[str, Any]) -> bool:
+    """Whether an object may have further names, which must not be others that are spelled with escapes."""
+    named = "properties" in node or "patternProperties" in node
+    return named and node.get("additionalProperties") is not False and "object" in kinds_of(node)
+
+
+def _has_control(node: Mapping[str, Any]) -> bool:
+    """Whether a value has a character that can only be written as `\\u`."""
+    values = [node[word] for word in ("const", "enum") if word in node]
+    return bool(values and _CONTROL.search(json.dumps(values, default=str)))
 
 
 def _is_text(value: Any) -> bool:

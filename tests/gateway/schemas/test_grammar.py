@@ -192,7 +192,14 @@ NESTED = 'start: a\na: %lark {\nstart: %json {"items": {"const": 900719925474099
 
 @pytest.mark.parametrize(
     "lark",
-    ["start: %json x", "start: %json", NESTED, 'start: %json {"const": 1e9999999999999999999}', 'start: %json {"maximum": 1e999999999}', 'start: %json {"const": Infinity}'],
+    [
+        "start: %json x",
+        "start: %json",
+        NESTED,
+        'start: %json {"const": 1e9999999999999999999}',
+        'start: %json {"maximum": 1e999999999}',
+        'start: %json {"const": Infinity}',
+    ],
 )
 def test_lark_whose_schemas_cannot_be_read(lark: str) -> None:
     with pytest.raises(SchemaError):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from decimal import Decimal
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from isthmus.gateway.schemas.grammar import FREE, schema_lark
+from isthmus.gateway.schemas.grammar import FREE, Spacing, schema_lark
 from isthmus.gateway.schemas.reading import Schema, SchemaError, is_exact
 
-from .test_grammar import follows
+from .test_grammar import drawn, follows
 
 TOLD = {
     "title": 2**70, "description": [1e300], "default": 2**64, "examples": [1234567890123456789], "$comment": "c",
@@ -125,6 +126,16 @@ def test_a_pattern_of_names_that_are_properties(patterns: list[str]) -> None:
     lark = schema_lark(schema, FREE)
     assert follows(lark, '{"score": 5, "tag": 5, "more": 1}') and not follows(lark, '{"score": 6, "tag": 5}')
     assert follows(lark, '{"score": 5, "tag": 6}') == all("tag" not in pattern for pattern in patterns)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_comes_after_the_last_name_that_there_can_be(seed: int) -> None:
+    """The library alone goes on, and finds nothing that may."""
+    schema = {
+        "type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False,
+        "patternProperties": {"^a$": {"type": "integer"}},
+    }  # fmt: skip
+    assert drawn(schema_lark(schema, Spacing()), random.Random(seed)) == '{"a":1}'
 
 
 def test_patterns_of_schemas_that_are_combined() -> None:

@@ -146,6 +146,16 @@ def test_patterns_of_schemas_that_are_combined() -> None:
         Schema(schema)
 
 
+def test_patterns_that_python_does_not_read() -> None:
+    """The library does, and says it itself where it does not."""
+    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {r"^\p{L}$": {"type": "null"}}}
+    lark = schema_lark(schema, FREE)
+    assert follows(lark, '{"a": null, "b": null}') and not follows(lark, '{"b": 1}')
+    assert LLMatcher(
+        LLTokenizer("byte"), schema_lark({"patternProperties": {"(": {}}}, FREE), log_level=0
+    ).is_error()
+
+
 def test_a_pattern_that_forbids_all_other_names() -> None:
     lark = schema_lark({"type": "object", "properties": {"a": {}}, "patternProperties": {".*": False}}, FREE)
     assert follows(lark, "{}") and not follows(lark, '{"b": 1}')

@@ -96,19 +96,25 @@ class Rules:
             self._known[expression] = self.rule(expression, name=name)
         return self._known[expression]
 
+    def _once(self, expression: str) -> str:
+        """A rule that all share who need it."""
+        if expression not in self._known:
+            self._known[expression] = self.rule(expression)
+        return self._known[expression]
+
     def any_of(self, expressions: Iterable[str]) -> str:
         return self.rule(" | ".join(expressions))
 
     @property
     def comma(self) -> str:
-        return f"{self._space()} {literal(self.spacing.item)} {self._space()}"
+        return self._once(f"{self._space()} {literal(self.spacing.item)} {self._space()}")
 
     def pair(self, name: str, value: str) -> str:
         """A property of an object."""
         return f"{self.key(literal(json.dumps(name, ensure_ascii=False)))} {value}"
 
     def key(self, name: str) -> str:
-        return f"{name} {self._space()} {literal(self.spacing.key)} {self._space()}"
+        return f"{name} {self._once(f'{self._space()} {literal(self.spacing.key)} {self._space()}')}"
 
     def bracketed(self, marks: str, inner: str, *, optional: bool = False) -> str:
         """An array or an object; `inner`: all that is in it, which may be left out if it is `optional`."""
@@ -121,16 +127,17 @@ class Rules:
 
     def json(self, schema: Node) -> str:
         """JSON that follows `schema`. Equal schemas share a rule. Raises SchemaError."""
-        return _Json(self, Schema(schema)).rule()
+        try:
+            return _Json(self, Schema(schema)).rule()
+        except RecursionError:
+            raise SchemaError("it nests too deep") from None
 
     def document(self, schema: Node, options: Mapping[str, Any]) -> str:
         """JSON that follows a schema which the library keeps as it is. `options`: the library's."""
         schema = {} if schema is True else {"enum": []} if schema is False else schema
         document = {**schema, "x-guidance": {**self.spacing.options, **options}}
         expression = f"%json {json.dumps(document, separators=(',', ':'), allow_nan=False)}"
-        if expression not in self._known:
-            self._known[expression] = self.rule(expression)
-        return self._known[expression]
+        return self._once(expression)
 
     def lines(self) -> Iterator[str]:
         return filter(None, self._lines.values())

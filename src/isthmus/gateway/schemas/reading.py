@@ -72,16 +72,15 @@ class Schema:
         self._source = source
         given = source.get("x-guidance") if isinstance(source, Mapping) else None
         self.given: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by reference
+        self._taken: set[str] = set()
+        self._waiting: list[str] = []  # references that were found meanwhile
         self.definitions: dict[str, Node] = {}
         self.root = self._read(source)
-        waiting = list(self._names)
-        while waiting:  # what they refer to is found meanwhile
-            reference = waiting.pop()
-            known = len(self._names)
+        while self._waiting:
+            reference = self._waiting.pop()
             found = self.root if reference == "#" else self._read(self._found(reference))
             self.definitions[self._names[reference]] = found
-            waiting += list(self._names)[known:]
         if self.definitions:
             self._without_endless()
         self._settle_patterns()
@@ -152,8 +151,12 @@ class Schema:
         reference = "#" if reference == "#/" else reference
         if reference not in self._names:
             tail = re.sub(r"[^A-Za-z0-9_.-]", "_", unquote(reference).rsplit("/", 1)[-1].strip("#")) or "root"
-            number = len(self._names)
-            self._names[reference] = f"{tail}-{number}" if tail in self._names.values() else tail
+            name = tail
+            while name in self._taken:
+                name = f"{tail}-{len(self._taken)}-{len(name)}"
+            self._names[reference] = name
+            self._taken.add(name)
+            self._waiting.append(reference)
         return _PREFIX + self._names[reference]
 
     def _found(self, reference: str) -> Node:
@@ -358,12 +361,18 @@ def _settle(node: Any, elsewhere: set[str]) -> None:
     patterns, names = node["patternProperties"], _own_names(node)
     properties = dict(node["properties"]) if isinstance(node.get("properties"), dict) else {}
     for pattern, inner in list(patterns.items()):
-        if _leaves_names({pattern: True}, names | elsewhere, additional=False):
+        some_fit = any(_fits(pattern, name) is not False for name in names | elsewhere)
+        if not some_fit or _leaves_names({pattern: True}, names | elsewhere, additional=False):
             continue
         if _leaves_names({pattern: True}, names, additional=False):
             place = f"'patternProperties' {pattern[:60]!r}"
             raise SchemaError(f"{place} fits only names that schemas have which are combined with its own")
-        for name in sorted(name for name in names if _fits(pattern, name)):
+        fitting = {name: _fits(pattern, name) for name in sorted(names)}
+        if None in fitting.values():
+            raise SchemaError(
+                f"'patternProperties' {pattern[:60]!r} fits only names that 'properties' has, too"
+            )
+        for name in (name for name in fitting if fitting[name]):
             properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
         del patterns[pattern]
     if properties:
@@ -391,11 +400,12 @@ def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: boo
     return not matcher.is_error()
 
 
-def _fits(pattern: str, name: str) -> bool:
+def _fits(pattern: str, name: str) -> bool | None:
+    """None: Python's patterns are not the library's in this."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
-        raise SchemaError(f"'patternProperties' {pattern[:60]!r} is no pattern") from None
+        return None
 
 
 def finite_number(number: Any) -> Decimal:

@@ -121,13 +121,14 @@ def test_two_that_contradict_each_other() -> None:
     [
         ({"guided_json": {"type": "objct"}}, "guided_json", "objct"),
         ({"guided_json": False}, "guided_json", "nsatisfiable"),
-        ({"guided_json": {"not": {}}}, "guided_json", '"not"'),
+        ({"guided_json": {"not": {}}}, "guided_json", 'followed: these words are not followed: ["not"]'),
         ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
         (
             {"guided_json": {"type": "integer", "maximum": 2**70, "multipleOf": 3}},
             "guided_json",
             "'multipleOf'",
         ),
+        ({"guided_json": {"oneOf": [{"minimum": 0}, {"maximum": 9}]}}, "guided_json", "more than one may fit"),
         ({"guided_json": {"const": 10**500}}, "guided_json", "more than 400 digits"),
         ({"guided_json": {"$ref": "#"}}, "guided_json", "requires itself"),
         (

@@ -121,12 +121,22 @@ def check(matcher: LLMatcher) -> None:
 _PLAIN = (
     ("NoExtensionBias", "nothing that is allowed can come next"),
     ("Too many items", "it can be read in too many ways"),
+    ("oneOf constraints", "of 'oneOf' more than one may fit, which is not followed; 'anyOf' would be"),
 )
 """What the library says of a grammar that it cannot go on with, and what that means."""
+
+
+_IN_LARK = "failed to compile JSON schema: "
+_SHOWN = re.compile(r"\s*(\d+ \||\^)")
+"""A line of the grammar, or what points into one: of no use where the gateway wrote it for a schema."""
 
 
 def _line(text: str) -> str:
     for theirs, ours in _PLAIN:
         if theirs in text:
             return ours
-    return " ".join(text.replace("<non-verbose/>", "").split())[:300]
+    _, _, of_schema = text.partition(_IN_LARK)
+    if of_schema:
+        text = "\n".join(line for line in of_schema.splitlines() if not _SHOWN.match(line))
+    text = text.replace("<non-verbose/>", "").replace("Unimplemented keys:", "these words are not followed:")
+    return " ".join(text.split())[:300]

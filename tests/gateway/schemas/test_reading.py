@@ -173,6 +173,13 @@ def test_counts_may_be_written_as_fractions() -> None:
     assert follows(lark, '"ab"') and not follows(lark, '"a"') and not follows(lark, '"abcd"')
 
 
+def test_counts_that_no_answer_reaches() -> None:
+    lark = schema_lark(
+        {"type": "array", "maxItems": 2**64, "items": {"type": "string", "maxLength": 1e300}}, FREE
+    )
+    assert follows(lark, '["ab"]')
+
+
 @pytest.mark.parametrize(
     ("number", "exact"),
     [

@@ -122,7 +122,7 @@ class Schema:
             if word == "format":
                 if _is_followed(part, node.get("type")):
                     found[word] = part
-            elif word in _CONSTRAIN:
+            elif word in _CONSTRAIN and not (word in COUNTS and _is_beyond_all(word, part)):
                 found[word] = self._read_part(word, part)
         return found
 
@@ -287,6 +287,11 @@ def _plain(value: Any) -> Any:
 def _is_followed(form: Any, kinds: Any) -> bool:
     of_strings = kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
     return of_strings and isinstance(form, str) and form in FORMATS
+
+
+def _is_beyond_all(word: str, count: Any) -> bool:
+    """Whether it is a most that no answer reaches; the library has no room for it."""
+    return word.startswith("max") and isinstance(count, int | float) and count >= 2**31
 
 
 def _named(source: Node, reference: str) -> Node | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +258,7 @@ def test_a_format_that_the_model_cannot_be_asked_for(tmp_path: Path, backend: Fa
         poster(chat_templates.SMOLLM2, tmp_path, backend, "llama3")
 
 
-def obeying(tokenizer: GatewayTokenizer) -> Script:
+def obeying(tokenizer: GatewayTokenizer, choose: Callable[[list[int]], int] = max) -> Script:
     """Writes what the job's grammar makes it write: the highest of the allowed tokens, or the end where it may come."""
 
     def script(job: Job) -> list[Step]:
@@ -265,7 +267,7 @@ def obeying(tokenizer: GatewayTokenizer) -> Script:
         while not tokens or tokens[-1] != folder.EOS:
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             allowed = [int(token) for token in np.flatnonzero(mask)]
-            tokens.append(folder.EOS if folder.EOS in allowed else max(allowed))
+            tokens.append(folder.EOS if folder.EOS in allowed else choose(allowed))
             assert matcher.consume_token(tokens[-1]), matcher.get_error()
         return says(tokens)
 
@@ -376,6 +378,29 @@ def test_a_model_may_call_or_answer_as_it_must(name: str, tmp_path: Path, backen
         assert not follows(tokenizer, backend.jobs[-1].sampling.grammar, call)
         post.chat(**fields, tool_choice="required")
         assert not follows(tokenizer, backend.jobs[-1].sampling.grammar, answer)
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_an_answer_is_read_as_its_grammar_wrote_it(name: str, tmp_path: Path, backend: FakeBackend) -> None:
+    """Drawn at random where one may call, or answer with JSON of much the same form."""
+    post = poster(SPOKEN[name][0], tmp_path, backend)
+    tokenizer = GatewayTokenizer.load(tmp_path)
+    named = {"type": "object", "properties": {"name": {"enum": ["now", "then"]}, "day": {"type": "boolean"}}}
+    schema = named | {"required": ["name", "day"], "additionalProperties": False}
+    tool = {"type": "function", "function": FORCED | {"name": "now", "description": "d"}}
+    kinds = set()
+    for seed in range(12):
+        backend.script = obeying(tokenizer, random.Random(seed).choice)
+        [choice] = post.chat(tools=[tool], guided_json=schema).json()["choices"]
+        calls = choice["message"].get("tool_calls") or []
+        kinds.add(bool(calls))
+        if calls:
+            assert choice["message"]["content"] is None
+            assert all(json.loads(call["function"]["arguments"])["n"] in (1, 2) for call in calls)
+        else:
+            answer = json.loads(choice["message"]["content"])
+            assert answer.keys() == {"name", "day"} and answer["name"] in ("now", "then")
+    assert kinds == {True, False}
 
 
 def follows(tokenizer: GatewayTokenizer, grammar: str, text: str) -> bool:

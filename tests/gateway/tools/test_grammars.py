@@ -145,6 +145,24 @@ def test_what_a_forced_call_may_be(name: str) -> None:
     assert not follows(name, written(name, {"city": "Paris", "days": 2}).replace("get_weather", "other"))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_of_a_call_have_all_their_digits(name: str) -> None:
+    most = 2**64 - 1
+    number = {"type": "integer", "minimum": most - 1, "maximum": most, "format": "uint64"}
+    listed = {"type": "array", "items": {"$ref": "#/$defs/N"}}
+    properties = {
+        "id": {"enum": [1234567890123456789]},
+        "n": number,
+        "list": listed,
+        "p": {"format": "password", "type": "string"},
+    }
+    schemas = {"get_weather": {"properties": properties, "required": ["id"], "$defs": {"N": number}}}
+    right = {"id": 1234567890123456789, "n": most, "list": [most, most - 1], "p": "x"}
+    assert follows(name, written(name, right), schemas=schemas)
+    for wrong in ({"id": 1234567890123456768}, right | {"n": most + 1}, right | {"list": [most - 2]}):
+        assert not follows(name, written(name, wrong), schemas=schemas)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from isthmus.gateway.schemas.grammar import FREE, Spacing, schema_lark
-from isthmus.gateway.schemas.reading import Schema, SchemaError, is_exact
+from isthmus.gateway.schemas.reading import (
+    COUNTS,
+    LISTS,
+    MAPS,
+    NUMBERS,
+    SINGLE,
+    Schema,
+    SchemaError,
+    is_exact,
+)
 
 from .test_grammar import drawn, follows
 
@@ -87,6 +99,9 @@ def test_a_reference_to_nothing(reference: str) -> None:
         Schema({"type": "null", "$ref": reference, "$defs": {}})
 
 
+WORDS = sorted(
+    MAPS | LISTS | SINGLE | NUMBERS | COUNTS | {"type", "const", "enum", "$ref", "required", "pattern"}
+)
 ENDLESS: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 
@@ -171,6 +186,23 @@ def test_a_name_that_is_spelled_with_escapes_evades_nothing() -> None:
 def test_counts_may_be_written_as_fractions() -> None:
     lark = schema_lark({"type": "string", "minLength": 2.0, "maxLength": Decimal("3.0")}, FREE)
     assert follows(lark, '"ab"') and not follows(lark, '"a"') and not follows(lark, '"abcd"')
+
+
+JUNK = st.recursive(
+    st.sampled_from(
+        [None, True, "a", "#", "object", "^a$", 0, 2.5, 2**64, -1, [], {}, float("inf"), Decimal("1e99")]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "b", *WORDS]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(WORDS), JUNK, max_size=5))
+def test_whatever_a_schema_is_it_is_read_or_refused(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(SchemaError):
+        schema_lark(schema, FREE)
 
 
 def test_counts_that_no_answer_reaches() -> None:

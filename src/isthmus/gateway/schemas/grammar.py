@@ -133,11 +133,14 @@ class Rules:
             raise SchemaError("it nests too deep") from None
 
     def document(self, schema: Node, options: Mapping[str, Any]) -> str:
-        """JSON that follows a schema which the library keeps as it is. `options`: the library's."""
+        """JSON that follows a schema which the library keeps as it is. `options`: the library's. Raises SchemaError."""
         schema = {} if schema is True else {"enum": []} if schema is False else schema
         document = {**schema, "x-guidance": {**self.spacing.options, **options}}
-        expression = f"%json {json.dumps(document, separators=(',', ':'), allow_nan=False)}"
-        return self._once(expression)
+        try:  # numbers that constrain nothing are left as they were read
+            text = json.dumps(document, separators=(",", ":"), allow_nan=False, default=str)
+        except ValueError:
+            raise SchemaError("a number is larger than a double can be") from None
+        return self._once(f"%json {text}")
 
     def lines(self) -> Iterator[str]:
         return filter(None, self._lines.values())
@@ -205,7 +208,7 @@ class _Json:
         waiting = []
         for node in self._schema.nodes():
             inner = [place[key] for place, key in slots(node)]
-            if isinstance(node.get("$ref"), str):
+            if "$ref" in node:
                 inner.append(self._schema.target(node))
             for each in inner:
                 parents.setdefault(id(each), []).append(id(node))

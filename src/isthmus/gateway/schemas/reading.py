@@ -13,6 +13,7 @@ The library (llguidance) refuses by name most of what it cannot follow. The rest
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -43,6 +44,17 @@ _OTHERS = frozenset(
     {"type", "const", "enum", "$ref", "required", "pattern", "uniqueItems", "dependencies", "dependentRequired"}
     | {"$dynamicRef", "$recursiveRef"}
 )
+_SHAPES = (
+    (MAPS, ("object",)),
+    (LISTS | {"enum", "required"}, ("array",)),
+    (SINGLE - {"items"}, ("object", "boolean")),
+    (frozenset({"items"}), ("object", "boolean", "array")),
+    (frozenset({"minimum", "maximum", "multipleOf"}) | COUNTS, ("integer", "number")),
+    (frozenset({"exclusiveMinimum", "exclusiveMaximum"}), ("integer", "number", "boolean")),
+    (frozenset({"$ref", "pattern"}), ("string",)),
+    (frozenset({"type"}), ("string", "array")),
+)
+"""JSON types of what stands behind words."""
 _CONSTRAIN = (MAPS - {"$defs", "definitions"}) | LISTS | SINGLE | NUMBERS | COUNTS | _OTHERS
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
@@ -90,7 +102,7 @@ class Schema:
     def target(self, node: Mapping[str, Any]) -> Node | None:
         """What a node refers to."""
         reference = node.get("$ref")
-        return self.definitions[reference.removeprefix(_PREFIX)] if isinstance(reference, str) else None
+        return None if reference is None else self.definitions[reference.removeprefix(_PREFIX)]
 
     def alone(self, node: Node) -> Node:
         """A node with all that it refers to, that it can stand by itself."""
@@ -98,7 +110,7 @@ class Schema:
         waiting = [node]
         while waiting:
             for inner in _inner_first(waiting.pop()):
-                name = inner["$ref"].removeprefix(_PREFIX) if isinstance(inner.get("$ref"), str) else ""
+                name = inner.get("$ref", "").removeprefix(_PREFIX)
                 if name and name not in used:
                     used[name] = self.definitions[name]
                     waiting.append(used[name])
@@ -116,6 +128,8 @@ class Schema:
 
     def _read(self, node: Node) -> Node:
         if not isinstance(node, Mapping):
+            if not isinstance(node, bool):
+                raise SchemaError(f"{str(node)[:50]!r} must be a schema: an object or a truth value")
             return node
         found: dict[str, Any] = {}
         for word, part in node.items():
@@ -127,14 +141,19 @@ class Schema:
         return found
 
     def _read_part(self, word: str, part: Any) -> Any:
-        if word in MAPS and isinstance(part, Mapping):
+        for words, kinds in _SHAPES:
+            if word in words and kind_of(part) not in kinds:
+                raise SchemaError(f"{word!r} must be {' or '.join(kinds)}, not {kind_of(part)}")
+        if word in MAPS:
             return {name: self._read(inner) for name, inner in part.items()}
-        if (word in LISTS or word in SINGLE) and isinstance(part, list):
+        if word in LISTS or (word in SINGLE and isinstance(part, list)):
             return [self._read(inner) for inner in part]
         if word in SINGLE:
             return self._read(part)
-        if word == "$ref" and isinstance(part, str):
+        if word == "$ref":
             return self._renamed(part)
+        if word == "required" and not all(isinstance(name, str) for name in part):
+            raise SchemaError("'required' must be names")
         if word in COUNTS and isinstance(part, float) and part.is_integer():
             return int(part)
         return _plain(part)
@@ -208,9 +227,9 @@ class Schema:
 
         if not ends(self.target(node)):
             return False
-        if not all(ends(each) for each in _listed(node, "allOf")):
+        if not all(map(ends, node.get("allOf", ()))):
             return False
-        if not all(any(map(ends, _listed(node, word))) for word in ("anyOf", "oneOf") if word in node):
+        if not all(any(map(ends, node[word])) for word in ("anyOf", "oneOf") if word in node):
             return False
         kinds = kinds_of(node)
         if kinds - {"array", "object"}:
@@ -223,7 +242,7 @@ class Schema:
 
     def _settle_patterns(self) -> None:
         """Raises SchemaError."""
-        with_patterns = [node for node in self.nodes() if isinstance(node.get("patternProperties"), dict)]
+        with_patterns = [node for node in self.nodes() if "patternProperties" in node]
         if not with_patterns:
             return
         combined = any(word in node for node in self.nodes() for word in _COMBINED)
@@ -235,9 +254,9 @@ class Schema:
 def slots(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Where the schemas right within this one stand: containers and keys."""
     for word, part in node.items():
-        if word in MAPS and isinstance(part, dict):
+        if word in MAPS:
             yield from ((part, name) for name in part)
-        elif (word in LISTS or word in SINGLE) and isinstance(part, list):
+        elif word in LISTS or (word in SINGLE and isinstance(part, list)):
             yield from ((part, at) for at in range(len(part)))
         elif word in SINGLE:
             yield node, word
@@ -315,33 +334,27 @@ def _inner_first(top: Node) -> Iterator[dict[str, Any]]:
         yield top
 
 
-def _listed(node: Mapping[str, Any], word: str) -> list[Node]:
-    return node[word] if isinstance(node.get(word), list) else []
-
-
 def _required(node: Mapping[str, Any]) -> Iterator[Node]:
     """Schemas of the properties that an object must have."""
-    properties, patterns = node.get("properties"), node.get("patternProperties", {})
-    for name in _listed(node, "required"):
-        if isinstance(properties, Mapping) and name in properties:
+    properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    for name in node.get("required", ()):
+        if name in properties:
             yield properties[name]
         else:
-            fitting = [inner for pattern, inner in patterns.items() if _fits(pattern, name)] if patterns else []
+            fitting = [inner for pattern, inner in patterns.items() if _fits(pattern, name)]
             yield from fitting or (node.get("additionalProperties", True),)
 
 
 def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
     """Schemas of the items that an array must have."""
-    least, first = node.get("minItems", 0), _listed(node, "prefixItems")
-    if isinstance(least, int):
-        yield from first[:least]
-        if least > len(first) and not isinstance(node.get("items"), list):
-            yield node.get("items", True)
+    least, first = node.get("minItems", 0), node.get("prefixItems", [])
+    yield from itertools.islice(first, max(0, math.ceil(least)))
+    if least > len(first) and not isinstance(node.get("items"), list):
+        yield node.get("items", True)
 
 
 def _own_names(node: Mapping[str, Any]) -> set[str]:
-    properties = node.get("properties")
-    return {*(properties if isinstance(properties, dict) else ()), *filter(_is_text, _listed(node, "required"))}
+    return {*node.get("properties", ()), *node.get("required", ())}
 
 
 def _is_open(node: Mapping[str, Any]) -> bool:
@@ -356,15 +369,11 @@ def _has_control(node: Mapping[str, Any]) -> bool:
     return bool(values and _CONTROL.search(json.dumps(values, default=str)))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _settle(node: Any, elsewhere: set[str]) -> None:
     """Leaves patterns that fit further names than those that the schema has already. `elsewhere`: names that schemas
     have which may be combined with this one. Raises SchemaError."""
     patterns, names = node["patternProperties"], _own_names(node)
-    properties = dict(node["properties"]) if isinstance(node.get("properties"), dict) else {}
+    properties = dict(node.get("properties", {}))
     for pattern, inner in list(patterns.items()):
         some_fit = any(_fits(pattern, name) is not False for name in names | elsewhere)
         if not some_fit or _leaves_names({pattern: True}, names | elsewhere, additional=False):

@@ -178,6 +178,12 @@ def test_a_grammar_that_takes_too_much_is_objected_to_in_the_midst_and_for_good(
     assert grammars.objection(row) == reason and "it takes more than 5 ms for each token" in reason
 
 
+def test_a_grammar_that_ends_nowhere_is_objected_to_in_plain_words() -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of('start: "a" B\nB: /b/ & /c/', [ord("a")])
+    next_tokens(grammars, row)
+    assert grammars.objection(row) == "the grammar cannot be followed: nothing that is allowed can come next"
+
+
 def test_outputs_that_do_not_match_are_objected_to() -> None:
     grammars, row = Grammars(BYTES, VOCABULARY), row_of(grammar(PERSON), [ord("{"), ord("x")])
     next_tokens(grammars, row)

@@ -20,6 +20,7 @@ from isthmus.gateway.settings import ApiKey, HttpLimits
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.traffic import Traffic
 from isthmus.types import ModelCard
+from tests.schemas import breaking
 
 from . import folder
 from .fake import FakeBackend, says
@@ -28,7 +29,7 @@ CARD = ModelCard("acme/tiny", 1500, 300, 0)
 SETTINGS = GatewaySettings(keys=(ApiKey("ann", b"k" * 32),), long_body_bytes=2000, prepare_s=0.5)
 TERMS = Terms(priority=3, ttft_ms=100, tenant="ann")
 MESSAGES = [{"role": "user", "content": "hi"}]
-CRASH = {"const": -(2**63)}
+CRASH = breaking()
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": CRASH}}}
 
 
@@ -162,7 +163,7 @@ def test_a_worker_refuses_as_this_process_does(name: str, here: Preparing, apart
             },
             "response_format.json_schema.schema",
         ),
-        ("chat", {"messages": MESSAGES, "guided_json": {"enum": [1, -(2**63)]}}, "guided_json"),
+        ("chat", {"messages": MESSAGES, "guided_json": {"items": False} | CRASH}, "guided_json"),
         ("completion", {"prompt": "x", "structured_outputs": {"json": CRASH}}, "structured_outputs.json"),
         (
             "completion",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +257,7 @@ def test_a_format_that_the_model_cannot_be_asked_for(tmp_path: Path, backend: Fa
         poster(chat_templates.SMOLLM2, tmp_path, backend, "llama3")
 
 
-def obeying(tokenizer: GatewayTokenizer) -> Script:
+def obeying(tokenizer: GatewayTokenizer, choose: Callable[[list[int]], int] = max) -> Script:
     """Writes what the job's grammar makes it write: the highest of the allowed tokens, or the end where it may come."""
 
     def script(job: Job) -> list[Step]:
@@ -264,7 +266,7 @@ def obeying(tokenizer: GatewayTokenizer) -> Script:
         while not tokens or tokens[-1] != folder.EOS:
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             allowed = [int(token) for token in np.flatnonzero(mask)]
-            tokens.append(folder.EOS if folder.EOS in allowed else max(allowed))
+            tokens.append(folder.EOS if folder.EOS in allowed else choose(allowed))
             assert matcher.consume_token(tokens[-1]), matcher.get_error()
         return says(tokens)
 
@@ -319,26 +321,13 @@ def test_no_grammar_where_the_model_may_choose(post: Poster, backend: FakeBacken
     assert [job.sampling.grammar for job in backend.jobs] == ["", ""]
 
 
-@pytest.mark.parametrize("form", [None, {"type": "json_object"}])
-def test_no_call_is_read_from_an_answer_of_another_form(
-    tmp_path: Path, backend: FakeBackend, form: Any
-) -> None:
-    text = '{"name": "now", "parameters": {}}'
-    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
-    post = poster(chat_templates.LLAMA31, tmp_path, backend)
-    described = {**NOW, "function": {"name": "now", "description": "The time"}}
-    [choice] = post.chat(tools=[described], response_format=form).json()["choices"]
-    assert choice["message"]["content"] == (text if form else None)
-    assert choice["finish_reason"] == ("stop" if form else "tool_calls")
-
-
 STRICT = {"type": "function", "function": FORCED | {"strict": True}}
 
 
 def test_calls_that_must_follow_their_schemas(
     post: Poster, backend: FakeBackend, tokenizer: GatewayTokenizer
 ) -> None:
-    """Where all functions are strict. What else says how the answer must look comes first."""
+    """Where all functions are strict."""
     post.chat(tools=[STRICT])
     grammar = backend.jobs[-1].sampling.grammar
     for text, fits in (("Just text", True), (CHOSEN, True), (CHOSEN.replace("2", "3"), False)):
@@ -346,8 +335,122 @@ def test_calls_that_must_follow_their_schemas(
         assert matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS]) == fits
     post.chat(tools=[STRICT, NOW])
     assert backend.jobs[-1].sampling.grammar == ""
-    assert post.chat(tools=[STRICT], guided_choice=["a"]).status_code == 200
-    assert backend.jobs[-1].sampling.grammar not in ("", grammar)
+
+
+DONE = {"type": "object", "properties": {"done": {"type": "boolean"}}, "required": ["done"]}
+ANSWERS = {
+    "response_format": (
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": DONE}},
+        '{"done": true}',
+    ),
+    "guided_choice": (["yes", "no"], "no"),
+    "guided_regex": ("[a-c]+", "abc"),
+    "guided_grammar": ('start: "big " %json {"const": 18446744073709551615}', "big 18446744073709551615"),
+}
+WRITTEN = {name: text for name, (_, text) in SPOKEN.items()} | {
+    "smollm2": SPOKEN["qwen2.5"][1],
+    "mistral-args": SPOKEN["mistral"][1],  # without the special token
+}
+"""A call as the grammar has it."""
+SAYS_LIKE_A_CALL = '{"name": "other", "child": {"name": "now", "parameters": {}}, "x": "<tool_call>"}'
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_model_may_call_or_answer_as_it_must(name: str, tmp_path: Path, backend: FakeBackend) -> None:
+    """Tools beside each field that says how an answer must look: one grammar allows both, and nothing else."""
+    call = WRITTEN[name]
+    post = poster(SPOKEN[name][0], tmp_path, backend)
+    tokenizer = GatewayTokenizer.load(tmp_path)
+    described = {**NOW, "function": {"name": "now", "description": "The time"}}
+    for field, (value, answer) in ANSWERS.items():
+        for text, calls in ((call, ["now"]), (answer, [])):
+            backend.script = lambda _, text=text: says([*folder.byte_tokens(text), folder.EOS])  # type: ignore[misc]
+            fields = {field: value, "tools": [described]}
+            [choice] = post.chat(**fields).json()["choices"]
+            message = choice["message"]
+            assert [each["function"]["name"] for each in message.get("tool_calls") or ()] == calls
+            assert message["content"] == (None if calls else text)
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            assert follows(tokenizer, backend.jobs[-1].sampling.grammar, text)
+        assert not follows(tokenizer, backend.jobs[-1].sampling.grammar, "Just text")
+        post.chat(**fields, tool_choice="none")
+        assert not follows(tokenizer, backend.jobs[-1].sampling.grammar, call)
+        post.chat(**fields, tool_choice="required")
+        assert not follows(tokenizer, backend.jobs[-1].sampling.grammar, answer)
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_an_answer_is_read_as_its_grammar_wrote_it(name: str, tmp_path: Path, backend: FakeBackend) -> None:
+    """Drawn at random where one may call, or answer with JSON of much the same form."""
+    post = poster(SPOKEN[name][0], tmp_path, backend)
+    tokenizer = GatewayTokenizer.load(tmp_path)
+    named = {"type": "object", "properties": {"name": {"enum": ["now", "then"]}, "day": {"type": "boolean"}}}
+    schema = named | {"required": ["name", "day"], "additionalProperties": False}
+    tool = {"type": "function", "function": FORCED | {"name": "now", "description": "d"}}
+    kinds = set()
+    for seed in range(12):
+        backend.script = obeying(tokenizer, random.Random(seed).choice)
+        [choice] = post.chat(tools=[tool], guided_json=schema).json()["choices"]
+        calls = choice["message"].get("tool_calls") or []
+        kinds.add(bool(calls))
+        if calls:
+            assert choice["message"]["content"] is None
+            assert all(json.loads(call["function"]["arguments"])["n"] in (1, 2) for call in calls)
+        else:
+            answer = json.loads(choice["message"]["content"])
+            assert answer.keys() == {"name", "day"} and answer["name"] in ("now", "then")
+    assert kinds == {True, False}
+
+
+def follows(tokenizer: GatewayTokenizer, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(tokenizer.for_grammars, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", SPOKEN)
+@pytest.mark.parametrize(
+    "text", [SAYS_LIKE_A_CALL, f"[{SAYS_LIKE_A_CALL}]", '[{"name": "now", "parameters": {}}]']
+)
+def test_json_that_holds_what_looks_like_a_call_is_the_answer(
+    name: str, tmp_path: Path, backend: FakeBackend, text: str, stream: bool
+) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
+    post = poster(SPOKEN[name][0], tmp_path, backend)
+    described = {**NOW, "function": {"name": "now", "description": "The time"}}
+    answered = post.chat(tools=[described], guided_json={}, stream=stream)
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in events_of(answered) if event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+        assert not any("tool_calls" in delta for delta in deltas)
+    else:
+        [choice] = answered.json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_functions_that_no_grammar_follows_may_be_called_beside_an_answer(
+    name: str, tmp_path: Path, backend: FakeBackend
+) -> None:
+    """Calls of functions that are not strict need not follow their schemas: these are not refused."""
+    post = poster(SPOKEN[name][0], tmp_path, backend)
+    tokenizer = GatewayTokenizer.load(tmp_path)
+    unfollowed = {"type": "object", "properties": {"a": {"not": {}}, "b": {"const": 10**500}}}
+    tool = {"type": "function", "function": {"name": "now", "description": "d", "parameters": unfollowed}}
+    assert post.chat(tools=[tool], guided_choice=["yes"]).status_code == 200
+    assert all(follows(tokenizer, backend.jobs[-1].sampling.grammar, text) for text in (WRITTEN[name], "yes"))
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}
+    error = post.chat(tools=[strict], guided_choice=["yes"]).json()["error"]
+    assert error["param"] == "tools[0].function.parameters"
+
+
+def test_more_functions_than_a_grammar_holds_may_be_called_beside_an_answer(
+    post: Poster, backend: FakeBackend, tokenizer: GatewayTokenizer
+) -> None:
+    assert post.chat(tools=many(1000), guided_choice=["yes"]).status_code == 200
+    call = '<tool_call>\n{"name": "f999", "arguments": {"n": 1}}\n</tool_call>'
+    assert all(follows(tokenizer, backend.jobs[-1].sampling.grammar, text) for text in (call, "yes"))
 
 
 def many(count: int, *, strict: bool = False) -> list[dict[str, Any]]:
@@ -404,7 +507,7 @@ def with_parameters(**schema: Any) -> dict[str, Any]:
             "tools[0].function.parameters",
             "cannot be followed",
         ),
-        ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "each say how the answer must look"),
+        ({"tools": [NOW], "guided_regex": "(a"}, "guided_regex", "cannot be followed"),
     ],
 )
 def test_what_cannot_be_forced_is_named(

@@ -25,6 +25,8 @@ LIMITS = LLParserLimits(
 """One request must not hold up all others of its batch: of what tried to be slow, a mask took 0.25 s at worst."""
 MAX_MULTIPLE = 10_000
 """Takes 0.15 s; a million would take 10 s and 344 MiB."""
+MAX_PRODUCT = (1 << 32) - 1
+"""Of all that may hold together: beyond it the library (1.9.1) reckons wrongly, without a word."""
 MAX_DIGITS = 30
 _MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.0-9eE]+)')
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
@@ -77,21 +79,33 @@ def _check_multiples(grammar: str) -> None:
     """The library counts up to every `multipleOf`, or to the least common multiple of those that hold for one number,
     but for factors of ten, and no limit of its own ends that. Raises GrammarError."""
     spelled = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), grammar)
-    counted = [_without_tens(found) for found in _MULTIPLE.findall(spelled)]
+    found = _MULTIPLE.findall(spelled)
+    counted = [_without_tens(number) for number in found]
     if any(word in spelled for word in _COMBINING):
         counted = [math.lcm(*counted)]
+        places = max(map(_places, found), default=0)
+        if len(found) > 1 and math.prod(map(_digits, found)) * 10 ** (len(found) * places) > MAX_PRODUCT:
+            counted.append(MAX_MULTIPLE + 1)
     if max(counted, default=0) > MAX_MULTIPLE:
         raise GrammarError(
             f"'multipleOf' is followed up to {MAX_MULTIPLE}, of those that hold together the product"
         )
 
 
-def _without_tens(number: str) -> int:
-    """What is left of its digits without factors of two and five; more than allowed where there are too many digits."""
+def _digits(number: str) -> int:
+    """Its digits as a whole number; more than is allowed where there are too many."""
     digits = re.split("[eE]", number)[0].replace(".", "").lstrip("-+0") or "1"
-    if len(digits) > MAX_DIGITS:
-        return MAX_MULTIPLE + 1
-    left = int(digits)
+    return MAX_PRODUCT + 1 if len(digits) > MAX_DIGITS else int(digits)
+
+
+def _places(number: str) -> int:
+    """Behind the point; many where an exponent may say so."""
+    return MAX_DIGITS if "e" in number.lower() else len(number.partition(".")[2].rstrip("0"))
+
+
+def _without_tens(number: str) -> int:
+    """What is left of its digits without factors of two and five."""
+    left = _digits(number)
     for factor in (2, 5):
         while left % factor == 0:
             left //= factor
@@ -104,5 +118,25 @@ def check(matcher: LLMatcher) -> None:
         raise GrammarError(_line(matcher.get_error()))
 
 
+_PLAIN = (
+    ("NoExtensionBias", "nothing that is allowed can come next"),
+    ("Too many items", "it can be read in too many ways"),
+    ("oneOf constraints", "of 'oneOf' more than one may fit, which is not followed; 'anyOf' would be"),
+)
+"""What the library says of a grammar that it cannot go on with, and what that means."""
+
+
+_IN_LARK = "failed to compile JSON schema: "
+_SHOWN = re.compile(r"\s*(\d+ \||\^)")
+"""A line of the grammar, or what points into one: of no use where the gateway wrote it for a schema."""
+
+
 def _line(text: str) -> str:
+    for theirs, ours in _PLAIN:
+        if theirs in text:
+            return ours
+    _, _, of_schema = text.partition(_IN_LARK)
+    if of_schema:
+        text = "\n".join(line for line in of_schema.splitlines() if not _SHOWN.match(line))
+    text = text.replace("<non-verbose/>", "").replace("Unimplemented keys:", "these words are not followed:")
     return " ".join(text.split())[:300]

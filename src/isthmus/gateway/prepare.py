@@ -105,10 +105,10 @@ class RequestPreparer:
         if len(request.tools or ()) > self.settings.max_tools:
             raise over("tools", len(request.tools or ()), self.settings.max_tools)
         tools = tool_use(request, self.tool_format)
-        calls = ""
-        if tools and (tools.forced or tools.strict):
-            calls = call_grammar(request, tools, self.tokenizer, self.settings.grammar)
-        sampler = self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, calls)
+        grammar = self._answer_grammar(request)
+        if tools and (tools.forced or tools.strict or tools.constrained):
+            grammar = call_grammar(request, tools, grammar, self.tokenizer, self.settings.grammar)
+        sampler = self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, grammar)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(self.chat_tokens(request, request.add_special_tokens), request, asked, self.card)
         check_prompt(len(tokens), self.card, "messages")
@@ -121,7 +121,7 @@ class RequestPreparer:
         """Raises RequestError."""
         self.check_model(request.model)
         asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
-        sampler = self._sampler(request, request.logprobs, asked)
+        sampler = self._sampler(request, request.logprobs, asked, self._answer_grammar(request))
         self._check_count(len(request.prompt), request.n or 1)
         prompts = [self._prompt(prompt, request) for prompt in request.prompt]
         return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, prompts)
@@ -149,26 +149,27 @@ class RequestPreparer:
         if name is not None and name != self.card.name:
             raise UnknownModelError(name, self.card.name)
 
+    def _answer_grammar(self, request: GenerationRequest) -> str:
+        """Of an answer that calls nothing; "" where it is free. Raises RequestError."""
+        grammar, param = grammar_of(request)
+        if grammar:
+            check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
+        return grammar
+
     def _sampler(
         self,
         request: GenerationRequest,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        calls: str = "",
+        grammar: str,
     ) -> Sampler:
-        """`calls`: the grammar of an answer with calls, where there is one. Raises RequestError."""
+        """`grammar`: of the answer, "" where it is free. Raises RequestError."""
         if request.best_of not in (None, request.n or 1):
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
             raise RequestError(message, param="best_of")
         if request.stream and request.prompt_logprobs is not None:
             message = "'prompt_logprobs' come in one piece: leave it out, or do not stream"
             raise RequestError(message, param="prompt_logprobs")
-        grammar, param = grammar_of(request)
-        if calls and grammar:
-            message = f"{param!r} and 'tool_choice' each say how the answer must look: give one"
-            raise RequestError(message, param=param)
-        if grammar:
-            check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
         bad_words = self.tokenizer.words_as_tokens(request.bad_words or ())
         return sampler_of(
             request,
@@ -177,7 +178,7 @@ class RequestPreparer:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             bad_words=bad_words,
-            grammar=calls or grammar,
+            grammar=grammar,
         )
 
     def _prepared(

@@ -7,6 +7,7 @@ between its parts, but not without end: a small model would put out nothing else
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +20,8 @@ from isthmus.errors import RequestError
 from isthmus.files.grammar import GrammarError, GrammarLimits, compile_grammar
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import Checked, Refused, Strict, only, refuse
+from isthmus.gateway.schemas.grammar import FREE, Spacing, lark_as_read, schema_lark
+from isthmus.gateway.schemas.reading import SchemaError
 
 if TYPE_CHECKING:
     from isthmus.gateway.requests import GenerationRequest
@@ -26,15 +29,14 @@ if TYPE_CHECKING:
 MAX_CHOICES = 1024
 MAX_CHECKED = 128
 """So many grammars are known to be right: clients send the same again and again."""
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
 def _parse_schema(value: Any) -> Any:
     """A JSON schema as JSON, or as a text that holds it."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = json.loads(value, parse_float=Decimal)
+        except (ValueError, ArithmeticError, RecursionError):
             raise refuse("must be a JSON schema: the text is not JSON") from None
     if not isinstance(value, dict | bool):
         raise refuse("must be a JSON schema: an object, or its text")
@@ -113,7 +115,12 @@ def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: Gram
     try:
         compile_grammar(grammar, tokenizer, limits)
     except GrammarError as error:
-        raise RequestError(f"{param!r} cannot be followed: {error}", param=param) from None
+        raise unfollowed(param, error) from None
+
+
+def unfollowed(param: str, error: Exception) -> RequestError:
+    """The refusal of a field whose schema or grammar is not followed."""
+    return RequestError(f"{param!r} cannot be followed: {error}", param=param)
 
 
 Given = list[tuple[str, str]]
@@ -162,13 +169,10 @@ def _from_words(request: GenerationRequest) -> Given:
 
 def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
     sandbox.note(param)
-    options: Any = {"whitespace_pattern": WHITE_SPACE} if spaces else {"whitespace_flexible": False}
-    if isinstance(schema, bool):  # anything, or nothing, in the library's words
-        schema = {} if schema else {"enum": []}
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults=options), param
-    except ValueError as error:  # a number that it cannot hold
-        raise RequestError(f"{param!r} cannot be read: {error}"[:300], param=param) from None
+        return LLMatcher.grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing())), param
+    except SchemaError as error:
+        raise unfollowed(param, error) from None
 
 
 def _regex(regex: str | None, param: str) -> Given:
@@ -191,8 +195,14 @@ def _any_of(choices: tuple[str, ...]) -> str:
 
 def _lark(grammar: str, param: str) -> str:
     """Lark as it is; GBNF (`root ::= ...`), which vLLM and SGLang take too, translated."""
+    sandbox.note(param)
+    if grammar.lstrip().startswith("{"):  # the library's own form, in which nothing is read as it is here
+        raise RequestError(f"{param!r} must be Lark or GBNF, not JSON", param=param)
     if "::=" not in grammar:
-        return LLMatcher.grammar_from_lark(grammar)
+        try:
+            return LLMatcher.grammar_from_lark(lark_as_read(grammar))
+        except SchemaError as error:
+            raise unfollowed(param, error) from None
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar))
     except Exception as error:  # the library raises bare exceptions of several types

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llguidance import LLMatcher
 
+from isthmus import sandbox
 from isthmus.errors import ConfigError, RequestError
 from isthmus.files.grammar import GrammarLimits
 from isthmus.gateway.requests import ChatRequest, TemplateFields
-from isthmus.gateway.structured import check_grammar, is_constrained
+from isthmus.gateway.schemas.reading import SchemaError
+from isthmus.gateway.structured import check_grammar, is_constrained, unfollowed
 from isthmus.gateway.template import ChatTemplate
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_fields import NamedFunction
 from isthmus.gateway.tools.events import Content, Event
 from isthmus.gateway.tools.formats import FORMATS, Format, recognised
-from isthmus.gateway.tools.lark import Asked, UnfollowableError, parameters_alone
+from isthmus.gateway.tools.lark import ANY_ARGUMENTS, Asked
 from isthmus.gateway.tools.schemas import Schemas
 
 AUTO = "auto"
@@ -27,13 +30,14 @@ AUTO = "auto"
 class ToolUse:
     """How calls are read from an answer. `form`: a name in FORMATS. `several`: there may be more than one; what comes
     after the first is dropped otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must
-    follow their schemas."""
+    follow their schemas; `constrained`: an answer that is no call follows a grammar of its own."""
 
     form: str
     schemas: Schemas
     several: bool
     forced: bool
     strict: bool
+    constrained: bool = False
 
     @property
     def format(self) -> Format:
@@ -44,57 +48,110 @@ class ToolUse:
 
 
 class CallReader:
-    """Reads one answer."""
+    """Reads one answer. Where it follows a grammar if it is no call, it is one only from its first character on: JSON
+    may well hold what looks like a call."""
 
     def __init__(self, use: ToolUse) -> None:
+        self._use = use
         self._parser = use.format.parser(use.schemas)
-        self._several = use.several
+        self._undecided = "" if use.constrained else None
+        self._is_content = False
 
     @property
     def num_calls(self) -> int:
-        return self._parser.num_calls
+        return 0 if self._is_content else self._parser.num_calls
 
     def push(self, text: str, *, last: bool) -> Sequence[Event]:
         """What `text` settles; `last`: with it the answer ends."""
-        events = [*self._parser.push(text), *(self._parser.flush() if last else ())]
-        return [event for event in events if self._several or isinstance(event, Content) or event.index == 0]
+        events = [] if self._is_content else [*self._parser.push(text), *(self._parser.flush() if last else ())]
+        if self._undecided is not None:
+            text = self._undecided = self._undecided + text
+            self._is_content = not self._may_be_call(text) or bool(events and isinstance(events[0], Content))
+            if events or self._is_content:
+                self._undecided = None
+        if self._is_content:
+            return [Content(text)] if text else []
+        return [
+            event for event in events if self._use.several or isinstance(event, Content) or event.index == 0
+        ]
+
+    def _may_be_call(self, text: str) -> bool:
+        openings, text = self._use.format.openings, "".join(text.split())
+        return any(text.startswith(opening) or opening.startswith(text) for opening in openings)
 
 
-def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer, limits: GrammarLimits) -> str:
-    """Of an answer that must be a call, or in which calls must follow their schemas; "" where none must be and
-    there are too many functions for one grammar. May take seconds for large ones.
+def call_grammar(
+    request: ChatRequest, use: ToolUse, answer: str, tokenizer: GatewayTokenizer, limits: GrammarLimits
+) -> str:
+    """Of an answer that must be a call, or in which calls must follow their schemas. `answer`: the grammar of one that
+    may be there instead of a call that is not forced, "" where text may. "" where there is none and there are too many
+    functions for one grammar. May take seconds for large ones.
 
     Raises RequestError naming the function whose parameters cannot be followed.
     """
-    choice = request.tool_choice
-    named = choice.name if isinstance(choice, NamedFunction) else None
-    schemas = {name: schema for name, schema in use.schemas.items() if named in (None, name)}
-    places = {tool.function.name: index for index, tool in enumerate(request.tools or ())}
-    for name, schema in schemas.items():
+    named = request.tool_choice.name if isinstance(request.tool_choice, NamedFunction) else None
+    otherwise = "" if use.forced else answer
+    alone = Asked(several=False, forced=True, token_of=tokenizer.special_token)
+    chosen = [
+        (f"tools[{at}].function.parameters", tool.function, use.strict or use.forced or tool.function.strict)
+        for at, tool in enumerate(request.tools or ())
+        if named in (None, tool.function.name)
+    ]
+
+    def written(schemas: Schemas, asked: Asked = alone) -> str:
+        return LLMatcher.grammar_from_lark(use.format.grammar(schemas, asked))
+
+    schemas, ones = {}, {}
+    for param, function, must in chosen:
+        schema = use.schemas[function.name]
         if schema.get("type", "object") != "object":
-            param = f"tools[{places[name]}].function.parameters"
             raise RequestError(f"{param!r} must be the schema of an object", param=param)
-    try:
-        asked = Asked(use.several and named is None, use.forced, tokenizer.special_token)
-        lark = use.format.grammar(schemas, asked)
-    except UnfollowableError as error:
-        param = f"tools[{places[error.function]}].function.parameters"
-        raise RequestError(f"{param!r}: {error}", param=param) from None
-    grammar = LLMatcher.grammar_from_lark(lark)
+        sandbox.note(param)
+        try:
+            ones[param] = written({function.name: schema})
+        except SchemaError as error:
+            if must:
+                raise unfollowed(param, error) from None
+            schema = ANY_ARGUMENTS
+        schemas[function.name] = schema
+    asked = replace(
+        alone,
+        several=use.several and named is None,
+        forced=use.forced or bool(otherwise),
+        otherwise=f"@{_ANSWER}" if otherwise else "",
+    )
+    grammar = written(schemas, asked)
     if len(grammar) > limits.max_bytes:  # before each schema is compiled, which takes long for so many
         if use.forced:
             message = f"'tools' are too many to force a call of: their grammar has {len(grammar)} characters"
             raise RequestError(
                 f"{message} of at most {limits.max_bytes}; name one, or send fewer", param="tools"
             )
-        return ""
-    for name, schema in schemas.items():
-        param = f"tools[{places[name]}].function.parameters"
-        check_grammar(
-            LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars, limits
-        )
+        if not otherwise:
+            return ""
+        schemas, ones = dict.fromkeys(schemas, ANY_ARGUMENTS), {}
+    for param, function, must in chosen:
+        try:
+            if param in ones:
+                check_grammar(ones[param], param, tokenizer.for_grammars, limits)
+        except RequestError:
+            if must:
+                raise
+            schemas[function.name] = ANY_ARGUMENTS
+    grammar = written(schemas, asked)
+    if otherwise:
+        grammar = _either(grammar, otherwise)
     check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
     return grammar
+
+
+_ANSWER = "answer"
+
+
+def _either(calls: str, answer: str) -> str:
+    """The grammar of calls, which refers to that of another answer: Lark, or what the library makes of a regex."""
+    other = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": calls}, other | {"name": _ANSWER}]})
 
 
 def format_of(template: ChatTemplate | None, name: str) -> Format | None:
@@ -135,8 +192,7 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
     if isinstance(choice, NamedFunction) and choice.name not in names:
         raise RequestError(f"'tool_choice' names {choice.name!r}, which 'tools' has not", param="tool_choice")
     forced = choice not in (None, "none", "auto")
-    # What else says how the answer must look leaves no room for calls that are not forced.
-    if choice == "none" or (not forced and is_constrained(request)):
+    if choice == "none":
         return None
     if form is None:
         message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
@@ -148,4 +204,5 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         several=request.parallel_tool_calls is not False,
         forced=forced,
         strict=all(tool.function.strict for tool in request.tools or ()),
+        constrained=not forced and is_constrained(request),
     )

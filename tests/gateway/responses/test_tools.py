@@ -313,10 +313,6 @@ REFUSED = [
         {"tools": [NOW, WEATHER | {"parameters": {"type": "no"}}], "tool_choice": "required"},
         "tools[1].parameters",
     ),
-    (
-        {"tools": [NOW], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-        "text.format",
-    ),
 ]
 
 

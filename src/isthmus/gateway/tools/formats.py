@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isthmus.gateway.tools.hermes import HermesParser, hermes_grammar
+from isthmus.gateway.tools.hermes import OPEN, HermesParser, hermes_grammar
 from isthmus.gateway.tools.lark import Asked
-from isthmus.gateway.tools.llama3 import Llama3Parser, llama3_grammar
-from isthmus.gateway.tools.mistral import MistralParser, mistral_grammar
+from isthmus.gateway.tools.llama3 import TAG, Llama3Parser, llama3_grammar
+from isthmus.gateway.tools.mistral import CALLS, MistralParser, mistral_grammar
 from isthmus.gateway.tools.parser import CallParser
 from isthmus.gateway.tools.qwen_coder import QwenCoderParser, qwen_coder_grammar
 from isthmus.gateway.tools.schemas import Schemas
@@ -17,22 +17,24 @@ from isthmus.gateway.tools.schemas import Schemas
 @dataclass(frozen=True)
 class Format:
     """`parser`: of one answer, in which functions with these parameters may be called. `markers`: texts that calls are
-    made of, which may be special tokens. `grammar`: Lark of an answer in which calls are of these functions, and follow
-    their schemas; raises UnfollowableError."""
+    made of, which may be special tokens. `openings`: what calls begin with that follow the grammar, but for
+    white space. `grammar`: Lark of
+    an answer in which calls are of these functions, and follow their schemas; raises SchemaError."""
 
     name: str
     parser: Callable[[Schemas], CallParser]
     markers: Sequence[str]
+    openings: Sequence[str]
     grammar: Callable[[Schemas, Asked], str]
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("hermes", HermesParser, HermesParser.markers, hermes_grammar),
-        Format("llama3", Llama3Parser, Llama3Parser.markers, llama3_grammar),
-        Format("qwen_coder", QwenCoderParser, QwenCoderParser.markers, qwen_coder_grammar),
-        Format("mistral", MistralParser, MistralParser.markers, mistral_grammar),
+        Format("hermes", HermesParser, HermesParser.markers, (OPEN,), hermes_grammar),
+        Format("llama3", Llama3Parser, Llama3Parser.markers, (TAG, '{"name":"'), llama3_grammar),
+        Format("qwen_coder", QwenCoderParser, QwenCoderParser.markers, (OPEN,), qwen_coder_grammar),
+        Format("mistral", MistralParser, MistralParser.markers, (CALLS,), mistral_grammar),
     )
 }
 

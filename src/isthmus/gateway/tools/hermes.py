@@ -35,6 +35,6 @@ class HermesParser(JsonCallParser):
 
 def hermes_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions as Qwen's templates show them, each on lines of its own."""
-    rules = Rules(asked.token_of)
+    rules = Rules(asked)
     body = json_calls(rules, schemas, "arguments")
     return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)

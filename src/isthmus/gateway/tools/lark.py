@@ -7,18 +7,22 @@ They are of the format that the model writes by itself, so the parser that reads
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.gateway.tools.schemas import bare, required_of
+from isthmus.gateway.schemas import grammar as schema_grammar
+from isthmus.gateway.schemas.grammar import Spacing, literal
+from isthmus.gateway.tools.schemas import required_of
 
 MAX_CALLS = 16
 """In one answer, where there may be several: a small model that is free to go on does."""
 
 # As chat templates write JSON, which is what the model has read of calls.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = Spacing("", ", ", ": ")
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "patternProperties", "unevaluatedProperties")
+ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
+"""Of a function whose schema is not followed."""
 
 TokenOf = Callable[[str], int | None]
 """The id of a text that is a special token; such a token is never written as text."""
@@ -30,64 +34,35 @@ TEXT = "TEXT"
 @dataclass(frozen=True)
 class Asked:
     """What an answer is to be. `several`: there may be more than one call; `forced`: there is at least one, and nothing
-    else. `token_of`: as below."""
+    else. `token_of`: as below. `otherwise`: what a forced call may be replaced by; "": nothing."""
 
     several: bool
     forced: bool
     token_of: TokenOf
+    otherwise: str = ""
 
 
-class UnfollowableError(Exception):
-    """The schema of a function's parameters says what no grammar of this format can. Says which and why."""
+class Rules(schema_grammar.Rules):
+    """Rules of calls. Equal schemas share one."""
 
-    def __init__(self, function: str, reason: str) -> None:
-        super().__init__(reason)
-        self.function = function
-
-
-class Rules:
-    """Lark text, rule by rule."""
-
-    def __init__(self, token_of: TokenOf) -> None:
-        self._lines: list[str] = []
-        self._json: dict[str, str] = {}  # the rules of schemas
-        self._token_of = token_of
+    def __init__(self, asked: Asked, spacing: Spacing = _SPACING) -> None:
+        super().__init__(spacing)
+        self._asked = asked
 
     def mark(self, text: str) -> str:
         """A text that may be a special token."""
-        token = self._token_of(text)
+        token = self._asked.token_of(text)
         return literal(text) if token is None else f"<[{token}]>"
 
     def text_until(self, mark: str) -> str:
         """Any text up to the first of these marks, and that."""
-        if self._token_of(mark) is not None:
+        if self._asked.token_of(mark) is not None:
             return f"{TEXT} {self.mark(mark)}"
         return self.rule(f"{TEXT} {literal(mark)}", options="[lazy]")
 
-    def rule(self, expression: str, *, options: str = "") -> str:
-        """A rule of its own; its name."""
-        name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}{options}: {expression}")
-        return name
-
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON that follows `schema`, spaced as templates space it. Equal schemas share a rule."""
-        spaced = {**bare(schema), "x-guidance": _SPACING}
-        expression = f"%json {json.dumps(spaced, separators=(',', ':'))}"
-        if expression not in self._json:
-            self._json[expression] = self.rule(expression)
-        return self._json[expression]
-
-    def any_of(self, expressions: Sequence[str]) -> str:
-        return self.rule(" | ".join(expressions))
-
     def text(self, start: str) -> str:
-        return "\n".join((f"start: {start}", *self._lines, f"{TEXT}: /(?s:.*)/"))
-
-
-def literal(text: str) -> str:
-    """JSON's escapes are Lark's, which takes some signs only so."""
-    return json.dumps(text)
+        start = f"({start}) | {self._asked.otherwise}" if self._asked.otherwise else start
+        return "\n".join((f"start: {start}", *self.lines(), f"{TEXT}: /(?s:.*)/"))
 
 
 def repeated(call: str, separator: str, *, several: bool) -> str:
@@ -109,12 +84,6 @@ def parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     A schema that says nothing of other properties allows any; a model that may invent some does, and would not end.
     """
     return {**_closed(schema or {"properties": {}}), "type": "object"}
-
-
-def parameters_alone(schema: Mapping[str, Any]) -> str:
-    """Lark for the arguments of one function, as all formats but one write them."""
-    rules = Rules(lambda text: None)
-    return rules.text(rules.json(parameters(schema)))
 
 
 def _closed(schema: Any) -> Any:
@@ -141,6 +110,9 @@ def json_calls(rules: Rules, schemas: Mapping[str, Mapping[str, Any]], arguments
     """`{"name": ..., "arguments": ...}` of any of the functions; `arguments`: what those are called."""
     calls = []
     for name, schema in schemas.items():
-        head = literal(f'{{"name": {json.dumps(name)}, "{arguments}": ')
-        calls.append(f"{head} {rules.json(parameters(schema))} {literal('}')}")
+        pairs = (
+            rules.pair("name", literal(json.dumps(name))),
+            rules.pair(arguments, rules.json(parameters(schema))),
+        )
+        calls.append(rules.bracketed("{}", f" {rules.comma} ".join(pairs)))
     return rules.any_of(calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from isthmus.gateway.schemas.grammar import FREE
 from isthmus.gateway.tools.json_calls import JsonCallParser
 from isthmus.gateway.tools.lark import Asked, Rules, json_calls
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
@@ -37,10 +38,12 @@ class Llama3Parser(JsonCallParser):
 def llama3_grammar(schemas: Schemas, asked: Asked) -> str:
     """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
     is forced, an answer that begins like one is one."""
-    rules = Rules(asked.token_of)
+    rules = Rules(asked, FREE) if asked.otherwise else Rules(asked)  # the other answer may be JSON, spaced so
     call = json_calls(rules, schemas, "parameters")
-    if asked.forced:
+    if asked.forced and not asked.otherwise:
         return rules.text(call)
     tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+    if asked.otherwise:
+        return rules.text(call + tagged)
     other = rules.rule(r"/[^{](?s:.*)/")
     return rules.text(f"({call}{tagged} | {other})?")

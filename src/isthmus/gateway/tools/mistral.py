@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from isthmus.gateway.schemas.grammar import literal
 from isthmus.gateway.tools.json_calls import JsonCallParser
-from isthmus.gateway.tools.lark import Asked, Rules, answer, json_calls, literal, parameters, repeated
+from isthmus.gateway.tools.lark import Asked, Rules, answer, json_calls, parameters, repeated
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import Schemas
 
@@ -47,7 +48,7 @@ class MistralParser(JsonCallParser):
 
 def mistral_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions, with names before the arguments if the model has the token for it."""
-    rules = Rules(asked.token_of)
+    rules = Rules(asked)
     if asked.token_of(ARGS) is None:
         calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
         return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))

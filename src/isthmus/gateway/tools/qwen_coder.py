@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from isthmus.gateway.schemas.grammar import literal
+from isthmus.gateway.schemas.reading import FORMATS, SchemaError
 from isthmus.gateway.tools.events import Event
 from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from isthmus.gateway.tools.lark import TEXT, Asked, Rules, UnfollowableError, answer, literal
+from isthmus.gateway.tools.lark import ANY_ARGUMENTS, TEXT, Asked, Rules, answer
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import (
     STRING,
@@ -136,33 +138,35 @@ _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternPr
 
 
 def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
-    """Calls of these functions, parameters in the order of the schema. Raises UnfollowableError: text within marks
+    """Calls of these functions, parameters in the order of the schema. Raises SchemaError: text within marks
     cannot be held to all that a schema can say of a string."""
-    rules = Rules(asked.token_of)
+    rules = Rules(asked)
     functions = []
     for name, schema in schemas.items():
-        inner = " ".join(_parameters_of(rules, name, schema))
-        functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner} {literal(END_FUNCTION)}")
+        inner = " ".join(_parameters_of(rules, schema))
+        functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner}")
     return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
-def _parameters_of(rules: Rules, function: str, schema: Mapping[str, Any]) -> Sequence[str]:
+def _parameters_of(rules: Rules, schema: Mapping[str, Any]) -> Sequence[str]:
+    if schema is ANY_ARGUMENTS:
+        return [rules.rule(TEXT, options=f"[suffix={literal(END_FUNCTION)}]")]
     root = resolved(schema, schema)
     for word in _COMBINED:
         if word in root:
-            raise UnfollowableError(function, f"{word!r} cannot be followed in this format")
+            raise SchemaError(f"{word!r} cannot be followed in this format")
     required = required_of(root)
     properties = {**{name: {} for name in required}, **properties_of(schema)}
     found = []
     for name, inner in properties.items():
         head = literal(f"{PARAMETER}{name}>\n")
-        value = _value_of(rules, function, resolved(inner, schema), schema)
+        value = _value_of(rules, resolved(inner, schema), schema)
         parameter = rules.rule(f"{head} {value}")
         found.append(parameter if name in required else f"{parameter}?")
-    return found
+    return [*found, literal(END_FUNCTION)]
 
 
-def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _value_of(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     end = f"\n{END_PARAMETER}\n"
     kinds = kinds_of(schema, root)
     if "string" not in kinds:
@@ -173,6 +177,6 @@ def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapp
         written = [word if isinstance(word, str) else json.dumps(word) for word in words]
         return f"{rules.any_of([literal(word) for word in written])} {literal(end)}"
     for word in _CONSTRAINED:
-        if word in schema:
-            raise UnfollowableError(function, f"{word!r} of a string cannot be followed in this format")
+        if word in schema and (word != "format" or schema[word] in FORMATS):
+            raise SchemaError(f"{word!r} of a string cannot be followed in this format")
     return rules.rule(TEXT, options=f"[suffix={literal(end)}]")

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from isthmus.gateway.schemas.reading import kind_of
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """Of the parameters of each function, by its name."""
 
@@ -33,31 +35,6 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     """Schemas of an object's properties, by name."""
     properties = resolved(schema, schema).get("properties")
     return properties if isinstance(properties, Mapping) else {}
-
-
-def bare(schema: Any) -> Any:
-    """The schema without what it only tells a reader. Below words that are none of JSON Schema's, and in values, all
-    stays as it is: a property may well be called `title`."""
-    if not isinstance(schema, Mapping):
-        return schema
-    return {word: _bare_part(word, part) for word, part in schema.items() if word not in _TOLD}
-
-
-def _bare_part(word: str, part: Any) -> Any:
-    if word in _OF_SCHEMAS and isinstance(part, Mapping):
-        return {name: bare(inner) for name, inner in part.items()}
-    if word in _SCHEMAS:
-        return [bare(inner) for inner in part] if isinstance(part, list) else bare(part)
-    return part
-
-
-_TOLD = frozenset({"description", "title", "examples", "default", "$comment"})
-_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_SCHEMAS = frozenset(
-    {"items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"}
-    | {"additionalProperties", "propertyNames", "unevaluatedProperties"}
-    | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
-)
 
 
 def required_of(schema: Mapping[str, Any]) -> list[str]:
@@ -95,12 +72,6 @@ def _own_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(schema.get("enum"), list):
         return frozenset(map(kind_of, schema["enum"]))
     return frozenset({kind_of(schema["const"])}) if "const" in schema else frozenset()
-
-
-def kind_of(value: Any) -> str:
-    """The JSON type of a value."""
-    kinds = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:

@@ -1,0 +1,435 @@
+r"""Reads a JSON schema as the grammars' library is to see it: what constrains a value, and nothing else.
+
+The library (llguidance) refuses by name most of what it cannot follow. The rest is settled here:
+
+- Annotations go: titles, examples and their numbers, formats that it does not know or that are not of strings
+  (JSON Schema 2020-12, validation 7.2.3), words that are none of JSON Schema's.
+- `$schema` goes: of an older draft the library silently leaves out words of the newer ones.
+- `$ref` is followed here, by pointer, anchor and `$id`, so each part of a schema can stand alone.
+- A schema that no finite value fits, such as one that requires itself, is `false`: the library would never end.
+- Where an object may have further names, `\u` is no escape: a name spelled so evades what holds for that name.
+- A pattern that only fits names which `properties` has too becomes part of those: the library dies of it midway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+Node = Any
+"""A schema: an object or a truth value."""
+
+MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Words whose value has schemas by name."""
+LISTS = frozenset({"prefixItems", "allOf", "anyOf", "oneOf"})
+SINGLE = frozenset(
+    {"items", "additionalItems", "contains", "unevaluatedItems", "additionalProperties", "propertyNames"}
+    | {"unevaluatedProperties", "not", "if", "then", "else"}
+)
+"""Words whose value is a schema."""
+NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+COUNTS = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+    | {"minContains", "maxContains"}
+)
+_OTHERS = frozenset(
+    {"type", "const", "enum", "$ref", "required", "pattern", "uniqueItems", "dependencies", "dependentRequired"}
+    | {"$dynamicRef", "$recursiveRef"}
+)
+_SHAPES = (
+    (MAPS, ("object",)),
+    (LISTS | {"enum", "required"}, ("array",)),
+    (SINGLE - {"items"}, ("object", "boolean")),
+    (frozenset({"items"}), ("object", "boolean", "array")),
+    (frozenset({"minimum", "maximum", "multipleOf"}) | COUNTS, ("integer", "number")),
+    (frozenset({"exclusiveMinimum", "exclusiveMaximum"}), ("integer", "number", "boolean")),
+    (frozenset({"$ref", "pattern"}), ("string",)),
+    (frozenset({"type"}), ("string", "array")),
+)
+"""JSON types of what stands behind words."""
+_CONSTRAIN = (MAPS - {"$defs", "definitions"}) | LISTS | SINGLE | NUMBERS | COUNTS | _OTHERS
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Of strings; those that the library follows."""
+KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
+_COMBINED = ("allOf", "$ref")
+_PREFIX = "#/$defs/"
+_SHORT_ESCAPES = 'nrbtf\\"'
+_CONTROL = re.compile(r"\\u00[01]|\x7f")
+MAX_PASSES = 100
+"""Over a schema, until it is known what of it can end."""
+_BYTES = LLTokenizer("byte")
+
+
+class SchemaError(Exception):
+    """Why a schema cannot be followed, in one line."""
+
+
+class Schema:
+    """A schema that was read. `root`: without annotations; each `$ref` in it is `#/$defs/NAME` of `definitions`, of
+    which the root itself may be one. `given`: what the source says to the library (`x-guidance`); `options`: what is
+    to be said."""
+
+    def __init__(self, source: Node) -> None:
+        """Raises SchemaError. The source stays as it is."""
+        self._source = source
+        given = source.get("x-guidance") if isinstance(source, Mapping) else None
+        self.given: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        self._names: dict[str, str] = {}  # by reference
+        self._taken: set[str] = set()
+        self._waiting: list[str] = []  # references that were found meanwhile
+        self.definitions: dict[str, Node] = {}
+        self.root = self._read(source)
+        while self._waiting:
+            reference = self._waiting.pop()
+            found = self.root if reference == "#" else self._read(self._found(reference))
+            self.definitions[self._names[reference]] = found
+        if self.definitions:
+            self._without_endless()
+        self._settle_patterns()
+        is_open = any(map(_is_open, self.nodes())) and not any(map(_has_control, self.nodes()))
+        self.options = {"json_allowed_escapes": _SHORT_ESCAPES, **self.given} if is_open else self.given
+
+    def target(self, node: Mapping[str, Any]) -> Node | None:
+        """What a node refers to."""
+        reference = node.get("$ref")
+        return None if reference is None else self.definitions[reference.removeprefix(_PREFIX)]
+
+    def alone(self, node: Node) -> Node:
+        """A node with all that it refers to, that it can stand by itself."""
+        used: dict[str, Node] = {}
+        waiting = [node]
+        while waiting:
+            for inner in _inner_first(waiting.pop()):
+                name = inner.get("$ref", "").removeprefix(_PREFIX)
+                if name and name not in used:
+                    used[name] = self.definitions[name]
+                    waiting.append(used[name])
+        return {**node, "$defs": used} if used else node
+
+    def nodes(self) -> Iterator[Mapping[str, Any]]:
+        """All schemas that are objects, the inner ones first, and what they refer to mostly before them."""
+        tops = list(reversed(self.definitions.values()))
+        if all(top is not self.root for top in tops):
+            tops.append(self.root)
+        for top in tops:
+            yield from _inner_first(top)
+
+    # Reading.
+
+    def _read(self, node: Node) -> Node:
+        if not isinstance(node, Mapping):
+            if not isinstance(node, bool):
+                raise SchemaError(f"{str(node)[:50]!r} must be a schema: an object or a truth value")
+            return node
+        found: dict[str, Any] = {}
+        for word, part in node.items():
+            if word == "format":
+                if _is_followed(part, node.get("type")):
+                    found[word] = part
+            elif word in _CONSTRAIN and not (word in COUNTS and _is_beyond_all(word, part)):
+                found[word] = self._read_part(word, part)
+        return found
+
+    def _read_part(self, word: str, part: Any) -> Any:
+        for words, kinds in _SHAPES:
+            if word in words and kind_of(part) not in kinds:
+                raise SchemaError(f"{word!r} must be {' or '.join(kinds)}, not {kind_of(part)}")
+        if word in MAPS:
+            return {name: self._read(inner) for name, inner in part.items()}
+        if word in LISTS or (word in SINGLE and isinstance(part, list)):
+            return [self._read(inner) for inner in part]
+        if word in SINGLE:
+            return self._read(part)
+        if word == "$ref":
+            return self._renamed(part)
+        if word == "required" and not all(isinstance(name, str) for name in part):
+            raise SchemaError("'required' must be names")
+        if word in COUNTS and isinstance(part, float) and part.is_integer():
+            return int(part)
+        return _plain(part)
+
+    def _renamed(self, reference: str) -> str:
+        """The same reference, as this schema writes it."""
+        base = self._source.get("$id", self._source.get("id")) if isinstance(self._source, Mapping) else None
+        if isinstance(base, str) and base.rstrip("#"):
+            reference = (
+                "#" + reference.removeprefix(base).removeprefix("#")
+                if reference.startswith(base)
+                else reference
+            )
+        reference = "#" if reference == "#/" else reference
+        if reference not in self._names:
+            tail = re.sub(r"[^A-Za-z0-9_.-]", "_", unquote(reference).rsplit("/", 1)[-1].strip("#")) or "root"
+            name = tail
+            while name in self._taken:
+                name = f"{tail}-{len(self._taken)}-{len(name)}"
+            self._names[reference] = name
+            self._taken.add(name)
+            self._waiting.append(reference)
+        return _PREFIX + self._names[reference]
+
+    def _found(self, reference: str) -> Node:
+        """Raises SchemaError."""
+        if reference.startswith("#/"):
+            found = self._source
+            for part in unquote(reference[2:]).split("/"):
+                key = part.replace("~1", "/").replace("~0", "~")
+                if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                    found = found[int(key)]
+                else:
+                    found = found.get(key) if isinstance(found, Mapping) else None
+        else:
+            found = _named(self._source, reference)
+        if not isinstance(found, Mapping | bool):
+            raise SchemaError(f"'$ref' to {reference[:100]!r}: there is no such schema in this one")
+        return found
+
+    # What would never end.
+
+    def _without_endless(self) -> None:
+        """Raises SchemaError."""
+        order = list(self.nodes())
+        finite: set[int] = set()
+        for _ in range(MAX_PASSES):
+            known = len(finite)
+            finite.update(id(node) for node in order if id(node) not in finite and self._ends(node, finite))
+            if len(finite) == known:
+                break
+        else:
+            raise SchemaError(f"its references lead on more than {MAX_PASSES} deep")
+        if len(finite) == len(order):
+            return
+        for node in order:
+            for place, key in slots(node):
+                if isinstance(place[key], dict) and id(place[key]) not in finite:
+                    place[key] = False
+        for name, node in self.definitions.items():
+            if isinstance(node, dict) and id(node) not in finite:
+                self.definitions[name] = False
+        if isinstance(self.root, dict) and id(self.root) not in finite:
+            raise SchemaError("no finite value can fit it: it requires itself")
+
+    def _ends(self, node: Mapping[str, Any], finite: set[int]) -> bool:
+        """Whether some value fits that is made of what is known to be finite."""
+
+        def ends(inner: Node) -> bool:
+            return inner is not False and (not isinstance(inner, dict) or id(inner) in finite)
+
+        if not ends(self.target(node)):
+            return False
+        if not all(map(ends, node.get("allOf", ()))):
+            return False
+        if not all(any(map(ends, node[word])) for word in ("anyOf", "oneOf") if word in node):
+            return False
+        kinds = kinds_of(node)
+        if kinds - {"array", "object"}:
+            return True
+        return ("object" in kinds and all(map(ends, _required(node)))) or (
+            "array" in kinds and all(map(ends, _first_items(node)))
+        )
+
+    # Patterns of names.
+
+    def _settle_patterns(self) -> None:
+        """Raises SchemaError."""
+        with_patterns = [node for node in self.nodes() if "patternProperties" in node]
+        if not with_patterns:
+            return
+        combined = any(word in node for node in self.nodes() for word in _COMBINED)
+        names = {name for node in self.nodes() for name in _own_names(node)} if combined else set()
+        for node in with_patterns:
+            _settle(node, names)
+
+
+def slots(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Where the schemas right within this one stand: containers and keys."""
+    for word, part in node.items():
+        if word in MAPS:
+            yield from ((part, name) for name in part)
+        elif word in LISTS or (word in SINGLE and isinstance(part, list)):
+            yield from ((part, at) for at in range(len(part)))
+        elif word in SINGLE:
+            yield node, word
+
+
+def kinds_of(node: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that the word `type` allows."""
+    named = node.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, list):
+        return frozenset(kind for kind in named if isinstance(kind, str))
+    return frozenset(KINDS)
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    if isinstance(value, Decimal):
+        return "number"
+    kinds = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+def is_exact(number: Any) -> bool:
+    """Whether the library, which computes in doubles and prints their digits, keeps this number.
+
+    Found by trying 1.9.1: whole numbers of less than 2^53, and all fractions of as many digits as a double keeps, are
+    exact as values and as bounds. Beyond: values and bounds are rounded (2^64 - 1 becomes 18446744073709552000), ranges
+    that reach 2^63 are cut or refused, and -2^63 ends the process.
+    """
+    if isinstance(number, bool) or not isinstance(number, int | float | Decimal):
+        return True
+    if isinstance(number, Decimal):
+        return number == Decimal(repr(float(number))) and is_exact(float(number))
+    return abs(number) < 2**53
+
+
+def _plain(value: Any) -> Any:
+    """With numbers as Python's own, where these are the same."""
+    if isinstance(value, Decimal) and is_exact(value):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _is_followed(form: Any, kinds: Any) -> bool:
+    of_strings = kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return of_strings and isinstance(form, str) and form in FORMATS
+
+
+def _is_beyond_all(word: str, count: Any) -> bool:
+    """Whether it is a most that no answer reaches; the library has no room for it."""
+    return word.startswith("max") and isinstance(count, int | float) and count >= 2**31
+
+
+def _named(source: Node, reference: str) -> Node | None:
+    """The schema with this anchor or `$id`."""
+    waiting = [source]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Mapping):
+            if reference in (node.get("$id"), node.get("id")) or reference[1:] == node.get("$anchor"):
+                return node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+    return None
+
+
+def _inner_first(top: Node) -> Iterator[dict[str, Any]]:
+    if isinstance(top, dict):
+        for place, key in slots(top):
+            yield from _inner_first(place[key])
+        yield top
+
+
+def _required(node: Mapping[str, Any]) -> Iterator[Node]:
+    """Schemas of the properties that an object must have."""
+    properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    for name in node.get("required", ()):
+        if name in properties:
+            yield properties[name]
+        else:
+            fitting = [inner for pattern, inner in patterns.items() if _fits(pattern, name)]
+            yield from fitting or (node.get("additionalProperties", True),)
+
+
+def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
+    """Schemas of the items that an array must have."""
+    least, first = node.get("minItems", 0), node.get("prefixItems", [])
+    yield from itertools.islice(first, max(0, math.ceil(least)))
+    if least > len(first) and not isinstance(node.get("items"), list):
+        yield node.get("items", True)
+
+
+def _own_names(node: Mapping[str, Any]) -> set[str]:
+    return {*node.get("properties", ()), *node.get("required", ())}
+
+
+def _is_open(node: Mapping[str, Any]) -> bool:
+    """Whether an object may have further names, which must not be others that are spelled with escapes."""
+    named = "properties" in node or "patternProperties" in node
+    return named and node.get("additionalProperties") is not False and "object" in kinds_of(node)
+
+
+def _has_control(node: Mapping[str, Any]) -> bool:
+    """Whether a value has a character that can only be written as `\\u`."""
+    values = [node[word] for word in ("const", "enum") if word in node]
+    return bool(values and _CONTROL.search(json.dumps(values, default=str)))
+
+
+def _settle(node: Any, elsewhere: set[str]) -> None:
+    """Leaves patterns that fit further names than those that the schema has already. `elsewhere`: names that schemas
+    have which may be combined with this one. Raises SchemaError."""
+    patterns, names = node["patternProperties"], _own_names(node)
+    properties = dict(node.get("properties", {}))
+    for pattern, inner in list(patterns.items()):
+        some_fit = any(_fits(pattern, name) is not False for name in names | elsewhere)
+        if not some_fit or _leaves_names({pattern: True}, names | elsewhere, additional=False):
+            continue
+        if _leaves_names({pattern: True}, names, additional=False):
+            place = f"'patternProperties' {pattern[:60]!r}"
+            raise SchemaError(f"{place} fits only names that schemas have which are combined with its own")
+        fitting = {name: _fits(pattern, name) for name in sorted(names)}
+        if None in fitting.values():
+            raise SchemaError(
+                f"'patternProperties' {pattern[:60]!r} fits only names that 'properties' has, too"
+            )
+        for name in (name for name in fitting if fitting[name]):
+            properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
+        del patterns[pattern]
+    if properties:
+        node["properties"] = properties
+    forbidden = patterns and all(inner is False for inner in patterns.values())
+    if forbidden and not _leaves_names(patterns, names, additional=True):
+        node["additionalProperties"] = False
+
+
+def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: bool) -> bool:
+    """Whether an object can have one more property than `names`, as the library sees it."""
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(sorted(names), False),
+        "patternProperties": patterns,
+        "additionalProperties": additional,
+        "minProperties": 1,
+    }
+    grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    matcher = LLMatcher(_BYTES, grammar, log_level=0)
+    if matcher.is_error():
+        return True  # it says so itself, when the whole is compiled
+    matcher.consume_tokens(_BYTES.tokenize_str("{"))
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+def _fits(pattern: str, name: str) -> bool | None:
+    """None: Python's patterns are not the library's in this."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return None
+
+
+def finite_number(number: Any) -> Decimal:
+    """Raises SchemaError."""
+    if isinstance(number, bool) or not isinstance(number, int | float | Decimal):
+        raise SchemaError(f"{str(number)[:50]!r} must be a number")
+    if isinstance(number, float) and not math.isfinite(number):
+        raise SchemaError("a number is larger than a double can be")
+    return (
+        number
+        if isinstance(number, Decimal)
+        else Decimal(repr(number) if isinstance(number, float) else number)
+    )

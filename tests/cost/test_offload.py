@@ -140,6 +140,15 @@ def test_less_bandwidth_never_bears_more() -> None:
     assert [best.binds for best in bests[3:5]] == [offload.LINK, offload.LINK]
 
 
+def test_work_of_cost_models() -> None:
+    remote = Curve(17_280, 57, 2e-5, prefill_fixed_s=0.4, state_bytes=182_353_920)
+    local = Curve(17_280, 57, 1.3e-4)
+    work = offload.work_of(compile_cost(remote), compile_cost(local))
+    assert work.remote_s(10_000.4) == pytest.approx(0.6)
+    assert work.local_s(10_000.4) == pytest.approx(1.3)
+    assert work.kv_bytes(10_000) == 182_353_920 + 172_800_000
+
+
 def brute_force(
     lengths: list[int], num_remote: float, num_local: float, egress: float, kv: Callable[[int], float]
 ) -> dict[int | None, float]:

@@ -21,6 +21,7 @@ import msgspec
 
 from isthmus.cost.lengths import Lengths
 from isthmus.cost.node_cost import NodeCost
+from isthmus.types import NS_PER_S
 
 _PS_PER_MS = 1_000_000_000
 REMOTE_COMPUTE, LINK, LOCAL_COMPUTE, DECODE = "remote compute", "link", "local compute", "decode"
@@ -101,6 +102,15 @@ class Work(msgspec.Struct, frozen=True):
     remote_s: Callable[[float], float]
     local_s: Callable[[float], float]
     kv_bytes: Callable[[float], float]
+
+
+def work_of(remote: NodeCost, local: NodeCost) -> Work:
+    """By the cost models of one instance in each cluster, nothing cached. A length is rounded to whole tokens."""
+    return Work(
+        remote_s=lambda length: remote.prefill_ns(round(length), 0) / NS_PER_S,
+        local_s=lambda length: local.prefill_ns(round(length), 0) / NS_PER_S,
+        kv_bytes=lambda length: remote.state_bytes + remote.kv_token_bytes * length,
+    )
 
 
 class Classes(msgspec.Struct, frozen=True):

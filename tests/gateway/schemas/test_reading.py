@@ -113,6 +113,12 @@ ENDLESS: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required"
         {"anyOf": [{"$ref": "#"}]},
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
         {"type": "object", "required": ["a"], "patternProperties": {"^a": {"$ref": "#"}}},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": False,
+            "properties": {"a": {"$ref": "#"}},
+        },
         {"$ref": "#/$defs/A", "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}},
     ],
 )

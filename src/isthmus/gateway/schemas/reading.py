@@ -234,9 +234,11 @@ class Schema:
         kinds = kinds_of(node)
         if kinds - {"array", "object"}:
             return True
-        return ("object" in kinds and all(map(ends, _required(node)))) or (
-            "array" in kinds and all(map(ends, _first_items(node)))
-        )
+        if "object" in kinds and all(map(ends, _required(node))):
+            return node.get("minProperties", 0) <= len(node.get("required", ())) or any(
+                map(ends, _further(node))
+            )
+        return "array" in kinds and all(map(ends, _first_items(node)))
 
     # Patterns of names.
 
@@ -343,6 +345,13 @@ def _required(node: Mapping[str, Any]) -> Iterator[Node]:
         else:
             fitting = [inner for pattern, inner in patterns.items() if _fits(pattern, name)]
             yield from fitting or (node.get("additionalProperties", True),)
+
+
+def _further(node: Mapping[str, Any]) -> Iterator[Node]:
+    """Schemas of the properties that an object may have."""
+    yield node.get("additionalProperties", True)
+    for word in ("properties", "patternProperties"):
+        yield from node.get(word, {}).values()
 
 
 def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:

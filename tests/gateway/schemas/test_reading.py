@@ -132,6 +132,8 @@ def test_a_part_that_no_finite_value_fits_is_left_out() -> None:
     lark = schema_lark({"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}, "b": {}}, **endless}, FREE)
     assert follows(lark, '{"b": 1}') and not follows(lark, '{"a"')
     tree = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    either = {"type": ["array", "object"], "minProperties": 1, "additionalProperties": {"$ref": "#"}}
+    assert follows(schema_lark(either, FREE), '{"a": []}')
     assert follows(schema_lark(tree, FREE), '{"a": {"a": {}}}')
 
 

@@ -234,11 +234,11 @@ class Schema:
         kinds = kinds_of(node)
         if kinds - {"array", "object"}:
             return True
-        if "object" in kinds and all(map(ends, _required(node))):
-            return node.get("minProperties", 0) <= len(node.get("required", ())) or any(
-                map(ends, _further(node))
-            )
-        return "array" in kinds and all(map(ends, _first_items(node)))
+        if "array" in kinds and all(map(ends, _first_items(node))):
+            return True
+        num_required = len(node.get("required", ()))
+        has_enough = node.get("minProperties", 0) <= num_required or any(map(ends, _further(node)))
+        return "object" in kinds and has_enough and all(map(ends, _required(node)))
 
     # Patterns of names.
 

@@ -146,6 +146,7 @@ def drawn(lark: str, draw: random.Random) -> str:
         ({"oneOf": [INT64, {"type": "number"}]}, "'oneOf' of schemas that may both fit"),
         ({"type": "object", "patternProperties": {"^a": INT64}}, "'patternProperties' at #"),
         ({"items": {**INT64, "enum": [2**60 + 1], "minLength": 2}}, "'minimum' at #/items"),
+        ({"type": "integer", "anyOf": [{"type": "number"}, {"const": 2**60 + 1}]}, "'type' at #"),
         ({"const": float("inf")}, "larger than a double"),
         ({"maximum": 10**500}, "more than 400 digits"),
         ({"minimum": 2**63, "maximum": -(2**63), "type": "integer"}, "nothing can fit #"),
@@ -156,6 +157,13 @@ def test_what_cannot_be_exact_is_refused_by_the_name_of_its_place(schema: Any, r
     with pytest.raises(SchemaError) as caught:
         schema_lark(schema, FREE)
     assert reason in str(caught.value)
+
+
+def test_a_type_beside_alternatives_of_it() -> None:
+    ids = {"type": ["integer", "null"], "anyOf": [INT64, {"const": None}]}
+    for schema in (ids, {"type": "number", "$ref": "#/$defs/A", "$defs": {"A": INT64}}):
+        lark = schema_lark(schema, FREE)
+        assert follows(lark, str(2**63 - 1)) and not follows(lark, str(2**63)) and not follows(lark, "0.5")
 
 
 def test_alternatives_that_a_word_tells_apart() -> None:

@@ -113,6 +113,12 @@ ENDLESS: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required"
         {"anyOf": [{"$ref": "#"}]},
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
         {"type": "object", "required": ["a"], "patternProperties": {"^a": {"$ref": "#"}}},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": False,
+            "properties": {"a": {"$ref": "#"}},
+        },
         {"$ref": "#/$defs/A", "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}},
     ],
 )
@@ -126,6 +132,8 @@ def test_a_part_that_no_finite_value_fits_is_left_out() -> None:
     lark = schema_lark({"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}, "b": {}}, **endless}, FREE)
     assert follows(lark, '{"b": 1}') and not follows(lark, '{"a"')
     tree = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    either = {"type": ["array", "object"], "minProperties": 1, "additionalProperties": {"$ref": "#"}}
+    assert follows(schema_lark(either, FREE), '{"a": []}')
     assert follows(schema_lark(tree, FREE), '{"a": {"a": {}}}')
 
 

@@ -230,10 +230,9 @@ class _Json:
         for word in ("$ref", "anyOf", "oneOf", "allOf"):
             if word in words:
                 options = [self._schema.target(node)] if word == "$ref" else node[word]
-                kinds = {kind for each in options for kind in _kinds(self._resolved(each))}
-                self._only(
-                    node, {word, "type"} if kinds <= _kinds({"type": node.get("type")}) else {word}, place
-                )
+                allowed = kinds_of(node) | ({"integer"} if "number" in kinds_of(node) else set())
+                is_said = all(_own_kinds(self._resolved(each)) <= allowed for each in options)
+                self._only(node, {word, "type"} if is_said else {word}, place)
                 return self._referred(node) if word == "$ref" else self._combined(word, options, place)
         for word in ("const", "enum"):
             if word in words:
@@ -433,8 +432,8 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
 
 def _differ(nodes: Sequence[Node]) -> bool:
     """Whether each value fits one of these at most: their types differ, or a property that tells them apart."""
-    kinds = [kind for node in nodes for kind in _kinds(node)]
-    if len(kinds) == len(set(kinds)):
+    kinds = [{"number" if kind == "integer" else kind for kind in _own_kinds(node)} for node in nodes]
+    if sum(map(len, kinds)) == len(set().union(*kinds)):
         return True
     objects = [node for node in nodes if isinstance(node, dict) and kinds_of(node) == {"object"}]
     if len(objects) < len(nodes):
@@ -452,13 +451,12 @@ def _tells_apart(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
     return all(isinstance(word, str) for word in words) and len(words) == len(set(words))
 
 
-def _kinds(node: Node) -> set[str]:
-    """The JSON types of what fits, where integers are numbers."""
+def _own_kinds(node: Node) -> frozenset[str]:
+    """The JSON types of what fits."""
     if not isinstance(node, dict):
-        return set(KINDS)
+        return frozenset(KINDS)
     values = [node["const"]] if "const" in node else node.get("enum")
-    kinds = map(kind_of, values) if isinstance(values, list) else kinds_of(node)
-    return {"number" if kind == "integer" else kind for kind in kinds}
+    return kinds_of(node) if values is None else frozenset(map(kind_of, values))
 
 
 def _unfollowed(place: str, what: str) -> SchemaError:

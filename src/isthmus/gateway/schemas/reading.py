@@ -234,9 +234,11 @@ class Schema:
         kinds = kinds_of(node)
         if kinds - {"array", "object"}:
             return True
-        return ("object" in kinds and all(map(ends, _required(node)))) or (
-            "array" in kinds and all(map(ends, _first_items(node)))
-        )
+        if "array" in kinds and all(map(ends, _first_items(node))):
+            return True
+        num_required = len(node.get("required", ()))
+        has_enough = node.get("minProperties", 0) <= num_required or any(map(ends, _further(node)))
+        return "object" in kinds and has_enough and all(map(ends, _required(node)))
 
     # Patterns of names.
 
@@ -343,6 +345,13 @@ def _required(node: Mapping[str, Any]) -> Iterator[Node]:
         else:
             fitting = [inner for pattern, inner in patterns.items() if _fits(pattern, name)]
             yield from fitting or (node.get("additionalProperties", True),)
+
+
+def _further(node: Mapping[str, Any]) -> Iterator[Node]:
+    """Schemas of the properties that an object may have."""
+    yield node.get("additionalProperties", True)
+    for word in ("properties", "patternProperties"):
+        yield from node.get(word, {}).values()
 
 
 def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:

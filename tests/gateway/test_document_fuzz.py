@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
+from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from schemathesis.config import SchemathesisConfig
 
@@ -35,8 +36,13 @@ def test_the_document_holds(document: schemathesis.BaseSchema, path: str, mode: 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(case=document[path]["POST"].as_strategy(generation_mode=mode))
     def holds(case: schemathesis.Case) -> None:
+        # schemathesis takes one name of a discriminator for all that a variant has, and calls the others wrong.
+        assume(mode.is_positive or not allowed.is_valid(case.body))
         case.call_and_validate()
 
+    root = document.raw_schema
+    body = root["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    allowed = Draft202012Validator(body | {"components": root["components"]})
     holds()
 
 

@@ -16,7 +16,7 @@ VALUES = st.one_of(
     st.integers(-120, 120).map(Decimal),
     st.integers(-(2**65), 2**65).map(Decimal),
     st.decimals(-12, 12, places=3),
-    st.sampled_from([2**63, 2**63 - 1, 2**64 - 1, -(2**63), 10**25]).map(Decimal),
+    st.sampled_from([2**63, 2**63 - 1, 2**64 - 1, -(2**63), 10**25, -(10**40) - 1]).map(Decimal),
 )
 BOUNDS = st.none() | st.builds(Bound, VALUES, st.booleans())
 STEPS = [Decimal(step) for step in ("0", "1", "-1", "0.001", "-0.001", "9", "-10", "1e20", "-1e20")]

@@ -549,6 +549,25 @@ def test_what_cannot_be_forced_is_named(
             "tool_choice",
             "names 'x', which 'tools' has not",
         ),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            },
+            "tool_choice",
+            "of which one is a function",
+        ),
+        (
+            {
+                "tools": [NOW],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [NOW | {"function": {"name": "x"}}]},
+                },
+            },
+            "tool_choice",
+            "names 'x', which 'tools' has not",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
         ({"messages": [{"role": "bot"}]}, "messages[0].role", "must be one of"),
     ],

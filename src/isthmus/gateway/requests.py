@@ -25,7 +25,7 @@ from isthmus.gateway.fields import (
 )
 from isthmus.gateway.messages import Messages
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
-from isthmus.gateway.tool_fields import Tool, ToolChoice, Tools, functions, tools
+from isthmus.gateway.tool_fields import AllowedFunctions, Tool, ToolChoice, Tools, functions, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -165,6 +165,7 @@ class TemplateFields(Strict):
 
     @property
     def tools(self) -> list[Tool] | None:
+        """Those that the model is told of."""
         return functions(self.tools_)
 
 
@@ -189,6 +190,13 @@ class ChatRequest(GenerationRequest, TemplateFields):
     function_call: Annotated[Any, only("none", "auto")] = None
     audio: Annotated[Any, Refused] = None
     web_search_options: Annotated[Any, Refused] = None
+
+    @property
+    def tools(self) -> list[Tool] | None:
+        found, choice = super().tools, self.tool_choice
+        if found is None or not isinstance(choice, AllowedFunctions):
+            return found
+        return [tool for tool in found if tool.function.name in choice.names]
 
 
 Prompt = str | tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
@@ -70,6 +70,9 @@ def left_out(tools: Sequence[BaseModel] | None) -> list[str]:
     return [f"tool {tool.type}" for tool in tools or () if isinstance(tool, OtherTool)]
 
 
+MODES = ("none", "auto", "required")
+
+
 @dataclass(frozen=True)
 class NamedFunction:
     """The function that must be called."""
@@ -77,16 +80,48 @@ class NamedFunction:
     name: str
 
 
-MODES = ("none", "auto", "required")
+@dataclass(frozen=True)
+class AllowedFunctions:
+    """The model is told of no others. `mode`: one of MODES."""
+
+    mode: str
+    names: frozenset[str]
 
 
-def _parse_choice(value: Any) -> str | NamedFunction:
+def parse_choice(value: Any) -> str | NamedFunction | AllowedFunctions:
+    """In the form of chat completions, or in that of responses: clients write either to both."""
+    name = _function_name(value)
     if value in MODES:
         return str(value)
+    if name is not None:
+        return NamedFunction(name)
     match value:
-        case {"type": "function", "function": {"name": str(name), **inner}, **outer} if not inner and not outer:
-            return NamedFunction(name)
-    raise refuse('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+        case {"type": "allowed_tools", "allowed_tools": dict(inner), **rest} if not rest:
+            value = {"type": "allowed_tools", **inner}
+    match value:
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*listed], **rest} if (
+            not rest
+        ):
+            names = [_function_name(each) for each in listed if not _is_other(each)]
+            if names and None not in names:
+                return AllowedFunctions(mode, frozenset(filter(None, names)))
+    raise refuse(
+        'must be "none", "auto", "required", {"type": "function", ...} with its name, or '
+        '{"type": "allowed_tools", ...} with a mode, "auto" or "required", and tools, of which one is a function'
+    )
+
+
+def _function_name(value: Any) -> str | None:
+    match value:
+        case {"type": "function", "function": {"name": str(name), **inner}, **rest} if not inner and not rest:
+            return name
+        case {"type": "function", "name": str(name), **rest} if not rest:
+            return name
+    return None
+
+
+def _is_other(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in get_args(Other)
 
 
 def object_of(**properties: Any) -> dict[str, Any]:
@@ -95,12 +130,25 @@ def object_of(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-ToolChoice = Checked(
-    _parse_choice,
-    {
-        "anyOf": [
-            {"enum": list(MODES)},
-            object_of(type={"const": "function"}, function=object_of(name={"type": "string"})),
-        ]
-    },
-)
+_NAME = {"name": {"type": "string"}}
+_FUNCTION = {
+    "anyOf": [
+        object_of(type={"const": "function"}, **each) for each in (_NAME, {"function": object_of(**_NAME)})
+    ]
+}
+_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(Other)]}}, "required": ["type"]}
+_ALLOWED = {
+    "mode": {"enum": ["auto", "required"]},
+    "tools": {"type": "array", "items": {"anyOf": [_FUNCTION, _OTHER]}, "minItems": 1, "contains": _FUNCTION},
+}
+CHOICE = {
+    "anyOf": [
+        {"enum": list(MODES)},
+        _FUNCTION,
+        *(
+            object_of(type={"const": "allowed_tools"}, **each)
+            for each in (_ALLOWED, {"allowed_tools": object_of(**_ALLOWED)})
+        ),
+    ]
+}
+ToolChoice = Checked(parse_choice, CHOICE)

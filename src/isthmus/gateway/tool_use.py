@@ -17,7 +17,7 @@ from isthmus.gateway.schemas.reading import SchemaError
 from isthmus.gateway.structured import check_grammar, is_constrained, unfollowed
 from isthmus.gateway.template import ChatTemplate
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.tool_fields import NamedFunction
+from isthmus.gateway.tool_fields import AllowedFunctions, NamedFunction, functions
 from isthmus.gateway.tools.events import Content, Event
 from isthmus.gateway.tools.formats import FORMATS, Format, recognised
 from isthmus.gateway.tools.lark import ANY_ARGUMENTS, Asked
@@ -179,9 +179,12 @@ def definitions(request: TemplateFields) -> list[dict[str, Any]] | None:
 def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
     """None where no call is looked for. Raises RequestError."""
     choice = request.tool_choice
-    names = [tool.function.name for tool in request.tools or ()]
+    names = [tool.function.name for tool in functions(request.tools_) or ()]
+    asked = {choice.name} if isinstance(choice, NamedFunction) else set[str]()
+    if isinstance(choice, AllowedFunctions):
+        asked, choice = set(choice.names), choice.mode
     if not names:
-        if choice not in (None, "none", "auto"):
+        if asked or choice == "required":
             raise RequestError(
                 "'tool_choice' asks for a call, and 'tools' names no function", param="tool_choice"
             )
@@ -189,8 +192,8 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"'tools' has two functions of the name {twice!r}", param="tools")
-    if isinstance(choice, NamedFunction) and choice.name not in names:
-        raise RequestError(f"'tool_choice' names {choice.name!r}, which 'tools' has not", param="tool_choice")
+    if missing := asked.difference(names):
+        raise RequestError(f"'tool_choice' names {min(missing)!r}, which 'tools' has not", param="tool_choice")
     forced = choice not in (None, "none", "auto")
     if choice == "none":
         return None

@@ -134,12 +134,23 @@ def test_the_same_job_as_a_chat_completion_s(post: Poster, backend: FakeBackend,
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(post: Poster, backend: FakeBackend, mode: str) -> None:
+    """As of chat completions, in either form."""
     allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]}
+    inner = {"mode": mode, "tools": [SEARCH, {"type": "function", "function": {"name": "now"}}]}
+    chat = {"type": "allowed_tools", "allowed_tools": inner}
+    tools = [
+        {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        for tool in (WEATHER, NOW)
+    ]
     body = post.post(PATH, input="hi", tools=[WEATHER, NOW], tool_choice=allowed).json()
     Response.model_validate(body)
     assert (body["tool_choice"], body["tools"]) == (allowed, [WEATHER, NOW])
     assert "get_weather" not in prompt_of(backend)
     assert bool(backend.jobs[0].sampling.grammar) == (mode == "required")
+    assert post.chat(tools=tools, tool_choice=chat).status_code == 200
+    assert post.post(PATH, input="hi", tools=[WEATHER, NOW], tool_choice=chat).json()["tool_choice"] == chat
+    first, *others = (msgspec.structs.replace(job, request="", sampling=None) for job in backend.jobs)
+    assert [first] * 2 == others
 
 
 def test_of_allowed_tools_those_count_that_are_functions(post: Poster, backend: FakeBackend) -> None:

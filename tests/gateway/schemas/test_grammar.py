@@ -149,6 +149,7 @@ def drawn(lark: str, draw: random.Random) -> str:
         ({"type": "integer", "anyOf": [{"type": "number"}, {"const": 2**60 + 1}]}, "'type' at #"),
         ({"const": float("inf")}, "larger than a double"),
         ({"maximum": 10**500}, "more than 400 digits"),
+        ({"exclusiveMinimum": 0, "maximum": 5e-324}, "more than 100 digits behind its point"),
         ({"minimum": 2**63, "maximum": -(2**63), "type": "integer"}, "nothing can fit #"),
         ({**INT64, "x-guidance": {"lenient": True}}, "'x-guidance'"),
     ],
@@ -164,6 +165,13 @@ def test_a_type_beside_alternatives_of_it() -> None:
     for schema in (ids, {"type": "number", "$ref": "#/$defs/A", "$defs": {"A": INT64}}):
         lark = schema_lark(schema, FREE)
         assert follows(lark, str(2**63 - 1)) and not follows(lark, str(2**63)) and not follows(lark, "0.5")
+
+
+@pytest.mark.parametrize("words", [{"maxItems": 1}, {"minItems": 1, "maxItems": 1}], ids=str)
+def test_an_array_of_one_large_number(words: dict[str, int]) -> None:
+    lark = schema_lark({"type": "array", "items": INT64} | words, FREE)
+    assert follows(lark, f"[{2**63 - 1}]") and not follows(lark, "[1, 2]")
+    assert follows(lark, "[]") == ("minItems" not in words)
 
 
 def test_alternatives_that_a_word_tells_apart() -> None:

@@ -52,6 +52,14 @@ def test_a_number_is_allowed_where_it_is_within(
         assert not is_within(Decimal(0), least, most) and not is_within(other.to_integral_value(), least, most)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bounds_of_more_digits_than_decimals_compute_with(sign: int) -> None:
+    least, most = sorted(sign * (10**40 + end) for end in (1, 3))
+    lark = terminal(Bound(Decimal(least)), Bound(Decimal(most)), integer=True)
+    fits = [allowed(lark, str(sign * (10**40 + value))) for value in range(5)]
+    assert fits == [False, True, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [("1e3", "1000"), ("-0.0", "0"), ("1.50", "1.5"), ("1E-7", "0.0000001"), ("12345678901234567890.10", None)],

@@ -70,13 +70,72 @@ def test_formats_of_what_is_no_string() -> None:
 
 @pytest.mark.parametrize("draft", ["2020-12", "draft-07", "draft-04", None])
 @pytest.mark.parametrize(
-    "word",
-    ["not", "if", "propertyNames", "dependentRequired", "unevaluatedProperties", "contains", "uniqueItems"],
+    ("word", "part"),
+    [
+        *((word, {}) for word in ("not", "if", "dependentRequired", "contains")),
+        ("propertyNames", {"enum": ["a"]}),
+        ("unevaluatedProperties", False),
+        ("uniqueItems", True),
+    ],
 )
-def test_what_constrains_and_is_not_followed_is_refused_in_every_draft(word: str, draft: str | None) -> None:
-    schema = {word: {}} | ({"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {})
+def test_what_constrains_and_is_not_followed_is_refused_in_every_draft(
+    word: str, part: Any, draft: str | None
+) -> None:
+    schema = {word: part} | ({"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {})
     matcher = LLMatcher(LLTokenizer("byte"), schema_lark(schema, FREE), log_level=0)
     assert matcher.is_error() and f'"{word}"' in matcher.get_error()
+
+
+NONE = dict.fromkeys(["required", "enum", "pattern", "properties", "items", "minimum", "$ref", "anyOf"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [NONE, {"uniqueItems": False}, {"unevaluatedProperties": True}]
+    + [{"propertyNames": names} for names in (True, {"title": "x"}, {"type": "string", "description": "x"})],
+    ids=str,
+)
+def test_words_that_constrain_nothing(words: dict[str, Any]) -> None:
+    """As Go and Java write what is not there, and zod writes records."""
+    for schema in ({"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}, {"const": None}):
+        assert schema_lark({"type": "object", "additionalProperties": words | schema}, FREE) == schema_lark(
+            {"type": "object", "additionalProperties": schema}, FREE
+        )
+
+
+@pytest.mark.parametrize("last", [1, 2**60 + 1])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"items": ["FIRST", {"type": "null"}], "additionalItems": "LAST"},
+        {"prefixItems": ["FIRST", {"type": "null"}], "items": "LAST", "additionalItems": False},
+    ],
+    ids=str,
+)
+def test_items_by_place_in_every_draft(words: Any, last: int) -> None:
+    text = json.dumps(words).replace('"FIRST"', '{"enum": ["a"]}').replace('"LAST"', f'{{"const": {last}}}')
+    lark = schema_lark({"type": "array"} | json.loads(text), FREE)
+    assert all(follows(lark, right) for right in ('["a"]', '["a", null]', f'["a", null, {last}, {last}]'))
+    assert not any(follows(lark, wrong) for wrong in ("[1]", '["a", "a"]', '["a", null, "a"]'))
+
+
+@pytest.mark.parametrize("required", [[], ["kind"]], ids=str)
+@pytest.mark.parametrize("most", [9, 2**63 - 1])
+def test_a_union_that_a_property_discriminates(most: int, required: list[str]) -> None:
+    """Of pydantic, where the property often has a default; of both, an object without it would be either."""
+    number = {"type": "integer", "minimum": 0, "maximum": most}
+    kinds = {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": name, "default": name, "type": "string"}, "n": number},
+            "required": [*required, "n"],
+        }
+        for name in ("cat", "dog")
+    }
+    pet = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds], "discriminator": {"propertyName": "kind"}}
+    lark = schema_lark({"type": "array", "items": pet, "$defs": kinds}, FREE)
+    assert follows(lark, f'[{{"kind": "cat", "n": 5}}, {{"kind": "dog", "n": {most}}}]')
+    assert not any(follows(lark, wrong) for wrong in ('[{"n": 5}]', '[{"kind": "bird", "n": 5}]'))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,14 +12,13 @@ from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
 from isthmus.gateway.responses.items import Input, flat_name
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
 from isthmus.gateway.tool_fields import (
-    MODES,
+    CHOICE,
     NAME,
     FunctionDefinition,
-    Other,
     Tools,
     functions,
     left_out,
-    object_of,
+    parse_choice,
     tools,
 )
 
@@ -96,41 +95,10 @@ def _offered(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool
     return tool.model_copy(update={"tools": functions(tool.tools)}) if isinstance(tool, NamespaceTool) else tool
 
 
-def _names_function(value: Any) -> bool:
-    match value:
-        case {"type": "function", "name": str(), **rest}:
-            return not rest
-    return False
-
-
-def _names_other(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in get_args(Other)
-
-
-def _parse_choice(value: Any) -> Any:
-    match value:
-        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [_, *_] as allowed, **rest}:
-            found = [each for each in allowed if not _names_other(each)]
-            fine = not rest and bool(found) and all(map(_names_function, found))
-            value = value | {"tools": found}
-        case _:
-            fine = value in MODES or _names_function(value)
-    if not fine:
-        raise refuse(
-            'must be "none", "auto", "required", {"type": "function", "name": ...}, or '
-            '{"type": "allowed_tools", "mode": ..., "tools": [...]} of functions'
-        )
+def _check_choice(value: Any) -> Any:
+    """As it is: the answer repeats it."""
+    parse_choice(value)
     return value
-
-
-_FUNCTION = object_of(type={"const": "function"}, name={"type": "string"})
-_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(Other)]}}, "required": ["type"]}
-_ALLOWED = object_of(
-    type={"const": "allowed_tools"},
-    mode={"enum": ["auto", "required"]},
-    tools={"type": "array", "items": {"anyOf": [_FUNCTION, _OTHER]}, "minItems": 1, "contains": _FUNCTION},
-)
-ToolChoice = Checked(_parse_choice, {"anyOf": [{"enum": list(MODES)}, _FUNCTION, _ALLOWED]})
 
 
 class ResponsesRequest(GenerationRequest):
@@ -144,7 +112,7 @@ class ResponsesRequest(GenerationRequest):
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
     tools_: Tools[FunctionTool | NamespaceTool] | None = tools()
-    tool_choice: Annotated[Any, ToolChoice] = None
+    tool_choice: Annotated[Any, Checked(_check_choice, CHOICE)] = None
     parallel_tool_calls: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     truncation: Annotated[Any, only("disabled", "auto")] = None

@@ -128,21 +128,9 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
 
 
 def _tools(request: ResponsesRequest) -> dict[str, Any]:
-    """Where only some are allowed, the model is told of no others. Raises RequestError."""
-    choice, tools = request.tool_choice, request.tools
-    match choice:
-        case {"mode": mode, "tools": allowed}:
-            names = {each["name"] for each in allowed}
-            missing = names - {tool.name for tool in tools}
-            if missing:
-                message = f"'tool_choice' names {min(missing)!r}, which 'tools' has not"
-                raise RequestError(message, param="tool_choice")
-            choice, tools = mode, [tool for tool in tools if tool.name in names]
-        case {"name": name}:
-            choice = {"type": "function", "function": {"name": name}}
-    definitions = [tool.model_dump(include=set(FunctionDefinition.model_fields)) for tool in tools]
+    definitions = [tool.model_dump(include=set(FunctionDefinition.model_fields)) for tool in request.tools]
     return {
-        "tool_choice": choice,
+        "tool_choice": request.tool_choice,
         "tools": [{"type": "function", "function": each} for each in definitions],
         "parallel_tool_calls": request.parallel_tool_calls,
     }

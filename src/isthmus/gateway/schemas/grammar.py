@@ -15,7 +15,6 @@ from typing import Any
 
 from isthmus.gateway.schemas.ranges import Bound, terminal, written
 from isthmus.gateway.schemas.reading import (
-    KINDS,
     NUMBERS,
     Node,
     Schema,
@@ -24,6 +23,7 @@ from isthmus.gateway.schemas.reading import (
     is_exact,
     kind_of,
     kinds_of,
+    own_kinds,
     slots,
 )
 
@@ -231,7 +231,7 @@ class _Json:
             if word in words:
                 options = [self._schema.target(node)] if word == "$ref" else node[word]
                 allowed = kinds_of(node) | ({"integer"} if "number" in kinds_of(node) else set())
-                is_said = all(_own_kinds(self._resolved(each)) <= allowed for each in options)
+                is_said = all(own_kinds(self._schema.resolved(each)) <= allowed for each in options)
                 self._only(node, {word, "type"} if is_said else {word}, place)
                 return self._referred(node) if word == "$ref" else self._combined(word, options, place)
         for word in ("const", "enum"):
@@ -262,18 +262,12 @@ class _Json:
         """Where one of several fits; all of several only where they are one."""
         if word == "allOf" and len(options) != 1:
             raise _unfollowed(place, "'allOf' of several")
-        if word == "oneOf" and not _differ([self._resolved(each) for each in options]):
+        if word == "oneOf":
             raise _unfollowed(place, "'oneOf' of schemas that may both fit")
         rules = [
             self._rule_of(each, f"{place}/{word}/{at}") for at, each in enumerate(options) if each is not False
         ]
         return self._any_of(rules, place)
-
-    def _resolved(self, node: Node) -> Node:
-        seen = 0
-        while isinstance(node, dict) and "$ref" in node and seen < len(self._schema.definitions):
-            node, seen = self._schema.target(node), seen + 1
-        return node
 
     def _by_kind(self, node: Mapping[str, Any], place: str) -> str:
         """A rule for each type that must be written here, and one for those that need not."""
@@ -374,8 +368,6 @@ class _Json:
     def _array(self, node: Mapping[str, Any], place: str) -> str:
         first, others = node.get("prefixItems", []), node.get("items", True)
         least, most = node.get("minItems", 0), node.get("maxItems")
-        if isinstance(others, list):
-            raise _unfollowed(place, "'items' that are a list")
         if others is False or (most is not None and most <= len(first)):
             most = len(first) if most is None else min(most, len(first))
         if most is not None and least > most:
@@ -385,7 +377,9 @@ class _Json:
             other = self._rule_of(others, f"{place}/items")
             items = items or [other]
             upper = "" if most is None else most - len(items)
-            rest = f"({self._rules.comma} {other}){{{max(0, least - len(items))},{upper}}}"
+            rest = (
+                f"({self._rules.comma} {other}){{{max(0, least - len(items))},{upper}}}" if upper != 0 else ""
+            )
         else:
             rest = ""
         for at, item in reversed(list(enumerate(items))):
@@ -428,35 +422,6 @@ def _is_of(value: Any, kinds: frozenset[str]) -> bool:
         or (kind == "integer" and "number" in kinds)
         or (kind == "number" and "integer" in kinds and value == Decimal(value).to_integral_value())
     )
-
-
-def _differ(nodes: Sequence[Node]) -> bool:
-    """Whether each value fits one of these at most: their types differ, or a property that tells them apart."""
-    kinds = [{"number" if kind == "integer" else kind for kind in _own_kinds(node)} for node in nodes]
-    if sum(map(len, kinds)) == len(set().union(*kinds)):
-        return True
-    objects = [node for node in nodes if isinstance(node, dict) and kinds_of(node) == {"object"}]
-    if len(objects) < len(nodes):
-        return False
-    return any(_tells_apart(name, objects) for name in objects[0].get("required", []))
-
-
-def _tells_apart(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
-    words: list[Any] = []
-    for node in objects:
-        inner = node.get("properties", {}).get(name)
-        if not isinstance(inner, dict) or name not in node.get("required", []):
-            return False
-        words += [inner["const"]] if "const" in inner else inner.get("enum", [None, None])
-    return all(isinstance(word, str) for word in words) and len(words) == len(set(words))
-
-
-def _own_kinds(node: Node) -> frozenset[str]:
-    """The JSON types of what fits."""
-    if not isinstance(node, dict):
-        return frozenset(KINDS)
-    values = [node["const"]] if "const" in node else node.get("enum")
-    return kinds_of(node) if values is None else frozenset(map(kind_of, values))
 
 
 def _unfollowed(place: str, what: str) -> SchemaError:

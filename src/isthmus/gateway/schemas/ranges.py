@@ -11,6 +11,8 @@ from decimal import Decimal, localcontext
 
 MAX_DIGITS = 400
 """Of a number that is written out: a double has no more before or behind its point."""
+MAX_PLACES = 100
+"""Behind the point of a bound: of more, the library's lexer may become too large while it reads the answer."""
 
 _FRACTION = r"(\.[0-9]+)?"
 
@@ -35,15 +37,20 @@ def terminal(least: Bound | None, most: Bound | None, *, integer: bool) -> str:
     """Lark of the numbers from `least` to `most`; "" if there is none. Raises OverflowError."""
     if integer:
         least, most = _whole(least, upwards=True), _whole(most, upwards=False)
+    for bound in filter(None, (least, most)):
+        if len(written(bound.value).partition(".")[2]) > MAX_PLACES:
+            raise OverflowError(f"{bound.value:.20g} has more than {MAX_PLACES} digits behind its point")
     if least and most and (least.value, not (least.inclusive and most.inclusive)) > (most.value, False):
         return ""
     parts = []
     if most is None or most.value > 0 or (most.value == 0 and most.inclusive):
         parts.append(_unsigned(least if least and _reaches(least) else None, most, integer))
     if least is None or least.value < 0:
-        least_negated = most and Bound(-most.value, most.inclusive)
+        least_negated = most and Bound(most.value.copy_negate(), most.inclusive)
         bottom = least_negated if least_negated and _reaches(least_negated) else None
-        parts.append(f'"-" {_unsigned(bottom, least and Bound(-least.value, least.inclusive), integer)}')
+        parts.append(
+            f'"-" {_unsigned(bottom, least and Bound(least.value.copy_negate(), least.inclusive), integer)}'
+        )
     return " | ".join(parts)
 
 

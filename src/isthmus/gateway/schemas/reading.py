@@ -5,6 +5,10 @@ The library (llguidance) refuses by name most of what it cannot follow. The rest
 - Annotations go: titles, examples and their numbers, formats that it does not know or that are not of strings
   (JSON Schema 2020-12, validation 7.2.3), words that are none of JSON Schema's.
 - `$schema` goes: of an older draft the library silently leaves out words of the newer ones.
+- A word that is null is not there, as clients of some languages write it; nor is one that constrains nothing.
+- Items by place are `prefixItems`, as newer drafts have them.
+- `oneOf` is `anyOf` where no value fits two. An object that a property tells apart must have it: it is the one that
+  discriminated unions name, and often has a default.
 - `$ref` is followed here, by pointer, anchor and `$id`, so each part of a schema can stand alone.
 - A schema that no finite value fits, such as one that requires itself, is `false`: the library would never end.
 - Where an object may have further names, `\u` is no escape: a name spelled so evades what holds for that name.
@@ -17,7 +21,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
@@ -62,6 +66,13 @@ FORMATS = frozenset(
 """Of strings; those that the library follows."""
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COMBINED = ("allOf", "$ref")
+_NOTHING: Mapping[str, Sequence[Any]] = {
+    "uniqueItems": [False],
+    "propertyNames": [True, {}, {"type": "string"}],
+    "unevaluatedItems": [True, {}],
+    "unevaluatedProperties": [True, {}],
+}
+"""Where words constrain nothing."""
 _PREFIX = "#/$defs/"
 _SHORT_ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
@@ -95,6 +106,7 @@ class Schema:
             self.definitions[self._names[reference]] = found
         if self.definitions:
             self._without_endless()
+        self._settle_alternatives()
         self._settle_patterns()
         is_open = any(map(_is_open, self.nodes())) and not any(map(_has_control, self.nodes()))
         self.options = {"json_allowed_escapes": _SHORT_ESCAPES, **self.given} if is_open else self.given
@@ -116,7 +128,7 @@ class Schema:
                     waiting.append(used[name])
         return {**node, "$defs": used} if used else node
 
-    def nodes(self) -> Iterator[Mapping[str, Any]]:
+    def nodes(self) -> Iterator[dict[str, Any]]:
         """All schemas that are objects, the inner ones first, and what they refer to mostly before them."""
         tops = list(reversed(self.definitions.values()))
         if all(top is not self.root for top in tops):
@@ -136,8 +148,15 @@ class Schema:
             if word == "format":
                 if _is_followed(part, node.get("type")):
                     found[word] = part
-            elif word in _CONSTRAIN and not (word in COUNTS and _is_beyond_all(word, part)):
-                found[word] = self._read_part(word, part)
+            elif word not in _CONSTRAIN or (part is None and word != "const") or _is_beyond_all(word, part):
+                continue
+            else:
+                read = self._read_part(word, part)
+                if read not in _NOTHING.get(word, ()):
+                    found[word] = read
+        other = found.pop("additionalItems", True)
+        if isinstance(found.get("items"), list):
+            found["prefixItems"], found["items"] = found["items"], other
         return found
 
     def _read_part(self, word: str, part: Any) -> Any:
@@ -240,6 +259,22 @@ class Schema:
         has_enough = node.get("minProperties", 0) <= num_required or any(map(ends, _further(node)))
         return "object" in kinds and has_enough and all(map(ends, _required(node)))
 
+    # Alternatives.
+
+    def resolved(self, node: Node) -> Node:
+        """A node, or what it refers to."""
+        seen = 0
+        while isinstance(node, dict) and "$ref" in node and seen < len(self.definitions):
+            node, seen = self.target(node), seen + 1
+        return node
+
+    def _settle_alternatives(self) -> None:
+        for node in self.nodes():
+            if "oneOf" in node and "anyOf" not in node:
+                parts = [self.resolved(each) for each in node["oneOf"] if each is not False]
+                if _differ(parts, kinds_of(node)):
+                    node["anyOf"] = node.pop("oneOf")
+
     # Patterns of names.
 
     def _settle_patterns(self) -> None:
@@ -258,7 +293,7 @@ def slots(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for word, part in node.items():
         if word in MAPS:
             yield from ((part, name) for name in part)
-        elif word in LISTS or (word in SINGLE and isinstance(part, list)):
+        elif word in LISTS:
             yield from ((part, at) for at in range(len(part)))
         elif word in SINGLE:
             yield node, word
@@ -312,7 +347,7 @@ def _is_followed(form: Any, kinds: Any) -> bool:
 
 def _is_beyond_all(word: str, count: Any) -> bool:
     """Whether it is a most that no answer reaches; the library has no room for it."""
-    return word.startswith("max") and isinstance(count, int | float) and count >= 2**31
+    return word in COUNTS and word.startswith("max") and isinstance(count, int | float) and count >= 2**31
 
 
 def _named(source: Node, reference: str) -> Node | None:
@@ -358,8 +393,44 @@ def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
     """Schemas of the items that an array must have."""
     least, first = node.get("minItems", 0), node.get("prefixItems", [])
     yield from itertools.islice(first, max(0, math.ceil(least)))
-    if least > len(first) and not isinstance(node.get("items"), list):
+    if least > len(first):
         yield node.get("items", True)
+
+
+def _differ(nodes: Sequence[Node], kinds: frozenset[str]) -> bool:
+    """Whether each value of these kinds fits one of the nodes at most: their types differ, or a property that tells
+    them apart, which all of them are then to require."""
+    each_kinds = [own_kinds(node) & kinds for node in nodes]
+    apart = [{"number" if kind == "integer" else kind for kind in found} for found in each_kinds]
+    if sum(map(len, apart)) == len(set().union(*apart)):
+        return True
+    objects = [node for node in nodes if isinstance(node, dict)]
+    if len(objects) < len(nodes) or any(found != {"object"} for found in each_kinds):
+        return False
+    for name in objects[0].get("properties", {}):
+        if _tells_apart(name, objects):
+            for node in objects:
+                node["required"] = [*dict.fromkeys([*node.get("required", ()), name])]
+            return True
+    return False
+
+
+def _tells_apart(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
+    words: list[Any] = []
+    for node in objects:
+        inner = node.get("properties", {}).get(name)
+        if not isinstance(inner, dict):
+            return False
+        words += [inner["const"]] if "const" in inner else inner.get("enum", [None, None])
+    return all(isinstance(word, str) for word in words) and len(words) == len(set(words))
+
+
+def own_kinds(node: Node) -> frozenset[str]:
+    """The JSON types of what fits."""
+    if not isinstance(node, dict):
+        return frozenset(KINDS)
+    values = [node["const"]] if "const" in node else node.get("enum")
+    return kinds_of(node) if values is None else frozenset(map(kind_of, values))
 
 
 def _own_names(node: Mapping[str, Any]) -> set[str]:

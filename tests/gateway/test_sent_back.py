@@ -143,6 +143,17 @@ def test_a_call_of_a_custom_tool_is_read_as_a_function_s(post: Poster, backend: 
     assert backend.jobs[0].tokens == backend.jobs[1].tokens
 
 
+@pytest.mark.parametrize("content", [None, "", [], "yo", [{"type": "text", "text": "yo"}]])
+def test_a_refusal_is_what_the_assistant_said(post: Poster, backend: FakeBackend, content: Any) -> None:
+    said = [content] if isinstance(content, str) and content else content or []
+    parts = [*said, {"type": "refusal", "refusal": "no"}]
+    for answer in ({"content": content, "refusal": "no"}, {"content": parts}):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant"} | answer]
+        response = post.chat(messages=messages)
+        assert response.status_code == 200, response.text
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens
+
+
 @pytest.mark.parametrize(
     ("kept", "words"),
     [

@@ -148,6 +148,8 @@ class AssistantMessage(_Message):
     reasoning_content: str | None = text()
     reasoning: str | None = text()
     """The newer word for the same."""
+    refusal: str | None = text()
+    """Stands in OpenAI's answers in place of content; read as a part of type refusal is."""
 
     # Of answers, in the words of OpenAI, its client, LiteLLM, OpenRouter, Copilot, Groq, Cohere and Azure.
     annotations: Annotated[Any, Unread] = None
@@ -161,7 +163,6 @@ class AssistantMessage(_Message):
     citations: Annotated[Any, Unread] = None
     context: Annotated[Any, Unread] = None
 
-    refusal: Annotated[Any, Refused] = None
     audio: Annotated[Any, Refused] = None
     images: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
@@ -170,6 +171,9 @@ class AssistantMessage(_Message):
 
     def for_template(self) -> dict[str, Any]:
         shown = super().for_template()
+        if self.refusal:
+            said = [self.content] if isinstance(self.content, str) else self.content
+            shown["content"] = _parse_content([*(said if self.content else ()), self.refusal])
         if self.tool_calls:
             shown["tool_calls"] = [call.for_template() for call in self.tool_calls]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content

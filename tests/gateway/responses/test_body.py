@@ -68,7 +68,7 @@ REFUSED = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": ["message"]}]}, "input[0].type"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "input": ""}]}, "input[0].name"),
-    ({"input": [{"type": "shell_call_output", "output": 5}]}, "input[0].call_id"),
+    ({"input": [{"type": "shell_call_output", "output": 5}]}, "input[0]"),
     ({"input": ["hi", {"type": "function_call", "call_id": "c"}]}, "input[0]"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),

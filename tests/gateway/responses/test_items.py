@@ -71,6 +71,14 @@ def test_calls_are_the_assistant_s() -> None:
     ]
 
 
+def test_a_result_that_no_call_asked_for_has_a_name() -> None:
+    """Codex tells the model so of a goal."""
+    result = {"type": "function_call_output", "id": "fco_1", "name": "goal", "output": "noon"}
+    told = {"role": "tool", "tool_call_id": "fco_1", "name": "goal", "content": "noon"}
+    assert messages(CALL, result) == [*messages(CALL), told]
+    assert messages(result | {"namespace": "agent"}) == [told | {"name": "agent__goal"}]
+
+
 def test_reasoning_is_dropped() -> None:
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
     assert messages(reasoning, {"role": "user", "content": "hi"}) == [{"role": "user", "content": "hi"}]

@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -117,13 +125,27 @@ class FunctionCallItem(_Item):
     """The name that `async` has in OpenAI's client, whose objects some send back as they are."""
 
 
+def _given(name: str) -> JsonSchemaValue:
+    return {"properties": {name: {"type": "string"}}, "required": [name]}
+
+
 class FunctionCallOutputItem(_Item):
+    """Without `call_id` where no call asked for it: agents tell the model of what they did themselves, by `name`."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_given("call_id"), _given("name")]})
+
     type: Literal["function_call_output"]
-    call_id: str = Field(description="the id of the call that this is the result of, a string")
+    call_id: str | None = f.text()
     output: InputParts
     name: str | None = f.label()
     namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
+
+    @model_validator(mode="after")
+    def _of_something(self) -> Self:
+        if self.call_id is None and self.name is None:
+            raise f.refuse("must have the 'call_id' of the call that this is the result of, a string")
+        return self
 
 
 Other = Literal[
@@ -202,8 +224,10 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
             case FunctionCallItem():
                 _add_call(messages, item)
             case FunctionCallOutputItem():
-                result = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
-                messages.append(result)
+                identity = item.call_id or item.id or ""
+                named = {"name": flat_name(item.namespace, item.name)} if item.name else {}
+                result = {"role": "tool", "tool_call_id": identity, "content": _content(item.output)}
+                messages.append(result | named)
     return messages
 
 

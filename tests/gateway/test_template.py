@@ -67,9 +67,12 @@ def test_an_error_of_the_template_is_the_client_s(source: str, reason: str) -> N
 
 
 def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
-    message = {"role": "developer", "content": ""}
-    assert render("{{ messages[0].role }}", message) == "system"
-    assert render("{% set known = 'developer' %}{{ messages[0].role }}", message) == "developer"
+    message, shown = {"role": "developer", "content": "a"}, "{{ messages[0].role + messages[0].content }}"
+    assert render(shown, message) == "systema"
+    assert render("{% set known = 'developer' %}" + shown, message) == "developera"
+    # As Command R, whose own words say it.
+    asked = "{% if messages[0].role == 'system' %}# developer: {{ messages[0].content }}{% endif %}"
+    assert render(asked, message) == "# developer: a"
 
 
 WEATHER = {
@@ -261,6 +264,44 @@ def test_templates_that_want_other_messages_around_are_given_what_they_read(befo
     messages = [RULES, {"role": "user", "content": _parts("one", "two")}, *CALLED[1:3], *IN_PARTS[2:]]
     prompt = ChatTemplate(source, {}).render(messages)
     assert "[user|one|two]" in prompt and prompt.endswith(f"[tool|{CALLED[2]['content']}][user|three]")
+
+
+def test_contents_that_a_template_reads_otherwise_beside_tools() -> None:
+    """As Llama 3.2's vision models put tools into the first message of the user, which they take for a text then."""
+    source = "{% for m in messages %}{% if tools %}{{ m.content | trim }}{% elif m.content is string %}{{ m.content }}"
+    template = ChatTemplate(
+        source + "{% else %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}", {}
+    )
+    asked = [{"role": "user", "content": _parts("one", "two")}]
+    assert template.render(asked) == "<one><two>"
+    assert template.render(asked, tools=[WEATHER]) == "one\ntwo"
+
+
+def test_results_that_a_template_shows_as_objects_are_not_cut_into_letters() -> None:
+    """As Command A does."""
+    parts = "{% for p in m.content %}{{ p | tojson }};{% endfor %}"
+    source = f"{{{{ tools }}}}{{% for m in messages if m.role == 'tool' %}}{parts}{{% endfor %}}"
+    shown = ChatTemplate(source, {}).render(CALLED)
+    assert shown == 'None{"type": "text", "text": "21"};'
+
+
+def test_arguments_are_text_to_a_template_that_refuses_objects() -> None:
+    source = "{{ tools }}{% for m in messages %}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}"
+    shown = ChatTemplate(source + "{% endfor %}", {}).render(CALLED)
+    assert shown == "None" + json.dumps(PARIS["function"]["arguments"], ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "system", ["{{ raise_exception('no system role') }}", "{% continue %}"], ids=["refused", "left out"]
+)
+def test_tools_in_words_for_a_template_without_system_messages(system: str) -> None:
+    """As Gemma 2 has none."""
+    said = f"{{% if m.role == 'system' %}}{system}{{% endif %}}[{{{{ m.role }}}}]{{{{ m.content }}}}"
+    shown = ChatTemplate(f"{{% for m in messages %}}{said}{{% endfor %}}", {}).render(
+        CALLED[:1], tools=[WEATHER]
+    )
+    assert shown.startswith("[user]You can call functions") and "The weather of a city" in shown
+    assert shown.endswith("</tool_call>\n\nweather?")
 
 
 def test_whether_a_template_shows_what_users_say() -> None:

@@ -20,8 +20,9 @@ Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
 """Messages and tools, as a template shows them. Raises RequestError where it refuses."""
 
 _WORDS = ("isthmusprobea", "isthmusprobeb")
-# A part that is shown as the object that it is.
-_AS_OBJECT = re.compile(rf"text\\*['\"]\s*:\s*\\*['\"]{_WORDS[0]}")
+_NOT, _AS_OBJECT, _AS_TEXT = range(3)
+"""How a template shows a content: not at all, as the object that a part is, or as what it says."""
+_OBJECT = re.compile(rf"text\\*['\"]\s*:\s*\\*['\"]{_WORDS[0]}")
 _CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": {}}}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"properties": {}}}}
 
@@ -64,11 +65,12 @@ class Contents:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._known: dict[tuple[str, str], bool] = {}
+        self._known: dict[tuple[str, str, bool], int] = {}
 
-    def shaped(self, message: Message) -> Message:
+    def shaped(self, message: Message, *, tools: bool) -> Message:
         """The message with its content in a form that the template reads in messages of this role; as it is if it reads
-        none, and parts as a text."""
+        none, and parts as a text. `tools`: beside some, which templates may put into a message that they read otherwise
+        without."""
         content, role = message.get("content"), message.get("role")
         if not isinstance(role, str) or content is None or isinstance(content, Nothing):
             return message
@@ -76,29 +78,46 @@ class Contents:
         forms: list[tuple[str, Content]] = [("text", text), ("part", [_part(text)])]
         if not isinstance(content, str):
             forms.insert(0, ("parts", content))
-        found = next((form for kind, form in forms if self.reads(role, kind)), text)
+        shown = {kind: self._shown(role, kind, tools) for kind, _ in forms}
+        found = max(forms, key=lambda form: shown[form[0]])[1] if any(shown.values()) else text
         return message if found is content else {**message, "content": found}
 
-    def reads(self, role: str, kind: str) -> bool:
-        """`kind` of content: `text`, `part` (a list of one), `parts`."""
-        if (role, kind) not in self._known:
+    def shows(self, role: str) -> bool:
+        """What messages of this role say, in whichever form."""
+        return any(
+            self._shown(role, kind, tools) for kind in ("text", "part", "parts") for tools in (False, True)
+        )
+
+    def _shown(self, role: str, kind: str, tools: bool) -> int:
+        """How the template shows a `kind` of content: `text`, `part` (a list of one), `parts`."""
+        key = role, kind, tools
+        if key not in self._known:
             content: Content = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
             words = _WORDS if kind == "parts" else _WORDS[:1]
-            self._known[role, kind] = any(
-                self._shows(words, messages, tools)
-                for messages in self._conversations(role, _WORDS[0] if kind == "text" else content)
-                for tools in (None, [_TOOL])
-            )
-        return self._known[role, kind]
+            found = list[int]()
+            for beside in (tools, not tools):  # some want tools, and some refuse them
+                said = self._conversations(role, _WORDS[0] if kind == "text" else content, beside)
+                found = found or [
+                    self._shows(words, prompt)
+                    for messages in said
+                    if (prompt := self._prompt(messages, [_TOOL] if beside else None)) is not None
+                ]
+            self._known[key] = max(found, default=_NOT)
+        return self._known[key]
 
-    def _shows(self, words: Sequence[str], messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+        """None where the template refuses."""
         try:
-            shown = self._render(messages, tools).lower()
+            return self._render(messages, tools).lower()
         except (RequestError, RecursionError):
-            return False
-        return all(word in shown for word in words) and not _AS_OBJECT.search(shown)
+            return None
 
-    def _conversations(self, role: str, content: Content) -> Iterator[list[Message]]:
+    def _shows(self, words: Sequence[str], prompt: str) -> int:
+        if not all(word in prompt for word in words):
+            return _NOT
+        return _AS_OBJECT if _OBJECT.search(prompt) else _AS_TEXT
+
+    def _conversations(self, role: str, content: Content, tools: bool) -> Iterator[list[Message]]:
         """As templates want it in which roles take turns; some begin behind a system message, and some end with what a
         user says."""
         said = {"role": role, "content": content}
@@ -106,7 +125,7 @@ class Contents:
             yield [said]
             yield [{"role": "system", "content": "?"}, said]
             return
-        asked = self.shaped({"role": "user", "content": "?"})
+        asked = self.shaped({"role": "user", "content": "?"}, tools=tools)
         if role == "assistant":
             yield [asked, said, asked]
         elif role == "tool":

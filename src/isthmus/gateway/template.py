@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -17,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import ModelFiles, chat_templates, special_tokens
 from isthmus.gateway.contents import NOTHING, Content, Contents, Nothing, with_text
-from isthmus.gateway.tools.words import in_words, with_short_ids
+from isthmus.gateway.tools.words import in_words, with_short_ids, with_written_arguments
 
 # Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
 _HERE = "<CONTINUE-HERE> "
@@ -26,6 +27,8 @@ _NOT_CONTINUED = (
 )
 
 
+_OTHERWISE = (with_text, with_written_arguments)
+"""What a template may want that refuses messages."""
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -55,8 +58,7 @@ class ChatTemplate:
     @property
     def shows_users(self) -> bool:
         """Whether prompts say what users say, in whichever form."""
-        readers = (self._template.contents, self._tool_template.contents)
-        return any(reader.reads("user", kind) for reader in readers for kind in ("text", "part"))
+        return any(template.contents.shows("user") for template in (self._template, self._tool_template))
 
     def render(
         self,
@@ -103,7 +105,7 @@ class ChatTemplate:
         template = self._tool_template if tools or any(map(_is_about_tools, messages)) else self._template
         adapted = [template.adapted(message) for message in messages]
         if not template.knows_tools:
-            adapted = in_words(adapted, tools)
+            adapted = in_words(adapted, tools, "system" if template.contents.shows("system") else "user")
         if continue_final_message:
             return _continued(template, adapted, context)
         return template.render(adapted, context)
@@ -118,20 +120,23 @@ class _Source:
         self.text = text
         self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(text))
         self._template = environment.from_string(text)
-        self._knows_developer = "developer" in text
         self._short_ids = "[TOOL_CALLS]" in text  # Mistral's
         self._special_tokens = dict(special_tokens)
         self.contents = Contents(lambda messages, tools: self._render(messages, {"tools": tools}))
 
     def render(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
         """Raises RequestError."""
-        shaped = [self.contents.shaped(message) for message in messages]
+        tools = bool(context["tools"])
+        shaped = [self.contents.shaped(message, tools=tools) for message in messages]
         try:
             return self._render(shaped, context)
-        except RequestError:  # perhaps it knows texts only
-            if not any(isinstance(message.get("content"), Nothing) for message in shaped):
-                raise
-            return self._render([with_text(message) for message in shaped], context)
+        except RequestError:
+            for changed in _OTHERWISE:
+                others = [changed(message) for message in shaped]
+                if any(other is not message for other, message in zip(others, shaped, strict=True)):
+                    with suppress(RequestError):
+                        return self._render(others, context)
+            raise
 
     def _render(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
         """Raises RequestError."""
@@ -142,6 +147,11 @@ class _Source:
             reason = " ".join(str(error).split())
             message = f"the chat template of this model does not accept these messages: {reason}"
             raise RequestError(message, param="messages") from error
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        """By name, and not only as a word of what it says itself."""
+        return "developer" in self.text and self.contents.shows("developer")
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """`developer` is OpenAI's newer word for `system`; most templates know only the older one. What is null is

@@ -29,16 +29,18 @@ To call a function, write a JSON object with its name and its arguments within <
 </tool_call>"""
 
 
-def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def in_words(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[dict[str, Any]]:
     """The same conversation with the roles system, user and assistant alone. `tools`: definitions as clients send
-    them; the arguments of past calls are objects."""
+    them; `role`: who says them, `system`, or the first `user`; the arguments of past calls are objects."""
     written: list[dict[str, Any]] = []
     for are_results, some in groupby(messages, lambda message: message.get("role") == "tool"):
         if are_results:
             written.append({"role": "user", "content": "\n".join(map(_result, some))})
         else:
             written += map(_with_calls, some)
-    return _introduced(written, tools) if tools else written
+    return _introduced(written, tools, role) if tools else written
 
 
 def with_short_ids(message: Message) -> dict[str, Any]:
@@ -51,18 +53,34 @@ def with_short_ids(message: Message) -> dict[str, Any]:
     return short
 
 
+def with_written_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as text; others as they are."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    written = [
+        call | {"function": call["function"] | {"arguments": _json(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": written}
+
+
 def _short_id(identity: str) -> str:
     fits = re.fullmatch(r"[A-Za-z0-9]{9}", identity)
     return identity if fits else blake2b(identity.encode(), digest_size=5).hexdigest()[:9]
 
 
-def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _introduced(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
+) -> list[dict[str, Any]]:
     definitions = "\n".join(_json(tool) for tool in tools)
     introduction = _INTRODUCTION.format(definitions=definitions)
-    if messages and messages[0].get("role") == "system":
-        first, *others = messages
-        return [first | {"content": f"{as_text(first.get('content'))}\n\n{introduction}"}, *others]
-    return [{"role": "system", "content": introduction}, *messages]
+    among = messages[:1] if role == "system" else messages
+    at = next((at for at, message in enumerate(among) if message.get("role") == role), None)
+    if at is None:
+        return [{"role": role, "content": introduction}, *messages]
+    said = [as_text(messages[at].get("content")), introduction]
+    content = "\n\n".join(said if role == "system" else reversed(said))
+    return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]
 
 
 def _with_calls(message: Message) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def test_calls_and_results() -> None:
     assert "content" in message.for_template()
     result = read({"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]})
     assert shown(result)["content"] == [{"type": "text", "text": "5"}]
+    assert "content" not in shown(read({"role": "tool", "tool_call_id": "call_1", "content": None}))
 
 
 NO_OBJECTS = [

@@ -122,6 +122,8 @@ _PLAIN = (
     ("NoExtensionBias", "nothing that is allowed can come next"),
     ("Too many items", "it can be read in too many ways"),
     ("oneOf constraints", "of 'oneOf' more than one may fit, which is not followed; 'anyOf' would be"),
+    ("look-around", "look-ahead and look-behind of regular expressions are not followed"),
+    ("backreferences", "backreferences of regular expressions are not followed"),
 )
 """What the library says of a grammar that it cannot go on with, and what that means."""
 

@@ -92,7 +92,7 @@ class UserMessage(_Message):
 
 class ToolMessage(_Message):
     role: Literal["tool"]
-    content: WholeContent
+    content: SomeContent
     tool_call_id: str = Field(description="the id of the call that this is the result of, a string")
 
     def for_template(self) -> dict[str, Any]:

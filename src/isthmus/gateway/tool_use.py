@@ -104,7 +104,7 @@ def call_grammar(
     schemas, ones = {}, {}
     for param, function, must in chosen:
         schema = use.schemas[function.name]
-        if schema.get("type", "object") != "object":
+        if schema.get("type") not in (None, "object", ["object"]):
             raise RequestError(f"{param!r} must be the schema of an object", param=param)
         sandbox.note(param)
         try:

@@ -99,9 +99,9 @@ class Document:
             hint = next((f" ({hint})" for words, hint in _HINTS if words in f"{problem} {error.context}"), "")
             raise ConfigError(f"{self._path}{line}: not valid YAML: {problem}{hint}") from None
         except yaml.reader.ReaderError as error:
-            line = self._data.count(b"\n", 0, error.position) + 1
+            number = self._data.count(b"\n", 0, error.position) + 1
             raise ConfigError(
-                f"{self._path}:{line}: not valid YAML: no text in UTF-8 or UTF-16 ({error.reason})"
+                f"{self._path}:{number}: not valid YAML: no text in UTF-8 or UTF-16 ({error.reason})"
             ) from None
 
     def _json(self) -> Any:

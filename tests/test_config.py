@@ -159,10 +159,8 @@ def test_a_role_is_a_number_or_a_section(file: Path, written: str) -> None:
 def test_of_roles_that_are_not_named_there_are_no_nodes(
     file: Path, written: str, roles: tuple[int, ...]
 ) -> None:
-    for text, flags in ((f"roles: {written}", {}), ("", {} if not written else {"roles.mixed.count": 2})):
-        config = loaded(file, text, flags)
-        found = tuple(getattr(config.roles, role).count for role in ("prefill", "decode", "mixed"))
-        assert found == (roles if text else (0, 0, 2) if flags else (1, 1, 0))
+    config = loaded(file, f"roles: {written}")
+    assert tuple(getattr(config.roles, role).count for role in ("prefill", "decode", "mixed")) == roles
 
 
 def test_a_number_is_read_as_a_person_means_it(file: Path) -> None:
@@ -844,3 +842,36 @@ def test_the_formats_of_tools_are_those_there_are() -> None:
     assert get_args(Config.model_fields["tool_format"].annotation) == ("auto", *FORMATS)
     with pytest.raises(ConfigError, match=r"tool_format: .*'hermes'"):
         load_config(None, {"tool_format": "herms"})
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "nodes"),
+    [
+        ("", {"prefill": 2}, (2, 1, 0)),
+        ("roles:", {"decode": 3}, (1, 3, 0)),
+        ("roles: {mixed: 2}", {"prefill": 1}, (1, 0, 2)),
+        ("roles: {prefill: 2, decode: 2}", {"decode": 3}, (2, 3, 0)),
+    ],
+)
+def test_a_flag_changes_one_number_of_nodes(
+    tmp_path: Path, text: str, flags: dict[str, int], nodes: tuple[int, ...]
+) -> None:
+    path = tmp_path / "isthmus.yaml"
+    path.write_text(text)
+    roles = load_config(path, {f"roles.{role}.count": count for role, count in flags.items()}).roles
+    assert (roles.prefill.count, roles.decode.count, roles.mixed.count) == nodes
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("clusters: {x-base: {roles: {mixed: 1}}}", "'x-base' is no name"),
+        ("cors: {origins: *}", r"begins with \* or & needs quotes"),
+        ("token: @a", "needs quotes"),
+    ],
+)
+def test_what_else_people_write_is_refused_with_what_to_do(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "isthmus.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(path, {})

@@ -29,9 +29,9 @@ from isthmus.errors import ConfigError
 from isthmus.types import Reuse
 from isthmus.yaml_file import Document, read_document
 
-_SIZE = re.compile(r"(\d(?:_?\d)*(?:\.\d+)?(?:e\+?\d\d?)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"((?:\d(?:_?\d)*(?:\.\d*)?|\.\d+)(?:e\+?\d\d?)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
-_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
+_NAME = re.compile(r"(?!x-)[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*?#]+")
 _KEY_VARIABLE, _TOKEN_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN"
@@ -650,7 +650,9 @@ class Config(_Section):
             raise ValueError("roles: each of the clusters has its own; give none beside them")
         for name in self.clusters:
             if not _NAME.fullmatch(name):
-                raise ValueError(f"clusters: {name!r} is no name; use letters, digits and -, a letter first")
+                raise ValueError(
+                    f"clusters: {name!r} is no name; use letters, digits and -, a letter first, and not x-"
+                )
         joined = set()
         for link in self.links:
             for end in link.between:
@@ -672,6 +674,12 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     document = None if path is None else read_document(path)
     values = {} if document is None else dict(document.values)
     flags = {tuple(dotted.split(".")): value for dotted, value in overrides.items() if value is not None}
+    if (
+        not values.get("roles")
+        and not values.get("clusters")
+        and any(keys[:-2] == ("roles",) for keys in flags)
+    ):
+        values["roles"] = {"prefill": 1, "decode": 1}  # the default, of which a flag changes one number
     for keys, value in flags.items():
         _assign(values, keys, value)
     for _ in range(2):

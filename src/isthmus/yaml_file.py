@@ -35,6 +35,8 @@ _SCHEMA = (
 )
 _HINTS = (
     ("'\\t'", "tabs do not indent; use spaces"),
+    ("cannot start any token", "a text that begins so needs quotes"),
+    ("alphabetic or numeric", "a text that begins with * or & needs quotes"),
     ("escape character", "\\ means something in double quotes; use single ones, or none"),
     ("single document", "the file has a second document; leave all but one out, and ---"),
     (
@@ -96,8 +98,11 @@ class Document:
             line = f":{mark.line + 1}" if mark is not None else ""
             hint = next((f" ({hint})" for words, hint in _HINTS if words in f"{problem} {error.context}"), "")
             raise ConfigError(f"{self._path}{line}: not valid YAML: {problem}{hint}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self._path}: not valid YAML: {' '.join(str(error).split())}") from None
+        except yaml.reader.ReaderError as error:
+            number = self._data.count(b"\n", 0, error.position) + 1
+            raise ConfigError(
+                f"{self._path}:{number}: not valid YAML: no text in UTF-8 or UTF-16 ({error.reason})"
+            ) from None
 
     def _json(self) -> Any:
         """JSON has its own reader, since not all of it is YAML; YAML's finds the lines, of most."""
@@ -222,8 +227,8 @@ def _scalar(path: Path, node: yaml.ScalarNode) -> Any:
             return int(text, 8 if text.startswith("0o") else 16 if text.startswith("0x") else 10)
         if kind == "float":
             return float(text.replace(".", "", 1) if _NOT_FINITE.fullmatch(text) else text)
-    except ValueError as error:  # more digits than Python reads
-        raise _wrong(path, node, f"no number: {error}") from None
+    except ValueError:  # of Python, which reads some thousands
+        raise _wrong(path, node, "a number of too many digits") from None
     raise _unknown_tag(path, node)
 
 

@@ -50,14 +50,14 @@ def test_times_may_carry_their_zone_and_lines_a_carriage_return(tmp_path: Path) 
         ("2023-11-16 18:17:09,1,2,3", "4 fields"),
         ("2023-11-16 18:17:09", "1 fields"),
         ("yesterday,1,2", "TIMESTAMP 'yesterday' is not like 2023-11-16"),
-        ("2023-13-16 18:17:09,1,2", "TIMESTAMP '2023-13-16 18:17:09': month"),
+        ("2023-13-16 18:17:09,1,2", "no such date as 2023-13-16 18:17:09: month"),
         ("2023-11-16 18:17:09.1234567890,1,2", "is not like"),
         ("-4,1,2", "TIMESTAMP '?-4.*is no time"),
         ("nan,1,2", "TIMESTAMP 'nan' is not like"),
         ('2023-11-16 18:17:09,"4,808",2', "ContextTokens '4,808' is not a whole number"),
-        ('2023-11-16 18:17:09,"1,2', "2 fields"),
+        ('2023-11-16 18:17:09,"1,2', "unexpected end of data"),
         ("2023-11-16 18:17:09," + "1" * 200_000 + ",2", "field larger than field limit"),
-        ("2023-11-16 18:17:09,0,2", "ContextTokens '0' is not a whole number of at least 1"),
+        ("2023-11-16 18:17:09,0,2", "ContextTokens 0 is not a whole number of at least 1"),
         ("2023-11-16 18:17:09,1,-2", "GeneratedTokens '-2' is not a whole number of at least 0"),
         ("2023-11-16 18:17:09,1.5,2", "ContextTokens '1.5'"),
         ("2023-11-16 18:17:09,²,2", "ContextTokens"),
@@ -84,6 +84,28 @@ def test_exact_times_cannot_be_spread(tmp_path: Path) -> None:
     path = write(tmp_path / "code.csv", [HEADER, "2023-11-16 18:17:03,1,1"])
     with pytest.raises(ConfigError, match="exact"):
         load(path, Replay(spread_seed=0))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("1700000000000", "1700000001500"),
+        ("1700000000000000", "1700000001500000"),
+        ("1700000000000000000", "1700000001500000000"),
+        ("1700000000.25", "1700000001.75"),
+        ("2023-11-16 18:15 UTC", "2023-11-16 18:15:01,5+0000"),
+        ("2023-11-16 18:15+00", "2023-11-16 19:15:01.5+01"),
+    ],
+)
+def test_times_are_dates_or_unix_times_of_any_unit(tmp_path: Path, first: str, second: str) -> None:
+    path = write(tmp_path / "code.csv", ["timestamp;prompt_tokens", f"{first};3", f"{second};4"])
+    assert [request.arrival_ns for request in load(path).requests] == [0, 1_500_000_000]
+
+
+def test_a_quote_that_does_not_end_takes_no_lines_with_it(tmp_path: Path) -> None:
+    lines = [f"{HEADER},Model", '1,2,3,"GPT', "2,3,4,GPT", "3,4,5,GPT"]
+    with pytest.raises(ConfigError, match=r"code\.csv:2: "):
+        load(write(tmp_path / "code.csv", lines))
 
 
 FIRST = Request(0, 374, 44)

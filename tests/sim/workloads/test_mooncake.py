@@ -164,3 +164,29 @@ def test_a_block_holds_at_least_one_token(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "t.jsonl", [line(0, 1, 1, [0], block_size=size)])
     with pytest.raises(ConfigError, match="block_size"):
         load(path)
+
+
+@pytest.mark.parametrize("unit", [1, 1000, 10**6, 10**9])
+def test_unix_times_tell_their_unit(tmp_path: Path, unit: int) -> None:
+    path = tmp_path / "unix.jsonl"
+    line = '{{"timestamp": {}, "input_length": 6, "output_length": 1, "hash_ids": [1]}}\n'
+    path.write_text("".join(line.format(second * unit) for second in (1_700_000_000, 1_700_000_002)))
+    workload = load(path)
+    assert [request.arrival_ns for request in workload.requests] == [0, 2_000_000_000]
+    assert bool(workload.notes) == (unit != 1000)
+
+
+def test_times_of_qwens_traces_are_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "qwen.jsonl"
+    line = '{{"parent_chat_id": -1, "timestamp": {}, "input_length": 20, "output_length": 1, "hash_ids": [1, 2]}}\n'
+    path.write_text(line.format(61) + line.format(62.5))
+    workload = load(path)
+    assert [request.arrival_ns for request in workload.requests] == [0, 1_500_000_000]
+    assert "in seconds" in workload.notes[0]
+
+
+def test_a_line_of_endless_brackets_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 6, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(ConfigError, match=r"deep\.jsonl:1: "):
+        load(path)

@@ -27,8 +27,17 @@ _OTHERS = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz",
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _MAX_NAMES = 8
-_MAX_NS = 1 << 63
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+_MAX_TIME = 1 << 63
+_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?)(?:[.,](\d{1,9}))? ?(Z|UTC|[+-]\d\d(?::?\d\d)?)?", re.ASCII
+)
+_UNIX = (
+    ("nanoseconds", 10**18, 1),
+    ("microseconds", 10**15, 1000),
+    ("milliseconds", 10**12, 10**6),
+    ("seconds", 10**9, 10**9),
+)
+"""Units of Unix times: the smallest number since 2001, and the unit in ns."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = timedelta(seconds=1)
 
@@ -119,10 +128,9 @@ def wrong_line(path: Path, number: int, what: str) -> ConfigError:
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """A whole number that was written as 374, 374.0 or "374". Raises ValueError for others, and for smaller ones than
     `least`."""
-    found = value
-    if isinstance(value, str):
-        text = value.strip()
-        found = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else _float(text)
+    if isinstance(value, str) and value.isdigit() and value.isascii() and len(value) < 20:
+        value = int(value)  # nearly always so
+    found = _number(value.strip()) if isinstance(value, str) else value
     if isinstance(found, float) and found.is_integer():
         found = int(found)
     if not isinstance(found, int) or isinstance(found, bool) or (least is not None and found < least):
@@ -131,37 +139,67 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return found
 
 
-def time_ns(name: str, value: Any, unit_ns: int) -> int:
-    """A time that was written as a number of units, or as a date, then in ns since 1970. Raises ValueError."""
-    if isinstance(value, str):
-        text = value.strip()
-        match = _DATE.fullmatch(text)
-        if match is not None:
-            second, fraction, zone = match.groups()
-            return _date_ns(name, second, zone) + int((fraction or "").ljust(9, "0"))
-        value = _float(text)
-        if value is None:
-            raise ValueError(f"{name} {_quoted(text)} is not like 2023-11-16 18:17:03.9799600, and no number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value * unit_ns < _MAX_NS:
-        raise ValueError(f"{name} {_quoted(value)} is no time, a number from 0 on")
-    return round(value * unit_ns)
+def is_unix(time: float) -> bool:
+    """Whether a number is a Unix time: one since 2001, as no trace counts from its own start."""
+    return time >= _UNIX[-1][1]
+
+
+class Clock:
+    """The times of a trace in ns: of dates and Unix times since 1970, of others as they count.
+
+    `unit_ns`: of a number that is no Unix time. One that is tells its unit by its size, and the first one decides.
+    """
+
+    def __init__(self, name: str, unit_ns: int, notes: Notes) -> None:
+        self._name, self.unit_ns, self._notes, self._has_unit = name, unit_ns, notes, False
+
+    def ns(self, value: Any) -> int:
+        """Raises ValueError for what is no time."""
+        if isinstance(value, str):
+            text = value.strip()
+            if (match := _DATE.fullmatch(text)) is not None:
+                second, fraction, zone = match.groups("")
+                return _date_ns(second, zone) + int(f"{fraction:0<9}")
+            value = _number(text)
+            if value is None:
+                raise ValueError(
+                    f"{self._name} {_quoted(text)} is not like 2023-11-16 18:17:03.9799600, and no number"
+                )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_TIME:
+            raise ValueError(f"{self._name} {_quoted(value)} is no time, a number from 0 on")
+        if not self._has_unit:
+            self._has_unit = True
+            self._take_unit(value)
+        units, part = divmod(value, 1)
+        return int(units) * self.unit_ns + round(part * self.unit_ns)
+
+    def _take_unit(self, first: float) -> None:
+        for unit, least, unit_ns in _UNIX:
+            if first >= least:
+                if unit_ns != self.unit_ns:
+                    self._notes.say(f"{self._name} in {unit} since 1970, as its size says")
+                self.unit_ns = unit_ns
+                return
 
 
 @lru_cache(maxsize=4096)  # many requests come in one second
-def _date_ns(name: str, second: str, zone: str | None) -> int:
+def _date_ns(second: str, zone: str) -> int:
     try:
-        return (datetime.fromisoformat(second + (zone or "+00:00")) - _EPOCH) // _SECOND * 1_000_000_000
+        date = datetime.fromisoformat(second + (zone if zone not in ("", "UTC") else "Z"))
+        return (date - _EPOCH) // _SECOND * 1_000_000_000
     except ValueError as error:
-        raise ValueError(f"{name} {second!r}: {error}") from None
+        raise ValueError(f"no such date as {second}: {error}") from None
 
 
-def _float(text: str) -> float | None:
-    """A number in decimal digits, None for any other text."""
+def _number(text: str) -> int | float | None:
+    """In decimal digits, None for any other text."""
     try:
         found = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    if not math.isfinite(found):
+        return None
+    return int(text) if text.isdigit() and len(text) < 20 else found
 
 
 def _quoted(value: Any) -> str:

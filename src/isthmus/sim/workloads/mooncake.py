@@ -2,13 +2,14 @@
 
 | field | meaning |
 | --- | --- |
-| `timestamp` | arrival in ms, perhaps with a fraction; the first counts as 0. A date is taken, too |
+| `timestamp` | arrival in ms, perhaps with a fraction, or a date, or a Unix time; the first counts as 0 |
 | `input_length` | prompt tokens |
 | `output_length` | generated tokens; 0, or none given, counts as 1, since every prefill makes one |
 | `hash_ids` | one id per block of the prompt, the last block perhaps partial; none given: the prompt shares nothing |
 
 and, of ours, all optional: `tenant`, `priority`, `ttft_slo_ms`, `tbt_slo_ms`, and `block_size` (tokens per id). Other
-fields are ignored. A trace is decoded as published, in one go; only if that fails line by line, as people bring it.
+fields are ignored, but Qwen's `parent_chat_id` means times in seconds. A trace is decoded as published, in one go; only
+if that fails line by line, as people bring it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from isthmus.sim.workloads.lines import Notes, in_order, time_ns, trace_name, whole, wrong_line
+from isthmus.sim.workloads.lines import Clock, Notes, in_order, is_unix, trace_name, whole, wrong_line
 from isthmus.sim.workloads.workload import Replay, Request, Workload
 
 BLOCK_SIZE = 512
 """Tokens per id in the published traces."""
-_MS = 1_000_000
-
+_MS, _S = 1_000_000, 1_000_000_000
+_SIZES = [1 << power for power in range(21)]
+_WHOLE = {"priority": None, "ttft_slo_ms": 1, "tbt_slo_ms": 1, "block_size": 1}
+"""Optional fields that are whole numbers, and the least they may be."""
 
 _Whole = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -76,9 +79,9 @@ def _as_published(texts: list[bytes]) -> _Read | None:
     """None for what is not exactly as published: as one array a good trace is read in two thirds of the time."""
     try:
         lines = msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[_Line])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if len(lines) != len(texts):
+    if len(lines) != len(texts) or is_unix(lines[0].timestamp):
         return None
     size = lines[0].block_size or BLOCK_SIZE
     for line in lines:
@@ -94,9 +97,9 @@ def _as_published(texts: list[bytes]) -> _Read | None:
 
 def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes) -> _Read:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
+    clock = Clock("timestamp", _MS, notes)
     times: list[int] = []
-    lines: list[_Line] = []
-    numbers: list[int] = []
+    lines: dict[int, _Line] = {}
     names: dict[str, int] = {}
     for number, text in enumerate(texts, start=1):
         if len(lines) == limit:
@@ -105,13 +108,22 @@ def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes)
             continue
         try:
             fields = {name: value for name, value in decode(text).items() if value not in (None, [])}
-            times.append(time_ns("timestamp", _required(fields, "timestamp"), _MS))
-            lines.append(_line(fields, names, notes))
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            raise wrong_line(path, number, f"no request of a Mooncake trace: {error}") from None
-        numbers.append(number)
-    size = _block_size(path, numbers, lines, notes)
-    for number, line in zip(numbers, lines, strict=True):
+            for name in ("timestamp", "input_length"):
+                if name not in fields:
+                    raise ValueError(f"missing required field `{name}`")
+            if not lines and "parent_chat_id" in fields:
+                clock = Clock("timestamp", _S, notes)
+                notes.say("timestamp in seconds, as in Qwen's traces")
+            time = fields["timestamp"]
+            times.append(clock.ns(time))
+            if isinstance(time, float) and clock.unit_ns == _MS and not is_unix(time):
+                notes.say("with a fraction in timestamp, taken as milliseconds")  # some traces have seconds
+            lines[number] = _line(fields, names, notes)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            hint = "; expected one JSON object a line" if isinstance(error, msgspec.DecodeError) else ""
+            raise wrong_line(path, number, f"no request of a Mooncake trace: {error}{hint}") from None
+    size = _block_size(path, lines, notes)
+    for number, line in lines.items():
         if line.hash_ids and len(line.hash_ids) != -(-line.input_length // size):
             raise wrong_line(
                 path,
@@ -119,7 +131,7 @@ def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes)
                 f"hash_ids has {len(line.hash_ids)} ids; input_length {line.input_length} "
                 f"in blocks of {size} tokens makes {-(-line.input_length // size)}",
             )
-    return _Read(times, lines, size)
+    return _Read(times, list(lines.values()), size)
 
 
 def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
@@ -127,34 +139,21 @@ def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
     for name in fields:
         if name not in _Line.__struct_fields__:
             notes.ignore(name)
-    if isinstance(fields["timestamp"], float):
-        notes.say("with a fraction in timestamp, taken as milliseconds")  # some traces have seconds
     if "output_length" not in fields:
         notes.say("without output_length, taken as 1")
     if "hash_ids" not in fields:
         notes.say("without hash_ids, sharing nothing")
-    whole_fields = {"priority": None, "ttft_slo_ms": 1, "tbt_slo_ms": 1, "block_size": 1}
-    given = {name: whole(name, fields[name], least) for name, least in whole_fields.items() if name in fields}
+    tenant = fields.get("tenant", "")
+    if not isinstance(tenant, str | int | float):
+        raise ValueError("tenant is no name")
     return _Line(
         0,
-        whole("input_length", _required(fields, "input_length"), 1),
+        whole("input_length", fields["input_length"], 1),
         whole("output_length", fields.get("output_length", 1), 0),
         _ids(fields["hash_ids"], names) if "hash_ids" in fields else (),
-        tenant=_name(fields.get("tenant", "")),
-        **given,
+        str(tenant),
+        **{name: whole(name, fields[name], least) for name, least in _WHOLE.items() if name in fields},
     )
-
-
-def _required(fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise ValueError(f"missing required field `{name}`")
-    return fields[name]
-
-
-def _name(given: Any) -> str:
-    if not isinstance(given, str | int | float):
-        raise ValueError("tenant is no name")
-    return str(given)
 
 
 def _ids(given: Any, names: dict[str, int]) -> tuple[int, ...]:
@@ -170,18 +169,18 @@ def _ids(given: Any, names: dict[str, int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _block_size(path: Path, numbers: list[int], lines: list[_Line], notes: Notes) -> int:
+def _block_size(path: Path, lines: dict[int, _Line], notes: Notes) -> int:
     """Tokens per id: as the trace says, else as published, else the one power of two that fits all of its lines."""
-    given = {line.block_size: number for number, line in zip(numbers, lines, strict=True) if line.block_size}
+    given = {line.block_size: number for number, line in lines.items() if line.block_size}
     if len(given) > 1:
         (first, _), (other, number), *_ = given.items()
         raise wrong_line(path, number, f"block_size {other} after {first}; a trace has one block size")
     if given:
         return int(next(iter(given)) or BLOCK_SIZE)
-    counts = [(line.input_length, len(line.hash_ids)) for line in lines if line.hash_ids]
-    least = max((-(-length // count) for length, count in counts), default=1)
-    most = min(((length - 1) // (count - 1) for length, count in counts if count > 1), default=0)
-    fitting = [size for size in (1 << power for power in range(21)) if least <= size <= most]
+    counts = [(line.input_length, len(line.hash_ids)) for line in lines.values() if line.hash_ids]
+    fitting = [
+        size for size in _SIZES if all(-(-num_tokens // size) == num_ids for num_tokens, num_ids in counts)
+    ]
     if len(fitting) == 1 and fitting[0] != BLOCK_SIZE:
         notes.say(f"in blocks of {fitting[0]} tokens, as lengths and hash_ids say", len(counts))
         return fitting[0]

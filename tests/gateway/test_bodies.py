@@ -102,6 +102,25 @@ def test_whatever_comes_is_read_or_refused(body: bytes) -> None:
         parse_body(CompletionRequest, body, 100)
 
 
+@pytest.mark.parametrize(
+    ("number", "is_kept"),
+    [
+        ("0.30000000000000004", True), ("0.10000000000000000000", True), ("1234567890.5", True),
+        ("0.12345678901234567890", False), ("123456789012345678901234567890.5", False),
+        ("1234567890123456789", True),
+    ],
+)  # fmt: skip
+def test_a_schema_keeps_its_digits_or_is_refused(post: Poster, number: str, is_kept: bool) -> None:
+    named = f'{{"name": "x", "schema": {{"const": {number}}}}}'
+    form = f'{{"type": "json_schema", "json_schema": {named}}}'
+    elsewhere = '"prompt": "0.12345678901234567890", "temperature": 0.69999999999999995559, "max_tokens": 1'
+    response = post.request("POST", "/v1/completions", content=f'{{{elsewhere}, "response_format": {form}}}')
+    assert (response.status_code == 200) == is_kept, response.text
+    if not is_kept:
+        error = response.json()["error"]
+        assert error["param"] == "response_format" and number in error["message"]
+
+
 def test_depth_takes_the_same_time_for_each_byte() -> None:
     """A text that is never closed was searched for its end from each of its quotes: 2 s for so small a body."""
     body = b"[" * 101 + b'"' + rb"\"" * 9900

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -40,13 +41,30 @@ def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
     if body.count(b"{") + body.count(b"[") > max_depth and _depth(body) > max_depth:
         raise RequestError(f"the body nests lists and objects deeper than {max_depth} (limits.json_depth)")
     try:
-        return _reader(kind).validate_json(body)
+        read = _reader(kind).validate_json(body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] != "json_invalid":
             raise refusal(error, kind) from None
         message = first["msg"].removeprefix("Invalid JSON: ") + _likely(body)
         raise RequestError(f"the body is not valid JSON: {message}") from None
+    if _MANY_DIGITS.search(body):
+        _check_digits(body)
+    return read
+
+
+def _check_digits(body: bytes) -> None:
+    """Fractions in schemas came as doubles, and an answer would have other digits. Raises RequestError."""
+    fields = json.loads(body, parse_float=Decimal, parse_int=str)
+    for name in _WITH_SCHEMAS & fields.keys():
+        waiting = [fields[name]]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list | dict):
+                waiting += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, Decimal) and value != Decimal(repr(float(value))):
+                message = f"{name!r} has a number, {value}, of more digits than a double keeps"
+                raise RequestError(f"{message}; send the schema as a text to have all of them", param=name)
 
 
 def _as_utf_8(body: bytes) -> bytes:
@@ -78,6 +96,8 @@ def _likely(body: bytes) -> str:
     return ""
 
 
+_MANY_DIGITS = re.compile(rb"\d[\d.]{16}")
+_WITH_SCHEMAS = {"response_format", "guided_json", "json_schema", "structured_outputs", "text", "tools"}
 _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 
 

@@ -233,10 +233,19 @@ def test_a_wrong_flag_beside_a_file_is_blamed_on_the_command_line(file: Path) ->
     assert [line.split(":")[0] for line in str(caught.value).split("\n")] == ["command line", str(file)]
 
 
-def test_a_flag_hides_no_mistake_of_the_file(file: Path) -> None:
-    file.write_text("engine: 5")
-    with pytest.raises(ConfigError, match=r":1: engine: Input should be a valid dictionary .*\(found 5\)"):
-        load_config(file, {"engine.threads": 2})
+@pytest.mark.parametrize("section", ["engine", "roles"])
+def test_a_flag_hides_no_mistake_of_the_file(file: Path, section: str) -> None:
+    file.write_text(f"{section}: 5")
+    with pytest.raises(ConfigError, match=rf":1: {section}: Input should be a valid dictionary .*\(found 5\)"):
+        load_config(file, {"engine.threads": 2, "roles.prefill.count": 2})
+
+
+@pytest.mark.parametrize(
+    "text", ["roles: {prefill: 1, decode: 2}", "roles: {prefill: 1, decode: {count: 2}}", ""]
+)
+def test_what_is_said_of_a_role_comes_beside_its_number(file: Path, text: str) -> None:
+    config = loaded(file, text, {"roles.decode.hardware": "h20"})
+    assert (config.roles.decode.count, config.roles.decode.hardware) == (2 if text else 1, "h20")
 
 
 def test_flags_win_over_the_file_and_absent_flags_do_not(file: Path) -> None:

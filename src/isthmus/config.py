@@ -717,10 +717,12 @@ def _lines(
 
 
 def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    for key in keys[:-1]:
+    for depth, key in enumerate(keys[:-1]):
         inner = values.get(key)
-        if not isinstance(inner, dict | None) and keys[-1] != "count":
-            return  # no section, which is refused; a role's count stands in the place of one
+        if (keys[0], depth) == ("roles", 1):
+            inner = _count(inner)
+        if not isinstance(inner, dict | None):
+            return  # no section, which is refused
         values[key] = inner = dict(inner) if isinstance(inner, dict) else {}
         values = inner
     values[keys[-1]] = value

@@ -46,11 +46,12 @@ class Detokenizer:
         self._window: list[int] = []
         self._shown = 0
         self._settled = 0  # tokens of the window up to the last point where nothing was held back
-        for token in before:
-            self.push(token)
-        if not open:  # then U+FFFD at their end is text
-            self.flush()
-            self._settled = len(self._window)
+        if open:
+            for token in before:
+                self.push(token)
+        elif before:  # U+FFFD at their end is text
+            self._window = list(before)
+            self._shown, self._settled = len(decode(self._window)), len(before)
 
     def push(self, token: int) -> str:
         """The text that `token` settles; often its own, sometimes none, sometimes also that of earlier ones."""

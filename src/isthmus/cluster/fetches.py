@@ -347,11 +347,6 @@ class Fetcher:
         if fetch is not None and not fetch.answered(None):
             fetch.end()  # nothing is asked for just now
 
-    def lost(self, session: Session) -> None:
-        for fetch in list(self._open.values()):
-            if fetch.session is session:
-                fetch.answered(None)
-
     def close(self) -> None:
         """No load waits for another node any more."""
         for key in list(self._open):

@@ -6,12 +6,12 @@ an attempt is complete where every layer is whole and every seal matched.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.cluster.messages import Sent, Slices
 from isthmus.cluster.sessions import Reach, Spawn, Tell
 from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack
 from isthmus.engine.codecs import EXACT, NONE
@@ -23,8 +23,6 @@ from isthmus.node.extent import Extent
 from isthmus.types import NodeId, RequestId, Span
 
 MAX_FRAME_BLOCKS = 256
-MAX_OFFERS = 4096
-"""Attempts that were offered and have not begun here; more are of attempts that never will."""
 
 
 class Outgoing:
@@ -45,16 +43,10 @@ class Outgoing:
 
     def attach(self, session: Session) -> None:
         self.session = session
-        stop = self._first_layer + self._memory.layout.num_layers
-        session.send(Offer(self.key, self._first_layer, stop))
-
-    @property
-    def is_sent(self) -> bool:
-        """All of it went; the peer may have it."""
-        return self._may_send and all(told == self._extent.stop for told in self._told)
+        self._go_on()
 
     def send(self) -> None:
-        """There is room for it: what is here goes, and what will be. Call it once it is attached."""
+        """There is room for it: what is here goes, and what will be."""
         self._may_send = True
         self._go_on()
 
@@ -85,9 +77,8 @@ class Outgoing:
     def _go_on(self) -> None:
         """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
         a pipeline group."""
-        if not self._may_send:
+        if not self._may_send or self.session is None:
             return
-        assert self.session is not None
         for part in self._waiting:
             self._send(self.session, *part)
         self._waiting.clear()
@@ -116,29 +107,23 @@ class Outgoing:
 
 
 class Incoming:
-    """One attempt that is received into `blocks`. Its layers may come over several sessions, each some of them."""
+    """One attempt that is received into `blocks`. Its layers may come over several sessions with `peer`, of a pipeline
+    group one for each stage."""
 
-    def __init__(self, key: RequestId, extent: Extent, blocks: Sequence[int], memory: KVBytes) -> None:
-        self.key, self._extent, self._blocks, self._memory = key, extent, blocks, memory
+    def __init__(self, expected: events.Receive, memory: KVBytes) -> None:
+        self.key, self.peer, self._extent, self._blocks = (
+            expected.key, expected.peer, expected.extent, expected.blocks
+        )  # fmt: skip
+        self._memory = memory
         self.sent: Sent | None = None
-        self.senders: dict[Session, Span] = {}
-        self._received = [extent.start] * memory.layout.num_layers
+        self._received = [self._extent.start] * memory.layout.num_layers
         self.frames = Frames(memory.layout)
-
-    def grant(self, session: Session, layers: Span) -> None:
-        """Takes these layers from this session."""
-        self.senders[session] = layers
-        session.send(Grant(self.key))
-
-    def comes_over(self, session: Session, layer: int) -> bool:
-        layers = self.senders.get(session)
-        return layers is not None and layers.start <= layer < layers.stop
 
     def place(self, session: Session, slices: Slices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
         expected = (
-            self.comes_over(session, slices.layer)
+            0 <= slices.layer < layout.num_layers
             and self._extent.resumes(self._received[slices.layer]) <= start
             and start
             < slices.stop
@@ -174,33 +159,23 @@ class Incoming:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         return self.sent is not None and all(count == self._extent.stop for count in self._received)
 
-    def land(self) -> None:
-        for session in self.senders:
-            session.send(Landed(self.key))
-
 
 class HandoverSender:
     """For an event loop. `spawn` owns what it starts."""
 
-    def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, tell: Tell, spawn: Spawn) -> None:
-        self._memory, self._first_layer, self._reach = memory, first_layer, reach
-        self._tell, self._spawn = tell, spawn
+    def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, spawn: Spawn) -> None:
+        self._memory, self._first_layer, self._reach, self._spawn = memory, first_layer, reach, spawn
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._bytes_out = 0
 
     def offer(self, offer: events.Offer) -> None:
-        self._outgoing[offer.key] = Outgoing(offer.key, offer.extent, self._memory, self._first_layer)
-        self._spawn(self._attach(offer.key, offer.peer))
+        outgoing = Outgoing(offer.key, offer.extent, self._memory, self._first_layer)
+        self._outgoing[offer.key] = outgoing
+        self._spawn(self._attach(outgoing, offer.peer))
 
-    async def _attach(self, key: RequestId, peer: NodeId) -> None:
-        try:
-            session = await self._reach(peer)
-            if session.closed:
-                raise ConnectionError("its session is closed")
-        except (OSError, TimeoutError) as error:
-            self._tell(events.Severed((key,), f"cannot reach {peer}, where it decodes: {error}"))
-        else:
-            self.on(key, Outgoing.attach, session)
+    async def _attach(self, outgoing: Outgoing, peer: NodeId) -> None:
+        with suppress(OSError, TimeoutError):  # the node hears that it is gone
+            outgoing.attach(await self._reach(peer))
 
     def on(self, key: RequestId, does: Callable[..., None], *arguments: object) -> None:
         """Calls a method of `Outgoing` if this attempt departs."""
@@ -213,27 +188,11 @@ class HandoverSender:
             self.on(send.key, Outgoing.computed)
         self.on(send.key, Outgoing.send)
 
-    def granted(self, session: Session, key: RequestId) -> None:
-        outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.session is session:
-            self._tell(events.Granted(key))
-
-    def landed(self, session: Session, key: RequestId) -> None:
-        outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.session is session:
-            if not outgoing.is_sent:
-                raise ProtocolError(f"{key} landed before it was sent")
-            self.release(key)
-            self._tell(events.Landed(key))
-
     def release(self, key: RequestId) -> None:
         outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             self._bytes_out += outgoing.bytes_out
             outgoing.cancel()
-
-    def lost(self, session: Session) -> list[RequestId]:
-        return [key for key, outgoing in self._outgoing.items() if outgoing.session is session]
 
     @property
     def bytes_out(self) -> int:
@@ -243,38 +202,30 @@ class HandoverSender:
 class HandoverReceiver:
     """For an event loop. `received` hears of the first token of an attempt that is whole, before `tell`."""
 
-    def __init__(self, memory: KVBytes, tell: Tell, received: Callable[[RequestId, int], object]) -> None:
-        self._memory, self._tell, self._received = memory, tell, received
+    def __init__(
+        self,
+        memory: KVBytes,
+        node_of: Callable[[Session], NodeId | None],
+        tell: Tell,
+        received: Callable[[RequestId, int], object],
+    ) -> None:
+        self._memory, self._node_of, self._tell, self._received = memory, node_of, tell, received
         self._incoming: dict[RequestId, Incoming] = {}
-        self._offers: OrderedDict[RequestId, dict[Session, Span]] = OrderedDict()
-        """Of attempts for which there is no room yet, or which have not begun here."""
         self.bytes_in = self.seal_mismatches = 0
 
-    def offered(self, session: Session, offer: Offer) -> None:
-        """Raises ProtocolError for layers that are not the model's, or that were offered already."""
-        incoming = self._incoming.get(offer.key)
-        known = incoming.senders if incoming is not None else self._offers.get(offer.key, {})
-        layers = Span(offer.first_layer, offer.stop_layer)
-        taken = any(layers.start < other.stop and other.start < layers.stop for other in known.values())
-        num_layers = self._memory.layout.num_layers
-        if taken or session in known or not 0 <= layers.start < layers.stop <= num_layers:
-            raise ProtocolError(f"layers {layers.start} to {layers.stop} of {offer.key} cannot be taken")
-        if incoming is not None:
-            incoming.grant(session, layers)
-            return
-        self._offers[offer.key] = {**known, session: layers}
-        if len(self._offers) > MAX_OFFERS:
-            self._offers.popitem(last=False)
+    def expect(self, expected: events.Receive) -> None:
+        self._incoming[expected.key] = Incoming(expected, self._memory)
 
-    def grant(self, grant: events.Grant) -> None:
-        incoming = Incoming(grant.key, grant.extent, grant.blocks, self._memory)
-        self._incoming[grant.key] = incoming
-        for session, layers in self._offers.pop(grant.key, {}).items():
-            incoming.grant(session, layers)
+    def _from(self, session: Session, key: RequestId) -> Incoming | None:
+        """What may come over this session; None for an attempt given up. Raises ProtocolError for another node's."""
+        incoming = self._incoming.get(key)
+        if incoming is not None and self._node_of(session) != incoming.peer:
+            raise ProtocolError(f"KV of {key} comes from {incoming.peer}, not from {session.peer}")
+        return incoming
 
     def place(self, session: Session, slices: Slices, size: int) -> Sequence[memoryview]:
         """Raises ProtocolError for what is not expected."""
-        incoming = self._incoming.get(slices.key)
+        incoming = self._from(session, slices.key)
         if incoming is None:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
         targets = incoming.place(session, slices, size)
@@ -284,14 +235,10 @@ class HandoverReceiver:
         return targets
 
     def receive(self, session: Session, slices: Slices) -> None:
-        """Raises ProtocolError for what comes over a session that did not offer it."""
-        incoming = self._incoming.get(slices.key)
+        """Raises ProtocolError for what comes from another node."""
+        incoming = self._from(session, slices.key)
         if incoming is None:
             return
-        if not incoming.comes_over(session, slices.layer):
-            raise ProtocolError(
-                f"KV of {slices.key}, layer {slices.layer}, over a session that did not offer it"
-            )
         layout = self._memory.layout
         self.bytes_in += (slices.stop - slices.first_block * layout.block_size) * layout.token_bytes
         if incoming.receive(slices):
@@ -303,44 +250,28 @@ class HandoverReceiver:
         self._tell(events.Broken(slices.key, reason))
 
     def sent(self, session: Session, sent: Sent) -> None:
-        incoming = self._incoming.get(sent.key)
-        if incoming is not None and session in incoming.senders and incoming.sent is None:
+        incoming = self._from(session, sent.key)
+        if incoming is not None and incoming.sent is None:
             incoming.sent = sent
             self._maybe_whole(incoming)
 
     def _maybe_whole(self, incoming: Incoming) -> None:
         if incoming.complete and incoming.sent is not None:
+            del self._incoming[incoming.key]
             self._received(incoming.key, incoming.sent.token)
             self._tell(events.Received(incoming.key))
 
     def void(self, session: Session, slices: Slices) -> None:
         """The sender gave up in the midst of a frame."""
-        incoming = self._incoming.get(slices.key)
-        if incoming is not None and incoming.comes_over(session, slices.layer):
-            incoming.frames.void(slices)
-
-    def land(self, key: RequestId) -> None:
-        incoming = self._incoming.get(key)
+        incoming = self._from(session, slices.key)
         if incoming is not None:
-            incoming.land()
-            self.release(key)
+            incoming.frames.void(slices)
 
     def release(self, key: RequestId) -> None:
         """Nothing more is written into its blocks when this returns."""
-        self._offers.pop(key, None)
         incoming = self._incoming.pop(key, None)
         if incoming is not None:
             incoming.frames.refuse()
-
-    def lost(self, session: Session) -> list[RequestId]:
-        """Those that are not whole, and will not be."""
-        offered = [key for key, offers in self._offers.items() if session in offers]
-        for key in offered:
-            del self._offers[key]
-        expected = [
-            key for key, each in self._incoming.items() if session in each.senders and not each.complete
-        ]
-        return offered + expected
 
 
 def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:

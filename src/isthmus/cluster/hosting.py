@@ -14,25 +14,12 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.attempts import Share
-from isthmus.cluster.landing import Landing, framed
-from isthmus.cluster.messages import (
-    KNOWN_ROWS,
-    Attend,
-    Claim,
-    Found,
-    Reclaim,
-    Reclaimed,
-    Reserve,
-    Reserved,
-    Shipment,
-    Shrink,
-    Stowed,
-)
-from isthmus.cluster.sessions import Tell
-from isthmus.cluster.wire import sealed
+from isthmus.cluster.messages import KNOWN_ROWS, Attend, Shipment
+from isthmus.cluster.sessions import Peers, Tell
+from isthmus.cluster.shipments import Landing, Shipments
 from isthmus.engine.interface import Asked, KVBytes
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Answerer, LineLost, Sending, Session, read
+from isthmus.messenger import Answerer, LineLost, Session, read
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
 
@@ -44,15 +31,15 @@ _decode = msgspec.msgpack.Decoder(Attend).decode
 
 class _Guest:
     """A share of one attempt's KV here, in a memory whose blocks have no other heads. `stowed`: blocks that are
-    whole."""
+    whole; `peers`: who may ship more."""
 
-    def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = ()) -> None:
+    def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = (), stowed: int = 0) -> None:
         """`room`: blocks of all heads."""
         self.share, self.landing = share, Landing(memory, ())
         self.give(room)
-        self.stowed = 0
-        self.sessions: dict[NodeId, Session] = {}
-        self.sendings: list[Sending] = []
+        self.stowed = stowed
+        self.landing.stops = [stowed] * memory.layout.num_layers
+        self.peers: set[NodeId] = set()
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -64,25 +51,6 @@ class _Guest:
         self.room = room
         self.landing.blocks = [block * parts + at for block in room for at in range(parts)]
 
-    def keep(self, count: int) -> None:
-        """Only so many blocks are of use."""
-        self.stowed = min(self.stowed, count)
-        self.landing.stops = [min(stop, count) for stop in self.landing.stops]
-
-    def stop(self) -> None:
-        """Nothing more is written to its blocks when this returns, or read from them for anybody."""
-        self.landing.refuse()
-        for sending in self.sendings:
-            sending.cancel()
-
-
-class _Claimed(NamedTuple):
-    """What was claimed over a session, until it is heard. `has_left`: it is not wanted any more."""
-
-    session: Session
-    share: Share
-    has_left: bool = False
-
 
 class _Known(NamedTuple):
     """What the rows of a step are here, if these guests are still there with so many blocks."""
@@ -93,170 +61,107 @@ class _Known(NamedTuple):
 
 
 class Hosts:
-    """For an event loop, but for what is said."""
+    """For an event loop, but for what is said. `shipments`: what leaves here, and what comes home."""
 
-    def __init__(self, memory: KVBytes, attends: Attends, tell: Tell) -> None:
-        self._memory, self._attends, self._tell = memory, attends, tell
+    def __init__(
+        self,
+        memory: KVBytes,
+        peers: Peers,
+        attends: Attends,
+        tell: Tell,
+        shipments: Shipments,
+    ) -> None:
+        self._memory, self._peers, self._attends, self._tell = memory, peers, attends, tell
+        self._shipments = shipments
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
-        self._claims: dict[tuple[RequestId, NodeId], _Claimed] = {}
         self.bytes_in = self.num_attended = self.seal_mismatches = 0
 
     # Room.
 
-    def reserve(self, session: Session, peer: NodeId, wanted: Reserve) -> None:
-        """Raises ProtocolError for none."""
-        if wanted.num_blocks < 1:
-            raise ProtocolError(f"{peer} wants room for {wanted.num_blocks} blocks")
-        guest = self._guests.get(wanted.key)
-        if guest is None or (guest.share != wanted.share and not guest.sessions):  # who had the other left
-            guest = self._guests[wanted.key] = _Guest(self._memory_of(wanted.share.parts), wanted.share)
-        if guest.share != wanted.share:
-            raise ProtocolError(f"{peer} wants room for another share of {wanted.key}")
-        guest.sessions[peer] = session
-        session.answer_lines(self.answer)
-        self._tell(events.Asked(wanted.key, peer, wanted.num_blocks, wanted.share))
+    def host(self, host: events.Host) -> None:
+        guest = self._guests.get(host.key)
+        if guest is None:
+            guest = self._guests[host.key] = _Guest(self._memory_of(host.share.parts), host.share)
+        guest.give(host.blocks)
+        self._let_in(guest, host.peer)
+
+    def _let_in(self, guest: _Guest, peer: NodeId) -> None:
+        guest.peers.add(peer)
+        session = self._peers.open_to(peer)
+        if session is not None:  # else the node hears that it is gone
+            session.answer_lines(self.answer)
 
     def _memory_of(self, parts: int) -> KVBytes:
-        """The memory as blocks with a `parts`-th of the heads. Raises ProtocolError."""
+        """The memory as blocks with a `parts`-th of the heads."""
         if parts not in self._split:
-            layout = self._memory.layout
-            if parts < 1 or layout.vectors == 1 or layout.num_kv_heads % parts:
-                raise ProtocolError(f"KV of {layout.num_kv_heads} heads has no {parts} parts")
             self._split[parts] = self._memory.split(parts)
         return self._split[parts]
 
-    def host(self, host: events.Host) -> None:
-        guest = self._guests.get(host.key)
-        session = None if guest is None else guest.sessions.get(host.peer)
-        if guest is None or session is None:
-            return  # it left meanwhile
-        if host.blocks:
-            guest.give(host.blocks)
-        elif not guest.blocks:
-            del guest.sessions[host.peer]
-            if not guest.sessions:
-                del self._guests[host.key]
-        session.send(Reserved(host.key, bool(host.blocks)))
-
-    def claim(self, session: Session, peer: NodeId, claim: Claim) -> None:
-        """Raises ProtocolError for what nobody can have."""
-        self._memory_of(claim.share.parts)
-        session.answer_lines(self.answer)
-        self._claims[claim.key, peer] = _Claimed(session, claim.share)
-        self._tell(events.Claimed(claim.key, peer, claim.old))
-
     def rekey(self, rekey: events.Rekey) -> None:
         """Nothing is written in the name of the old attempt any more when this returns."""
-        claimed = self._claims.pop((rekey.key, rekey.peer), None)
-        if claimed is None:
-            return  # it was claimed twice
-        session, share, has_left = claimed
-        guest = self._guests.get(rekey.key)
-        if rekey.old in self._guests:
-            others = {} if guest is None else guest.sessions  # who wants room and was not heard yet
-            guest = self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), share)
-            guest.sessions |= others
-        elif rekey.old and guest is None:  # its home was gone before it was told of its room
-            guest = self._guests[rekey.key] = _Guest(self._memory_of(share.parts), share)
-        session.send(Found(rekey.key, 0 if guest is None else guest.stowed))
-        if guest is not None:
-            guest.sessions[rekey.peer] = session
-            if session.closed or has_left:
-                self.gone(session, rekey.peer, rekey.key, lost=not has_left)
-
-    def _taken(self, guest: _Guest, share: Share) -> _Guest:
-        """With what is whole of it; of another share than is looked for, with nothing."""
-        guest.stop()
-        if guest.share != share:
-            return _Guest(self._memory_of(share.parts), share, guest.room)
-        guest.keep(guest.stowed)
-        guest.sessions.clear()
-        return guest
-
-    def gone(self, session: Session, peer: NodeId, key: RequestId, *, lost: bool = False) -> None:
-        guest, claimed = self._guests.get(key), self._claims.get((key, peer))
-        if claimed is not None and claimed.session is session and not lost:
-            self._claims[key, peer] = claimed._replace(has_left=True)
-        if guest is None or guest.sessions.get(peer) is not session:
-            return
-        del guest.sessions[peer]
-        if not guest.sessions and not guest.blocks:
-            del self._guests[key]
-        self._tell(events.Left(key, peer, lost))
-
-    def shrunk(self, session: Session, peer: NodeId, shrink: Shrink) -> None:
-        guest = self._guests.get(shrink.key)
-        if guest is not None and guest.sessions.get(peer) is session:
-            self._tell(events.Shrunk(shrink.key, peer, shrink.num_blocks))
+        old, share = self._guests.pop(rekey.old), rekey.share
+        old.landing.refuse()
+        self._shipments.stop(rekey.old)
+        memory = self._memory_of(share.parts)
+        guest = self._guests[rekey.key] = _Guest(memory, share, old.room, rekey.num_blocks)
+        self._let_in(guest, rekey.peer)
 
     def trim(self, trim: events.Trim) -> None:
         """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
         more when this returns."""
-        guest, count = self._guests.get(trim.key), trim.num_blocks
-        if guest is not None:
-            guest.landing.refuse()
-            guest.keep(count)
-            guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
+        guest, count = self._guests[trim.key], trim.num_blocks
+        guest.landing.refuse()
+        guest.stowed = min(guest.stowed, count)
+        guest.landing.stops = [min(stop, count) for stop in guest.landing.stops]
+        guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
-    def unhost(self, key: RequestId) -> None:
+    def unhost(self, unhost: events.Unhost) -> None:
         """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
-        guest = self._guests.get(key)
-        if guest is None:
+        self._shipments.stop(unhost.key, unhost.peer)
+        guest = self._guests[unhost.key]
+        if unhost.peer is not None:
+            guest.peers.discard(unhost.peer)
             return
-        guest.stop()
-        if guest.sessions:  # asked for again since
-            again = self._guests[key] = _Guest(guest.landing.memory, guest.share)
-            again.sessions = guest.sessions
-        else:
-            del self._guests[key]
-
-    def lost(self, session: Session) -> None:
-        for key, guest in list(self._guests.items()):
-            for peer, other in list(guest.sessions.items()):
-                if other is session:
-                    self.gone(session, peer, key, lost=True)
+        guest.landing.refuse()
+        del self._guests[unhost.key]
 
     # KV.
 
     def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
-        guest = self._guests.get(head.key)
-        if guest is None or session not in guest.sessions.values():
+        guest, peer = self._guests.get(head.key), self._peers.node_of(session)
+        if self._shipments.awaits(peer, head):
+            return self._shipments.place(session, head, size)
+        if guest is None or peer not in guest.peers:
             return [memoryview(bytearray(size))]  # its home left: read past it
-        placed = guest.landing.place(session, head, head.first, size)
-        guest.stowed = min(guest.stowed, head.first)
+        placed = guest.landing.place(session, head, size)
+        if head.first < guest.stowed:
+            guest.stowed = head.first
+            self._tell(events.Stowed(head.key, peer, guest.stowed))
         return placed
 
     def receive(self, session: Session, head: Shipment) -> None:
-        guest = self._guests.get(head.key)
-        if guest is None or (matches := guest.landing.take(head, head.first)) is None:
+        guest, peer = self._guests.get(head.key), self._peers.node_of(session)
+        if self._shipments.awaits(peer, head):
+            self._shipments.receive(head)
             return
-        landing, stop = guest.landing, head.first + len(head.seals)
-        self.bytes_in += len(head.seals) * landing.memory.layout.slice_bytes
+        if guest is None or peer is None or (matches := guest.landing.take(head)) is None:
+            return
+        self.bytes_in += len(head.seals) * guest.landing.memory.layout.slice_bytes
         if not matches:
             self.seal_mismatches += 1
-            session.send(Stowed(head.key, 0, damaged=True))
-        elif landing.is_whole(head.layer, stop):
-            guest.stowed = stop
-            session.send(Stowed(head.key, stop))
+            self._tell(events.Stowed(head.key, peer, guest.stowed, damaged=True))
+        elif guest.landing.is_whole(head):
+            guest.stowed = head.first + len(head.seals)
+            self._tell(events.Stowed(head.key, peer, guest.stowed))
 
     def void(self, session: Session, head: Shipment) -> None:
-        """Its home gave up in the midst of it."""
-        if head.key in self._guests:
+        """The sender gave up in the midst of it."""
+        if self._shipments.awaits(self._peers.node_of(session), head):
+            self._shipments.void(head)
+        elif head.key in self._guests:
             self._guests[head.key].landing.void(head)
-
-    def reclaim(self, session: Session, head: Reclaim) -> None:
-        """Sends blocks back to the home that asks for them. Raises ProtocolError for some that are not here."""
-        guest, layout, stop = self._guests.get(head.key), self._memory.layout, head.first + head.num_blocks
-        if guest is None or session not in guest.sessions.values():
-            return  # it left meanwhile
-        if guest.share.parts > 1 or not 0 <= head.first < stop <= guest.stowed:
-            raise ProtocolError(f"blocks [{head.first}, {stop}) of {head.key} are wanted back and not here")
-        guest.sendings = [sending for sending in guest.sendings if not sending.over]
-        for layer, start, blocks in framed(guest.blocks[head.first : stop], layout.num_layers):
-            payload, seals = sealed(self._memory, layer, blocks)
-            guest.sendings.append(session.send(Reclaimed(head.key, layer, head.first + start, seals), *payload))
 
     # Attention.
 

@@ -163,8 +163,8 @@ class LinkMonitor:
                 continue
             now_s = self._now_s()
             for far in list(self._far.values()):
-                for address in far.addresses.values():
-                    session = self._peers.open_to(address)
+                for node in far.addresses:
+                    session = self._peers.open_to(node)
                     if session is not None:
                         far.watch(session, now_s)
                 far.look(now_s, now_s - looked_s, link_s)
@@ -185,10 +185,10 @@ class LinkMonitor:
 
     async def _reach(self, far: _Far) -> None:
         """One node after the other, each time."""
-        addresses = list(far.addresses.values())
+        nodes = list(far.addresses)
         far.turn += 1
         try:
-            await self._peers.get(addresses[far.turn % len(addresses)])
+            await self._peers.get(nodes[far.turn % len(nodes)])
         except (OSError, TimeoutError) as error:
             log.debug("the link to %s: %s", far.name, error)
             far.failed = True

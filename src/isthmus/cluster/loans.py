@@ -117,15 +117,18 @@ class Loans:
         loan = self._loans.get((key, peer))
         if loan is None or loan.session is not session:
             return
-        del self._loans[key, peer]
-        if loan.task is not None:
-            loan.task.cancel()
+        self._end(key, peer)
         self._tell(events.Enough(key, peer))
 
-    def lost(self, session: Session) -> None:
-        for at, loan in list(self._loans.items()):
-            if loan.session is session:
-                self.enough(session, *at)
+    def _end(self, key: RequestId, peer: NodeId) -> None:
+        task = self._loans.pop((key, peer)).task
+        if task is not None:
+            task.cancel()
+
+    def lost(self, peer: NodeId) -> None:
+        """It gets nothing more, and the node knows."""
+        for at in [at for at in self._loans if at[1] == peer]:
+            self._end(*at)
 
     def close(self) -> None:
         """Gives everything back, as soon as nothing is done with it."""

@@ -4,8 +4,7 @@ bytes, nothing executable.
 Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
 of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
 
-Between nodes a message has the name of what it carries (`isthmus.node.events`): `Offer` and `Grant` what the actions of
-these names ask to be told, `Landed`, `Enough` and `Passed` what the other node then hears.
+Between nodes go letters (`isthmus.node.letters`), which nodes write and read, and frames of KV.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from isthmus.attempts import Report, Share
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
 from isthmus.node import events
+from isthmus.node.letters import Letter
 from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 MAX_METRICS = 1 << 14
@@ -211,26 +211,14 @@ NodeBound = (
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """First message on a session between nodes: of the one that hands over or fetches."""
+    """First message on a session between nodes, of the one that opened it. `stage`: of its pipeline group; the first
+    alone writes letters."""
 
     protocol: int
     node: NodeId
     revision: str
     layout: KVLayout
-
-
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: KV of this attempt, layers `[first_layer, stop_layer)`, will come over this session."""
-
-    key: RequestId
-    first_layer: int
-    stop_layer: int
-
-
-class Grant(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: blocks are reserved, send."""
-
-    key: RequestId
+    stage: int = 0
 
 
 class Slices(msgspec.Struct, frozen=True, tag=True):
@@ -253,14 +241,6 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     token: int
-
-
-class Landed(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: all KV is here and its seals match; the sender may let go. `unread`: it is not wanted; only a
-    node with a server says so."""
-
-    key: RequestId
-    unread: bool = False
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
@@ -313,84 +293,14 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Keep room for so many blocks of an attempt's KV in the engine's memory, or go on keeping it for this node too.
-    The answer is `Reserved`."""
-
-    key: RequestId
-    num_blocks: int
-    share: Share
-
-
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """Whether there is room."""
-
-    key: RequestId
-    granted: bool
-
-
-class Claim(msgspec.Struct, frozen=True, tag=True):
-    """What lies here of the attempt `old`, whose home is gone, is `key`'s from now on, if it is this share. The answer
-    is `Found`."""
-
-    key: RequestId
-    old: RequestId
-    share: Share
-
-
-class Found(msgspec.Struct, frozen=True, tag=True):
-    """So many blocks of that lie here, in all layers, and their seals matched."""
-
-    key: RequestId
-    num_blocks: int
-
-
 class Shipment(msgspec.Struct, frozen=True, tag=True):
-    """One layer of blocks `[first, first + len(seals))` of those that there is room for; what was there from `first` on
-    is void. Payload: their bytes."""
+    """To a holder, or from it back home: one layer of blocks `[first, first + len(seals))` of those that there is room
+    for; what was there from `first` on is void. Payload: their bytes."""
 
     key: RequestId
     layer: int
     first: int
     seals: tuple[bytes, ...]
-
-
-class Stowed(msgspec.Struct, frozen=True, tag=True):
-    """The first `stop` blocks are there, in all layers, and their seals matched. `damaged`: one did not."""
-
-    key: RequestId
-    stop: int
-    damaged: bool = False
-
-
-class Reclaim(msgspec.Struct, frozen=True, tag=True):
-    """Send blocks `[first, first + num_blocks)` of an attempt's KV back; they stay until `Shrink` or `Vacate`."""
-
-    key: RequestId
-    first: int
-    num_blocks: int
-
-
-class Reclaimed(msgspec.Struct, frozen=True, tag=True):
-    """One layer of the blocks that were asked back. Payload: their bytes."""
-
-    key: RequestId
-    layer: int
-    first: int
-    seals: tuple[bytes, ...]
-
-
-class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Of the room for this attempt only that for the first `num_blocks` blocks is needed."""
-
-    key: RequestId
-    num_blocks: int
-
-
-class Vacate(msgspec.Struct, frozen=True, tag=True):
-    """The room for this attempt is needed no more by the node that says so."""
-
-    key: RequestId
 
 
 KNOWN_ROWS = 16
@@ -414,10 +324,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = (
-    Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | events.Passed | Want | Lent | Given | Ended | Enough
-    | Reserve | Reserved | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Vacate
-)  # fmt: skip
+PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Want | Lent | Given | Ended | Enough | Shipment
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
 # is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for
@@ -461,6 +368,7 @@ Followed = (
     | events.Drop
     | events.Shorten
     | events.Offer
+    | events.Send
     | events.Release
     | Preempted
 )
@@ -493,4 +401,4 @@ class StageSaved(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-Upward = StageFound | Scores | StageSampled | StageSaved | events.Lost | events.Broken | events.Severed
+Upward = StageFound | Scores | StageSampled | StageSaved | events.Lost | events.Broken | events.Gone

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import EngineCache, Loading, NodeCache, Staging
@@ -23,43 +23,42 @@ from isthmus.cluster.holding import Holders
 from isthmus.cluster.hosting import Attends, Hosts
 from isthmus.cluster.loans import Loans
 from isthmus.cluster.sessions import NoPayloads, Peers, Spawn, Tell
+from isthmus.cluster.shipments import Shipments
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
+from isthmus.node.letters import Letter
 from isthmus.scheduler import Preempted, Saved
 from isthmus.types import BlockName, NodeId, RequestId, Span
 
-ENDS = (messages.Enough, messages.Vacate, messages.Shrink)
-"""Mean nothing where nobody can have asked."""
+LETTERS = frozenset(get_args(Letter))
 
 
 class BlockMover(NoPayloads):
-    """`address_of`: raises OSError or LookupError for one that is gone. `tell`: hears facts, in the event loop, and
-    never from within `do`. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes here where they lie."""
+    """`tell`: hears facts, in the event loop, and never from within `do`. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes here where they lie."""
 
     def __init__(
         self,
         *,
         cache: NodeCache | None,
         peers: Peers,
-        address_of: Callable[[NodeId], str],
         tell: Tell,
         spawn: Spawn,
         shares_memory: bool,
     ) -> None:
-        self._cache, self._peers, self._address_of, self._spawn = cache, peers, address_of, spawn
-        self._told = tell
+        self._cache, self._peers, self._spawn, self._told = cache, peers, spawn, tell
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._names: dict[Session, NodeId] = {}
-        """Who opened a session."""
+        self._unsaid: dict[NodeId, list[Letter]] = {}
+        """Letters to nodes that are being reached."""
         self._fetcher: Fetcher | None = None
         self._loans: Loans | None = None
         if cache is not None:
-            self._fetcher = Fetcher(cache, self.reach, self._tell, shares_memory=shares_memory)
+            self._fetcher = Fetcher(cache, peers.get, self._tell, shares_memory=shares_memory)
             self._loans = Loans(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._handlers: dict[type, Callable[[Any], None]] = {
+            events.Tell: lambda action: self._post(self._say, action.peer, action.letter),
             events.Adopt: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
@@ -78,7 +77,6 @@ class BlockMover(NoPayloads):
             messages.Want: lambda *want: self.loans.wanted(*want),
             messages.Enough: lambda session, peer, said: self.loans.enough(session, said.key, peer),
         }
-        """What nobody says but who opened the session, and who that is."""
         self._takers: dict[type, Any] = {messages.Given: self._fetcher} if self._fetcher is not None else {}
         """Who takes what comes with a payload."""
 
@@ -133,12 +131,26 @@ class BlockMover(NoPayloads):
         """These are in no tier. From any thread."""
         self._tell(events.Lost(tuple(names)))
 
-    async def reach(self, node: NodeId) -> Session:
+    # Letters.
+
+    def _say(self, peer: NodeId, letter: Letter) -> None:
+        session = self._peers.open_to(peer)
+        if peer in self._unsaid:
+            self._unsaid[peer].append(letter)
+        elif session is not None:
+            session.send(letter)
+        else:
+            self._unsaid[peer] = [letter]
+            self._spawn(self._reach(peer))
+
+    async def _reach(self, peer: NodeId) -> None:
         try:
-            address = self._address_of(node)
-        except LookupError:
-            raise ConnectionError("nobody has said where it is") from None
-        return await self._peers.get(address)
+            with contextlib.suppress(OSError, TimeoutError):  # the node hears that it is gone
+                session = await self._peers.get(peer)
+                for letter in self._unsaid[peer]:
+                    session.send(letter)
+        finally:
+            del self._unsaid[peer]
 
     # Cached blocks.
 
@@ -201,22 +213,19 @@ class BlockMover(NoPayloads):
             raise ProtocolError("blocks are wanted from a node without a cache")
         return self._loans
 
-    def introduced(self, session: Session, node: NodeId) -> None:
-        """It opened this session."""
-        self._names[session] = node
-
-    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
+    def on_peer(self, session: Session, peer: NodeId, message: messages.PeerMessage) -> None:
+        """Over a session with `peer`. Raises ProtocolError."""
         kind = type(message)
-        if kind in self._takers:
+        if kind in LETTERS:
+            self._tell(events.Heard(peer, message))
+        elif kind in self._takers:
             self._takers[kind].receive(session, message)
         elif kind in self._heard:
             self._heard[kind](session, message)
-        elif kind not in self._asked:
+        elif kind in self._asked:
+            self._asked[kind](session, peer, message)
+        else:
             raise ProtocolError(f"a {kind.__name__} for a node without such an engine")
-        elif session in self._names:
-            self._asked[kind](session, self._names[session], message)
-        elif kind not in ENDS:
-            raise ProtocolError(f"a {kind.__name__} over a session that was opened here")
 
     def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         taker = self._takers.get(type(message), super())
@@ -227,12 +236,11 @@ class BlockMover(NoPayloads):
         if type(message) in self._takers:
             self._takers[type(message)].void(session, message)
 
-    def lost(self, session: Session, reason: str) -> None:
-        """A session ended, and what was under way over it with it."""
-        for part in (self._fetcher, self._loans):
-            if part is not None:
-                part.lost(session)
-        self._names.pop(session, None)
+    def gone(self, node: NodeId, reason: str) -> None:
+        """A session ended, or could not begin, and what was under way over it ended with it."""
+        if self._loans is not None:
+            self._loans.lost(node)
+        self._tell(events.Gone(node, reason))
 
 
 class KVMover(BlockMover):
@@ -255,10 +263,12 @@ class KVMover(BlockMover):
         **others: Any,
     ) -> None:
         super().__init__(**others)
-        self._sender = HandoverSender(memory, first_layer, self.reach, self._tell, self._spawn)
-        self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
-        self.holders = Holders(memory, self.reach, self._tell, self._spawn, answer_s)
-        self._hosts = Hosts(memory, attends, self._tell)
+        peers = self._peers
+        self._sender = HandoverSender(memory, first_layer, peers.get, self._spawn)
+        self._receiver = HandoverReceiver(memory, peers.node_of, self._tell, partial(self._later, received))
+        self.holders = Holders(peers, self._spawn, answer_s)
+        self.shipments = Shipments(memory, peers, self._tell)
+        self._hosts = Hosts(memory, peers, attends, self._tell, self.shipments)
         self._loads: dict[RequestId, Loading] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
@@ -271,52 +281,32 @@ class KVMover(BlockMover):
             events.Offer: lambda action: self._post(self._sender.offer, action),
             events.Send: lambda action: self._post(self._sender.send, action),
             events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
-            events.Grant: lambda action: self._post(self._receiver.grant, action),
-            events.Land: lambda action: self._post(self._receiver.land, action.key),
-            events.Reserve: lambda action: self._post(self.holders.reserve, action),
-            events.Claim: lambda action: self._post(self.holders.claim, action),
-            events.Ship: lambda action: self._post(self.holders.ship, action),
-            events.Reclaim: lambda action: self._post(self.holders.reclaim, action),
-            events.Shrink: lambda action: self._post(self.holders.shrink, action),
-            events.Vacate: lambda action: self._post(self.holders.vacate, action),
+            events.Receive: lambda action: self._post(self._receiver.expect, action),
+            events.Ship: lambda action: self._post(self.shipments.ship, action),
+            events.OpenLine: lambda action: self._post(self.holders.open_line, action.peer),
+            events.Reclaim: lambda action: self._post(self.shipments.reclaim, action),
             events.Host: lambda action: self._post(self._hosts.host, action),
             events.Rekey: lambda action: self._post(self._hosts.rekey, action),
             events.Trim: lambda action: self._post(self._hosts.trim, action),
-            events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
+            events.Unhost: lambda action: self._post(self._hosts.unhost, action),
             Preempted: lambda action: self._let_go(action.request),
         }
-        self._heard |= {
-            messages.Sent: self._receiver.sent,
-            messages.Offer: self._receiver.offered,
-            messages.Grant: lambda session, grant: self._sender.granted(session, grant.key),
-            messages.Landed: lambda session, landed: self._sender.landed(session, landed.key),
-            messages.Reserved: self.holders.reserved,
-            messages.Found: self.holders.found,
-            messages.Stowed: self.holders.stowed,
-            messages.Reclaim: self._hosts.reclaim,
-        }
-        self._asked |= {
-            messages.Reserve: self._hosts.reserve,
-            messages.Claim: self._hosts.claim,
-            messages.Vacate: lambda session, peer, said: self._hosts.gone(session, peer, said.key),
-            messages.Shrink: self._hosts.shrunk,
-        }
+        self._heard[messages.Sent] = self._receiver.sent
         self._takers |= {
             messages.Slices: self._receiver,
             messages.Shipment: self._hosts,
-            messages.Reclaimed: self.holders.returning,
         }
 
     def gauges(self) -> dict[str, float]:
         found = super().gauges()
         found["seal_mismatches_total"] += self._receiver.seal_mismatches
-        found["seal_mismatches_total"] += self._hosts.seal_mismatches + self.holders.returning.seal_mismatches
+        found["seal_mismatches_total"] += self._hosts.seal_mismatches + self.shipments.seal_mismatches
         return found | {
             "kv_bytes_in_total": self._receiver.bytes_in,
             "kv_bytes_out_total": self._sender.bytes_out,
-            "kv_bytes_shipped_total": self.holders.bytes_shipped,
+            "kv_bytes_shipped_total": self.shipments.bytes_out,
             "kv_bytes_stowed_total": self._hosts.bytes_in,
-            "kv_bytes_returned_total": self.holders.returning.bytes_in,
+            "kv_bytes_returned_total": self.shipments.bytes_in,
             "attention_asked_total": self.holders.num_asked,
             "attention_bytes_asked_total": self.holders.bytes_asked,
             "attention_bytes_answered_total": self.holders.bytes_answered,
@@ -413,7 +403,7 @@ class KVMover(BlockMover):
         super()._release_sessions(key)
         self._sender.release(key)
         self._receiver.release(key)
-        self.holders.release(key)
+        self.shipments.release(key)
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
@@ -423,11 +413,6 @@ class KVMover(BlockMover):
         """It goes with the KV. From any thread, before `Finish`."""
         self._post(self._sender.on, key, Outgoing.first_token, token)
 
-    def lost(self, session: Session, reason: str) -> None:
-        name = self._names.get(session, session.peer)
-        super().lost(session, reason)
-        self.holders.lost(session, reason)
-        self._hosts.lost(session)
-        keys = self._sender.lost(session) + self._receiver.lost(session)
-        if keys:
-            self._tell(events.Severed(tuple(keys), f"the session with {name} ended: {reason}"))
+    def gone(self, node: NodeId, reason: str) -> None:
+        self.holders.lost(node)
+        super().gone(node, reason)

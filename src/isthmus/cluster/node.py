@@ -1,7 +1,7 @@
 """A node as a process: sessions in the event loop, a worker that computes, and between them the node that decides.
 
     head ──Task──> node ──worker──> tokens ──Outputs──> head
-    prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
+    decode node ──Granted──> prefill node ──Slices…, Sent──> decode node ──Landed──>
 
 Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
 grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens),

@@ -108,16 +108,21 @@ class MemberProcess(ABC):
         self._cache = None
         if store_of is not None:
             self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
-        self._introduction = messages.PeerHello(messages.PROTOCOL, self._facts.node, revision, layout)
-        peers = Peers(
-            runtime.network, self._introduction, lambda: FromPeer(self, introduced=True), self._node_at
+        self._introduction = messages.PeerHello(
+            messages.PROTOCOL, self._facts.node, revision, layout, options.stage
         )
-        self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
+        self.peers = Peers(
+            runtime.network,
+            self._introduction,
+            lambda: FromPeer(self, introduced=True),
+            self._address_of,
+            lambda node, reason: self.mover.gone(node, reason),
+        )
+        self._link_monitor = LinkMonitor(self.peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
         self.mover = mover_of(
             cache=self._cache,
-            peers=peers,
-            address_of=self._address_of,
+            peers=self.peers,
             tell=self.fact,
             spawn=self.spawn,
             shares_memory=options.shares_memory,
@@ -315,14 +320,6 @@ class MemberProcess(ABC):
                 return addresses[node]
         raise OSError(f"{node} is not there")
 
-    def _node_at(self, address: str) -> NodeId:
-        """Raises OSError for an address at which nobody is any more."""
-        for addresses in self._addresses.values():
-            for node, known in addresses.items():
-                if known == address:
-                    return node
-        raise OSError(f"nobody is at {address} any more")
-
     def trusts(self, session: Session, hello: messages.PeerHello) -> bool:
         """It is who its certificate says, and computes with the same model and KV layout."""
         mine = self._introduction
@@ -330,7 +327,7 @@ class MemberProcess(ABC):
         return alike and not disowned(session.identity, hello.node)
 
     def introduced(self, session: Session, hello: messages.PeerHello) -> None:
-        self.mover.introduced(session, hello.node)
+        self.peers.entered(session, hello)
         self._link_monitor.introduced(session, hello.node)
 
     def _lost(self, names: Sequence[BlockName]) -> None:
@@ -416,7 +413,9 @@ class FromPeer(NoPayloads):
         elif isinstance(message, messages.PeerHello):
             raise ProtocolError("a second PeerHello")
         elif not isinstance(message, messages.Probe):
-            self._process.mover.on_peer(session, message)
+            peer = self._process.peers.node_of(session)
+            if peer is not None:
+                self._process.mover.on_peer(session, peer, message)
 
     def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         if self._introduced:
@@ -427,4 +426,4 @@ class FromPeer(NoPayloads):
         self._process.mover.on_void(session, message)
 
     def on_close(self, session: Session, reason: str) -> None:
-        self._process.mover.lost(session, reason)
+        self._process.peers.ended(session, reason)

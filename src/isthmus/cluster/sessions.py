@@ -61,39 +61,81 @@ def check_peer(session: Session, node: NodeId | None) -> None:
 
 
 class Peers:
-    """Sessions with other nodes that were opened here: one for each address, on first use. `node_at`: who is to be
-    reached at an address."""
+    """Sessions with other nodes, one with each, whichever of the two opened it. Of two that were opened at once the one
+    counts that the node with the lesser name opened; what went over the other still counts.
+
+    `address_of`: raises OSError or LookupError for a node that is gone. `gone`: hears of a node that cannot be reached,
+    or a session with which ended.
+    """
 
     def __init__(
         self,
         network: Network,
         hello: PeerHello,
         handler_of: Callable[[], Handler],
-        node_at: Callable[[str], NodeId],
+        address_of: Callable[[NodeId], str],
+        gone: Callable[[NodeId, str], None],
     ) -> None:
-        self._network, self._hello, self._handler_of, self._node_at = network, hello, handler_of, node_at
-        self._sessions: dict[str, asyncio.Task[Session]] = {}
-        self._open: dict[str, Session] = {}
+        self._network, self._hello, self._handler_of = network, hello, handler_of
+        self._address_of, self._gone = address_of, gone
+        self._sessions: dict[NodeId, Session] = {}
+        self._dialling: dict[NodeId, asyncio.Task[Session]] = {}
+        self._names: dict[Session, NodeId] = {}
 
-    async def get(self, address: str) -> Session:
+    async def get(self, node: NodeId) -> Session:
         """Raises OSError or TimeoutError."""
-        task = self._sessions.get(address)
-        if task is None or (task.done() and (task.exception() is not None or task.result().closed)):
-            task = self._sessions[address] = asyncio.get_running_loop().create_task(self._connect(address))
-        return await asyncio.shield(task)
+        session = self.open_to(node)
+        if session is not None:
+            return session
+        if node not in self._dialling:
+            self._dialling[node] = asyncio.get_running_loop().create_task(self._dial(node))
+        return await asyncio.shield(self._dialling[node])
 
-    def open_to(self, address: str) -> Session | None:
-        """The session with this address, if there is one."""
-        session = self._open.get(address)
+    def open_to(self, node: NodeId) -> Session | None:
+        """The session with this node, if there is one."""
+        session = self._sessions.get(node)
         return None if session is None or session.closed else session
 
-    async def _connect(self, address: str) -> Session:
-        session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
-        if session.identity is not None:
-            check_peer(session, self._node_at(address))
+    async def _dial(self, node: NodeId) -> Session:
+        try:
+            address = self._address_of(node)
+            handler = self._handler_of()
+            session = await self._network.connect(address, PeerMessage, handler, timeout_s=CONNECT_S)
+            check_peer(session, node)
+            if session.closed:
+                raise ConnectionError("its session is closed")
+        except (OSError, TimeoutError, LookupError) as error:
+            if (other := self.open_to(node)) is not None:
+                return other
+            self._gone(node, f"it cannot be reached: {error or 'it is silent'}")
+            raise ConnectionError(f"{node} cannot be reached: {error}") from error
+        finally:
+            del self._dialling[node]
         session.send(self._hello)
-        self._open[address] = session
-        return session
+        self._names[session] = node
+        if self.open_to(node) is None or self._hello.node < node:
+            self._sessions[node] = session
+        return self._sessions[node]
+
+    def entered(self, session: Session, hello: PeerHello) -> None:
+        """Another node opened this session."""
+        node = hello.node
+        self._names[session] = node
+        if hello.stage:
+            return
+        if self.open_to(node) is None or node < self._hello.node:
+            self._sessions[node] = session
+
+    def node_of(self, session: Session) -> NodeId | None:
+        """With whom it is; None for one that is not open to letters yet, or any more."""
+        return self._names.get(session)
+
+    def ended(self, session: Session, reason: str) -> None:
+        node = self._names.pop(session, None)
+        if node is not None:
+            if self._sessions.get(node) is session:
+                del self._sessions[node]
+            self._gone(node, reason)
 
 
 def network_of(config: Config, token: str, credentials: Credentials | None = None) -> TcpNetwork:

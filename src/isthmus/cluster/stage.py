@@ -64,7 +64,7 @@ class StageStepper:
             case messages.Task():
                 self._tasks[message.begin.key] = message
                 self.runs.begin(message)
-            case events.Offer() | events.Read():
+            case events.Offer() | events.Send() | events.Read():
                 self._mover.do(message)
             case events.Load() if ahead:
                 self._load(message)
@@ -225,13 +225,11 @@ class StageNode(EngineProcess):
         """Nothing is handed over to a stage."""
 
     def fact(self, fact: events.Event) -> None:
-        """It concerns the leader, but for what this stage's own sessions are granted."""
+        """It concerns the leader."""
         match fact:
-            case events.Granted():
-                self.mover.do(events.Send(fact.key, computed=False))
             case Saved():
                 self.up(messages.StageSaved(self._options.stage, fact.request))
-            case events.Broken() | events.Severed() | events.Lost():
+            case events.Broken() | events.Gone() | events.Lost():
                 self.up(fact)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:

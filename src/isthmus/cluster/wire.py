@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.messages import Given, Reclaimed, Shipment, Slices
+from isthmus.cluster.messages import Given, Shipment, Slices
 from isthmus.engine import codecs
 from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
@@ -48,7 +48,7 @@ def sealed(
     return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
 
 
-Head = Slices | Given | Shipment | Reclaimed
+Head = Slices | Given | Shipment
 
 
 class _Frame(NamedTuple):

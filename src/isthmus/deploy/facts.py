@@ -145,4 +145,11 @@ class NodeFacts(msgspec.Struct, frozen=True):
         tiers = self.tiers() if cached else None
         scheduler = Scheduler(self.limits(self.role), tiers, pool, self.target, self.node)
         limits = {role: self.limits(role) for role in Role}
-        return Node(limits, scheduler, stages=self.pipeline, transfer_ns=transfer_ns, report_ns=self.report_ns)
+        return Node(
+            limits,
+            scheduler,
+            stages=self.pipeline,
+            kv_heads=self.kv_heads,
+            transfer_ns=transfer_ns,
+            report_ns=self.report_ns,
+        )

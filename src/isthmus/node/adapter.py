@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -25,7 +25,8 @@ from isthmus.attempts import (
     RequestFailed,
     RoleChanged,
 )
-from isthmus.node import events
+from isthmus.node import events, letters
+from isthmus.node.early import Early
 from isthmus.node.loans import Loans, num_present
 from isthmus.node.node import SEVERED_NS, TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
@@ -33,7 +34,8 @@ from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, 
 
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
-MAX_EARLY = 1024
+MAX_REFUSED = 1024
+OF_HOLDERS = tuple(set(get_args(letters.Letter)) - {letters.Passed, letters.Landed})
 
 Names = tuple[BlockName, ...]
 
@@ -91,12 +93,11 @@ class Adapter:
         self._attempts: dict[RequestId, _Attempt] = {}
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         """What is wanted, and when bytes of it last came, 0 before any."""
-        self._early: OrderedDict[RequestId, events.Passed] = OrderedDict()
-        """Of attempts that do not await it yet."""
+        self._early = Early()  # `Passed` of attempts that do not await it yet
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
-        self._given: dict[RequestId, bytes] = {}
-        """Params that decode nodes were told and have not answered for. The KV is theirs meanwhile, even of an attempt
+        self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
+        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile, even of an attempt
         that is forgotten here: an engine that reads what this one has let go of goes on with somebody else's."""
         self._engine: Counter[BlockName] = Counter()
         """Copies in the engine's own memory."""
@@ -104,13 +105,14 @@ class Adapter:
             events.Begin: self._begin,
             events.Forget: self._forget,
             events.Become: self._become,
-            events.Passed: self._passed,
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+                heard.peer, heard.letter, now, actions
+            ),
+            events.Gone: self._gone,
             events.Answered: self._answered,
             events.Settled: self._settled,
             events.Over: self._over,
             events.Broken: self._broken,
-            events.Landed: self._landed,
-            events.Severed: self._severed,
             events.Came: self._came,
             events.FetchEnded: self._fetch_ended,
             events.Moved: self._moved,
@@ -122,6 +124,11 @@ class Adapter:
             events.Held: self._held,
             events.Dropped: self._dropped,
             events.Woken: self._woken,
+        }
+        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            letters.Passed: self._passed,
+            letters.Landed: self._landed,
+            **dict.fromkeys(OF_HOLDERS, self._refuses),
         }
 
     def on(self, event: events.Event, now: int) -> list[events.Action]:
@@ -183,9 +190,9 @@ class Adapter:
             self._submit(attempt, actions)
             return
         attempt.state = AWAITING
-        early = self._early.pop(begin.key, None)
+        early = self._early.take(begin.peer, begin.key)
         if early is not None:
-            self._passed(early, now, actions)
+            self._passed(begin.peer, early, now, actions)
 
     def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
@@ -224,15 +231,17 @@ class Adapter:
         """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
         begin, params = attempt.begin, attempt.params
         attempt.state, attempt.due_ns, attempt.params = PASSED, 0, b""
-        self._given[begin.key] = params
-        actions.append(events.Pass(begin.key, begin.peer, attempt.cached_tokens or 0, params))
+        self._given[begin.key] = begin.peer, params
+        passed = letters.Passed(begin.key, attempt.cached_tokens or 0, params)
+        actions.append(events.Tell(begin.peer, passed))
 
-    def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        params = self._given.pop(event.key, None)
-        if params is None:
+    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(landed.key)
+        reader, params = self._given.get(landed.key, (None, b""))
+        if reader != peer:
             return
-        if event.unread:
+        del self._given[landed.key]
+        if landed.unread:
             self._discard(params, actions)
         if attempt is not None:
             route = attempt.begin.route
@@ -270,12 +279,12 @@ class Adapter:
         """The attempt is over, whatever it had come to."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
-        if self._early.pop(key, None) is not None:
+        if self._early.take(begin.peer, key) is not None:
             attempt.awaited = True
             self._land(attempt, actions, unread=True)
         elif begin.part is DECODE and attempt.state in (GATHERING, AWAITING):
             self._refused[key] = begin.peer
-            if len(self._refused) > MAX_EARLY:
+            if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
         self._land(attempt, actions)
         actions += [events.EndFetch(each) for each in (key, handover_key(key)) if each in self._fetches]
@@ -287,7 +296,8 @@ class Adapter:
         tells the other one itself when it has done with its KV."""
         if attempt.awaited:
             attempt.awaited, attempt.params = False, b""
-            actions.append(events.Land(attempt.begin.key, attempt.begin.peer, unread))
+            landed = letters.Landed(attempt.begin.key, unread)
+            actions.append(events.Tell(attempt.begin.peer, landed))
 
     def _discard(self, params: bytes, actions: list[events.Action]) -> None:
         if params:
@@ -304,24 +314,26 @@ class Adapter:
 
     # Handing over.
 
-    def _passed(self, event: events.Passed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if event.key in self._refused:
-            actions.append(events.Land(event.key, self._refused.pop(event.key), unread=True))
+    def _passed(self, peer: NodeId, passed: letters.Passed, now: int, actions: list[events.Action]) -> None:
+        key = passed.key
+        attempt = self._attempts.get(key)
+        if self._refused.get(key) == peer:
+            del self._refused[key]
+            actions.append(events.Tell(peer, letters.Landed(key, unread=True)))
             return
         if attempt is None or attempt.state is not AWAITING:
             if attempt is None or attempt.state is GATHERING:
-                self._early[event.key] = event
-                if len(self._early) > MAX_EARLY:
-                    self._early.popitem(last=False)
+                self._early.put(peer, passed)
             return
         begin = attempt.begin
-        attempt.cached_tokens, attempt.params, attempt.awaited = event.cached_tokens, event.params, True
+        if begin.peer != peer:
+            return
+        attempt.cached_tokens, attempt.params, attempt.awaited = passed.cached_tokens, passed.params, True
         present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
         if present < len(begin.names):
             attempt.state = FETCHING
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
-            self._fetch(handover_key(event.key), order, begin, actions)
+            self._fetch(handover_key(key), order, begin, actions)
         else:
             self._take_over(attempt, actions)
 
@@ -331,17 +343,30 @@ class Adapter:
             self._land(attempt, actions)
         self._submit(attempt, actions)
 
-    def _severed(self, event: events.Severed, now: int, actions: list[events.Action]) -> None:
-        for key in event.keys:
-            attempt = self._attempts.get(key)
-            params = self._given.pop(key, None)
-            if params is None:
-                continue
+    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
+        """Nothing more comes from the peer, and it takes nothing of what it was told."""
+        self._loans.gone(event.peer)
+        actions += [
+            events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == event.peer
+        ]
+        for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
+            attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
             if attempt is None:
                 self._discard(params, actions)
                 continue
-            attempt.params, attempt.due_ns, attempt.reason = params, now + SEVERED_NS, event.reason
+            attempt.params, attempt.due_ns = params, now + SEVERED_NS
+            attempt.reason = f"the session with {event.peer} ended: {event.reason}"
             actions.append(events.Wake(attempt.due_ns))
+        for attempt in self._attempts.values():
+            if attempt.awaited and attempt.begin.peer == event.peer:
+                attempt.awaited = False  # nobody waits for word of it
+
+    def _refuses(self, peer: NodeId, wanted: Any, now: int, actions: list[events.Action]) -> None:
+        """No other node's KV lies in this engine's memory."""
+        if isinstance(wanted, letters.Reserve):
+            actions.append(events.Tell(peer, letters.Reserved(wanted.key, False)))
+        elif isinstance(wanted, letters.Claim):
+            actions.append(events.Tell(peer, letters.Found(wanted.key, 0)))
 
     # Fetching from other nodes.
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 from isthmus.attempts import FetchOrder, Holding, Share
-from isthmus.node.events import Begin, Grant, Load, Reserve
+from isthmus.node.events import Begin, Load, Receive, Tell
 from isthmus.node.extent import Extent, assembly_of
+from isthmus.node.letters import Granted, Reserve
 from isthmus.scheduler import Actions, Sequence
 from isthmus.types import DECODE, MIXED, NodeId
 
@@ -83,10 +84,10 @@ class Attempt(Sequence):
         if not self.holdings or self.has_asked:
             return []
         self.has_asked = True
-        found = [Reserve(self.begin.key, *each) for each in shares(self.holdings)]
-        self.asked = {action.holder: None for action in found}
+        found = list(shares(self.holdings))
+        self.asked = {holder: None for holder, _, _ in found}
         self.holders |= self.asked
-        return [*found]
+        return [Tell(holder, Reserve(self.begin.key, *each)) for holder, *each in found]
 
     def admitted(self) -> Actions:
         """Where it decodes there may be no memory yet."""
@@ -107,7 +108,8 @@ class Attempt(Sequence):
         begin, extent, blocks = self.begin, self.extent, self.table
         if self.restore:
             blocks = blocks[: extent.states // extent.block_size] + self.restore
-        actions: Actions = [Grant(begin.key, begin.peer, extent, blocks), *self.ask()]
+        received = Receive(begin.key, begin.peer, extent, blocks)
+        actions: Actions = [received, Tell(begin.peer, Granted(begin.key)), *self.ask()]
         count = begin.route.handover_start
         if count:
             tokens = count * extent.block_size

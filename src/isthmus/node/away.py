@@ -1,9 +1,9 @@
-"""KV of an attempt on other nodes: what its home asks of holders, and what a holder keeps for others.
+"""KV of an attempt on other nodes: what its home asks of holders. `guests.py` is the holder's side.
 
-    home ──Reserve──> holder: Asked ──Host──> home: Reserved        when it has memory, or to move some while it decodes
-         ──Ship────>                                Shipped         whole blocks, in their order, as they are computed
-         ──Vacate──> holder: Left ──Unhost                          when the home is through with it
-    next ──Claim──>  holder: Claimed ──Rekey──> next: Found         before it begins, if the home before it is gone
+    home ──Reserve──> holder ──Reserved──> home         when it has memory, or to move some while it decodes
+         ══blocks══>         ──Shipped───>              whole ones, in their order, as they are computed
+         ──Vacate───>                                   when the home is through with it
+    next ──Claim────> holder ──Found─────> next         before it begins, if the home before it is gone
 
 A holder says at once whether there is room, and an attempt asks when it has memory where it is computed and where it
 decodes: so of two attempts neither waits for what the other has. A prefill node and the decode node that follows it
@@ -16,21 +16,18 @@ from isthmus.attempts import Holding, key_of
 from isthmus.node import events
 from isthmus.node.attempt import Attempt, shares
 from isthmus.node.extent import holdings_of
+from isthmus.node.letters import Claim, Reserve, Vacate
 from isthmus.scheduler import Actions, Scheduler
 from isthmus.scheduler.sequence import DECODING
 from isthmus.types import DECODE, NS_PER_S, PREFILL, NodeId, RequestId
 
 AGAIN_NS = NS_PER_S // 4
 """So long holders that had no room for more of an answer are not asked for that again."""
-LEASE_NS = 5 * NS_PER_S
-"""So long KV is kept whose home is gone: the head finds that out within seconds, and routes the next attempt."""
 FREE_TOKENS = 16
 """That are shipped in an iteration beside decodes: so much costs nothing, twice as much 8.6 % (Infinite-LLM, section on
 overlap)."""
 GROWTH = 8
 """Blocks of an answer for which holders are asked at a time, at most."""
-NOBODY = RequestId("")
-
 Holders = tuple[NodeId, ...]
 """Who share the blocks of a holding."""
 
@@ -73,18 +70,18 @@ class Away:
         """Before it begins, its holders say what they keep of the attempt before it."""
         route, key = attempt.begin.route, attempt.request
         old = key_of(route.request, route.taken)
-        found = [events.Claim(key, holder, old, share) for holder, _, share in shares(attempt.holdings)]
-        attempt.claimed = {action.holder: None for action in found}
+        found = list(shares(attempt.holdings))
+        attempt.claimed = {holder: None for holder, _, _ in found}
         attempt.holders = dict.fromkeys(attempt.claimed)
-        return [*found]
+        return [events.Tell(holder, Claim(key, old, share)) for holder, _, share in found]
 
-    def found(self, attempt: Attempt, event: events.Found) -> bool:
+    def found(self, attempt: Attempt, holder: NodeId, num_blocks: int) -> bool:
         """One of them did; whether all have now. What is whole is gone on with, up to the first block that one of them
         does not have: all are of tokens that are known, since no more are to lie there."""
         claimed = attempt.claimed
-        if claimed.get(event.holder, 0) is not None:
+        if claimed.get(holder, 0) is not None:
             return False
-        claimed[event.holder] = event.num_blocks
+        claimed[holder] = num_blocks
         if None in claimed.values():
             return False
         count = 0
@@ -96,6 +93,12 @@ class Away:
         if attempt.begin.part is not DECODE:  # it gets it with the rest
             attempt.moved(count)
         return True
+
+    @staticmethod
+    def has_some(attempt: Attempt, holder: NodeId) -> bool:
+        """Whether some of it lies with this holder, which is asked for more, or is planned to."""
+        holdings = attempt.held if attempt.more is None else attempt.holdings
+        return any(holder in holding.holders for holding in holdings)
 
     def grow(self, now: int, actions: Actions) -> None:
         """Asks for room for what is full of answers that are to lie elsewhere."""
@@ -117,15 +120,14 @@ class Away:
         attempt.more = Holding(holders, num_blocks)
         attempt.holders |= attempt.asked
         self.attempts[attempt.request] = attempt
-        actions += [
-            events.Reserve(attempt.request, *each) for each in shares(holdings) if each[0] in attempt.asked
-        ]
+        wanted = [each for each in shares(holdings) if each[0] in attempt.asked]
+        actions += [events.Tell(holder, Reserve(attempt.request, *each)) for holder, *each in wanted]
         return True
 
-    def reserved(self, attempt: Attempt, event: events.Reserved, now: int) -> bool:
+    def reserved(self, attempt: Attempt, holder: NodeId, granted: bool, now: int) -> bool:
         """An answer came; whether it goes on. Without room for more it does as it was."""
-        del attempt.asked[event.holder]
-        if not event.granted:
+        del attempt.asked[holder]
+        if not granted:
             if attempt.more is None:
                 return False
             attempt.more = Holding(attempt.more.holders, 0)
@@ -156,7 +158,9 @@ class Away:
             if count > 0:
                 attempt.num_shipping, blocks = count, attempt.blocks[:count]
                 attempt.shipping_to = dict.fromkeys(holders)
-                actions += [events.Ship(key, holder, first, blocks) for holder in holders]
+                for holder, _, share in shares(attempt.holdings):
+                    if holder in attempt.shipping_to:
+                        actions.append(events.Ship(key, holder, first, blocks, share))
 
     @staticmethod
     def _next(attempt: Attempt) -> tuple[Holders, int, int]:
@@ -168,12 +172,12 @@ class Away:
                 return holding.holders, attempt.num_held - start, stop
         raise AssertionError("all that is to lie elsewhere does")
 
-    def shipped(self, attempt: Attempt, event: events.Shipped) -> None:
+    def shipped(self, attempt: Attempt, holder: NodeId, stop: int) -> None:
         """What was on its way to one of its holders is there."""
-        if event.holder in attempt.shipping_to:
+        if holder in attempt.shipping_to:
             _, first, _ = self._next(attempt)
-            if event.stop >= first + attempt.num_shipping:
-                del attempt.shipping_to[event.holder]
+            if stop >= first + attempt.num_shipping:
+                del attempt.shipping_to[holder]
                 attempt.landed = not attempt.shipping_to
 
     def settle(self) -> list[Attempt]:
@@ -197,7 +201,7 @@ class Away:
     def end(self, attempt: Attempt, actions: Actions) -> None:
         """It is over here; comes with its `Release`."""
         self.stop(attempt)
-        actions += [events.Vacate(attempt.request, holder) for holder in attempt.holders]
+        actions += [events.Tell(holder, Vacate(attempt.request)) for holder in attempt.holders]
 
     def check_idle(self) -> None:
         assert not self._moving and not self._growing, "KV is still on its way to another node"
@@ -208,75 +212,3 @@ def _with(holdings: tuple[Holding, ...], more: Holding) -> tuple[Holding, ...]:
     if not holdings or holdings[-1].holders != more.holders:
         return (*holdings, more)
     return (*holdings[:-1], Holding(more.holders, holdings[-1].num_blocks + more.num_blocks))
-
-
-class Guests:
-    """At a holder: whose KV lies here, and who needs it."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._needed: dict[RequestId, set[NodeId]] = {}
-        self._leases: dict[RequestId, int] = {}  # until when it is kept, though nobody that is here needs it
-
-    def asked(self, event: events.Asked, actions: Actions) -> None:
-        """Room that there is, is given at once; nobody waits for it. Where a block has all heads there is room for as
-        many with a part of them as there are parts."""
-        blocks = self._scheduler.host(event.key, -(-event.num_blocks // event.share.parts), actions)
-        if blocks:
-            self._needed.setdefault(event.key, set()).add(event.peer)
-        actions.append(events.Host(event.key, event.peer, blocks))
-
-    def claimed(self, event: events.Claimed, actions: Actions) -> None:
-        """The attempt before it is over: nobody who asked in its name is heard any more."""
-        key, old, needed = event.key, event.old, self._needed
-        is_new = old in needed and key not in needed
-        if is_new:
-            self._scheduler.rekey(old, key)
-            self._leases.pop(old, None)
-            del needed[old]
-            needed[key] = set()
-        if key in needed:
-            needed[key].add(event.peer)
-        actions.append(events.Rekey(old if is_new else NOBODY, key, event.peer))
-
-    def shrunk(self, event: events.Shrunk, actions: Actions) -> bool:
-        """Whether some of its room is free: who asks decodes, and so is the last that needs it."""
-        blocks = self._scheduler.num_hosted_of(event.key)
-        if event.peer not in self._needed.get(event.key, ()) or not 0 < event.num_blocks < blocks:
-            return False
-        self._scheduler.shrink(event.key, event.num_blocks)
-        actions.append(events.Trim(event.key, event.num_blocks))
-        return True
-
-    def left(self, event: events.Left, now: int, actions: Actions) -> bool:
-        """Whether nobody needs it any more, and its blocks are free. If one was lost it stays for a while: another may
-        go on with it."""
-        key, needed = event.key, self._needed.get(event.key, set())
-        if event.peer not in needed:
-            return False
-        needed.remove(event.peer)
-        if event.lost:
-            self._leases[key] = now + LEASE_NS
-            actions.append(events.Wake(now + LEASE_NS))
-        return not needed and self._expire(key, now, actions)
-
-    def expire(self, now: int, actions: Actions) -> bool:
-        """Whether any blocks are free since nobody came for them."""
-        if not self._leases:
-            return False
-        freed = [self._expire(key, now, actions) for key in list(self._leases)]
-        return any(freed)
-
-    def _expire(self, key: RequestId, now: int, actions: Actions) -> bool:
-        if self._leases.get(key, 0) > now:
-            return False
-        self._leases.pop(key, None)
-        if self._needed[key]:
-            return False
-        del self._needed[key]
-        self._scheduler.unhost(key)
-        actions.append(events.Unhost(key))
-        return True
-
-    def check_idle(self) -> None:
-        assert not self._needed and not self._leases, "room for another node's KV was never left"

@@ -12,6 +12,7 @@ import msgspec
 
 from isthmus.attempts import FetchOrder, Report, Route, Share
 from isthmus.node.extent import Extent
+from isthmus.node.letters import Letter
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
 from isthmus.scheduler import Adopt as Adopt
 from isthmus.scheduler import Demote as Demote
@@ -86,18 +87,18 @@ class Become(msgspec.Struct, frozen=True, tag=True):
 # From other nodes.
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
-    """The decode node has room for an attempt: its KV may be sent."""
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """Another node says this."""
 
-    key: RequestId
+    peer: NodeId
+    letter: Letter
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an attempt is at its decode node, whole: the sender may let go of it. `unread`: nothing of it is there
-    and nothing will be taken."""
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """Another node cannot be reached, or the session with it ended, and with it what was on its way over it."""
 
-    key: RequestId
-    unread: bool = False
+    peer: NodeId
+    reason: str
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
@@ -115,79 +116,6 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     peer: NodeId
-
-
-class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that
-    was given to its first node."""
-
-    key: RequestId
-    peer: NodeId
-    num_blocks: int
-    share: Share = Share()
-
-
-class Claimed(msgspec.Struct, frozen=True, tag=True):
-    """Another node goes on with what lies here of an attempt `old`, whose home is gone, as `key`."""
-
-    key: RequestId
-    peer: NodeId
-    old: RequestId
-
-
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """A node needs the room for an attempt's KV no more, or, `lost`, is gone. Unknown ones are no error."""
-
-    key: RequestId
-    peer: NodeId
-    lost: bool = False
-
-
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Reserve`. Not `granted`: there is no room."""
-
-    key: RequestId
-    holder: NodeId
-    granted: bool
-
-
-class Found(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Claim`: of the share that was named `num_blocks` blocks are there whole."""
-
-    key: RequestId
-    holder: NodeId
-    num_blocks: int
-
-
-class Shipped(msgspec.Struct, frozen=True, tag=True):
-    """Of what was to lie at `holder` the first `stop` blocks are there, all layers of them, and their seals matched."""
-
-    key: RequestId
-    holder: NodeId
-    stop: int
-
-
-class Shrunk(msgspec.Struct, frozen=True, tag=True):
-    """Of the room for an attempt's KV a node needs only that for the first `num_blocks` blocks."""
-
-    key: RequestId
-    peer: NodeId
-    num_blocks: int
-
-
-class Reclaimed(msgspec.Struct, frozen=True, tag=True):
-    """A `Reclaim` is over: all is in the engine and its seals matched, or not `whole`. Nothing is written there any
-    more."""
-
-    key: RequestId
-    whole: bool
-
-
-class Severed(msgspec.Struct, frozen=True, tag=True):
-    """The session is gone over which these attempts are handed over, or stood still for too long."""
-
-    keys: tuple[RequestId, ...]
-    reason: str
 
 
 # From who carries the actions out. `Stepped` and `Saved` are the scheduler's.
@@ -235,6 +163,24 @@ class Received(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+class Stowed(msgspec.Struct, frozen=True, tag=True):
+    """Of what `peer` ships of an attempt that is hosted here the first `stop` blocks are in the engine, in all layers,
+    and their seals matched; or, if `damaged`, one did not. Fewer than before: what follows is being written anew."""
+
+    key: RequestId
+    peer: NodeId
+    stop: int
+    damaged: bool = False
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag=True):
+    """A `Reclaim` is over: all is in the engine and its seals matched, or not `whole`. Nothing is written there any
+    more."""
+
+    key: RequestId
+    whole: bool
+
+
 class Moved(msgspec.Struct, frozen=True, tag=True):
     """Some bytes came of what is handed over; or, with `fetched`, is fetched, or that was asked for."""
 
@@ -264,15 +210,6 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 
 
 # Of a node whose engine plans its own batches (`adapter.py`).
-
-
-class Passed(msgspec.Struct, frozen=True, tag=True):
-    """The prompt of an attempt is computed at its prefill node, of whose tokens `cached_tokens` needed no computing.
-    `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
-
-    key: RequestId
-    cached_tokens: int
-    params: bytes = b""
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):
@@ -322,10 +259,10 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Begin | Forget | Move | Return | Become
-    | Granted | Landed | Wanted | Enough | Severed
-    | Asked | Left | Shrunk | Claimed | Reserved | Found | Shipped | Reclaimed
-    | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
-    | Passed | Answered | Settled | Over | Filled | Held | Dropped
+    | Heard | Gone | Wanted | Enough
+    | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Stowed | Reclaimed | Moved | Broken
+    | Lost | Recovered
+    | Answered | Settled | Over | Filled | Held | Dropped
     | Woken
 )  # fmt: skip
 
@@ -374,21 +311,28 @@ class Give(msgspec.Struct, frozen=True, tag=True):
     on_disk: int
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True):
-    """Receive an attempt's KV into these blocks of the engine: tell `peer` to send."""
+class Tell(msgspec.Struct, frozen=True, tag=True):
+    """Say this to another node, after all that was said to it before; or, if it cannot be said, say `Gone`."""
+
+    peer: NodeId
+    letter: Letter
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """KV of an attempt will go from here to `peer`: what is computed of it is noted, and sent from `Send` on."""
+
+    key: RequestId
+    peer: NodeId
+    extent: Extent
+
+
+class Receive(msgspec.Struct, frozen=True, tag=True):
+    """Take an attempt's KV that comes from `peer` into these blocks of the engine; say `Received`."""
 
     key: RequestId
     peer: NodeId
     extent: Extent
     blocks: tuple[int, ...]
-
-
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Tell `peer` that KV of an attempt will come from here; it is sent when `peer` has granted it."""
-
-    key: RequestId
-    peer: NodeId
-    extent: Extent
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
@@ -404,84 +348,51 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-class Land(msgspec.Struct, frozen=True, tag=True):
-    """Tell `peer` that it may let go of an attempt, as `Landed`."""
+class Ship(msgspec.Struct, frozen=True, tag=True):
+    """Copy these blocks of the engine to `peer`, of the share's heads, where they are numbers `first` and following of
+    what lies there of the attempt. Their KV is in place, and stays until `peer` has it or until `Release`."""
 
     key: RequestId
     peer: NodeId
-    unread: bool = False
-
-
-class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Ask `holder` for room for so many of an attempt's blocks in all; say `Reserved`."""
-
-    key: RequestId
-    holder: NodeId
-    num_blocks: int
+    first: int
+    blocks: tuple[int, ...]
     share: Share = Share()
 
 
-class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Ask `holder` for what it keeps of the attempt `old`, if it is this share, to go on with it as `key`; say
-    `Found`."""
+class OpenLine(msgspec.Struct, frozen=True, tag=True):
+    """Runs will ask `peer` for attention to what lies there: the first question waits for a line."""
 
-    key: RequestId
-    holder: NodeId
-    old: RequestId
-    share: Share
-
-
-class Ship(msgspec.Struct, frozen=True, tag=True):
-    """Copy these blocks of the engine to `holder`, its part of the heads, where they are numbers `first` and following
-    of what lies there of the attempt; say `Shipped`. Their KV is in place, and stays until then or until `Release`."""
-
-    key: RequestId
-    holder: NodeId
-    first: int
-    blocks: tuple[int, ...]
+    peer: NodeId
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
-    """Copy what `holder` has of an attempt, from block number `first` of it on, into these blocks of the engine; say
-    `Reclaimed` once in any case, even after `Release`. It stays there as it is until `Shrink` or `Vacate`."""
+    """Take what `holder` sends back of an attempt into these blocks of the engine; say `Reclaimed` once in any case, even
+    after `Release`."""
 
     key: RequestId
     holder: NodeId
-    first: int
     blocks: tuple[int, ...]
 
 
-class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Tell `holder` that of the room for an attempt's KV only that for the first `num_blocks` blocks is needed."""
-
-    key: RequestId
-    holder: NodeId
-    num_blocks: int
-
-
-class Vacate(msgspec.Struct, frozen=True, tag=True):
-    """Tell `holder` that an attempt's KV is needed there no more, by this node."""
-
-    key: RequestId
-    holder: NodeId
-
-
 class Host(msgspec.Struct, frozen=True, tag=True):
-    """Tell `peer` that its attempt's KV may lie in these blocks of the engine, which others attend to from then on; or,
-    without any, that there is no room."""
+    """A share of an attempt's KV may lie in these blocks of the engine: `peer` ships it, for which say `Stowed`, and
+    others attend to it."""
 
     key: RequestId
     peer: NodeId
+    share: Share
     blocks: tuple[int, ...]
 
 
 class Rekey(msgspec.Struct, frozen=True, tag=True):
-    """What lies here of `old` is of `key` from now on, and nobody else's, if there is an `old`; tell `peer` how much of
-    `key` is whole."""
+    """What lies here of `old` is of `key` from now on, and `peer` alone ships more. `num_blocks` of it are whole: nothing
+    where it is another share."""
 
     old: RequestId
     key: RequestId
     peer: NodeId
+    share: Share
+    num_blocks: int
 
 
 class Trim(msgspec.Struct, frozen=True, tag=True):
@@ -492,9 +403,11 @@ class Trim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unhost(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is written to the blocks of an attempt that was hosted any more when this is done, nor read from them."""
+    """`peer` writes nothing more to the blocks of an attempt that is hosted when this is done; without one nobody does,
+    or reads from them."""
 
     key: RequestId
+    peer: NodeId | None = None
 
 
 class Shorten(msgspec.Struct, frozen=True, tag=True):
@@ -521,15 +434,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int | None = None
 
 
-class Pass(msgspec.Struct, frozen=True, tag=True):
-    """Tell `peer` that an attempt's prompt is computed, as `Passed`."""
-
-    key: RequestId
-    peer: NodeId
-    cached_tokens: int
-    params: bytes = b""
-
-
 class Discard(msgspec.Struct, frozen=True, tag=True):
     """Nobody takes what lies where `params` say: its engine may let go of it."""
 
@@ -543,10 +447,11 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    Run | Cut | Joined | Preempted
+    Tell
+    | Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
-    | Reserve | Claim | Ship | Reclaim | Shrink | Vacate | Host | Rekey | Trim | Unhost
-    | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
-    | Submit | Pass | Discard
+    | Offer | Send | Finish | Receive | Ship | OpenLine | Reclaim | Host | Rekey | Trim | Unhost
+    | Fetch | EndFetch | Give | Release | Wake
+    | Submit | Discard
     | Report
 )  # fmt: skip

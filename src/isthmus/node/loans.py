@@ -32,6 +32,11 @@ class Loans:
         if self._tiers is not None:
             self._tiers.unpin(names)
 
+    def gone(self, peer: NodeId) -> None:
+        """It needs nothing more."""
+        for key, other in [at for at in self._given if at[1] == peer]:
+            self.enough(events.Enough(key, other))
+
     def check_idle(self) -> None:
         assert not self._given, "a loan never ended"
 

@@ -16,22 +16,26 @@ import msgspec
 
 from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged, Spread
 from isthmus.blocks import state_names
-from isthmus.node import events
+from isthmus.node import events, letters
 from isthmus.node.attempt import Attempt
-from isthmus.node.away import Away, Guests
+from isthmus.node.away import Away
 from isthmus.node.donors import Donors
+from isthmus.node.early import Early
 from isthmus.node.extent import assembly_of, extent_of
+from isthmus.node.guests import Guests
 from isthmus.node.loans import Loans, num_present
 from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
-from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, JOINING, RECEIVING
-from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, RequestId, Role
+from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
+from isthmus.types import DECODE, MIXED, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
 SEVERED_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
+HANDING_OVER = (QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING)
+"""States in which an attempt waits for the other node of its hand-over."""
 
 Names = tuple[BlockName, ...]
 
@@ -40,7 +44,7 @@ class Node:
     """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
 
     `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
-    tokens of prompts come by `Sampled`. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
     `report_ns`: how often it says at most what its memory is used for, 0 for never.
     """
 
@@ -50,6 +54,7 @@ class Node:
         scheduler: Scheduler,
         *,
         stages: int = 1,
+        kv_heads: int = 1,
         transfer_ns: int = TRANSFER_NS,
         report_ns: int = 0,
     ) -> None:
@@ -60,11 +65,13 @@ class Node:
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans = Loans(self.tiers)
-        self._away, self._returns, self._guests = Away(scheduler), Returns(scheduler), Guests(scheduler)
+        self._away, self._returns = Away(scheduler), Returns(scheduler)
+        self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
+        self._early = Early()
         self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
-        self._early: list[events.Sampled] = []  # told while a run with them is out
+        self._sampled_early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}
         self._next_role: Role | None = None
         self._is_cut = False
@@ -74,19 +81,14 @@ class Node:
             events.Move: self._move,
             events.Return: self._return,
             events.Become: self._become,
-            events.Granted: self._granted,
-            events.Landed: self._landed,
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+                heard.peer, heard.letter, now, actions
+            ),
+            events.Gone: self._gone,
             events.Wanted: self._wanted,
             events.Enough: self._enough,
-            events.Asked: self._asked,
-            events.Left: self._left,
-            events.Claimed: self._claimed,
-            events.Found: self._found,
-            events.Shrunk: self._shrunk,
-            events.Reserved: self._reserved,
-            events.Shipped: self._shipped,
+            events.Stowed: lambda event, now, actions: self._guests.stowed(event, actions),
             events.Reclaimed: self._reclaimed,
-            events.Severed: self._severed,
             Stepped: self._stepped,
             Saved: self._saved,
             events.Missing: self._missing,
@@ -100,6 +102,18 @@ class Node:
             events.Lost: self._lost,
             events.Recovered: self._recovered,
             events.Woken: self._woken,
+        }
+        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            letters.Granted: self._granted,
+            letters.Landed: self._landed,
+            letters.Reserve: lambda peer, wanted, now, actions: self._guests.reserve(peer, wanted, actions),
+            letters.Reserved: self._reserved,
+            letters.Claim: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
+            letters.Found: self._found,
+            letters.Shipped: self._shipped,
+            letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
+            letters.Shrink: self._shrink,
+            letters.Vacate: self._vacate,
         }
 
     def on(self, event: events.Event, now: int) -> list[events.Action]:
@@ -213,6 +227,7 @@ class Node:
         else:
             if part is PREFILL:
                 actions.append(events.Offer(key, route.decode, attempt.extent))
+                attempt.granted = self._early.take(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -306,14 +321,35 @@ class Node:
 
     # What stands still, and what is gone.
 
-    def _severed(self, event: events.Severed, now: int, actions: list[events.Action]) -> None:
-        for key in event.keys:
-            attempt = self._attempts.get(key)
-            if attempt is None or attempt.received or attempt.state in (JOINING, DECODING):
-                continue  # nothing is awaited over it
-            if not attempt.given_up_ns:
-                attempt.given_up_ns, attempt.reason = now + SEVERED_NS, event.reason
-                actions.append(events.Wake(attempt.given_up_ns))
+    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
+        """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
+        fetches; those whose KV it holds, and its own that lies here."""
+        peer = event.peer
+        self._loans.gone(peer)
+        actions += [events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == peer]
+        for attempt in list(self._attempts.values()):
+            begin = attempt.begin
+            if peer in attempt.holders:
+                self._lost_holder(attempt, event, now, actions)
+            elif begin.part is not MIXED and begin.peer == peer and attempt.state in HANDING_OVER:
+                if not (attempt.received or attempt.given_up_ns):
+                    attempt.given_up_ns = now + SEVERED_NS
+                    attempt.reason = f"the session with {peer} ended: {event.reason}"
+                    actions.append(events.Wake(attempt.given_up_ns))
+        if self._guests.gone(peer, now, actions):
+            self._replan(now, actions)
+
+    def _lost_holder(
+        self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
+    ) -> None:
+        """Where nothing lies there yet, it only does not answer."""
+        peer = event.peer
+        if attempt.claimed.get(peer, 0) is None:
+            self._found(peer, letters.Found(attempt.request, 0), now, actions)
+        elif peer in attempt.asked and not self._away.has_some(attempt, peer):
+            self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
+        else:
+            self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
         if not event.fetched:
@@ -336,14 +372,18 @@ class Node:
 
     # Handing over.
 
-    def _granted(self, event: events.Granted, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None and not attempt.granted:
+    def _granted(
+        self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]
+    ) -> None:
+        attempt = self._attempts.get(granted.key)
+        if attempt is None:
+            self._early.put(peer, granted)
+        elif attempt.begin.peer == peer and not attempt.granted:
             attempt.granted = True
             if attempt.state is COMPUTING:
                 actions += attempt.ask()
             if attempt.started:
-                actions.append(events.Send(event.key, attempt.is_whole))
+                actions.append(events.Send(granted.key, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
@@ -356,11 +396,11 @@ class Node:
         if attempt.granted and attempt.is_whole:
             actions.append(events.Finish(attempt.begin.key))
 
-    def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None or attempt.state is not DEPARTING:
+    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(landed.key)
+        if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
             return  # nobody says so of what was not all sent
-        del self._attempts[event.key]
+        del self._attempts[landed.key]
         route = attempt.begin.route
         actions.append(PrefillFinished(route.request, route.attempt))
         self._release(attempt, actions)
@@ -402,7 +442,7 @@ class Node:
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled and not attempt.asked and attempt.state is RECEIVING:
-            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
+            actions.append(events.Tell(attempt.begin.peer, letters.Landed(attempt.begin.key)))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -489,32 +529,43 @@ class Node:
         if not (attempt.state is DECODING and self._returns.begin(attempt, event, actions)):
             actions.append(_spread(attempt))
 
-    def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None or event.holder not in attempt.asked:
+    def _reserved(
+        self, holder: NodeId, reserved: letters.Reserved, now: int, actions: list[events.Action]
+    ) -> None:
+        attempt = self._attempts.get(reserved.key)
+        if attempt is None or holder not in attempt.asked:
             return
         is_ordered = attempt.more is not None and not attempt.grows
-        if not self._away.reserved(attempt, event, now):
-            reason = f"{event.holder} has no room for its KV"
-            self._fail(attempt, reason, now, actions, no_room=True)
+        if not self._away.reserved(attempt, holder, reserved.granted, now):
+            self._fail(attempt, f"{holder} has no room for its KV", now, actions, no_room=True)
             return
+        if reserved.granted:
+            actions.append(events.OpenLine(holder))
         if is_ordered and not attempt.asked:
             actions.append(_spread(attempt))
         self._maybe_whole(attempt, now, actions)
-        self._cut(actions)
-        if self.scheduler.run is None:
-            self._plan(now, actions)
+        self._replan(now, actions)
 
-    def _found(self, event: events.Found, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None and self._away.found(attempt, event):
+    def _found(self, holder: NodeId, found: letters.Found, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(found.key)
+        if attempt is None:
+            return
+        if found.num_blocks:
+            actions.append(events.OpenLine(holder))
+        if self._away.found(attempt, holder, found.num_blocks):
             self._enter(attempt, now, actions)
 
-    def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            self._away.shipped(attempt, event)
-            self._arrived(attempt, now, actions)
+    def _shipped(
+        self, holder: NodeId, shipped: letters.Shipped, now: int, actions: list[events.Action]
+    ) -> None:
+        attempt = self._attempts.get(shipped.key)
+        if attempt is None or holder not in attempt.holders:
+            return
+        if shipped.damaged:
+            self._fail(attempt, f"a KV block came to {holder} damaged (seal mismatch)", now, actions)
+            return
+        self._away.shipped(attempt, holder, shipped.stop)
+        self._arrived(attempt, now, actions)
 
     def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
         attempt = self._returns.reclaimed(event)
@@ -531,9 +582,7 @@ class Node:
             self._cut(actions)
             return
         self._ship(now, actions)
-        self._cut(actions)
-        if self.scheduler.run is None:
-            self._plan(now, actions)
+        self._replan(now, actions)
 
     def _ship(self, now: int, actions: list[events.Action]) -> None:
         """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
@@ -555,22 +604,13 @@ class Node:
                 dropped = self._attempts[attempt.request]
                 self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
-    def _asked(self, event: events.Asked, now: int, actions: list[events.Action]) -> None:
-        if self._stages > 1:  # each has some of the layers
-            actions.append(events.Host(event.key, event.peer, ()))
-        else:
-            self._guests.asked(event, actions)
-
-    def _left(self, event: events.Left, now: int, actions: list[events.Action]) -> None:
-        if self._guests.left(event, now, actions):
+    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: list[events.Action]) -> None:
+        if self._guests.shrink(peer, wanted, actions):
             self._replan(now, actions)
 
-    def _shrunk(self, event: events.Shrunk, now: int, actions: list[events.Action]) -> None:
-        if self._guests.shrunk(event, actions):
+    def _vacate(self, peer: NodeId, left: letters.Vacate, now: int, actions: list[events.Action]) -> None:
+        if self._guests.vacate(peer, left, now, actions):
             self._replan(now, actions)
-
-    def _claimed(self, event: events.Claimed, now: int, actions: list[events.Action]) -> None:
-        self._guests.claimed(event, actions)
 
     def _replan(self, now: int, actions: list[events.Action]) -> None:
         """Blocks are free for which somebody may wait."""
@@ -620,8 +660,8 @@ class Node:
                 if sampled is not None:
                     self._prompt_computed(sampled, actions)
         scheduler.step(event, actions)
-        if self._early:
-            early, self._early = self._early, []
+        if self._sampled_early:
+            early, self._sampled_early = self._sampled_early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
         self._ship(now, actions)
@@ -633,7 +673,7 @@ class Node:
 
     def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
         if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
-            self._early.append(event)  # the first stage has not said yet that it is through
+            self._sampled_early.append(event)  # the first stage has not said yet that it is through
             return
         for key in event.keys:
             attempt = self._attempts.get(key)

@@ -1,8 +1,8 @@
 """KV of an attempt comes home from its holders again.
 
-    home ──Reclaim──> holder        when the conductor says so and there is memory at home
-         <──────────  Reclaimed     whole blocks, the last of those that lie elsewhere
-         ──Shrink, or Vacate if nothing is left there──> holder: Shrunk ──Trim
+    home ──SendBack──> holder       when the conductor says so and there is memory at home
+         <══════════                whole blocks, the last of those that lie elsewhere: `Reclaimed`
+         ──Shrink, or Vacate if nothing is left there──> holder
 
 It is attended to at the holder until all that comes is here and no run touches the attempt. Only what lay elsewhere
 last comes back, so what lies with a holder stays its leading blocks there.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
+from isthmus.node.letters import SendBack, Shrink, Vacate
 from isthmus.scheduler import Actions, Scheduler
 from isthmus.types import RequestId
 
@@ -39,7 +40,8 @@ class Returns:
             return False
         attempt.returning = count
         self._attempts[attempt.request] = attempt
-        actions.append(events.Reclaim(attempt.request, event.holder, there - count, blocks))
+        actions.append(events.Reclaim(attempt.request, event.holder, blocks))
+        actions.append(events.Tell(event.holder, SendBack(attempt.request, there - count, count)))
         return True
 
     def reclaimed(self, event: events.Reclaimed) -> Attempt | None:
@@ -70,10 +72,10 @@ class Returns:
             self._scheduler.reclaimed(attempt)
             [holder] = last.holders
             if left:
-                actions.append(events.Shrink(key, holder, left))
+                actions.append(events.Tell(holder, Shrink(key, left)))
             else:
                 del attempt.holders[holder]
-                actions.append(events.Vacate(key, holder))
+                actions.append(events.Tell(holder, Vacate(key)))
         return back
 
     def stop(self, attempt: Attempt) -> None:

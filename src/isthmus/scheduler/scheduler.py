@@ -222,9 +222,9 @@ class Scheduler:
         wanted = sum([self._memory.at_home(each) + each.num_scratch for each in waiting])
         return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
 
-    def num_hosted_of(self, request: RequestId) -> int:
+    def hosted(self, request: RequestId) -> Blocks:
         """Blocks for KV of this request of another node."""
-        return len(self._memory.guests.get(request, ()))
+        return self._memory.guests.get(request, ())
 
     @property
     def num_hosted(self) -> int:

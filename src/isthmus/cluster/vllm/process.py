@@ -31,7 +31,6 @@ from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages
 from isthmus.cluster.vllm.server import Server, Sockets
 from isthmus.errors import StartError
-from isthmus.messenger import Session
 from isthmus.node import events
 from isthmus.node.adapter import Adapter
 from isthmus.types import NS_PER_S, PREFILL, Generated, RequestId
@@ -85,64 +84,8 @@ class ServedEngine:
         return 0, self.layout.num_layers
 
 
-class PassingMover(BlockMover):
-    """Beside what any node's does, it hands prompts over, in one message."""
-
-    def __init__(self, **others: Any) -> None:
-        super().__init__(**others)
-        self._givers: dict[RequestId, Session] = {}
-        """Over which an attempt was passed to this node."""
-        self._passed: dict[RequestId, Session | None] = {}
-        """To whom one was passed, None while that is being reached; until that one needs nothing more of it."""
-        self._handlers |= {events.Pass: self._begin_pass, events.Land: self._land}
-        self._heard |= {events.Passed: self._on_passed, messages.Landed: self._on_landed}
-
-    def _begin_pass(self, action: events.Pass) -> None:
-        self._passed[action.key] = None
-        self._spawn(self._pass(action))
-
-    async def _pass(self, action: events.Pass) -> None:
-        key = action.key
-        try:
-            session = await self.reach(action.peer)
-            if session.closed:
-                raise ConnectionError("its session is closed")
-        except (OSError, TimeoutError) as error:
-            del self._passed[key]
-            self._told(events.Severed((key,), f"cannot reach {action.peer}, where it decodes: {error}"))
-            return
-        self._passed[key] = session
-        session.send(events.Passed(key, action.cached_tokens, action.params))
-
-    def _land(self, land: events.Land) -> None:
-        session = self._givers.pop(land.key, None)
-        if session is not None:
-            session.send(messages.Landed(land.key, land.unread))
-
-    def _on_passed(self, session: Session, passed: events.Passed) -> None:
-        self._givers[passed.key] = session  # perhaps before the head's word of it came
-        self._told(passed)
-
-    def _on_landed(self, session: Session, landed: messages.Landed) -> None:
-        if self._passed.get(landed.key) is session:
-            del self._passed[landed.key]
-            self._told(events.Landed(landed.key, landed.unread))
-
-    def lost(self, session: Session, reason: str) -> None:
-        super().lost(session, reason)
-        keys = tuple([key for key, to in self._passed.items() if to is session])
-        for key in keys:
-            del self._passed[key]
-        if keys:
-            self._told(events.Severed(keys, f"the session with where it decodes ended: {reason}"))
-        for key in [key for key, giver in self._givers.items() if giver is session]:
-            del self._givers[key]
-
-
 class AdapterProcess(MemberProcess):
     """`pages`: what serves the connector, in mode `pool`; None in mode `nixl`."""
-
-    mover: PassingMover
 
     def __init__(
         self,
@@ -155,7 +98,7 @@ class AdapterProcess(MemberProcess):
         store_of: Opener,
     ) -> None:
         store_of, cache_of = store_of if pages is not None else None, partial(NodeCache, engine.layout)
-        super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, PassingMover)
+        super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, BlockMover)
         facts, self._engine = options.facts, engine
         self._server, self._sockets, self._pages = server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None

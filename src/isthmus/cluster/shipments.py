@@ -1,0 +1,173 @@
+"""Whole blocks of an attempt's KV on their way between a home and a holder, in frames of one layer of some blocks.
+
+    home ══Shipment…══> holder       into room of a guest (`hosting.py`)
+    holder ══Shipment…══> home       into blocks of the engine that are nobody's meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from isthmus.attempts import Share
+from isthmus.blocks import seal
+from isthmus.cluster.messages import Shipment
+from isthmus.cluster.sessions import Peers, Tell
+from isthmus.cluster.wire import Frames, sealed
+from isthmus.engine.codecs import NONE
+from isthmus.engine.interface import KVBytes, runs_of
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Sending, Session
+from isthmus.node import events
+from isthmus.types import NodeId, RequestId, Span
+
+FRAME_BLOCKS = 64
+
+
+def framed(blocks: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """What is sent, frame by frame: the layer, which of `blocks` is the first, and these blocks."""
+    for start in range(0, len(blocks), FRAME_BLOCKS):
+        for layer in range(num_layers):
+            yield layer, start, blocks[start : start + FRAME_BLOCKS]
+
+
+class Landing:
+    """Where it arrives: `blocks` of the engine's memory. `stops`: how many of them each layer has, or has on its way
+    into its place."""
+
+    def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
+        self.memory, self.blocks = memory, blocks
+        self.stops = [0] * memory.layout.num_layers
+        self._frames = Frames(memory.layout)
+
+    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
+        """Where a frame goes. Raises ProtocolError for what is not expected."""
+        layout, first, stop = self.memory.layout, head.first, head.first + len(head.seals)
+        fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.stops[head.layer]
+        if not (fits and first < stop <= len(self.blocks)):
+            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
+        tokens = Span(first * layout.block_size, stop * layout.block_size)
+        targets = [self.memory.landing(head.layer, *run) for run in self._runs(tokens)]
+        placed = self._frames.place(head, session, NONE, tokens, targets, size)
+        if placed is None:
+            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
+        self.stops[head.layer] = stop
+        return placed
+
+    def take(self, head: Shipment) -> bool | None:
+        """A whole frame: whether all seals match; None for one that nobody waits for."""
+        targets, memory, size = self._frames.take(head), self.memory, self.memory.layout.block_size
+        if targets is None:
+            return None
+        first, stop = head.first, head.first + len(head.seals)
+        for run, buffer in zip(self._runs(Span(first * size, stop * size)), targets, strict=True):
+            memory.land(head.layer, *run, buffer)
+        return all(
+            seal(memory.export(head.layer, block * size, (block + 1) * size)) == expected
+            for block, expected in zip(self.blocks[first:stop], head.seals, strict=True)
+        )
+
+    def _runs(self, tokens: Span) -> Iterator[tuple[int, int]]:
+        return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
+
+    def is_whole(self, head: Shipment) -> bool:
+        """Whether with this frame all blocks up to its end are whole: layers come in their order."""
+        return head.layer == len(self.stops) - 1 and min(self.stops) >= head.first + len(head.seals)
+
+    def void(self, head: Shipment) -> None:
+        """It will not come."""
+        self._frames.void(head)
+
+    def refuse(self) -> None:
+        """Nothing more is written when this returns."""
+        self._frames.refuse()
+
+
+class _Return:
+    """KV that comes home. `is_damaged`: a seal did not match, and what follows is awaited, so that it is not taken for
+    another return."""
+
+    def __init__(self, reclaim: events.Reclaim, memory: KVBytes) -> None:
+        self.holder, self.landing, self.is_damaged = reclaim.holder, Landing(memory, reclaim.blocks), False
+
+
+class Shipments:
+    """For an event loop. What leaves, and what comes home; each return is told to be over once."""
+
+    def __init__(self, memory: KVBytes, peers: Peers, tell: Tell) -> None:
+        self._memory, self._peers, self._tell = memory, peers, tell
+        self._sendings: dict[RequestId, dict[NodeId, list[Sending]]] = {}
+        self._returns: dict[RequestId, _Return] = {}
+        self.bytes_out = self.bytes_in = self.seal_mismatches = 0
+
+    def ship(self, ship: events.Ship) -> None:
+        session, layout, share = self._peers.open_to(ship.peer), self._memory.layout, ship.share
+        if session is None:
+            return  # the node hears that it is gone
+        sendings = self._sendings.setdefault(ship.key, {}).setdefault(ship.peer, [])
+        sendings[:] = [sending for sending in sendings if not sending.over]
+        for layer, start, blocks in framed(ship.blocks, layout.num_layers):
+            payload, seals = self._slices(layer, blocks, share)
+            sendings.append(session.send(Shipment(ship.key, layer, ship.first + start, seals), *payload))
+            self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
+
+    def _slices(
+        self, layer: int, blocks: Sequence[int], share: Share
+    ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
+        """What goes of these blocks in a layer, and seals of that: all bytes from where they lie, or a share's heads."""
+        memory, size = self._memory, self._memory.layout.block_size
+        if share.parts == 1:
+            return sealed(memory, layer, blocks)
+        heads = [
+            memory.export_heads(layer, at * size, (at + 1) * size, share.part, share.parts) for at in blocks
+        ]
+        return heads, tuple([seal(each) for each in heads])
+
+    def stop(self, key: RequestId, peer: NodeId | None = None) -> None:
+        """Nothing is read from its blocks any more for `peer`, or for anybody, when this returns."""
+        everyone = self._sendings.get(key, {})
+        for node in [peer] if peer is not None else list(everyone):
+            for sending in everyone.pop(node, ()):
+                sending.cancel()
+        if not everyone:
+            self._sendings.pop(key, None)
+
+    # What comes home.
+
+    def reclaim(self, reclaim: events.Reclaim) -> None:
+        self._returns[reclaim.key] = _Return(reclaim, self._memory)
+
+    def release(self, key: RequestId) -> None:
+        """Nothing more is read from its blocks, or written to those of what comes back, when this returns."""
+        self.stop(key)
+        self._end(key, whole=False)
+
+    def _end(self, key: RequestId, *, whole: bool) -> None:
+        found = self._returns.pop(key, None)
+        if found is not None:
+            found.landing.refuse()
+            self._tell(events.Reclaimed(key, whole))
+
+    def awaits(self, peer: NodeId | None, head: Shipment) -> bool:
+        """Whether this is a part of what comes home."""
+        found = self._returns.get(head.key)
+        return found is not None and found.holder == peer
+
+    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
+        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        return self._returns[head.key].landing.place(session, head, size)
+
+    def receive(self, head: Shipment) -> None:
+        found = self._returns[head.key]
+        matches = found.landing.take(head)
+        if matches is None:
+            return
+        self.bytes_in += len(head.seals) * self._memory.layout.slice_bytes
+        if not matches and not found.is_damaged:
+            self.seal_mismatches += 1
+            found.is_damaged = True  # it lies with its holder still
+        if head.first + len(head.seals) == len(found.landing.blocks) and found.landing.is_whole(head):
+            self._end(head.key, whole=not found.is_damaged)
+
+    def void(self, head: Shipment) -> None:
+        """The holder gave up in the midst of it."""
+        self._end(head.key, whole=False)

@@ -208,10 +208,10 @@ class HandoverSender:
         if outgoing is not None:
             does(outgoing, *arguments)
 
-    def send(self, send: events.Send) -> None:
-        if send.computed:
-            self.on(send.key, Outgoing.computed)
-        self.on(send.key, Outgoing.send)
+    def send(self, key: RequestId, *, computed: bool) -> None:
+        if computed:
+            self.on(key, Outgoing.computed)
+        self.on(key, Outgoing.send)
 
     def granted(self, session: Session, key: RequestId) -> None:
         outgoing = self._outgoing.get(key)

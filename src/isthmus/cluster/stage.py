@@ -228,7 +228,7 @@ class StageNode(EngineProcess):
         """It concerns the leader, but for what this stage's own sessions are granted."""
         match fact:
             case events.Granted():
-                self.mover.do(events.Send(fact.key, computed=False))
+                self.mover.send(fact.key)
             case Saved():
                 self.up(messages.StageSaved(self._options.stage, fact.request))
             case events.Broken() | events.Severed() | events.Lost():

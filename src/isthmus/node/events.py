@@ -392,9 +392,11 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """Send what was offered, as it is computed. `computed`: all of it is."""
+    """Send what was offered to `peer`, as it is computed. `computed`: all of it is."""
 
     key: RequestId
+    peer: NodeId
+    extent: Extent
     computed: bool
 
 

@@ -14,13 +14,21 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged, Spread
+from isthmus.attempts import (
+    FetchFinished,
+    FetchOrder,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Spread,
+    assembly_of,
+)
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
 from isthmus.node.donors import Donors
-from isthmus.node.extent import assembly_of, extent_of
+from isthmus.node.extent import extent_of
 from isthmus.node.loans import Loans, num_present
 from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
@@ -342,8 +350,13 @@ class Node:
             attempt.granted = True
             if attempt.state is COMPUTING:
                 actions += attempt.ask()
-            if attempt.started:
-                actions.append(events.Send(event.key, attempt.is_whole))
+            self._send(attempt, actions)
+
+    def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """What was granted is sent from its first chunk on; what is packed, once all of it is."""
+        if attempt.granted and attempt.started and (attempt.is_whole or not attempt.packs):
+            peer, extent = attempt.begin.peer, attempt.extent
+            actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
@@ -353,7 +366,9 @@ class Node:
 
     def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
-        if attempt.granted and attempt.is_whole:
+        if attempt.packs:
+            self._send(attempt, actions)
+        elif attempt.granted and attempt.is_whole:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
@@ -581,7 +596,7 @@ class Node:
     # Runs.
 
     def _plan(self, now: int, actions: list[events.Action]) -> None:
-        """Plans the next run, if none is out. What was granted is sent from its first chunk on."""
+        """Plans the next run, if none is out."""
         run = self.scheduler.plan(actions, now)
         if self.scheduler.dropped:
             self._drop(now, actions)
@@ -591,8 +606,7 @@ class Node:
             attempt = self._attempts.get(piece.request)
             if attempt is not None and not attempt.started:
                 attempt.started = True
-                if attempt.granted:
-                    actions.append(events.Send(piece.request, attempt.is_whole))
+                self._send(attempt, actions)
 
     def _cut(self, actions: list[events.Action]) -> None:
         """Asks once for the end of the run that is out: somebody waits for the next one."""

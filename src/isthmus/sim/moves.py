@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node import events
-from isthmus.node.extent import num_dropped
 from isthmus.scheduler import Saved
 from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
@@ -384,24 +383,19 @@ class Moves:
             self._say(node, self._named[grant.peer], events.Granted(grant.key))
 
     def _send(self, node: SimNode, send: events.Send) -> None:
-        """All layers but the last stream while the prefill computes; after it, whatever was not sent. What is packed is
-        when all is computed."""
-        key = send.key
+        """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
+        key, extent = send.key, send.extent
         job = self._attempts.get(key)
         if job is None or key in self._severed:
             return
-        cost, route = node.cost, job.route
-        elsewhere = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
-        dropped = num_dropped(route)
-        elsewhere += dropped
-        kv = (job.length - elsewhere * self._block_size) * cost.kv_token_bytes
-        if route.codec != NONE:
-            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)
-        size, rest = kv + cost.state_bytes, 0
+        kv = (extent.num_tokens - extent.start) * node.cost.kv_token_bytes
+        if extent.codec != NONE:
+            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[extent.codec].kept)
+        size = kv + node.cost.state_bytes
         self.bytes_moved["handover"] += size
-        if not send.computed:
-            rest = kv if dropped else kv // cost.num_layers + cost.state_bytes
-        leg = self._legs.get((node.slot, job.decode_slot)) or self._leg(node, job.decode_slot)
+        rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
+        target = self._named[send.peer]
+        leg = self._legs.get((node.slot, target.slot)) or self._leg(node, target)
         handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
         handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
@@ -417,16 +411,15 @@ class Moves:
         if handover.leg.link is not None:
             self._watch(handover.leg.link, handover)
 
-    def _leg(self, source: SimNode, target_slot: int) -> _Leg:
+    def _leg(self, source: SimNode, target: SimNode) -> _Leg:
         """From a prefill node's device to a decode node's. Roles change nothing about it."""
-        target = self._nodes[target_slot]
         path = (
             *source.links.from_device, source.links.handover_out,
             *self.wiring.trunk(source.facts, target.facts),
             target.links.handover_in, *target.links.to_device,
         )  # fmt: skip
         leg = _Leg(source, target, path, self.wiring.link_between(source.facts, target.facts))
-        self._legs[source.slot, target_slot] = leg
+        self._legs[source.slot, target.slot] = leg
         return leg
 
     def _handed_over(self, handover: _Handover) -> None:

@@ -27,7 +27,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "return", "queries")
 
 Reads = dict[RequestId, tuple[SimNode, Flow]]
 """By attempt: which node reads."""
@@ -140,6 +140,10 @@ class Moves:
             self.handlers[events.Offer] = self._offer
         if self.disks.are_at_risk:
             self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
+
+    def _count(self, purpose: str, source: SimNode, target: SimNode, key: RequestId, num_bytes: int) -> None:
+        """So much begins to move between two nodes, for an attempt or a fetch of its donors."""
+        self.bytes_moved[purpose] += num_bytes
 
     def end(self, now: int) -> None:
         """What has come by now."""
@@ -298,7 +302,7 @@ class Moves:
             return
         transfer.stop, purpose = stop, transfer.purpose
         size = self._given_bytes(transfer)
-        self.bytes_moved[purpose] += size
+        self._count(purpose, node, target, key, size)
         path = (node.links.net_out, *self.wiring.trunk(node.facts, target.facts), target.links.net_in)
         if stop == give.stop and give.on_disk:
             path = (node.links.disk_read, *path)
@@ -392,9 +396,9 @@ class Moves:
         if extent.codec != NONE:
             kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[extent.codec].kept)
         size = kv + node.cost.state_bytes
-        self.bytes_moved["handover"] += size
-        rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
         target = self._named[send.peer]
+        self._count("handover", node, target, key, size)
+        rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
         leg = self._legs.get((node.slot, target.slot)) or self._leg(node, target)
         handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
@@ -455,10 +459,12 @@ class Moves:
 
     # To holders.
 
-    def _ship(self, source: SimNode, target: SimNode, size: int, tag: tuple[Any, Any]) -> Flow:
-        self.bytes_moved["shipment"] += size
+    def _ship(
+        self, purpose: str, source: SimNode, target: SimNode, key: RequestId, size: int, call: Call
+    ) -> Flow:
+        self._count(purpose, source, target, key, size)
         path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), target.links.net_in)
-        return self.network.start(path, size, tag, self._clock.now)
+        return self.network.start(path, size, (_call, call), self._clock.now)
 
     def _stop_shipment(self, flow: Flow) -> None:
         self.network.cancel(flow, self._clock.now)
@@ -580,6 +586,10 @@ class Moves:
         sent = flow.num_bytes - left
         computed = min(1.0, (now - flow.started_ns) / max(1, tag[1].job.route.work_ns))
         return max(0, int(flow.num_bytes * computed) - sent)
+
+
+def _call(there: Call) -> None:
+    there()
 
 
 def _donated(load: events.Load, job: SimJob, block_size: int) -> tuple[BlockName, ...]:

@@ -16,7 +16,7 @@ from isthmus.deploy.policies import make_known
 from isthmus.errors import ConfigError
 from tests.cli.conftest import isthmus as isthmus
 from tests.parity.test_parity import COSTS, config_of, workload
-from tests.parity.worlds import deployed, live, simulated, until_over
+from tests.parity.worlds import deployed, same_worlds
 from tests.served import serve
 
 from .cli.conftest import Command
@@ -80,10 +80,8 @@ def test_the_example_decides_alike_in_both_worlds(shape: dict[str, int]) -> None
     config = config_of({**none, **shape, "policy": THRIFTY, "cache.dram": "4MiB"})
     deployment = deployed(config, COSTS)
     requests = workload(40, 12_000_000)
-    flight = live(config, deployment, requests)
-    log = simulated(config, deployment, requests)
-    assert until_over(flight.log) == until_over(log)
-    routes = [action for entry in log for action in entry.actions if isinstance(action, Route)]
+    flight = same_worlds(config, deployment, requests)
+    routes = [action for entry in flight.log for action in entry.actions if isinstance(action, Route)]
     assert any(route.fetch is not None for route in routes) and len(routes) >= 40
 
 

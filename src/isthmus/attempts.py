@@ -112,6 +112,36 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     assembly: Assembly | None = None
 
 
+def assembly_of(route: Route) -> Assembly | None:
+    """How a prompt is assembled, as both its nodes see it. With KV at holders it is not; nor is one to be packed where
+    some of it is recalled, for that is not packed."""
+    assembly = route.assembly
+    if assembly is None or route.holdings or route.growth or route.taken:
+        return None
+    return None if assembly.packing is not None and route.handover_start else assembly
+
+
+def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:
+    """Where an attempt's leading blocks are to lie when it begins with so many tokens: with growth all full ones but
+    the last token's, whatever of them an earlier attempt generated."""
+    holdings, growth = route.holdings, route.growth
+    if not growth:
+        return holdings
+    if holdings and holdings[-1].holders == growth:
+        holdings = holdings[:-1]
+    rest = (num_tokens - 1) // block_size - sum([holding.num_blocks for holding in holdings])
+    return (*holdings, Holding(growth, rest)) if rest else holdings
+
+
+def num_left_out(route: Route, num_tokens: int, block_size: int) -> int:
+    """Leading blocks that the hand-over of an attempt leaves out: those that the decode node gets in its own cluster,
+    that lie with holders, or that are dropped when the prompt is packed."""
+    away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
+    assembly = assembly_of(route)
+    packing = assembly.packing if assembly is not None else None
+    return route.handover_start + away + (packing.num_dropped if packing is not None else 0)
+
+
 # What nodes report.
 
 

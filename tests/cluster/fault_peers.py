@@ -99,7 +99,7 @@ class Side(Peers):
             case events.Came(key, stop) | events.FetchEnded(key, stop):
                 self._adopt(key, stop)
             case events.Granted(key):
-                self.mover.do(events.Send(key, computed=False))
+                self.mover.send(key)
             case events.Received(key):
                 self.landed = True
                 self.mover.do(events.Land(key, OTHER))

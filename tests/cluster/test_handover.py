@@ -319,7 +319,7 @@ def test_what_is_released_in_the_midst_is_taken_back() -> None:
     sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
     sending.offer(events.Offer(A, NodeId("there"), extent(8)))
     asyncio.run(tasks.pop())
-    sending.send(events.Send(A, computed=False))
+    sending.send(A, computed=False)
     sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
     sending.release(A)
     assert wire.num_cancelled == len(wire.slices) == LAYERS
@@ -474,7 +474,7 @@ def test_grants_and_landings_are_believed_over_the_session_of_the_offer_only() -
     assert told == []
     sending.granted(wire, A)  # type: ignore[arg-type]
     assert told == [events.Granted(A)]
-    sending.send(events.Send(A, computed=False))
+    sending.send(A, computed=False)
     sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
     sending.landed(stranger, A)  # type: ignore[arg-type]
     assert told == [events.Granted(A)] and sending.lost(wire) == [A]  # type: ignore[arg-type]
@@ -494,7 +494,7 @@ def test_what_was_not_sent_cannot_have_landed() -> None:
     sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
     sending.offer(events.Offer(A, NodeId("there"), extent(4)))
     asyncio.run(tasks.pop())
-    sending.send(events.Send(A, computed=False))
+    sending.send(A, computed=False)
     sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 3), (0,))
     with pytest.raises(ProtocolError, match="landed before it was sent"):
         sending.landed(wire, A)  # type: ignore[arg-type]
@@ -694,6 +694,6 @@ def test_of_what_was_computed_before_the_grant_the_first_token_goes_with_it(comp
     sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0, 1))
     sending.on(A, Outgoing.first_token, 77)
     assert not wire.slices
-    sending.send(events.Send(A, computed=computed))
+    sending.send(A, computed=computed)
     assert len(wire.slices) == LAYERS
     assert [said for said in wire.messages if isinstance(said, Sent)] == ([Sent(A, 77)] if computed else [])

@@ -27,7 +27,7 @@ from tests.engine.hybrids import save_tiny
 from tests.engine.test_scores import check
 from tests.inside import Inside, inside
 from tests.models import check_greedy, make_model, reference_logits
-from tests.parity.worlds import NO_FAULTS, deployed, live, simulated, until_over
+from tests.parity.worlds import NO_FAULTS, deployed, same_worlds
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 
 MS = 1_000_000
@@ -171,8 +171,7 @@ def test_both_worlds_decide_alike_about_prompts_without_names() -> None:
     config = config_of(roles__prefill=2, roles__decode=2, **overrides)
     deployment = deployed(config, dict.fromkeys(Role, CURVE))
     requests = repeated([replace(each, max_tokens=0) for each in workload(12)])
-    flight = live(config, deployment, requests)
-    assert until_over(flight.log) == until_over(simulated(config, deployment, requests))
+    flight = same_worlds(config, deployment, requests)
     arrived = [entry.event for entry in flight.log if isinstance(entry.event, RequestArrived)]
     assert [bool(event.names) for event in arrived[12:24]] == [False] * 12
 

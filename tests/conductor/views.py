@@ -80,7 +80,7 @@ def accept(
     placement.decode = decode
     accepted = RequestView(request, now)
     view.requests[request.request] = accepted
-    view.assign(accepted, placement, now)
+    view.assign(accepted, placement, request.num_tokens * prefill.cost.kv_token_bytes, now)
     accepted.attempt += 1
     return accepted
 

@@ -56,8 +56,8 @@ def failures(actions: list[Any]) -> list[str]:
 
 def test_room_is_granted_once() -> None:
     node = node_of()
-    node.on(begin(Role.PREFILL), 1)
-    assert node.on(Granted(KEY), 2) == [Send(KEY, False)]
+    [offer, *_] = node.on(begin(Role.PREFILL), 1)
+    assert node.on(Granted(KEY), 2) == [Send(KEY, offer.peer, offer.extent, False)]
     assert node.on(Granted(KEY), 3) == []
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import bytes_folder
 from isthmus.cluster.recorder import Entry
-from isthmus.conductor import Fail, LinksMeasured, NodeLeft
+from isthmus.conductor import LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
 from isthmus.cost import Cost, Curve, to_mapping
 from isthmus.deploy import at_home
@@ -33,7 +33,7 @@ from isthmus.types import Role
 from tests.soak import matrix
 from tests.virtual import VirtualCluster, VirtualRequest
 
-from .worlds import NO_FAULTS, deployed, live, simulated, until_over
+from .worlds import NO_FAULTS, deployed, same_worlds, until_over
 
 MS = 1_000_000
 CURVE = Curve(
@@ -97,38 +97,18 @@ def same_logs(
     faults: Faults = NO_FAULTS,
     costs: Mapping[Role, Cost] = COSTS,
 ) -> list[Entry]:
-    """Both worlds' log, which is one. Compared entry by entry, so that a failure shows the first that differs. And
-    every answer's tokens are those of the model."""
+    """Both worlds' log, which is one, as are bytes of KV from node to node. And every answer's tokens are those of the
+    model."""
     config = config_of(overrides)
     deployment = deployed(config, costs, faults)
-    flight = live(config, deployment, requests)
-    ours, theirs = until_over(flight.log), until_over(simulated(config, deployment, requests))
-    same_entries(ours, theirs)
-    cluster = VirtualCluster(config, deployment)
+    flight = same_worlds(config, deployment, requests)
+    ours, cluster = until_over(flight.log), VirtualCluster(config, deployment)
     for request, outcome in zip(requests, flight.outcomes, strict=True):
         answer = cluster.answer(request)
         assert outcome.tokens == (answer if outcome.error is None else answer[: len(outcome.tokens)])
     kinds = Counter(type(entry.event).__name__ for entry in ours)
     assert kinds["RequestArrived"] == len(requests)
     return ours
-
-
-def same_entries(ours: Sequence[Entry], theirs: Sequence[Entry]) -> None:
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        same = wordless(one) == wordless(other)
-        assert same, f"entry {number} of {len(ours)} live and {len(theirs)} simulated ones differs"
-    assert len(ours) == len(theirs)
-
-
-def wordless(entry: Entry) -> Entry:
-    """Without the words in which a failure is told: a session knows addresses."""
-    event, actions = entry.event, entry.actions
-    if isinstance(event, RequestFailed):
-        event = msgspec.structs.replace(event, reason="")
-    actions = tuple(
-        [msgspec.structs.replace(each, reason="") if isinstance(each, Fail) else each for each in actions]
-    )
-    return Entry(entry.at_ns, event, actions)
 
 
 def actions_of(log: Sequence[Entry]) -> Counter[str]:
@@ -477,5 +457,4 @@ def test_every_example_is_the_same(path: Path) -> None:
     ]
     deployment = msgspec.structs.replace(deployment, nodes=tuple(nodes))
     requests = chats(10 if size == 64 else 40, 30 * MS, longest=200)
-    flight = live(config, deployment, requests)
-    same_entries(until_over(flight.log), until_over(simulated(config, deployment, requests)))
+    same_worlds(config, deployment, requests)

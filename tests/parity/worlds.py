@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from isthmus.attempts import MemoryUsed
+from isthmus.attempts import MemoryUsed, PrefillFinished, RequestFailed
 from isthmus.cluster.recorder import Entry
-from isthmus.conductor import Action, Event, HoldExpired, LinksMeasured
+from isthmus.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
 from isthmus.deploy import nodes_of
@@ -18,6 +18,9 @@ from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request, Workload
 from isthmus.types import Role
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
+from tests.virtual.carried import Transfer
+
+from .books import Books
 
 NO_FAULTS = Faults()
 
@@ -36,15 +39,48 @@ def live(config: Config, deployment: Deployment, requests: Sequence[VirtualReque
     return VirtualCluster(config, deployment).run(requests)
 
 
-def simulated(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> list[Entry]:
-    """The same from the simulator."""
+def simulated(
+    config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]
+) -> tuple[list[Entry], dict[Transfer, int]]:
+    """The same from the simulator: events and answers, and bytes of KV that came from node to node."""
     log: list[Entry] = []
 
     def hear(now: int, event: Event, actions: list[Action]) -> None:
         log.append(Entry(now, event, tuple(actions)))
 
-    Simulation(deployment, _workload(config, deployment, requests), log=hear, check=True).run()
-    return log
+    simulation = Simulation(deployment, _workload(config, deployment, requests), log=hear, check=True)
+    books = Books()
+    with books.kept(simulation):
+        simulation.run()
+    return log, books.bytes_moved
+
+
+def same_worlds(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> Flight:
+    """The live flight, whose log and whose transfers the simulator's are. Logs are compared entry by entry, so that a
+    failure shows the first that differs."""
+    flight = live(config, deployment, requests)
+    log, bytes_moved = simulated(config, deployment, requests)
+    ours, theirs = until_over(flight.log), until_over(log)
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        same = _wordless(one) == _wordless(other)
+        assert same, f"entry {number} of {len(ours)} live and {len(theirs)} simulated ones differs"
+    assert len(ours) == len(theirs)
+    moved, booked = set(flight.bytes_moved.items()), set(bytes_moved.items())
+    assert not moved ^ booked, f"live {sorted(moved - booked)}, simulated {sorted(booked - moved)}"
+    landed = [entry for entry in ours if isinstance(entry.event, PrefillFinished)]
+    assert len([transfer for transfer in bytes_moved if transfer.purpose == "handover"]) >= len(landed)
+    return flight
+
+
+def _wordless(entry: Entry) -> Entry:
+    """Without the words in which a failure is told: a session knows addresses."""
+    event, actions = entry.event, entry.actions
+    if isinstance(event, RequestFailed):
+        event = msgspec.structs.replace(event, reason="")
+    actions = tuple(
+        [msgspec.structs.replace(each, reason="") if isinstance(each, Fail) else each for each in actions]
+    )
+    return Entry(entry.at_ns, event, actions)
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:

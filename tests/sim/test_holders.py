@@ -92,6 +92,15 @@ def test_a_home_is_replaced_and_no_kv_moves(kv_heads: int, at_s: float) -> None:
     assert shipped <= max(before, full_bytes(*ANSWERS)) + on_its_way * (at_s < 1)
 
 
+def test_what_holders_have_is_not_handed_over_whatever_was_generated_before() -> None:
+    """Of each attempt only the block that is not full goes from the node that prefills to the one that decodes."""
+    facts = [*nodes(Role.PREFILL, 1), *nodes(Role.DECODE, 2), *nodes(Role.ATTENTION, 1, kv_blocks=600)]
+    faults = Faults(nodes=(NodeFault("decode-0", 0.7, 1000.0),))
+    found = run(deployment(tuple(facts), faults=faults), (0, 900, 400))
+    assert [record.attempts for record in found.records] == [2]
+    assert 0 < found.bytes_moved["handover"] <= 2 * BLOCK_BYTES
+
+
 def test_kv_of_a_holder_that_is_gone_is_computed_anew() -> None:
     faults = Faults(nodes=(NodeFault("attention-1", 1.0, 1.5),))
     found = run(attended(2, 2, 2, faults=faults), *ANSWERS)

@@ -44,6 +44,7 @@ from isthmus.types import (
     Tier,
     TokenLogprobs,
 )
+from tests.virtual.carried import Transfer
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
 from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener
@@ -86,10 +87,12 @@ class Outcome(msgspec.Struct):
 
 
 class Flight(msgspec.Struct, frozen=True):
-    """A whole run: what the conductor saw and answered, nodes joining included, and what clients saw."""
+    """A whole run: what the conductor saw and answered, nodes joining included, what clients saw, and bytes of KV that
+    came from node to node."""
 
     log: list[Entry]
     outcomes: list[Outcome]
+    bytes_moved: dict[Transfer, int]
 
 
 def _recipe(layout: KVLayout) -> Recipe:
@@ -191,7 +194,7 @@ class VirtualCluster:
     async def _run(self, requests: Sequence[VirtualRequest]) -> Flight:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ManualLoop)
-        links = VirtualLinks(self.deployment, loop)
+        links = VirtualLinks(self.deployment, loop, self.recipe.layout)
         tape, limits, rules = MemoryTape(), self._config.limits, self.deployment.rules
         head = VirtualHead(
             rules,
@@ -263,7 +266,7 @@ class VirtualCluster:
                     process.node.check_idle()
                     _check_picture(head, process)
             await head.close()
-        return Flight(log, outcomes)
+        return Flight(log, outcomes, links.ether.gate.carried.bytes_moved())
 
     def _change(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus.attempts import key_of
+from isthmus.blocks import KVLayout
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
@@ -27,6 +28,7 @@ from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId
+from tests.virtual.carried import Carried
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
 
@@ -44,12 +46,13 @@ class VirtualMoves(Moves):
 class VirtualLinks:
     """The simulator's `Moves` under the nodes of a `ManualLoop`: their actions take its times."""
 
-    def __init__(self, deployment: Deployment, loop: ManualLoop) -> None:
+    def __init__(self, deployment: Deployment, loop: ManualLoop, layout: KVLayout) -> None:
         self.deployment, self.loop = deployment, loop
         self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.slots = {node.facts.node: node.slot for node in self.nodes}
         self.jobs: dict[RequestId, SimJob] = {}
-        self.ether = Ether(MemoryNetwork(lambda at: loop.call_soon), self.slots)
+        network, carried = MemoryNetwork(lambda at: loop.call_soon), Carried(self.nodes, layout)
+        self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
         self.moves.ether = self.ether

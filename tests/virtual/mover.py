@@ -14,12 +14,13 @@ from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server, Session
 from isthmus.messenger.memory import Link
-from isthmus.node.events import EndFetch, Event, FetchEnded, Missing
+from isthmus.node.events import EndFetch, Event, FetchEnded, Missing, Offer
 from isthmus.scheduler import Run
 from isthmus.sim.job import SimJob
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
+from tests.virtual.carried import Carried
 from tests.virtual.loop import TRANSFER
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ class Gate:
     """Between the nodes, by number. A message passes when the way of its kind and attempt was opened, and waits until
     then."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Carried) -> None:
+        self.carried = carried
         self._opened: set[tuple[int, int, str, str]] = set()
         self._held: dict[tuple[int, int, str, str], list[Held]] = {}
 
@@ -189,7 +191,11 @@ class Gate:
         done: Callable[[bool], None] | None = None,
     ) -> Any:
         kind = KINDS.get(type(message))
-        now = partial(send, message, *payload, priority=priority, done=done)
+
+        def now() -> Sending:
+            self.carried.add(sender, receiver, message, sum([len(part) for part in payload]))
+            return send(message, *payload, priority=priority, done=done)
+
         if kind is None:
             return now()
         way = sender, receiver, kind, str(message.run) if kind == "sampled" else message.key
@@ -216,8 +222,8 @@ class Gate:
 class Ether:
     """What all nodes' networks have in common."""
 
-    def __init__(self, network: MemoryNetwork, slots: dict[NodeId, int]) -> None:
-        self.network, self.slots, self.gate = network, slots, Gate()
+    def __init__(self, network: MemoryNetwork, slots: dict[NodeId, int], carried: Carried) -> None:
+        self.network, self.slots, self.gate = network, slots, Gate(carried)
         self.connecting = -1
         self._links: list[tuple[int, int, Link]] = []
         self.are_cut: Callable[[int, int], bool] = lambda one, other: False
@@ -302,6 +308,8 @@ class VirtualMover(LazyMover):
         self.slot = links.enter(self)
 
     def do(self, action: Any) -> None:
+        if isinstance(action, Offer):
+            self._links.ether.gate.carried.offered(self.slot, action.key, action.extent)
         super().do(action)
         if self.alive:
             self._links.do(self.slot, action)

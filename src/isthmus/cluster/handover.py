@@ -183,10 +183,10 @@ class HandoverSender:
         if outgoing is not None:
             does(outgoing, *arguments)
 
-    def send(self, send: events.Send) -> None:
-        if send.computed:
-            self.on(send.key, Outgoing.computed)
-        self.on(send.key, Outgoing.send)
+    def send(self, key: RequestId, *, computed: bool) -> None:
+        if computed:
+            self.on(key, Outgoing.computed)
+        self.on(key, Outgoing.send)
 
     def release(self, key: RequestId) -> None:
         outgoing = self._outgoing.pop(key, None)

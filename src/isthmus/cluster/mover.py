@@ -279,7 +279,7 @@ class KVMover(BlockMover):
             events.Shorten: self._shorten,
             events.Release: self._release,
             events.Offer: lambda action: self._post(self._sender.offer, action),
-            events.Send: lambda action: self._post(self._sender.send, action),
+            events.Send: lambda action: self.send(action.key, computed=action.computed),
             events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
             events.Receive: lambda action: self._post(self._receiver.expect, action),
             events.Ship: lambda action: self._post(self.shipments.ship, action),
@@ -408,6 +408,10 @@ class KVMover(BlockMover):
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
         self._post(self._sender.on, key, Outgoing.ready, layers, tokens, blocks)
+
+    def send(self, key: RequestId, *, computed: bool = False) -> None:
+        """What was offered goes as it is computed. From any thread."""
+        self._post(partial(self._sender.send, computed=computed), key)
 
     def first_token(self, key: RequestId, token: int) -> None:
         """It goes with the KV. From any thread, before `Finish`."""

@@ -18,9 +18,9 @@ from isthmus.types import NS_PER_S
 
 
 def encoded(
-    rules: Rules, request: RequestView, placement: Placement, now: int
+    rules: Rules, request: RequestView, placement: Placement, kv_bytes: int, now: int
 ) -> tuple[FetchOrder | None, str]:
-    """A placement's fetch with its codec, and the codec of its hand-over."""
+    """A placement's fetch with its codec, and the codec of its hand-over of so many bytes: a state is not encoded."""
     prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
     if fetch is not None and placement.source is not None:
         rate = _rate(placement.source, prefill, placement.across, now)
@@ -35,13 +35,10 @@ def encoded(
         fetch = replace(fetch, codec=codec)
     if decode is prefill:
         return fetch, NONE
-    num_bytes = (
-        placement.handover_bytes(request.arrived.num_tokens) - prefill.state_bytes
-    )  # a state is not encoded
     if request.across is not None:
-        return fetch, _across(rules, request, request.across, num_bytes, placement)
+        return fetch, _across(rules, request, request.across, kv_bytes, placement)
     rate = _handover_rate(prefill, decode, now)
-    return fetch, _choose(rules.codecs, prefill, num_bytes, rate, placement.work_ns)
+    return fetch, _choose(rules.codecs, prefill, kv_bytes, rate, placement.work_ns)
 
 
 def _across(rules: Rules, request: RequestView, link: ClusterLink, num_bytes: int, placement: Placement) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
@@ -16,6 +18,7 @@ from isthmus.attempts import (
     RoleChanged,
     Route,
     Spread,
+    num_left_out,
 )
 from isthmus.conductor import copies, holders
 from isthmus.conductor.admission import Admission, Overload, limit_ns
@@ -46,7 +49,6 @@ from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import Places, to_replace, to_shorten, to_thin
 from isthmus.conductor.view import Held, Kept, NodeView, Placement, RequestView, View
-from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
@@ -156,7 +158,13 @@ class Conductor:
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
         placement.prefill.cluster.recent.insert(min(len(event.names), placement.named) - placement.own, now)
-        self.view.assign(request, placement, now)
+        request.attempt += 1
+        limit = limit_ns(event.ttft_ms, self.rules.ttft_ms)
+        deadline_ns = request.arrived_ns + int(limit * (1 - self.rules.reserve)) if limit else 0
+        route, prefill = _route_of(request, placement, deadline_ns), placement.prefill
+        left_out = num_left_out(route, event.num_tokens, prefill.block_size) * prefill.block_size
+        kv_bytes = (event.num_tokens - left_out) * prefill.cost.kv_token_bytes
+        self.view.assign(request, placement, kv_bytes, now)
         request.kept = None
         target, fetched = placement.prefill, list(placement.donated)
         if placement.source is not None:
@@ -167,28 +175,10 @@ class Conductor:
                 for source, num_bytes in fetched
             ]
         )
-        request.attempt += 1
-        fetch, codec = placement.fetch, NONE
-        if self.rules.codecs:
-            fetch, codec = encoded(self.rules, request, placement, now)
-        limit = limit_ns(event.ttft_ms, self.rules.ttft_ms)
-        return Route(
-            event.request,
-            request.attempt,
-            placement.prefill.node,
-            placement.decode.node,
-            fetch,
-            placement.cached,
-            placement.work_ns,
-            request.arrived_ns + int(limit * (1 - self.rules.reserve)) if limit else 0,
-            codec,
-            placement.handover_start,
-            placement.recall,
-            tuple([_holding(held) for held in placement.held]),
-            tuple([node.node for node in placement.growth]),
-            placement.taken,
-            placement.assembly,
-        )
+        if not self.rules.codecs:
+            return route
+        fetch, codec = encoded(self.rules, request, placement, kv_bytes, now)
+        return replace(route, fetch=fetch, codec=codec)
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
@@ -530,6 +520,26 @@ def _kept(request: RequestView, gone: NodeView) -> Kept | None:
     if not is_known or gone.state_blocks or not kept.holders or gone in kept.holders:
         return None
     return kept
+
+
+def _route_of(request: RequestView, placement: Placement, deadline_ns: int) -> Route:
+    """Without the codecs of what travels."""
+    return Route(
+        request.arrived.request,
+        request.attempt,
+        placement.prefill.node,
+        placement.decode.node,
+        placement.fetch,
+        placement.cached,
+        placement.work_ns,
+        deadline_ns,
+        handover_start=placement.handover_start,
+        recall=placement.recall,
+        holdings=tuple([_holding(held) for held in placement.held]),
+        growth=tuple([node.node for node in placement.growth]),
+        taken=placement.taken,
+        assembly=placement.assembly,
+    )
 
 
 def _holding(held: Held) -> Holding:

@@ -174,15 +174,6 @@ class Placement:
         """Blocks that will have names where it is prefilled: all, or what is cached of an assembled prompt."""
         return 1 << 62 if self.assembly is None else self.cached
 
-    def handover_bytes(self, num_tokens: int) -> int:
-        """What goes from the prefill node to the decode node, of so many tokens."""
-        node = self.prefill
-        elsewhere = self.handover_start + sum([held.num_blocks for held in self.held])
-        if self.assembly is not None and self.assembly.packing is not None:
-            elsewhere += self.assembly.packing.num_dropped
-        sent = num_tokens - elsewhere * node.block_size
-        return sent * node.cost.kv_token_bytes + node.state_bytes
-
 
 class RequestView:
     """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
@@ -359,8 +350,9 @@ class View:
 
     # Requests: what is assigned is taken back exactly.
 
-    def assign(self, request: RequestView, placement: Placement, now: int) -> None:
-        """Adds a request to its nodes' queues and batches, and its blocks to what will be cached."""
+    def assign(self, request: RequestView, placement: Placement, kv_bytes: int, now: int) -> None:
+        """Adds a request to its nodes' queues and batches, and its blocks to what will be cached. `kv_bytes`: that it
+        hands over, without its recurrent state."""
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
         request.prefilling = request.handing_over = True
@@ -378,7 +370,7 @@ class View:
         decode.batch += 1
         decode.context += facts.num_tokens
         if decode is not prefill:
-            self._assign_handover(request, placement, now)
+            self._assign_handover(request, placement, kv_bytes + prefill.state_bytes, now)
         request.held, request.growth = placement.held, placement.growth
         for held in request.held:
             for node in held.holders:
@@ -410,9 +402,8 @@ class View:
                 node.lent_blocks -= each.room
         request.held, request.borrows, request.returns = (), None, False
 
-    def _assign_handover(self, request: RequestView, placement: Placement, now: int) -> None:
+    def _assign_handover(self, request: RequestView, placement: Placement, num_bytes: int, now: int) -> None:
         prefill, decode, lender = placement.prefill, placement.decode, placement.lender
-        num_bytes = placement.handover_bytes(request.arrived.num_tokens)
         if prefill.hands_over_on_link:
             prefill.link_out.use(num_bytes, now)
         across = self.across(prefill, decode)

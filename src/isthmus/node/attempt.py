@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
-from isthmus.attempts import FetchOrder, Holding, Share
+from isthmus.attempts import FetchOrder, Holding, Share, assembly_of
 from isthmus.node.events import Begin, Load, Receive, Tell
-from isthmus.node.extent import Extent, assembly_of
+from isthmus.node.extent import Extent
 from isthmus.node.letters import Granted, Reserve
 from isthmus.scheduler import Actions, Sequence
 from isthmus.types import DECODE, MIXED, NodeId
@@ -97,6 +97,11 @@ class Attempt(Sequence):
     def lent(self) -> tuple[Holding, ...]:
         """What of its KV lies elsewhere, or is to. What was dropped when it was packed lies nowhere."""
         return self.holdings if self.packing is None else ()
+
+    @property
+    def packs(self) -> bool:
+        """Its prompt is packed when all of it is computed, and not before."""
+        return self.assembly is not None and self.assembly.packing is not None
 
     @property
     def is_whole(self) -> bool:

@@ -12,10 +12,9 @@ each ask for the same room, and the holder keeps it until both left.
 
 from __future__ import annotations
 
-from isthmus.attempts import Holding, key_of
+from isthmus.attempts import Holding, holdings_of, key_of
 from isthmus.node import events
 from isthmus.node.attempt import Attempt, shares
-from isthmus.node.extent import holdings_of
 from isthmus.node.letters import Claim, Reserve, Vacate
 from isthmus.scheduler import Actions, Scheduler
 from isthmus.scheduler.sequence import DECODING

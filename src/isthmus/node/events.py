@@ -336,9 +336,11 @@ class Receive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """Send what was offered, as it is computed. `computed`: all of it is."""
+    """Send what was offered to `peer`, as it is computed. `computed`: all of it is."""
 
     key: RequestId
+    peer: NodeId
+    extent: Extent
     computed: bool
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Assembly, Holding, Route
+from isthmus.attempts import Route, num_left_out
 
 NONE = "none"
 
@@ -39,33 +39,5 @@ class Extent(msgspec.Struct, frozen=True):
 def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> Extent:
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
-    away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
-    start = route.handover_start + away + num_dropped(route)
-    return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
-
-
-def assembly_of(route: Route) -> Assembly | None:
-    """How a prompt is assembled, as both its nodes see it. With KV at holders it is not; nor is one to be packed where
-    some of it is recalled, for that is not packed."""
-    assembly = route.assembly
-    if assembly is None or route.holdings or route.growth or route.taken:
-        return None
-    return None if assembly.packing is not None and route.handover_start else assembly
-
-
-def num_dropped(route: Route) -> int:
-    """Blocks of the prompt that are not handed over, since it is packed."""
-    assembly = assembly_of(route)
-    return assembly.packing.num_dropped if assembly is not None and assembly.packing is not None else 0
-
-
-def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:
-    """Where an attempt's leading blocks are to lie when it begins with so many tokens: with growth all full ones but
-    the last token's, whatever of them an earlier attempt generated."""
-    holdings, growth = route.holdings, route.growth
-    if not growth:
-        return holdings
-    if holdings and holdings[-1].holders == growth:
-        holdings = holdings[:-1]
-    rest = (num_tokens - 1) // block_size - sum([holding.num_blocks for holding in holdings])
-    return (*holdings, Holding(growth, rest)) if rest else holdings
+    start = num_left_out(route, num_tokens, block_size) * block_size
+    return Extent(block_size, start, num_tokens, states, stop, route.codec)

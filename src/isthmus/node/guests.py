@@ -99,7 +99,8 @@ class Guests:
     def gone(self, peer: NodeId, now: int, actions: Actions) -> bool:
         """What it needed stays for a while: another node may go on with it. Whether any blocks are free."""
         keys = [key for key, guest in self._guests.items() if peer in guest.needed]
-        return any([self._left(key, peer, now, actions, lease_ns=now + LEASE_NS) for key in keys])
+        freed = [self._left(key, peer, now, actions, lease_ns=now + LEASE_NS) for key in keys]
+        return any(freed)
 
     def _left(self, key: RequestId, peer: NodeId, now: int, actions: Actions, *, lease_ns: int) -> bool:
         guest = self._guests.get(key)
@@ -115,7 +116,8 @@ class Guests:
     def expire(self, now: int, actions: Actions) -> bool:
         """Whether any blocks are free since no node came for them."""
         keys = [key for key, guest in self._guests.items() if guest.lease_ns]
-        return any([self._expire(key, now, actions) for key in keys])
+        freed = [self._expire(key, now, actions) for key in keys]
+        return any(freed)
 
     def _expire(self, key: RequestId, now: int, actions: Actions) -> bool:
         guest = self._guests[key]

@@ -14,14 +14,22 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged, Spread
+from isthmus.attempts import (
+    FetchFinished,
+    FetchOrder,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Spread,
+    assembly_of,
+)
 from isthmus.blocks import state_names
 from isthmus.node import events, letters
 from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away
 from isthmus.node.donors import Donors
 from isthmus.node.early import Early
-from isthmus.node.extent import assembly_of, extent_of
+from isthmus.node.extent import extent_of
 from isthmus.node.guests import Guests
 from isthmus.node.loans import Loans, num_present
 from isthmus.node.returns import Returns
@@ -44,7 +52,8 @@ class Node:
     """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
 
     `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
-    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of
+    a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
     `report_ns`: how often it says at most what its memory is used for, 0 for never.
     """
 
@@ -329,13 +338,13 @@ class Node:
         actions += [events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == peer]
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
+            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.given_up_ns)
+            if awaits and begin.part is not MIXED and begin.peer == peer:
+                attempt.given_up_ns = now + SEVERED_NS
+                attempt.reason = f"the session with {peer} ended: {event.reason}"
+                actions.append(events.Wake(attempt.given_up_ns))
             if peer in attempt.holders:
                 self._lost_holder(attempt, event, now, actions)
-            elif begin.part is not MIXED and begin.peer == peer and attempt.state in HANDING_OVER:
-                if not (attempt.received or attempt.given_up_ns):
-                    attempt.given_up_ns = now + SEVERED_NS
-                    attempt.reason = f"the session with {peer} ended: {event.reason}"
-                    actions.append(events.Wake(attempt.given_up_ns))
         if self._guests.gone(peer, now, actions):
             self._replan(now, actions)
 
@@ -382,8 +391,14 @@ class Node:
             attempt.granted = True
             if attempt.state is COMPUTING:
                 actions += attempt.ask()
-            if attempt.started:
-                actions.append(events.Send(granted.key, attempt.is_whole))
+            self._send(attempt, actions)
+
+    def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """What was granted is sent from its first chunk on; what is packed, once all of it is."""
+        is_due = attempt.is_whole or not attempt.packs
+        if attempt.granted and attempt.started and is_due and not attempt.given_up_ns:
+            peer, extent = attempt.begin.peer, attempt.extent
+            actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
@@ -393,7 +408,9 @@ class Node:
 
     def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
-        if attempt.granted and attempt.is_whole:
+        if attempt.packs:
+            self._send(attempt, actions)
+        elif attempt.granted and attempt.is_whole:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
@@ -621,7 +638,7 @@ class Node:
     # Runs.
 
     def _plan(self, now: int, actions: list[events.Action]) -> None:
-        """Plans the next run, if none is out. What was granted is sent from its first chunk on."""
+        """Plans the next run, if none is out."""
         run = self.scheduler.plan(actions, now)
         if self.scheduler.dropped:
             self._drop(now, actions)
@@ -631,8 +648,7 @@ class Node:
             attempt = self._attempts.get(piece.request)
             if attempt is not None and not attempt.started:
                 attempt.started = True
-                if attempt.granted:
-                    actions.append(events.Send(piece.request, attempt.is_whole))
+                self._send(attempt, actions)
 
     def _cut(self, actions: list[events.Action]) -> None:
         """Asks once for the end of the run that is out: somebody waits for the next one."""

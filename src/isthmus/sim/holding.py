@@ -36,7 +36,7 @@ class Holding:
         named: dict[NodeId, SimNode],
         say: Callable[[SimNode, SimNode, events.Event], None],
         tell: Callable[[SimNode, events.Event], None],
-        start: Callable[[SimNode, SimNode, int, tuple[Any, Any]], Flow],
+        start: Callable[[str, SimNode, SimNode, RequestId, int, Callable[[], None]], Flow],
         cancel: Callable[[Flow], None],
         are_cut: Callable[[SimNode, SimNode], bool],
     ) -> None:
@@ -106,7 +106,7 @@ class Holding:
             self._stowed, node, holder, events.Shipped(ship.key, ship.holder, ship.first + len(ship.blocks))
         )
         flows = self._flows.setdefault((ship.key, node.slot), {})
-        flows[ship.holder] = self._start(node, holder, size, (_call, there))
+        flows[ship.holder] = self._start("shipment", node, holder, ship.key, size, there)
 
     def _stowed(self, node: SimNode, holder: SimNode, shipped: events.Shipped) -> None:
         flows = self._flows[shipped.key, node.slot]
@@ -122,7 +122,7 @@ class Holding:
             self._tell(node, events.Reclaimed(key, whole=False))
             return
         size = len(reclaim.blocks) * node.facts.block_size * node.cost.kv_token_bytes
-        flow = self._start(holder, node, size, (_call, partial(self._came_back, node, key)))
+        flow = self._start("return", holder, node, key, size, partial(self._came_back, node, key))
         self._back[key] = node, flow
 
     def _came_back(self, node: SimNode, key: RequestId) -> None:
@@ -195,7 +195,3 @@ class Holding:
 
     def check_idle(self) -> None:
         assert not self._flows and not self._back and not self._guests, "KV is left with a holder"
-
-
-def _call(there: Callable[[], None]) -> None:
-    there()

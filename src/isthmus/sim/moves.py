@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node import events
-from isthmus.node.extent import num_dropped
 from isthmus.scheduler import Saved
 from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
@@ -28,7 +27,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "return", "queries")
 
 Reads = dict[RequestId, tuple[SimNode, Flow]]
 """By attempt: which node reads."""
@@ -141,6 +140,10 @@ class Moves:
             self.handlers[events.Offer] = self._offer
         if self.disks.are_at_risk:
             self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
+
+    def _count(self, purpose: str, source: SimNode, target: SimNode, key: RequestId, num_bytes: int) -> None:
+        """So much begins to move between two nodes, for an attempt or a fetch of its donors."""
+        self.bytes_moved[purpose] += num_bytes
 
     def end(self, now: int) -> None:
         """What has come by now."""
@@ -299,7 +302,7 @@ class Moves:
             return
         transfer.stop, purpose = stop, transfer.purpose
         size = self._given_bytes(transfer)
-        self.bytes_moved[purpose] += size
+        self._count(purpose, node, target, key, size)
         path = (node.links.net_out, *self.wiring.trunk(node.facts, target.facts), target.links.net_in)
         if stop == give.stop and give.on_disk:
             path = (node.links.disk_read, *path)
@@ -384,24 +387,19 @@ class Moves:
             self._say(node, self._named[grant.peer], events.Granted(grant.key))
 
     def _send(self, node: SimNode, send: events.Send) -> None:
-        """All layers but the last stream while the prefill computes; after it, whatever was not sent. What is packed is
-        when all is computed."""
-        key = send.key
+        """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
+        key, extent = send.key, send.extent
         job = self._attempts.get(key)
         if job is None or key in self._severed:
             return
-        cost, route = node.cost, job.route
-        elsewhere = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
-        dropped = num_dropped(route)
-        elsewhere += dropped
-        kv = (job.length - elsewhere * self._block_size) * cost.kv_token_bytes
-        if route.codec != NONE:
-            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)
-        size, rest = kv + cost.state_bytes, 0
-        self.bytes_moved["handover"] += size
-        if not send.computed:
-            rest = kv if dropped else kv // cost.num_layers + cost.state_bytes
-        leg = self._legs.get((node.slot, job.decode_slot)) or self._leg(node, job.decode_slot)
+        kv = (extent.num_tokens - extent.start) * node.cost.kv_token_bytes
+        if extent.codec != NONE:
+            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[extent.codec].kept)
+        size = kv + node.cost.state_bytes
+        target = self._named[send.peer]
+        self._count("handover", node, target, key, size)
+        rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
+        leg = self._legs.get((node.slot, target.slot)) or self._leg(node, target)
         handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
         handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
@@ -417,16 +415,15 @@ class Moves:
         if handover.leg.link is not None:
             self._watch(handover.leg.link, handover)
 
-    def _leg(self, source: SimNode, target_slot: int) -> _Leg:
+    def _leg(self, source: SimNode, target: SimNode) -> _Leg:
         """From a prefill node's device to a decode node's. Roles change nothing about it."""
-        target = self._nodes[target_slot]
         path = (
             *source.links.from_device, source.links.handover_out,
             *self.wiring.trunk(source.facts, target.facts),
             target.links.handover_in, *target.links.to_device,
         )  # fmt: skip
         leg = _Leg(source, target, path, self.wiring.link_between(source.facts, target.facts))
-        self._legs[source.slot, target_slot] = leg
+        self._legs[source.slot, target.slot] = leg
         return leg
 
     def _handed_over(self, handover: _Handover) -> None:
@@ -462,10 +459,12 @@ class Moves:
 
     # To holders.
 
-    def _ship(self, source: SimNode, target: SimNode, size: int, tag: tuple[Any, Any]) -> Flow:
-        self.bytes_moved["shipment"] += size
+    def _ship(
+        self, purpose: str, source: SimNode, target: SimNode, key: RequestId, size: int, call: Call
+    ) -> Flow:
+        self._count(purpose, source, target, key, size)
         path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), target.links.net_in)
-        return self.network.start(path, size, tag, self._clock.now)
+        return self.network.start(path, size, (_call, call), self._clock.now)
 
     def _stop_shipment(self, flow: Flow) -> None:
         self.network.cancel(flow, self._clock.now)
@@ -587,6 +586,10 @@ class Moves:
         sent = flow.num_bytes - left
         computed = min(1.0, (now - flow.started_ns) / max(1, tag[1].job.route.work_ns))
         return max(0, int(flow.num_bytes * computed) - sent)
+
+
+def _call(there: Call) -> None:
+    there()
 
 
 def _donated(load: events.Load, job: SimJob, block_size: int) -> tuple[BlockName, ...]:

@@ -118,7 +118,7 @@ class Result:
     """A finished simulation.
 
     `bytes_moved` by purpose: `handover`, `recall` (what a hand-over from another cluster left out), `fetch`,
-    `load`, `disk_read`, `disk_write`.
+    `load`, `disk_read`, `disk_write`, `shipment` and `return` (to holders and from them), `queries`.
     """
 
     workload: str

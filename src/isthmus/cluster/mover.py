@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import EngineCache, Loading, NodeCache, Staging
@@ -217,7 +217,7 @@ class BlockMover(NoPayloads):
         """Over a session with `peer`. Raises ProtocolError."""
         kind = type(message)
         if kind in LETTERS:
-            self._tell(events.Heard(peer, message))
+            self._tell(events.Heard(peer, cast(Letter, message)))
         elif kind in self._takers:
             self._takers[kind].receive(session, message)
         elif kind in self._heard:

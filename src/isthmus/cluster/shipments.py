@@ -1,7 +1,7 @@
 """Whole blocks of an attempt's KV on their way between a home and a holder, in frames of one layer of some blocks.
 
-    home ══Shipment…══> holder       into room of a guest (`hosting.py`)
-    holder ══Shipment…══> home       into blocks of the engine that are nobody's meanwhile
+home ══Shipment…══> holder       into room of a guest (`hosting.py`)
+holder ══Shipment…══> home       into blocks of the engine that are nobody's meanwhile
 """
 
 from __future__ import annotations

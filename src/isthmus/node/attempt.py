@@ -87,7 +87,7 @@ class Attempt(Sequence):
         found = list(shares(self.holdings))
         self.asked = {holder: None for holder, _, _ in found}
         self.holders |= self.asked
-        return [Tell(holder, Reserve(self.begin.key, *each)) for holder, *each in found]
+        return [Tell(holder, Reserve(self.begin.key, count, share)) for holder, count, share in found]
 
     def admitted(self) -> Actions:
         """Where it decodes there may be no memory yet."""

@@ -120,7 +120,9 @@ class Away:
         attempt.holders |= attempt.asked
         self.attempts[attempt.request] = attempt
         wanted = [each for each in shares(holdings) if each[0] in attempt.asked]
-        actions += [events.Tell(holder, Reserve(attempt.request, *each)) for holder, *each in wanted]
+        actions += [
+            events.Tell(holder, Reserve(attempt.request, count, share)) for holder, count, share in wanted
+        ]
         return True
 
     def reserved(self, attempt: Attempt, holder: NodeId, granted: bool, now: int) -> bool:

@@ -148,6 +148,10 @@ class Node:
         attempts = self._away.attempts.values()
         return [attempt for attempt in attempts if attempt.state is DECODING and attempt.held]
 
+    def num_stowed(self, key: RequestId) -> int:
+        """Leading blocks of a share of another node's attempt that are whole here."""
+        return self._guests.num_stowed(key)
+
     def __contains__(self, key: RequestId) -> bool:
         return key in self._attempts
 
@@ -381,9 +385,7 @@ class Node:
 
     # Handing over.
 
-    def _granted(
-        self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]
-    ) -> None:
+    def _granted(self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
             self._early.put(peer, granted)

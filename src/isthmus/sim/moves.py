@@ -19,7 +19,6 @@ from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
-from isthmus.sim.holding import Holding
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
@@ -27,7 +26,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "return", "queries")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
 
 Reads = dict[RequestId, tuple[SimNode, Flow]]
 """By attempt: which node reads."""
@@ -56,6 +55,10 @@ class _Handover:
     def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int) -> None:
         self.key, self.job, self.leg, self.rest = key, job, leg, rest
 
+    @property
+    def ends(self) -> tuple[SimNode, SimNode]:
+        return self.leg.source, self.leg.target
+
 
 class _Transfer:
     """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
@@ -70,6 +73,10 @@ class _Transfer:
         self.stop = 0
         self.until_ns = -1
         self.is_prompts = job is not None and job.prefill_slot == target.slot
+
+    @property
+    def ends(self) -> tuple[SimNode, SimNode]:
+        return self.source, self.target
 
     @property
     def purpose(self) -> str:
@@ -109,35 +116,27 @@ class Moves:
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, tuple[Sequence[BlockName], int]] = {}
         """What a decode node has itself, and how much it has now that the rest was fetched, before its load."""
-        self._severed: set[RequestId] = set()
-        """Attempts whose hand-over lost its session."""
+        self._shipments: dict[RequestId, dict[tuple[int, int], Flow]] = {}
+        """By attempt and the nodes that they go from and to."""
+        self._returns: dict[RequestId, SimNode] = {}
+        """To which home something comes back."""
         self.sessions = Sessions(deployment.faults, clock, self.cut_off)
-        self._holding = Holding(
-            self._named,
-            self._say,
-            lambda node, event: due.append((node, event)),
-            self._ship,
-            self._stop_shipment,
-            self.sessions.are_cut,
-        )
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
+            events.Tell: self._tell,
             events.Load: self._load,
             events.Read: self._read,
             events.Save: self._save,
             events.Fetch: self._fetch,
             events.EndFetch: self._end_fetch,
             events.Give: self._give,
-            events.Grant: self._grant,
             events.Send: self._send,
             events.Finish: self._finish,
-            events.Land: self._land,
+            events.Ship: self._ship,
+            events.Reclaim: self._reclaim,
             events.Release: self._release,
-            **self._holding.handlers,
         }
-        if self.sessions.are_at_risk:
-            self.handlers[events.Offer] = self._offer
         if self.disks.are_at_risk:
             self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
 
@@ -157,7 +156,7 @@ class Moves:
         assert not self._fetches and not self._handovers, "a transfer is left"
         assert not self._reads and not self._donor_reads, "a read is left"
         assert not self._recalled, "what was recalled was never loaded"
-        self._holding.check_idle()
+        assert not self._shipments and not self._returns, "KV is on its way to a holder, or back"
 
     # From a node's own memory and disk, and to them.
 
@@ -189,7 +188,9 @@ class Moves:
     def _recall_loaded(self, node: SimNode, key: RequestId, own: Sequence[BlockName], found: int) -> None:
         """`own`: what of the `found` blocks its tiers give. A node that does not know the attempt any more makes
         nothing of it."""
-        lost = self.disks.missing(node, own)
+        job, lost = self._attempts.get(key), self.disks.missing(node, own)
+        if job is not None:
+            self._is_there(job, self._clock.now)
         self._lose(node, lost)
         self._due.append((node, events.Loaded(key, len(own) - len(lost) if lost else found)))
 
@@ -282,7 +283,7 @@ class Moves:
         if transfer.is_prompts:
             assert transfer.job is not None
             transfer.job.pending += 1
-        if self.sessions.are_cut(node, source):
+        if not self._reaches(node, source):
             self._clock.call(self._clock.now, TRANSFER_ENDS, partial(self._nothing_came, transfer))
             return
         self._say(node, source, events.Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
@@ -346,9 +347,7 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        enough = transfer.source, events.Enough(key, target.facts.node)
-        heard = partial(self._due.append, enough)
-        self.sessions.carry(target, transfer.source, heard, lost=heard)  # else the other side notices by itself
+        self._say(target, transfer.source, events.Enough(key, target.facts.node))
         self._due.append((target, events.FetchEnded(key, stop)))
         if job is None or job.key != key or job.attempt < 0:
             return
@@ -375,28 +374,17 @@ class Moves:
 
     # From prefill to decode.
 
-    def _offer(self, node: SimNode, offer: events.Offer) -> None:
-        if self.sessions.are_cut(node, self._named[offer.peer]):
-            self._severed.add(offer.key)
-            self._due.append(
-                (node, events.Severed((offer.key,), f"cannot reach {offer.peer}, where it decodes"))
-            )
-
-    def _grant(self, node: SimNode, grant: events.Grant) -> None:
-        if grant.key not in self._severed:
-            self._say(node, self._named[grant.peer], events.Granted(grant.key))
-
     def _send(self, node: SimNode, send: events.Send) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
         key, extent = send.key, send.extent
         job = self._attempts.get(key)
-        if job is None or key in self._severed:
+        target = self._named[send.peer]
+        if job is None or not self._reaches(node, target):
             return
         kv = (extent.num_tokens - extent.start) * node.cost.kv_token_bytes
         if extent.codec != NONE:
             kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[extent.codec].kept)
         size = kv + node.cost.state_bytes
-        target = self._named[send.peer]
         self._count("handover", node, target, key, size)
         rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
         leg = self._legs.get((node.slot, target.slot)) or self._leg(node, target)
@@ -429,13 +417,14 @@ class Moves:
     def _handed_over(self, handover: _Handover) -> None:
         leg = handover.leg
         del self._handovers[handover.key]
+        self._is_there(handover.job, self._clock.now + (leg.link.latency_ns if leg.link is not None else 0))
         self._say(leg.source, leg.target, events.Received(handover.key), leg.link)
 
-    def _land(self, node: SimNode, land: events.Land) -> None:
-        job = self._attempts.get(land.key)
-        if job is not None and job.record.joined_ns < 0:
-            job.record.landed_ns = self._clock.now
-        self._say(node, self._named[land.peer], events.Landed(land.key))
+    @staticmethod
+    def _is_there(job: SimJob, now: int) -> None:
+        """Some of what a decode node waits for."""
+        if job.record.joined_ns < 0:
+            job.record.landed_ns = max(job.record.landed_ns, now)
 
     def _release(self, node: SimNode, release: events.Release) -> None:
         key = release.key
@@ -447,7 +436,8 @@ class Moves:
             if transfer is not None:
                 self._break_off(transfer)
             self._recalled.pop(key, None)
-        self._holding.release(node, key)
+        if key in self._shipments or key in self._returns:
+            self._stop_shipments(node, key)
         if self.disks.are_at_risk:
             self.disks.over(node, key)
         if key in self._reads or key in self._donor_reads:
@@ -457,19 +447,62 @@ class Moves:
         del self._handovers[handover.key]
         self.network.cancel(handover.flow, self._clock.now)
 
-    # To holders.
+    # To holders, and back.
 
-    def _ship(
-        self, purpose: str, source: SimNode, target: SimNode, key: RequestId, size: int, call: Call
-    ) -> Flow:
-        self._count(purpose, source, target, key, size)
+    def _ship(self, source: SimNode, ship: events.Ship) -> None:
+        target, key = self._named[ship.peer], ship.key
+        if not self._reaches(source, target):
+            return
+        if self._returns.get(key) is not target and target.decider.num_stowed(key) > ship.first:
+            self._due.append((target, events.Stowed(key, source.facts.node, ship.first)))
+        size = len(ship.blocks) * self._block_size * source.cost.kv_token_bytes // ship.share.parts
+        self._count("shipment", source, target, key, size)
         path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), target.links.net_in)
-        return self.network.start(path, size, (_call, call), self._clock.now)
+        flow = self.network.start(path, size, (self._shipped, (source, target, ship)), self._clock.now)
+        self._shipments.setdefault(key, {})[source.slot, target.slot] = flow
 
-    def _stop_shipment(self, flow: Flow) -> None:
-        self.network.cancel(flow, self._clock.now)
+    def _shipped(self, what: tuple[SimNode, SimNode, events.Ship]) -> None:
+        source, target, ship = what
+        key, flows = ship.key, self._shipments[ship.key]
+        del flows[source.slot, target.slot]
+        if not flows:
+            del self._shipments[key]
+        if self._returns.get(key) is target:
+            del self._returns[key]
+            self._due.append((target, events.Reclaimed(key, whole=True)))
+        else:
+            stowed = events.Stowed(key, source.facts.node, ship.first + len(ship.blocks))
+            self._due.append((target, stowed))
+
+    def _reclaim(self, node: SimNode, reclaim: events.Reclaim) -> None:
+        self._returns[reclaim.key] = node
+
+    def _stop_shipments(self, node: SimNode, key: RequestId) -> None:
+        """Nothing more is read from the attempt's blocks here, or written to those of what comes back."""
+        self._cancel_shipments(key, lambda source, target: source == node.slot)
+        if self._returns.get(key) is node:
+            self._cancel_shipments(key, lambda source, target: target == node.slot)
+            del self._returns[key]
+            self._due.append((node, events.Reclaimed(key, whole=False)))
+
+    def _cancel_shipments(self, key: RequestId, concerns: Callable[[int, int], bool]) -> None:
+        flows = self._shipments.get(key, {})
+        for way in [way for way in flows if concerns(*way)]:
+            self.network.cancel(flows.pop(way), self._clock.now)
+        if not flows:
+            self._shipments.pop(key, None)
 
     # What nodes say to each other.
+
+    def _reaches(self, source: SimNode, target: SimNode) -> bool:
+        return target.alive and not self.sessions.are_cut(source, target)
+
+    def _tell(self, node: SimNode, tell: events.Tell) -> None:
+        target = self._named[tell.peer]
+        if self._reaches(node, target):
+            self._say(node, target, events.Heard(node.facts.node, tell.letter))
+        else:
+            self._due.append((node, events.Gone(tell.peer, "it cannot be reached")))
 
     def _say(
         self, source: SimNode, target: SimNode, event: events.Event, link: ClusterLink | None = None
@@ -490,39 +523,31 @@ class Moves:
 
     # What goes wrong.
 
-    def cut_off(self, one: SimNode, other: SimNode) -> None:
+    def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
         """The sessions of two nodes end, and what was on its way over them."""
-        self._holding.part(one, other)
-        for transfer in list(self._fetches.values()):
-            if transfer.source in (one, other) and transfer.target in (one, other):
-                self._break_off(transfer)
-        for key, job in self._attempts.items():
-            if {job.prefill_slot, job.decode_slot} == {one.slot, other.slot}:
-                if key in self._handovers:
-                    self._stop_handover(self._handovers[key])
-                self._severed.add(key)
-                severed = events.Severed(
-                    (key,), f"the session of {one.facts.node} and {other.facts.node} ended"
-                )
-                self._due += [(one, severed), (other, severed)]
+        self._stop_between(lambda source, target: {source, target} == {one.slot, other.slot})
+        self._due.append((one, events.Gone(other.facts.node, reason)))
+        self._due.append((other, events.Gone(one.facts.node, reason)))
+
+    def _stop_between(self, concerns: Callable[[int, int], bool]) -> None:
+        """Of fetches, who fetches is told to end them."""
+        for handover in list(self._handovers.values()):
+            if concerns(handover.leg.source.slot, handover.leg.target.slot):
+                self._stop_handover(handover)
+        for key in list(self._shipments):
+            self._cancel_shipments(key, concerns)
 
     def lose(self, node: SimNode) -> None:
         """The node is gone, and with it what was on its way from and to it."""
-        name = node.facts.node
-        self._holding.lose(node)
-        for transfer in list(self._fetches.values()):
-            if node is transfer.source or node is transfer.target:
-                self._break_off(transfer)
-        for handover in list(self._handovers.values()):
-            if node is handover.leg.source or node is handover.leg.target:
-                self._stop_handover(handover)
+        self._stop_between(lambda source, target: node.slot in (source, target))
+        for transfer in [each for each in self._fetches.values() if each.target is node]:
+            self._break_off(transfer)
+        for key in [key for key, home in self._returns.items() if home is node]:
+            del self._returns[key]
         for key in [*self._reads, *self._donor_reads]:
             self._stop_reads(node, key)
-        for key, job in self._attempts.items():
-            ends = self._nodes[job.prefill_slot], self._nodes[job.decode_slot]
-            if node in ends and ends[0] is not ends[1]:
-                other = ends[1] if ends[0] is node else ends[0]
-                self._due.append((other, events.Severed((key,), f"node {name} is gone")))
+        gone = events.Gone(node.facts.node, "it died")
+        self._due += [(other, gone) for other in self._nodes if other.alive and other is not node]
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
         """Gives each link between clusters so much of its rate from now on."""
@@ -542,20 +567,13 @@ class Moves:
             self._clock.call(self._clock.now + self._link_ns, TRANSFER_ENDS, call)
 
     def _stalled(self, link: ClusterLink, since: int, what: _Handover | _Transfer) -> None:
+        """As a live node ends a session that stands still."""
         flow = what.flow
-        if (
-            link.since_ns != since
-            or flow is None
-            or not flow.live
-            or not self.network.bytes_left(flow, self._clock.now)
-        ):
+        is_over = link.since_ns != since or flow is None or not flow.live
+        if flow is None or is_over or not self.network.bytes_left(flow, self._clock.now):
             return
-        if isinstance(what, _Transfer):
-            self._break_off(what)
-            return
-        reason = f"no KV crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s"
-        severed = events.Severed((what.key,), reason)
-        self._due += [(what.leg.source, severed), (what.leg.target, severed)]
+        source, target = what.ends
+        self.cut_off(source, target, f"nothing crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s")
 
     def link_states(self, now: int) -> tuple[LinkState, ...]:
         """Of all links between clusters, since the call before."""

@@ -64,7 +64,20 @@ class Nodes:
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys(
-                (events.Offer, events.Adopt, events.Promote, events.Demote, events.Drop), _needs_no_time
+                (
+                    events.Offer,
+                    events.Receive,
+                    events.OpenLine,
+                    events.Host,
+                    events.Rekey,
+                    events.Trim,
+                    events.Unhost,
+                    events.Adopt,
+                    events.Promote,
+                    events.Demote,
+                    events.Drop,
+                ),
+                _needs_no_time,
             ),
             Run: self._start_run,
             events.Cut: self._cut,

@@ -10,10 +10,6 @@ from isthmus.sim.faults import Faults
 from isthmus.sim.node import SimNode
 
 
-def unnoticed() -> None:
-    """Nobody misses it."""
-
-
 class Sessions:
     """`cut` hears of two nodes whose sessions just ended."""
 
@@ -21,22 +17,21 @@ class Sessions:
         self.are_at_risk = bool(faults.sessions)
         self._faults, self._clock, self._on_cut = faults, clock, cut
         self._cut: set[frozenset[int]] = set()
-        self._late: dict[frozenset[int], dict[Call, Call]] = {}
-        """What will be heard between two nodes, and what follows if their session ends before."""
+        self._late: dict[frozenset[int], dict[Call, None]] = {}
+        """What will be heard between two nodes, unless their session ends before."""
         self._latest: dict[tuple[int, int], int] = {}
 
     def are_cut(self, one: SimNode, other: SimNode) -> bool:
         return frozenset((one.slot, other.slot)) in self._cut
 
-    def carry(self, source: SimNode, target: SimNode, heard: Call, lost: Call = unnoticed) -> None:
-        """Calls `heard` when it is heard, after all that was said before; or `lost` when it never will be."""
+    def carry(self, source: SimNode, target: SimNode, heard: Call) -> None:
+        """Calls `heard` when it is heard, after all that was said before; never, if their session ends before."""
         if not self.are_at_risk:
             heard()
             return
         now = self._clock.now
         delay_ns = self._faults.delay_ns(source.names, target.names, now)
         if delay_ns is None:
-            lost()
             return
         way = source.slot, target.slot
         at_ns = self._latest[way] = max(self._latest.get(way, 0), now + delay_ns)
@@ -44,8 +39,8 @@ class Sessions:
             heard()
             return
         late = self._late.setdefault(frozenset(way), {})
-        late[heard] = lost
-        self._clock.call(at_ns, TRANSFER_ENDS, lambda: heard() if late.pop(heard, None) else None)
+        late[heard] = None
+        self._clock.call(at_ns, TRANSFER_ENDS, lambda: heard() if late.pop(heard, heard) is None else None)
 
     def change(self, nodes: list[SimNode]) -> None:
         """A fault begins or ends."""
@@ -55,9 +50,6 @@ class Sessions:
             if is_cut and pair not in self._cut:
                 self._cut.add(pair)
                 self._on_cut(one, other)
-                late = self._late.get(pair, {})
-                for lost in late.values():
-                    lost()
-                late.clear()
+                self._late.get(pair, {}).clear()
             elif not is_cut:
                 self._cut.discard(pair)

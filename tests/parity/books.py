@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from isthmus.node import Node
-from isthmus.node.events import Action, Event, Fetch, FetchEnded, Received, Reclaimed, Shipped
+from isthmus.node.events import Action, Event, Fetch, FetchEnded, Received, Reclaimed, Ship, Stowed
 from isthmus.sim.node import SimNode
 from isthmus.sim.simulation import Simulation
 from isthmus.types import NodeId, RequestId
@@ -24,6 +24,7 @@ class Books:
         self.bytes_moved: Counter[Transfer] = Counter()
         self._under_way: dict[Transfer, int] = {}
         self._starts: dict[tuple[NodeId, RequestId], int] = {}
+        self._ships: dict[tuple[NodeId, RequestId], int] = {}
 
     def began(self, purpose: str, source: SimNode, target: SimNode, key: RequestId, num_bytes: int) -> None:
         ends = source.facts.node, target.facts.node
@@ -35,15 +36,17 @@ class Books:
                 self._came("handover", key, target=node)
             case FetchEnded(key, stop) if stop > self._starts[node, key]:
                 self._came("fetch", key, target=node)
-            case Shipped(key, holder):
-                self._came("shipment", key, target=holder, source=node)
+            case Stowed(key, home, stop) if stop > self._ships[home, key]:
+                self._came("shipment", key, target=node, source=home)
             case Reclaimed(key, True):
-                self._came("return", key, target=node)
+                self._came("shipment", key, target=node)
 
     def does(self, node: NodeId, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Fetch):
                 self._starts[node, action.key] = action.start
+            elif isinstance(action, Ship):
+                self._ships[node, action.key] = action.first
 
     def _came(self, purpose: str, key: RequestId, *, target: NodeId, source: NodeId | None = None) -> None:
         [transfer] = [

@@ -16,7 +16,7 @@ from isthmus.types import NodeId, RequestId
 
 class Transfer(NamedTuple):
     """KV of one attempt, or of one fetch of its donors, from a node to another. `purpose`: handover, fetch (recalls
-    are fetches, too), shipment (to a holder) or return (from one)."""
+    are fetches, too), shipment (to a holder, or back)."""
 
     purpose: str
     source: NodeId
@@ -58,8 +58,6 @@ class Carried:
                 purpose, codec = "fetch", want.codec
             case messages.Shipment():
                 purpose = "shipment"
-            case messages.Reclaimed():
-                purpose = "return"
         if not purpose:
             return
         transfer, width = Transfer(purpose, source.node, target.node, message.key), layout.token_bytes

@@ -15,11 +15,11 @@ from isthmus.node.events import (
     Event,
     Fetch,
     FetchEnded,
-    Granted,
-    Landed,
+    Heard,
     Loaded,
     Received,
-    Severed,
+    Reclaimed,
+    Stowed,
     Wanted,
 )
 from isthmus.sim.deployment import Deployment
@@ -38,9 +38,9 @@ class VirtualMoves(Moves):
 
     ether: Ether
 
-    def cut_off(self, one: SimNode, other: SimNode) -> None:
+    def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
         self.ether.cut(one.slot, other.slot)
-        super().cut_off(one, other)
+        super().cut_off(one, other, reason)
 
 
 class VirtualLinks:
@@ -145,12 +145,15 @@ class VirtualLinks:
                 waiting = self._waiting.pop(slot, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
-            case Granted():
-                opened(self._ends_of[event.key][1], slot, "grant", event.key)
+            case Heard():
+                opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key)
+            case Stowed() if event.stop > node.decider.num_stowed(event.key):  # else it only begins to come
+                opened(self.slots[event.peer], slot, "shipment", event.key, once=True)
+            case Reclaimed() if event.whole:
+                for holder in range(len(self.nodes)):
+                    opened(holder, slot, "shipment", event.key, once=True)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
-            case Landed():
-                opened(self._ends_of[event.key][1], slot, "landed", event.key)
             case Wanted():
                 opened(self.slots[event.peer], slot, "want", event.key)
             case Enough():
@@ -159,8 +162,6 @@ class VirtualLinks:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
                 mover.load_now(event.key)
-            case Severed() if event.reason.startswith("no KV crossed"):
-                mover.tell(event)  # links are not watched here
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""

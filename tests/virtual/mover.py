@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from isthmus.cluster import messages
 from isthmus.cluster.mover import KVMover
@@ -15,6 +15,7 @@ from isthmus.engine.interface import Engine
 from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server, Session
 from isthmus.messenger.memory import Link
 from isthmus.node.events import EndFetch, Event, FetchEnded, Missing, Offer
+from isthmus.node.letters import Letter
 from isthmus.scheduler import Run
 from isthmus.sim.job import SimJob
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
@@ -133,16 +134,16 @@ def store_opener(
 # What nodes say to each other.
 
 KINDS: dict[type, str] = {
-    messages.Grant: "grant",
     messages.Slices: "kv",
     messages.Sent: "kv",
-    messages.Landed: "landed",
     messages.Want: "want",
     messages.Given: "blocks",
     messages.Lent: "blocks",
     messages.Ended: "blocks",
     messages.Enough: "enough",
     messages.StageSampled: "sampled",
+    messages.Shipment: "shipment",
+    **{letter: letter.__name__ for letter in get_args(Letter)},
 }
 """What has a time in the simulator. The rest takes none."""
 
@@ -205,9 +206,11 @@ class Gate:
         self._held.setdefault(way, []).append(held)
         return held
 
-    def open(self, sender: int, receiver: int, kind: str, key: str) -> None:
+    def open(self, sender: int, receiver: int, kind: str, key: str, *, once: bool = False) -> None:
+        """`once`: for what waits there now, and not for what follows."""
         way = sender, receiver, kind, key
-        self._opened.add(way)
+        if not once:
+            self._opened.add(way)
         for held in self._held.pop(way, ()):
             held.go()
 
@@ -320,10 +323,6 @@ class VirtualMover(LazyMover):
         if isinstance(fact, FetchEnded):
             self._links.do(self.slot, EndFetch(fact.key))  # it may have found no room, which nobody else knows
         super()._tell(fact)
-
-    def tell(self, fact: Event) -> None:
-        """What nobody else can know: that something stands still."""
-        self._told(fact)
 
     def stages_through(self, run: int) -> None:
         """The later stages of the group have computed a run."""

@@ -51,8 +51,8 @@ class _Line:
 
 
 class Holders:
-    """Lines to holders. `open_line` in the event loop; `remote` gives what the engine's thread asks. `answer_s`: how long
-    a holder may take."""
+    """Lines to holders. `open_line` in the event loop; `remote` gives what the engine's thread asks. `answer_s`: how
+    long a holder may take."""
 
     def __init__(self, peers: Peers, spawn: Spawn, answer_s: float) -> None:
         self._peers, self._spawn, self._answer_s = peers, spawn, answer_s

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.attempts import Report, Share
+from isthmus.attempts import Report
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
 from isthmus.node import events

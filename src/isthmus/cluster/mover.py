@@ -36,7 +36,8 @@ LETTERS = frozenset(get_args(Letter))
 
 
 class BlockMover(NoPayloads):
-    """`tell`: hears facts, in the event loop, and never from within `do`. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes here where they lie."""
+    """`tell`: hears facts, in the event loop, and never from within `do`. `spawn` owns what it starts.
+    `shares_memory`: reads blocks of nodes here where they lie."""
 
     def __init__(
         self,

@@ -113,7 +113,8 @@ class Shipments:
     def _slices(
         self, layer: int, blocks: Sequence[int], share: Share
     ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-        """What goes of these blocks in a layer, and seals of that: all bytes from where they lie, or a share's heads."""
+        """What goes of these blocks in a layer, and seals of that: all bytes from where they lie, or a share's
+        heads."""
         memory, size = self._memory, self._memory.layout.block_size
         if share.parts == 1:
             return sealed(memory, layer, blocks)

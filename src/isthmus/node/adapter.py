@@ -97,8 +97,9 @@ class Adapter:
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
-        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile, even of an attempt
-        that is forgotten here: an engine that reads what this one has let go of goes on with somebody else's."""
+        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile,
+        even of an attempt that is forgotten here: an engine that reads what this one has let go of goes on with
+        somebody else's."""
         self._engine: Counter[BlockName] = Counter()
         """Copies in the engine's own memory."""
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {

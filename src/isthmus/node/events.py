@@ -368,8 +368,8 @@ class OpenLine(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
-    """Take what `holder` sends back of an attempt into these blocks of the engine; say `Reclaimed` once in any case, even
-    after `Release`."""
+    """Take what `holder` sends back of an attempt into these blocks of the engine; say `Reclaimed` once in any case,
+    even after `Release`."""
 
     key: RequestId
     holder: NodeId
@@ -387,8 +387,8 @@ class Host(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rekey(msgspec.Struct, frozen=True, tag=True):
-    """What lies here of `old` is of `key` from now on, and `peer` alone ships more. `num_blocks` of it are whole: nothing
-    where it is another share."""
+    """What lies here of `old` is of `key` from now on, and `peer` alone ships more. `num_blocks` of it are whole:
+    nothing where it is another share."""
 
     old: RequestId
     key: RequestId

@@ -97,7 +97,7 @@ def test_what_is_whole_is_not_computed() -> None:
         [run] = of_kind(home.on(events.Reserved(KEY, A1, True), 14), Run)
         [piece] = run.chunks
         assert piece.start == whole * SIZE
-        assert piece.holdings == ((Holding((A0, A1), whole),) if whole else ())
+        assert piece.remote == ((Holding((A0, A1), whole),) if whole else ())
 
 
 def test_what_follows_a_gap_is_not_of_use() -> None:
@@ -107,7 +107,7 @@ def test_what_follows_a_gap_is_not_of_use() -> None:
     home.on(events.Found(KEY, A1, 3), 12)
     home.on(events.Reserved(KEY, A0, True), 13)
     [run] = of_kind(home.on(events.Reserved(KEY, A1, True), 14), Run)
-    assert run.chunks[0].start == 2 * SIZE and run.chunks[0].holdings == (Holding((A0,), 2),)
+    assert run.chunks[0].start == 2 * SIZE and run.chunks[0].remote == (Holding((A0,), 2),)
 
 
 def test_all_that_is_full_of_a_later_attempt_is_to_lie_there() -> None:
@@ -155,7 +155,7 @@ def test_home_asks_for_room_for_what_is_full() -> None:
     for holder in (A0, A1):
         home.on(events.Shipped(KEY, holder, 1), now)
     steps(home, 1, now)
-    assert home.held_elsewhere()[0].held == (Holding((A0, A1), 1),)
+    assert home.held_elsewhere()[0].remote.there == (Holding((A0, A1), 1),)
 
 
 def test_room_that_was_refused_is_asked_for_again_and_not_at_once() -> None:
@@ -182,4 +182,4 @@ def test_a_chunk_goes_while_the_next_is_computed() -> None:
     assert (first.holder, second.holder) == (A0, A1)
     assert first.blocks == second.blocks == run.chunks[0].blocks[:4]
     [after] = of_kind(actions, Run)
-    assert after.chunks[0].start == 16 and not after.chunks[0].holdings
+    assert after.chunks[0].start == 16 and not after.chunks[0].remote

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.attempts import FetchOrder
 from isthmus.scheduler import Admitted, CountingPool, Limits, Load, Sequence, TierCache
-from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import Batch
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.prefixes import PoolPrefixes, TierPrefixes
+from isthmus.scheduler.queues import Admission
 from isthmus.scheduler.sequence import COMPUTING, QUEUED
 from isthmus.types import NodeId, RequestId
 
@@ -64,7 +65,7 @@ def test_the_shortest_goes_first_if_that_breaks_no_promise() -> None:
     door = Door(order="promise")
     door.arrive("long", 40, work_ms=50, deadline_ns=70 * MS)
     door.arrive("short", 8, work_ms=10)
-    door.arrive("shorter", 4, work_ms=5, fetch_stop=1, fetch_until_ns=30 * MS)
+    door.arrive("shorter", 4, work_ms=5, fetch=FetchOrder(NodeId("peer"), 0, 1, 30 * MS))
     assert [door.admits(), door.admits(), door.admits()] == ["short", "long", "shorter"]
 
 
@@ -72,7 +73,7 @@ def test_the_shortest_goes_first_if_that_breaks_no_promise() -> None:
 def test_who_leaves_takes_no_memory_that_those_it_overtakes_need(leaves: bool, first: str) -> None:
     door = Door(12, order="promise")
     door.arrive("long", 44, work_ms=50)
-    door.arrive("short", 8, work_ms=10, departs=leaves)
+    door.arrive("short", 8, work_ms=10, hands_over=leaves)
     assert door.admits() == first
 
 
@@ -80,8 +81,8 @@ def test_who_leaves_takes_no_memory_that_those_it_overtakes_need(leaves: bool, f
 def test_snapshots_of_a_state_are_part_of_what_those_it_overtakes_need(num_blocks: int, first: str) -> None:
     """11 and 2 blocks of KV, each with as many as four snapshots of two blocks."""
     door = Door(num_blocks, order="promise", state_blocks=2)
-    door.arrive("long", 44, work_ms=50, departs=True)
-    door.arrive("short", 8, work_ms=10, departs=True)
+    door.arrive("long", 44, work_ms=50, hands_over=True)
+    door.arrive("short", 8, work_ms=10, hands_over=True)
     assert door.admits() == first
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isthmus.cost import Analytic, Curve, NodeCost, compile_cost, engine_coefficients, facts_of, hardware_named
 from isthmus.scheduler import Limits, Piece, Run, Stepped, TbtTarget
-from isthmus.scheduler.budget import TimedBudget
+from isthmus.scheduler.chunks import TimedBudget
 from isthmus.types import RequestId
 
 from .driver import Node

@@ -31,7 +31,7 @@ def scheduler(dram: int = 20, ssd: int = 20, token_budget: int = 16) -> Schedule
 
 def arrives(request: RequestId, num_tokens: int, num_cached: int = 0) -> Fact:
     return arrived(
-        request, num_tokens, num_tokens + 5, NAMES[: num_tokens // 4], departs=True, num_cached=num_cached
+        request, num_tokens, num_tokens + 5, NAMES[: num_tokens // 4], hands_over=True, num_cached=num_cached
     )
 
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.scheduler import CountingPool, Limits, Piece, Sequence
-from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import Batch
 from isthmus.scheduler.chunks import Chunks
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.prefixes import PoolPrefixes
+from isthmus.scheduler.queues import Admission
 from isthmus.types import RequestId
 
 SIZE = 4

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.scheduler import CountingPool, Limits, Sequence
-from isthmus.scheduler.decode import DecodeClock
+from isthmus.scheduler.batch import DecodeClock
 from isthmus.scheduler.sequence import DECODING
 from isthmus.types import RequestId
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from isthmus.scheduler import CountingPool, Joined, Limits, Sequence
 from isthmus.scheduler.batch import Batch
-from isthmus.scheduler.incoming import Incoming
 from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.queues import Incoming
 from isthmus.scheduler.sequence import DECODING, EXPECTED, JOINING, RECEIVING
 from isthmus.types import RequestId
 

@@ -28,7 +28,7 @@ def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
 ) -> None:
     """A prompt that leaves, with states: KV, a snapshot at its last full block if it has one, and one at its end."""
     sequence = Sequence(A, num_tokens, num_tokens + 1, tuple(range(num_tokens // SIZE)))
-    sequence.departs = True
+    sequence.hands_over = True
     needed = -(-num_tokens // SIZE) + state_blocks * (1 + (num_tokens > SIZE))
     held = memory(max(needed + headroom + spare, 1), state_blocks)
     num_blocks = held.pool.num_blocks

@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.scheduler.order import promise_order
+from isthmus.scheduler.queues import promise_order
 
 
 class Waiting(msgspec.Struct, frozen=True):

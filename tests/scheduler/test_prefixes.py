@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.attempts import BlocksEvicted, BlocksStored, FetchOrder
 from isthmus.scheduler import BlockPool, Drop, Limits, Save, Sequence, TierCache
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.prefixes import PoolPrefixes, TierPrefixes
@@ -85,7 +85,7 @@ def test_a_fetch_under_way_counts_if_what_it_follows_is_here(start: int, found: 
     prefixes = TierPrefixes(TierCache(20), engine(), SIZE, HERE)
     prefixes.keep(NAMES[:2], [], RequestId("fetched"))
     sequence = prompt(20)
-    sequence.fetch_start, sequence.fetch_stop = start, 4
+    sequence.fetch = FetchOrder(NodeId("peer"), start, 4)
     assert prefixes.find(sequence, []) == Prefix(found * SIZE, found, loads=True)
 
 
@@ -95,7 +95,7 @@ def test_a_state_at_the_end_of_a_prompt_would_leave_nothing_to_compute(tokens: i
     for state_blocks, expected in ((0, min(16, tokens - 1)), (2, 16 if tokens > 16 else 0)):
         prefixes = TierPrefixes(TierCache(20), engine(state_blocks), SIZE, HERE)
         sequence = prompt(tokens)
-        sequence.fetch_stop = 4
+        sequence.fetch = FetchOrder(NodeId("peer"), 0, 4)
         found = prefixes.find(sequence, [])
         assert found is not None and (found.num_tokens, found.loads) == (expected, expected > 0)
 

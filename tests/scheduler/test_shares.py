@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.scheduler.eviction import EVICTIONS
-from isthmus.scheduler.shares import surplus
+from isthmus.scheduler.eviction import EVICTIONS, surplus
 from isthmus.scheduler.tiers import TierCache
 from isthmus.types import NOBODY, BlockName, Tenant
 

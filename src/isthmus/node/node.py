@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged, Spread
+from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
@@ -22,7 +22,6 @@ from isthmus.node.away import Away, Guests
 from isthmus.node.donors import Donors
 from isthmus.node.extent import assembly_of, extent_of
 from isthmus.node.loans import Loans, num_present
-from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, JOINING, RECEIVING
@@ -60,7 +59,7 @@ class Node:
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans = Loans(self.tiers)
-        self._away, self._returns, self._guests = Away(scheduler), Returns(scheduler), Guests(scheduler)
+        self._away, self._guests = Away(scheduler), Guests(scheduler)
         self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
@@ -123,7 +122,7 @@ class Node:
     def held_elsewhere(self) -> list[Attempt]:
         """Attempts that decode here with KV elsewhere."""
         attempts = self._away.attempts.values()
-        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.held]
+        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
 
     def __contains__(self, key: RequestId) -> bool:
         return key in self._attempts
@@ -145,7 +144,6 @@ class Node:
         assert not self._fetches, "a fetch never ended"
         self._loans.check_idle()
         self._away.check_idle()
-        self._returns.check_idle()
         self._guests.check_idle()
         self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
@@ -160,7 +158,7 @@ class Node:
             event = self._without_cache(event)
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
-        attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
+        attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
         reason = ""
@@ -169,7 +167,7 @@ class Node:
         if reason:
             self._fail(attempt, reason, now, actions)
             return
-        if route.taken and attempt.holdings and not self._state_blocks:
+        if route.taken and attempt.remote.planned and not self._state_blocks:
             actions += self._away.claim(attempt)
             return
         if attempt.assembly is not None:
@@ -231,7 +229,7 @@ class Node:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
-        self._stop_moving(attempt)
+        self._away.stop(attempt)
         actions += self._donors.end(attempt)
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
@@ -242,14 +240,10 @@ class Node:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _stop_moving(self, attempt: Attempt) -> None:
-        self._away.stop(attempt)
-        self._returns.stop(attempt)
-
     def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Nothing is under way for it any more, here and at holders."""
         actions.append(events.Release(attempt.begin.key))
-        if attempt.holders:
+        if attempt.remote.holders:
             self._away.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
@@ -341,7 +335,7 @@ class Node:
         if attempt is not None and not attempt.granted:
             attempt.granted = True
             if attempt.state is COMPUTING:
-                actions += attempt.ask()
+                actions += attempt.admitted()
             if attempt.started:
                 actions.append(events.Send(event.key, attempt.is_whole))
 
@@ -401,7 +395,7 @@ class Node:
 
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
-        if attempt.received and attempt.recalled and not attempt.asked and attempt.state is RECEIVING:
+        if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
             actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
@@ -432,9 +426,9 @@ class Node:
         if fetch is None:
             return  # a node of this name asked for it that is gone
         attempt, stop = self._attempts.get(event.key), num_present(self.tiers, fetch, event.stop)
-        if attempt is not None:
-            attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
+            if attempt is not None:
+                attempt.fetch = None
             self._keep_fetched(fetch, stop, now, actions)
             waited = self._donors.fetched(event.key)
             if waited is not None:
@@ -456,7 +450,7 @@ class Node:
 
     @staticmethod
     def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
-        if not (attempt.fetches or attempt.awaits):
+        if attempt.fetch is None and not attempt.awaits:
             route = attempt.begin.route
             actions.append(FetchFinished(route.request, route.attempt))
 
@@ -480,26 +474,26 @@ class Node:
             return  # the conductor hears why
         moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
         if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
-            actions.append(_spread(attempt))
+            actions.append(attempt.spread())
 
     def _return(self, event: events.Return, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
-        if not (attempt.state is DECODING and self._returns.begin(attempt, event, actions)):
-            actions.append(_spread(attempt))
+        if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
+            actions.append(attempt.spread())
 
     def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is None or event.holder not in attempt.asked:
+        if attempt is None or event.holder not in attempt.remote.asked:
             return
-        is_ordered = attempt.more is not None and not attempt.grows
+        is_ordered = attempt.remote.more is not None and not attempt.remote.growing
         if not self._away.reserved(attempt, event, now):
             reason = f"{event.holder} has no room for its KV"
             self._fail(attempt, reason, now, actions, no_room=True)
             return
-        if is_ordered and not attempt.asked:
-            actions.append(_spread(attempt))
+        if is_ordered and not attempt.remote.asked:
+            actions.append(attempt.spread())
         self._maybe_whole(attempt, now, actions)
         self._cut(actions)
         if self.scheduler.run is None:
@@ -513,14 +507,14 @@ class Node:
     def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
-            self._away.shipped(attempt, event)
+            attempt.remote.arrived(event.holder, event.stop)
             self._arrived(attempt, now, actions)
 
     def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._returns.reclaimed(event)
+        attempt = self._away.reclaimed(event)
         if attempt is None or not event.whole:  # its blocks are free
             if attempt is not None:
-                actions.append(_spread(attempt))
+                actions.append(attempt.spread())
             self._replan(now, actions)
         else:
             self._arrived(attempt, now, actions)
@@ -538,15 +532,9 @@ class Node:
     def _ship(self, now: int, actions: list[events.Action]) -> None:
         """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
         what has all there is handed over."""
-        through = self._away.settle()
-        for attempt in through:
+        for attempt in self._away.settle(actions):
             self._maybe_finish(attempt, actions)
-        self._away.ship(actions)
-        for attempt in self._returns.settle(actions):
-            actions.append(_spread(attempt))
-            if not attempt.holdings:
-                self._away.stop(attempt)
-        self._away.grow(now, actions)
+        self._away.ship(now, actions)
 
     def _drop(self, now: int, actions: list[events.Action]) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
@@ -612,7 +600,7 @@ class Node:
             self._forgotten.clear()
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
-            self._stop_moving(attempt)
+            self._away.stop(attempt)
             self._donors.end(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
@@ -682,8 +670,3 @@ class Node:
 
     def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
         self.scheduler.recover(event.chains, actions)
-
-
-def _spread(attempt: Attempt) -> Spread:
-    route = attempt.begin.route
-    return Spread(route.request, route.attempt, attempt.lent)

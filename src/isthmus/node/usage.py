@@ -48,6 +48,7 @@ class Usage:
 def _entry(attempt: Attempt) -> Entry:
     route = attempt.begin.route
     movable = attempt.state is DECODING and attempt.packing is None
-    moving = attempt.num_away - attempt.num_held
+    remote = attempt.remote
+    moving = remote.num_planned - remote.num_there
     num_blocks = len(attempt.blocks) + len(attempt.scratch)
-    return Entry(route.request, route.attempt, num_blocks, moving, movable, attempt.lent)
+    return Entry(route.request, route.attempt, num_blocks, moving, movable, remote.planned)

@@ -3,7 +3,7 @@
 Pure: facts in, actions out, no clock, no torch. The live node and the simulator drive the same object.
 """
 
-from isthmus.scheduler.budget import CPU_TILE, TILE, Chunking, StepTime, TbtTarget
+from isthmus.scheduler.chunks import CPU_TILE, TILE, Chunking, StepTime, TbtTarget
 from isthmus.scheduler.events import (
     Actions,
     Admitted,
@@ -11,6 +11,7 @@ from isthmus.scheduler.events import (
     Demote,
     Drop,
     Joined,
+    Limits,
     Load,
     Piece,
     Preempted,
@@ -20,9 +21,8 @@ from isthmus.scheduler.events import (
     Saved,
     Stepped,
 )
-from isthmus.scheduler.keeper import Keeper
-from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.pool import BlockPool, CountingPool
+from isthmus.scheduler.prefixes import Keeper
 from isthmus.scheduler.scheduler import Scheduler
 from isthmus.scheduler.sequence import Sequence
 from isthmus.scheduler.tiers import TierCache

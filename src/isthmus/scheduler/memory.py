@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.events import Limits
 from isthmus.scheduler.pool import Blocks, Pool
 from isthmus.scheduler.sequence import Prefix, Sequence
 from isthmus.scheduler.states import AnyStates, NoStates, States
@@ -38,7 +38,11 @@ class Memory:
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states
         positions = states.positions(
-            sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, departs=sequence.departs
+            sequence.length,
+            len(sequence.names),
+            prefix.num_tokens,
+            prefix.num_found,
+            hands_over=sequence.hands_over,
         )
         needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
         cached = prefix.blocks + prefix.state
@@ -52,14 +56,15 @@ class Memory:
         sequence.blocks = prefix.blocks + pool.allocate(needed - sequence.num_scratch)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
-        sequence.named = max(len(prefix.blocks), sequence.num_held)
+        sequence.named = max(len(prefix.blocks), sequence.num_absent)
         return True
 
     def at_home(self, sequence: Sequence) -> int:
         """Blocks with which it can compute its known tokens: all, or those that stay here and some for those that are
         filled and go."""
-        whole, num_away = -(-sequence.length // self._size), sequence.num_away
-        return whole - num_away + min(num_away - sequence.num_held, self._window) if num_away else whole
+        whole, remote = -(-sequence.length // self._size), sequence.remote
+        go = remote.num_planned
+        return whole - go + min(go - remote.num_there, self._window) if go else whole
 
     def extend(self, sequence: Sequence) -> None:
         """More blocks for a prompt in place of those that went, as far as there are any."""
@@ -116,7 +121,7 @@ class Memory:
 
     def to_receive(self, sequence: Sequence) -> int:
         """Blocks for the KV that is sent to it, its next token included."""
-        return -(-(sequence.length + 1) // self._size) - sequence.num_held
+        return -(-(sequence.length + 1) // self._size) - sequence.num_absent
 
     def assembled(self, sequence: Sequence) -> None:
         """Its prompt is computed; what it had for donors is free."""

@@ -18,16 +18,13 @@ from __future__ import annotations
 from itertools import count
 
 from isthmus.attempts import BlocksEvicted, BlocksStored
-from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import PLACED, Batch
-from isthmus.scheduler.budget import TbtTarget
-from isthmus.scheduler.chunks import Chunks
-from isthmus.scheduler.events import Actions, Preempted, Run, Stepped
-from isthmus.scheduler.incoming import Incoming
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.chunks import Chunks, TbtTarget
+from isthmus.scheduler.events import Actions, Limits, Preempted, Run, Stepped
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.pool import BlockPool, Blocks, Pool
 from isthmus.scheduler.prefixes import PoolPrefixes, Prefixes, TierPrefixes
+from isthmus.scheduler.queues import Admission, Incoming
 from isthmus.scheduler.sequence import (
     COMPUTED,
     COMPUTING,
@@ -72,7 +69,8 @@ class Scheduler:
         self.run: Run | None = None
         """The run that is out."""
         self.dropped: list[Sequence] = []
-        """Pre-empted with KV on other nodes: they are here no more, and whoever knows them takes them from here."""
+        """Pre-empted, and cannot be computed anew: they are here no more, and whoever knows them takes them from
+        here."""
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
@@ -119,7 +117,8 @@ class Scheduler:
         self._incoming.check(sequences)
         assert len(self._admission.waiting) == sum([each.state is QUEUED for each in sequences])
         for each in sequences:
-            room = (each.num_held + len(each.blocks)) * self.limits.block_size
+            each.check()
+            room = (each.num_absent + len(each.blocks)) * self.limits.block_size
             assert each.state is DECODING or room >= each.computed, "computed tokens without a block"
 
     # Facts. What follows at once is added to `actions`; each may change what `plan` gives.
@@ -147,11 +146,11 @@ class Scheduler:
             if self.pool.evicted:
                 actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
 
-    def shipped(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many more of its blocks lie with their holder; those of the engine are free. No run touches it."""
-        assert not self.computes(sequence) and num_blocks <= sequence.num_shipping
-        sequence.num_shipping -= num_blocks
-        self._memory.give_back(sequence.request, sequence.moved(num_blocks))
+    def shipped(self, sequence: Sequence) -> None:
+        """What was on its way to holders is there; the blocks that it had here are free. No run touches it."""
+        shipment = sequence.remote.shipment
+        assert not self.computes(sequence) and shipment is not None
+        self._memory.give_back(sequence.request, sequence.moved(shipment.num_blocks))
 
     def num_computed(self, sequence: Sequence) -> int:
         """Tokens of it that have KV."""
@@ -238,9 +237,8 @@ class Scheduler:
     def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
         """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
         was fetched is here, or less and no state."""
-        complete = 0 < sequence.fetch_stop <= stop
-        sequence.fetch_start = sequence.fetch_stop = 0
-        names = sequence.names
+        names, fetch, sequence.fetch = sequence.names, sequence.fetch, None
+        complete = fetch is not None and 0 < fetch.stop <= stop
         names = self._states.chain(names, stop) if complete else names[:stop]
         self.keep(names, actions, sequence.request, sequence.tenant)
 
@@ -324,7 +322,7 @@ class Scheduler:
                 if sequence.assembly is not None or sequence.scratch:
                     self._memory.assembled(sequence)
                 self._batch.prompts.remove(sequence)
-                if sequence.departs:  # what has no name leaves with it, and is free when it is gone
+                if sequence.hands_over:  # what has no name leaves with it, and is free when it is gone
                     sequence.state = DEPARTS[sequence.state]
                     self._states.leave(sequence)
                 else:
@@ -352,7 +350,7 @@ class Scheduler:
             if incoming.joining:  # who was pre-empted left a place; they have the blocks for this run
                 incoming.join(actions)
         for prompt in prompts:
-            if prompt.num_away:
+            if prompt.remote.num_planned:
                 self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
         if incoming.expected and (not waiting or batch.turns.has_ahead):
@@ -372,10 +370,10 @@ class Scheduler:
         return run
 
     def _preempt(self, actions: Actions) -> None:
-        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, since
-        what of its KV lies elsewhere does not follow from what is computed here anew."""
+        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, if its
+        KV that lies elsewhere does not follow from what is computed here anew."""
         victim = self._batch.youngest()
-        if victim.num_away:
+        if victim.is_bound:
             self.forget(victim)
             self.dropped.append(victim)
         else:

@@ -44,17 +44,13 @@ def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
     held.check([])
 
 
-@given(num_blocks=st.integers(1, 20), headroom=st.integers(0, 6), more=st.integers(1, 8))
-def test_guests_leave_what_is_kept_for_those_that_run(num_blocks: int, headroom: int, more: int) -> None:
-    """When they come, and when they grow."""
+@given(num_blocks=st.integers(1, 30), headroom=st.integers(0, 6))
+def test_what_is_set_aside_leaves_what_is_kept_for_those_that_run(num_blocks: int, headroom: int) -> None:
     held = memory(24)
-    assert bool(held.host(A, num_blocks, headroom)) == (num_blocks + headroom <= 24)
-    if A in held.guests:
-        there = held.guests[A]
-        blocks = held.host(A, num_blocks + more, headroom)
-        assert blocks[:num_blocks] == there if num_blocks + more + headroom <= 24 else blocks == ()
-        assert held.pool.available >= headroom
-        held.unhost(A)
+    blocks = held.set_aside(num_blocks, headroom)
+    assert len(blocks) == (num_blocks if num_blocks + headroom <= 24 else 0)
+    held.check([])
+    held.put_back(blocks)
     assert held.pool.available == 24
 
 

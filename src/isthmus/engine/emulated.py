@@ -94,7 +94,7 @@ class EmulatedBatch:
                 chunk.slot,
                 holdings=chunk.holdings,
                 packing=chunk.packing,
-            )  # fmt: skip
+            )
             for chunk, token in zip(self.chunks, tokens, strict=True)
         ]
 

@@ -21,6 +21,7 @@ from isthmus.node import events
 from isthmus.node.attempt import Attempt
 from isthmus.node.extent import holdings_of
 from isthmus.scheduler import Actions, Scheduler
+from isthmus.scheduler.pool import Blocks
 from isthmus.scheduler.remote import ALL_HERE, Holders, RemoteKV, Return, Shipment
 from isthmus.scheduler.sequence import DECODING
 from isthmus.types import DECODE, NS_PER_S, PREFILL, NodeId, RequestId
@@ -45,6 +46,7 @@ class Away:
         self.attempts: dict[RequestId, Attempt] = {}
         """All that have, or are to have, KV elsewhere."""
         self._under_way: dict[RequestId, Attempt] = {}  # of these, whose KV moves or may begin to
+        self._orphans: dict[RequestId, Blocks] = {}  # into which KV comes back of attempts that are over
 
     def begin(self, attempt: Attempt) -> str:
         """Its leading blocks are to lie where its route says. Returns why that cannot be, or nothing."""
@@ -103,9 +105,9 @@ class Away:
         there = remote.there[-1].num_blocks
         count = min(event.num_blocks, there)
         fits = count > 0 and scheduler.fits(attempt, remote.num_there - count)
-        blocks = scheduler.reclaim(attempt, count, actions) if fits else ()
+        blocks = scheduler.set_aside(count, actions) if fits else ()
         if blocks:
-            remote.returning = Return(count)
+            remote.returning = Return(blocks)
             actions.append(events.Reclaim(key, event.holder, there - count, blocks))
             self._note(attempt)
         return bool(blocks)
@@ -117,9 +119,10 @@ class Away:
         if attempt is not None and returning is not None and event.whole:
             returning.is_here = True
             return attempt
-        self._scheduler.unclaim(event.key)
         if attempt is None or returning is None:
+            self._scheduler.put_back(self._orphans.pop(event.key, ()))
             return None
+        self._scheduler.put_back(returning.blocks)
         attempt.remote.returning = None
         self._note(attempt)
         return attempt
@@ -147,8 +150,9 @@ class Away:
         """What lies with the holder still is told to it."""
         key, remote, last = attempt.request, attempt.remote, attempt.remote.there[-1]
         assert remote.returning is not None
-        [holder], left = last.holders, last.num_blocks - remote.returning.num_blocks
-        self._scheduler.reclaimed(attempt)
+        [holder], blocks = last.holders, remote.returning.blocks
+        left = last.num_blocks - len(blocks)
+        self._scheduler.returned(attempt, blocks)
         if left:
             actions.append(events.Shrink(key, holder, left))
         else:
@@ -182,7 +186,9 @@ class Away:
         if returning is not None:
             attempt.remote.returning = None
             if returning.is_here:
-                self._scheduler.unclaim(attempt.request)
+                self._scheduler.put_back(returning.blocks)
+            else:
+                self._orphans[attempt.request] = returning.blocks
         self.attempts.pop(attempt.request, None)
         self._under_way.pop(attempt.request, None)
 
@@ -207,7 +213,18 @@ class Away:
                 book.pop(key, None)
 
     def check_idle(self) -> None:
-        assert not self._under_way, "KV is still on its way to another node, or back"
+        assert not self._under_way and not self._orphans, "KV is still on its way to another node, or back"
+
+
+class Guest:
+    """KV of one attempt of another node."""
+
+    __slots__ = ("blocks", "lease_ns", "needed")
+
+    def __init__(self) -> None:
+        self.blocks: Blocks = ()
+        self.needed: set[NodeId] = set()  # nodes that have not left it
+        self.lease_ns = 0  # until when it is kept, though nobody that is here needs it
 
 
 class Guests:
@@ -215,68 +232,67 @@ class Guests:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._needed: dict[RequestId, set[NodeId]] = {}
-        self._leases: dict[RequestId, int] = {}  # until when it is kept, though nobody that is here needs it
+        self._guests: dict[RequestId, Guest] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return sum([len(guest.blocks) for guest in self._guests.values()])
 
     def asked(self, event: events.Asked, actions: Actions) -> None:
         """Room that there is, is given at once; nobody waits for it. Where a block has all heads there is room for as
         many with a part of them as there are parts."""
-        blocks = self._scheduler.host(event.key, -(-event.num_blocks // event.share.parts), actions)
+        guest = self._guests.get(event.key) or Guest()
+        blocks, count = guest.blocks, -(-event.num_blocks // event.share.parts)
+        if count > len(blocks):
+            # One spare block for each guest, which may grow.
+            spare = 0 if blocks else min(len(self._guests), self._scheduler.pool.num_blocks // 8)
+            more = self._scheduler.set_aside(count - len(blocks), actions, spare)
+            blocks = blocks + more if more else ()
         if blocks:
-            self._needed.setdefault(event.key, set()).add(event.peer)
+            self._guests[event.key], guest.blocks = guest, blocks
+            guest.needed.add(event.peer)
         actions.append(events.Host(event.key, event.peer, blocks))
 
     def claimed(self, event: events.Claimed, actions: Actions) -> None:
         """The attempt before it is over: nobody who asked in its name is heard any more."""
-        key, old, needed = event.key, event.old, self._needed
-        is_new = old in needed and key not in needed
+        key, old, guests = event.key, event.old, self._guests
+        is_new = old in guests and key not in guests
         if is_new:
-            self._scheduler.rekey(old, key)
-            self._leases.pop(old, None)
-            del needed[old]
-            needed[key] = set()
-        if key in needed:
-            needed[key].add(event.peer)
+            guests[key] = guests.pop(old)
+            guests[key].needed, guests[key].lease_ns = set(), 0
+        if key in guests:
+            guests[key].needed.add(event.peer)
         actions.append(events.Rekey(old if is_new else NOBODY, key, event.peer))
 
     def shrunk(self, event: events.Shrunk, actions: Actions) -> bool:
         """Whether some of its room is free: who asks decodes, and so is the last that needs it."""
-        blocks = self._scheduler.num_hosted_of(event.key)
-        if event.peer not in self._needed.get(event.key, ()) or not 0 < event.num_blocks < blocks:
+        guest, count = self._guests.get(event.key), event.num_blocks
+        if guest is None or event.peer not in guest.needed or not 0 < count < len(guest.blocks):
             return False
-        self._scheduler.shrink(event.key, event.num_blocks)
-        actions.append(events.Trim(event.key, event.num_blocks))
+        self._scheduler.put_back(guest.blocks[count:])
+        guest.blocks = guest.blocks[:count]
+        actions.append(events.Trim(event.key, count))
         return True
 
     def left(self, event: events.Left, now: int, actions: Actions) -> bool:
         """Whether nobody needs it any more, and its blocks are free. If one was lost it stays for a while: another may
         go on with it."""
-        key, needed = event.key, self._needed.get(event.key, set())
-        if event.peer not in needed:
+        guest = self._guests.get(event.key)
+        if guest is None or event.peer not in guest.needed:
             return False
-        needed.remove(event.peer)
+        guest.needed.remove(event.peer)
         if event.lost:
-            self._leases[key] = now + LEASE_NS
-            actions.append(events.Wake(now + LEASE_NS))
-        return not needed and self._expire(key, now, actions)
+            guest.lease_ns = now + LEASE_NS
+            actions.append(events.Wake(guest.lease_ns))
+        return self.expire(now, actions)
 
     def expire(self, now: int, actions: Actions) -> bool:
         """Whether any blocks are free since nobody came for them."""
-        if not self._leases:
-            return False
-        freed = [self._expire(key, now, actions) for key in list(self._leases)]
-        return any(freed)
-
-    def _expire(self, key: RequestId, now: int, actions: Actions) -> bool:
-        if self._leases.get(key, 0) > now:
-            return False
-        self._leases.pop(key, None)
-        if self._needed[key]:
-            return False
-        del self._needed[key]
-        self._scheduler.unhost(key)
-        actions.append(events.Unhost(key))
-        return True
+        over = [key for key, guest in self._guests.items() if not guest.needed and guest.lease_ns <= now]
+        for key in over:
+            self._scheduler.put_back(self._guests.pop(key).blocks)
+            actions.append(events.Unhost(key))
+        return bool(over)
 
     def check_idle(self) -> None:
-        assert not self._needed and not self._leases, "room for another node's KV was never left"
+        assert not self._guests, "room for another node's KV was never left"

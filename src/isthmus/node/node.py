@@ -124,6 +124,11 @@ class Node:
         attempts = self._away.attempts.values()
         return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
 
+    @property
+    def num_hosted(self) -> int:
+        """Blocks for KV of other nodes' requests."""
+        return self._guests.num_blocks
+
     def __contains__(self, key: RequestId) -> bool:
         return key in self._attempts
 

@@ -37,7 +37,7 @@ class Usage:
         self._told, self._told_node = entries, node
         actions.append(MemoryUsed(self._scheduler.node, *node, (*gone, *changed)))
         self._due_ns = now + self._period_ns
-        if entries or self._scheduler.num_hosted:
+        if entries or self._scheduler.num_aside:
             actions.append(events.Wake(self._due_ns))
 
     def _node(self) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from isthmus.attempts import Holding, Share
+from isthmus.scheduler.pool import Blocks
 from isthmus.types import NodeId
 
 Holdings = tuple[Holding, ...]
@@ -55,12 +56,13 @@ class Shipment:
 
 
 class Return:
-    """Blocks that come home from the last holder. `is_here`: all did, and a run may still use those at the holder."""
+    """KV that comes home from the last holder, into `blocks`. `is_here`: all did, and a run may still use what lies at
+    the holder."""
 
-    __slots__ = ("is_here", "num_blocks")
+    __slots__ = ("blocks", "is_here")
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks, self.is_here = num_blocks, False
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks, self.is_here = blocks, False
 
 
 class RemoteKV:

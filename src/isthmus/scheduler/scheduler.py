@@ -125,26 +125,25 @@ class Scheduler:
 
     def arrive(self, sequence: Sequence) -> None:
         """A request to compute here."""
-        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
-        self._sequences[sequence.request] = sequence
-        sequence.arrival = next(self._arrivals)
-        self._batch.turns.arrive(sequence.tenant)
+        self._enter(sequence)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
         """A request whose KV another node will send."""
-        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
-        self._sequences[sequence.request] = sequence
-        sequence.arrival = next(self._arrivals)
-        self._batch.turns.arrive(sequence.tenant)
+        self._enter(sequence)
         self._incoming.expect(sequence)
         # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
         if self.run is not None and not self._admission.waiting:
             self._incoming.reserve(actions)
-            if self.pool.evicted:
-                actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+            self._tell_evicted(actions)
+
+    def _enter(self, sequence: Sequence) -> None:
+        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
+        self._sequences[sequence.request] = sequence
+        sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
 
     def shipped(self, sequence: Sequence) -> None:
         """What was on its way to holders is there; the blocks that it had here are free. No run touches it."""
@@ -158,25 +157,22 @@ class Scheduler:
             return self._batch.decoding.now + sequence.offset
         return sequence.computed
 
-    def host(self, request: RequestId, num_blocks: int, actions: Actions) -> Blocks:
-        """Room for blocks of another node's request, beside one spare block for each that runs here; none if there is
-        not so much."""
-        blocks = self._memory.host(request, num_blocks, self._batch.headroom)
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+    def set_aside(self, num_blocks: int, actions: Actions, spare: int = 0) -> Blocks:
+        """Blocks for KV of no sequence here: of another node's request, or on its way home. None if there are not so
+        many beside `spare`, and beside one for each that runs here."""
+        blocks = self._memory.set_aside(num_blocks, max(spare, self._batch.headroom))
+        self._tell_evicted(actions)
         return blocks
 
-    def rekey(self, old: RequestId, request: RequestId) -> None:
-        """What lies here of one request of another node is another's."""
-        self._memory.rekey(old, request)
+    def put_back(self, blocks: Blocks) -> None:
+        """These are needed for that no more."""
+        self._memory.put_back(blocks)
 
-    def shrink(self, request: RequestId, num_blocks: int) -> None:
-        """Of that room only so much is needed."""
-        self._memory.shrink(request, num_blocks)
-
-    def unhost(self, request: RequestId) -> None:
-        """That room is not needed any more."""
-        self._memory.unhost(request)
+    def returned(self, sequence: Sequence, blocks: Blocks) -> None:
+        """The last of its KV that lay elsewhere is in these, which were set aside. No run touches it."""
+        assert not self.computes(sequence)
+        self._memory.num_aside -= len(blocks)
+        sequence.returned(blocks)
 
     def fits(self, sequence: Sequence, num_away: int) -> bool:
         """Whether all of it, at its end, has room here when so many blocks lie elsewhere."""
@@ -192,22 +188,10 @@ class Scheduler:
         loaded there. `names`: of all its blocks."""
         sequence.assembly, sequence.names, sequence.is_exact = None, names, True
 
-    def reclaim(self, sequence: Sequence, num_blocks: int, actions: Actions) -> Blocks:
-        """Blocks for what comes back of its KV, beside one spare block for each that runs here; none if there are not
-        so many. Until `reclaimed` or `unclaim` they are nobody's."""
-        blocks = self._memory.reclaim(sequence.request, num_blocks, self._batch.headroom)
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
-        return blocks
-
-    def reclaimed(self, sequence: Sequence) -> None:
-        """It is back. No run touches it."""
-        assert not self.computes(sequence)
-        sequence.returned(self._memory.reclaiming.pop(sequence.request))
-
-    def unclaim(self, request: RequestId) -> None:
-        """What was to come back did not, or is not needed. Unknown ones are no error."""
-        self._memory.unclaim(request)
+    @property
+    def num_aside(self) -> int:
+        """Blocks for KV of no sequence here."""
+        return self._memory.num_aside
 
     @property
     def num_spare(self) -> int:
@@ -220,15 +204,6 @@ class Scheduler:
         waiting = self._admission.waiting
         wanted = sum([self._memory.at_home(each) + each.num_scratch for each in waiting])
         return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
-
-    def num_hosted_of(self, request: RequestId) -> int:
-        """Blocks for KV of this request of another node."""
-        return len(self._memory.guests.get(request, ()))
-
-    @property
-    def num_hosted(self) -> int:
-        """Blocks for KV of other nodes' requests."""
-        return sum([len(blocks) for blocks in self._memory.guests.values()])
 
     def imported(self, sequence: Sequence) -> None:
         """All KV of an expected request is here and checked; its first new token is known."""
@@ -357,8 +332,7 @@ class Scheduler:
             # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
             # computed, who wait for this node.
             incoming.reserve(actions, in_order=bool(waiting))
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+        self._tell_evicted(actions)
         if decoding.sequences:
             run = decoding.run(chunks)
         elif chunks:
@@ -368,6 +342,10 @@ class Scheduler:
         self.run = run
         actions.append(run)
         return run
+
+    def _tell_evicted(self, actions: Actions) -> None:
+        if self.pool.evicted:
+            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
 
     def _preempt(self, actions: Actions) -> None:
         """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, if its

@@ -175,7 +175,7 @@ class Away:
                 if attempt.sampled and not attempt.hands_over:
                     count = min(count, max(1, FREE_TOKENS // self._size))
                 if count > 0:
-                    remote.shipment, blocks = Shipment(count, holders), attempt.blocks[:count]
+                    remote.shipment, blocks = Shipment(count, dict.fromkeys(holders)), attempt.blocks[:count]
                     actions += [events.Ship(key, holder, first, blocks) for holder in holders]
             if remote.growing and attempt.state is DECODING and not remote.asked and now >= remote.ask_again_ns:
                 self.move(attempt, remote.growing, GROWTH, actions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.attempts import Assembly, Holding, Route
+from isthmus.scheduler.remote import num_blocks
 
 NONE = "none"
 
@@ -39,7 +40,7 @@ class Extent(msgspec.Struct, frozen=True):
 def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> Extent:
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
-    away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
+    away = num_blocks(holdings_of(route, num_tokens, block_size))
     start = route.handover_start + away + num_dropped(route)
     return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
 
@@ -67,5 +68,5 @@ def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding
         return holdings
     if holdings and holdings[-1].holders == growth:
         holdings = holdings[:-1]
-    rest = (num_tokens - 1) // block_size - sum([holding.num_blocks for holding in holdings])
+    rest = (num_tokens - 1) // block_size - num_blocks(holdings)
     return (*holdings, Holding(growth, rest)) if rest else holdings

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -99,27 +100,18 @@ class Piece(msgspec.Struct, frozen=True):
         return (0,) * self.num_absent + self.blocks
 
 
+@dataclass(slots=True, eq=False)
 class Run:
-    """Execute this batch, unchanged, for up to `steps` iterations; decodes first.
+    """Execute this batch, unchanged, for up to `steps` iterations; decodes first. Iteration i computes position
+    `start + i` of a decode; a chunk repeats only when it is alone, and iteration i then computes
+    `[start + i * count, start + (i + 1) * count)`."""
 
-    `chunks`: the prompts' pieces. `num_decodes` requests decode, and their contexts, with the tokens of the first
-    iteration, sum to `context`. Iteration i computes position `start + i` of a decode; a chunk repeats only when
-    it is alone, and iteration i then computes `[start + i * count, start + (i + 1) * count)`.
-    """
-
-    __slots__ = ("_expand", "_pieces", "chunks", "context", "num_decodes", "steps")
-
-    def __init__(
-        self,
-        chunks: tuple[Piece, ...],
-        num_decodes: int,
-        context: int,
-        steps: int,
-        expand: Callable[[], list[Piece]],
-    ) -> None:
-        self.chunks, self.num_decodes, self.context, self.steps = chunks, num_decodes, context, steps
-        self._expand = expand
-        self._pieces: tuple[Piece, ...] | None = None
+    chunks: tuple[Piece, ...]  # the prompts' pieces
+    num_decodes: int
+    context: int  # of all that decode, with the tokens of the first iteration
+    steps: int
+    _expand: Callable[[], list[Piece]]
+    _pieces: tuple[Piece, ...] | None = None
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -6,8 +6,6 @@ added to `actions`.
 
 from __future__ import annotations
 
-from collections import abc
-
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import events
 from isthmus.scheduler.events import Actions
@@ -62,13 +60,10 @@ class PoolPrefixes:
         return tuple(stored)
 
     def keep(
-        self,
-        names: Names,
-        actions: Actions,
-        request: RequestId,
-        blocks: Blocks = (),
-        tenant: Tenant = NOBODY,
-    ) -> None: ...
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
+    ) -> bool:
+        return False
+
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None: ...
     def lose(self, names: Names, actions: Actions) -> None: ...
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
@@ -83,12 +78,7 @@ class Keeper:
         self._tiers, self._node = tiers, node
 
     def keep(
-        self,
-        names: Names,
-        actions: Actions,
-        request: RequestId,
-        blocks: abc.Sequence[int] = (),
-        tenant: Tenant = NOBODY,
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
     ) -> bool:
         """A prefix for the cache to keep, in the tenant's share. `blocks` of the engine hold it, computed for
         `request`; without, what is new of it lies in the store already, put there for that. Whether blocks of the
@@ -142,12 +132,12 @@ class Keeper:
             actions.append(BlocksStored(node, change.sunk, DISK))
 
 
-class TierPrefixes:
+class TierPrefixes(Keeper):
     """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
 
     def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:
-        self._tiers, self._memory, self._size = tiers, memory, block_size
-        self._keeper = Keeper(tiers, node)
+        super().__init__(tiers, node)
+        self._memory, self._size = memory, block_size
 
     def arrive(self, sequence: Sequence) -> None:
         """What it was sent here for stays until it has it."""
@@ -213,22 +203,12 @@ class TierPrefixes:
         return not names or self._tiers.match(names)[0] == len(names)
 
     def keep(
-        self,
-        names: Names,
-        actions: Actions,
-        request: RequestId,
-        blocks: Blocks = (),
-        tenant: Tenant = NOBODY,
-    ) -> None:
-        """As the keeper's."""
-        if self._keeper.keep(names, actions, request, blocks, tenant):
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
+    ) -> bool:
+        saves = super().keep(names, actions, request, blocks, tenant)
+        if saves:
             self._memory.saving(request)
-
-    def lose(self, names: Names, actions: Actions) -> None:
-        self._keeper.lose(names, actions)
-
-    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
-        self._keeper.recover(chains, actions)
+        return saves
 
     def unpin(self, sequence: Sequence) -> None:
         """What it needed of the tiers is in the engine, or not needed any more."""

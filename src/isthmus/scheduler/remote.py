@@ -9,6 +9,7 @@ Keeps books alone: the node writes to holders, and the memory gives blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from isthmus.attempts import Holding, Share
 from isthmus.scheduler.pool import Blocks
@@ -28,14 +29,18 @@ def shares(holdings: Iterable[Holding]) -> Iterator[tuple[NodeId, int, Share]]:
         first += holding.num_blocks
 
 
-def leading(holdings: Holdings, num_blocks: int) -> Holdings:
-    """The holdings of the first `num_blocks` blocks alone."""
+def num_blocks(holdings: Iterable[Holding]) -> int:
+    return sum([holding.num_blocks for holding in holdings])
+
+
+def leading(holdings: Holdings, left: int) -> Holdings:
+    """The holdings of the first `left` blocks alone."""
     found = []
     for holding in holdings:
-        count = min(num_blocks, holding.num_blocks)
+        count = min(left, holding.num_blocks)
         if count:
             found.append(Holding(holding.holders, count))
-        num_blocks -= count
+        left -= count
     return tuple(found)
 
 
@@ -46,49 +51,46 @@ def extended(holdings: Holdings, more: Holding) -> Holdings:
     return (*holdings[:-1], Holding(more.holders, holdings[-1].num_blocks + more.num_blocks))
 
 
+@dataclass(slots=True)
 class Shipment:
-    """Blocks on their way. `to`: holders that have not confirmed them."""
+    """Blocks on their way."""
 
-    __slots__ = ("num_blocks", "to")
-
-    def __init__(self, num_blocks: int, to: Holders) -> None:
-        self.num_blocks, self.to = num_blocks, dict.fromkeys(to)
+    num_blocks: int
+    to: dict[NodeId, None]  # holders that have not confirmed them
 
 
+@dataclass(slots=True)
 class Return:
-    """KV that comes home from the last holder, into `blocks`. `is_here`: all did, and a run may still use what lies at
-    the holder."""
+    """KV that comes home from the last holder, into `blocks`."""
 
-    __slots__ = ("blocks", "is_here")
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks, self.is_here = blocks, False
+    blocks: Blocks
+    is_here: bool = False  # all of it, and a run may still use what lies at the holder
 
 
+@dataclass(slots=True, eq=False)
 class RemoteKV:
     """The books of one sequence."""
 
-    __slots__ = (
-        "ask_again_ns", "asked", "claimed", "growing", "holders", "more", "num_planned", "num_there", "planned",
-        "returning", "shipment", "there", "waits",
-    )  # fmt: skip
+    planned: Holdings = ()  # where its leading blocks are to lie
+    growing: Holders = ()  # with whom blocks that fill while it decodes are to lie, too
+    num_planned: int = field(init=False)
+    there: Holdings = ()  # where the first `num_there` blocks lie
+    num_there: int = 0
+    holders: dict[NodeId, None] = field(
+        default_factory=dict
+    )  # all that were asked: each is told when it is over
+    waits: bool = field(init=False)  # for the room that it begins with
+    asked: dict[NodeId, None] = field(default_factory=dict)  # for room, and have not answered
+    more: Holding | None = None  # the room they were asked for, if it is beside what is planned
+    ask_again_ns: int = 0  # not before this for more, after somebody had none
+    claimed: dict[NodeId, int | None] = field(
+        default_factory=dict
+    )  # what each keeps of the attempt before, if it said
+    shipment: Shipment | None = None
+    returning: Return | None = None
 
-    def __init__(self, planned: Holdings = (), growing: Holders = ()) -> None:
-        self.planned = planned  # where its leading blocks are to lie
-        self.num_planned = sum([holding.num_blocks for holding in planned])
-        self.there: Holdings = ()  # where the first `num_there` of them do
-        self.num_there = 0
-        self.growing = growing  # with whom blocks that fill while it decodes are to lie, too
-        self.holders: dict[NodeId, None] = {}  # all that were asked for anything: each is told when it is over
-        self.waits = bool(planned)  # for the room that it begins with
-        self.asked: dict[NodeId, None] = {}  # for room, and have not answered
-        self.more: Holding | None = None  # the room they were asked for, if it is beside what is planned
-        self.ask_again_ns = 0  # not before this for more, after somebody had none
-        self.claimed: dict[
-            NodeId, int | None
-        ] = {}  # blocks that each keeps of the attempt before; None: not said
-        self.shipment: Shipment | None = None
-        self.returning: Return | None = None
+    def __post_init__(self) -> None:
+        self.num_planned, self.waits = num_blocks(self.planned), bool(self.planned)
 
     @property
     def is_there(self) -> bool:
@@ -188,7 +190,7 @@ class RemoteKV:
     def check(self) -> None:
         """Counts follow from holdings; nothing is shipped before there is room, or while something comes back."""
         shipping = self.shipment.num_blocks if self.shipment is not None else 0
-        assert self.num_planned == sum([holding.num_blocks for holding in self.planned])
+        assert self.num_planned == num_blocks(self.planned)
         assert self.there == leading(self.planned, self.num_there), "KV lies where it was not to lie"
         assert 0 <= self.num_there + shipping <= self.num_planned, "more is shipped than is to lie elsewhere"
         assert not self.waits or self.shipment is None, "KV is shipped where no room was granted"

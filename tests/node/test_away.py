@@ -62,6 +62,40 @@ def test_one_that_is_lost_keeps_it_for_the_next_though_others_leave() -> None:
         holder.check_idle()
 
 
+def test_guests_leave_a_block_for_each_other_and_for_whom_the_holder_computes() -> None:
+    """They may grow: into what is left for that a new one does not come."""
+
+    def granted(key: str, num_blocks: int) -> int:
+        [host] = of_kind(
+            holder.on(events.Asked(RequestId(key), HOME, num_blocks, Share(0, 0, 1)), 3), events.Host
+        )
+        return len(host.blocks)
+
+    holder = node(A1, 24)
+    assert [granted("a#1", 12), granted("b#1", 12), granted("b#1", 11)] == [12, 0, 11]
+    assert granted("b#1", 12) == 12, "it grows"
+    holder = node(A1, 24)
+    begin(holder, 2 * SIZE - 1, 0)
+    assert [granted("a#1", 22), granted("a#1", 21), granted("a#1", 22)] == [0, 21, 0]
+
+
+def test_what_comes_back_of_an_attempt_that_is_over_is_nobodys_until_it_came() -> None:
+    home, now = decoding()
+    steps(home, SIZE - 1, now)
+    for holder in (A0, A1):
+        home.on(events.Reserved(KEY, holder, True), now)
+    home.on(events.Forget(KEY), now)
+    steps(home, 1, now)
+    assert home.scheduler.pool.available == 40
+    home, now = lent(), 40
+    [reclaim] = of_kind(home.on(events.Return(KEY, A0, 1), now), events.Reclaim)
+    home.on(events.Forget(KEY), now)
+    home.on(Stepped(0), now)
+    assert home.scheduler.pool.available == 40 - len(reclaim.blocks) == 39
+    home.on(events.Reclaimed(KEY, whole=True), now)
+    home.check_idle()
+
+
 def test_two_nodes_of_one_attempt_claim_the_same() -> None:
     holder = hosting(HOME)
     assert holder.on(events.Claimed(KEY, NEXT, OLD), 2) == [events.Rekey(OLD, KEY, NEXT)]
@@ -127,6 +161,20 @@ def decoding() -> tuple[Node, int]:
     assert run.chunks[0].samples
     home.on(Stepped(1), now)
     return home, now
+
+
+def lent() -> Node:
+    """A home that decodes with two blocks at a holder, and a run out."""
+    home = node(HOME)
+    begin(home, 4 * SIZE, 0)
+    home.on(Stepped(1), 20)
+    home.on(events.Move(KEY, A0, 2), 21)
+    home.on(events.Reserved(KEY, A0, True), 22)
+    [ship] = of_kind(home.on(Stepped(0), 23), events.Ship)
+    home.on(events.Shipped(KEY, A0, ship.first + len(ship.blocks)), 24)
+    home.on(Stepped(0), 25)
+    assert home.held_elsewhere()[0].remote.num_there == 2
+    return home
 
 
 def steps(home: Node, count: int, now: int) -> list[Any]:

@@ -366,6 +366,11 @@ class Node:
         if prompts:
             most = self.limits.max_chunks if alone and not prompts[0].samples else 1
         assert 1 <= run.steps <= most
+        if not prompts:  # as long as nobody ends or lacks a block
+            ends = [self.guests[piece.request].stop_length - 1 - piece.start for piece in run.pieces]
+            rooms = [len(piece.blocks) * self.limits.block_size - piece.start for piece in run.pieces]
+            assert run.steps == min(most, *ends, *rooms)
+            assert run.context == sum(piece.start + 1 for piece in run.pieces)
         for piece in run.pieces:
             self._check_piece(piece, run.steps, alone=alone)
         unfinished = [request for request in self.computing if request not in requests]

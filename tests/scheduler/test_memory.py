@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isthmus.scheduler import BlockPool, CountingPool, Limits, Sequence
 from isthmus.scheduler.memory import Memory
-from isthmus.scheduler.sequence import COMPUTING, Prefix
+from isthmus.scheduler.sequence import Prefix
 from isthmus.types import RequestId
 
 SIZE, STATE = 4, 2
@@ -19,29 +19,6 @@ A, B = RequestId("a"), RequestId("b")
 
 def memory(num_blocks: int, state_blocks: int = 0) -> Memory:
     return Memory(Limits(num_blocks, SIZE, state_blocks=state_blocks), BlockPool(num_blocks))
-
-
-@pytest.mark.parametrize("state_blocks", [0, STATE])
-@given(num_tokens=st.integers(1, 60), headroom=st.integers(0, 4), spare=st.integers(-3, 3))
-def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
-    state_blocks: int, num_tokens: int, headroom: int, spare: int
-) -> None:
-    """A prompt that leaves, with states: KV, a snapshot at its last full block if it has one, and one at its end."""
-    sequence = Sequence(A, num_tokens, num_tokens + 1, tuple(range(num_tokens // SIZE)))
-    sequence.hands_over = True
-    needed = -(-num_tokens // SIZE) + state_blocks * (1 + (num_tokens > SIZE))
-    held = memory(max(needed + headroom + spare, 1), state_blocks)
-    num_blocks = held.pool.num_blocks
-    assert held.admit(sequence, Prefix(), headroom) == (needed + headroom <= num_blocks)
-    if not sequence.blocks:
-        assert held.pool.available == num_blocks, "it took something and said no"
-        return
-    assert held.pool.available == num_blocks - needed
-    sequence.state = COMPUTING
-    held.check([sequence])
-    held.release(sequence)
-    assert held.pool.available == num_blocks
-    held.check([])
 
 
 @given(num_blocks=st.integers(1, 30), headroom=st.integers(0, 6))

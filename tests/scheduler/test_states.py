@@ -19,8 +19,8 @@ from isthmus.scheduler import (
     Stepped,
     TierCache,
 )
-from isthmus.scheduler.sequence import DECODING, DEPARTING, Prefix
-from isthmus.scheduler.states import NoStates, States
+from isthmus.scheduler.sequence import DECODING, DEPARTING
+from isthmus.scheduler.states import States
 from isthmus.types import BlockName, NodeId, RequestId, Tier
 
 from .told import (
@@ -220,25 +220,6 @@ def test_a_node_of_another_role_may_have_more_live_states() -> None:
     run = of(Run, scheduler.on(Stepped(1)))
     assert {piece.slot for piece in run.pieces} == set(range(6)), "the lowest first, for the engine has as many"
     scheduler.check()
-
-
-@given(st.integers(1, 60), st.integers(0, 14), st.integers(0, 14))
-def test_without_recurrent_layers_every_prefix_can_be_used_and_nothing_is_held(
-    length: int, present: int, on_disk: int
-) -> None:
-    """As with states of which there is one after each block; but also up to the token before the last."""
-    none, tiers = NoStates(4), TierCache(100)
-    sequence = Sequence(A, length, length + 5, NAMES[: length // 4])
-    held = tuple(range(present))
-    assert none.in_pool(sequence.names, held) == (held, ())
-    assert none.in_tiers(tiers, sequence, present, on_disk) == (present, on_disk)
-    assert none.chain(NAMES, present) == NAMES[:present] and none.parts(NAMES, present) == ()
-    assert none.leaves_some(length, length) and not none.positions(length, 9, 0, 9, hands_over=True)
-    none.admit(sequence, Prefix(num_tokens=4, loads=True), ())
-    for told in (none.reserve, none.join, none.restored, none.leave):
-        told(sequence)
-    assert not none.release(sequence) and not none.restoring and none.num_blocks == 0
-    none.check([sequence])
 
 
 def test_slots_are_given_lowest_first_and_one_given_twice_is_noticed() -> None:

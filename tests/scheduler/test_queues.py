@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from isthmus.scheduler import Admitted, CountingPool, Limits, Load, Sequence, Ti
 from isthmus.scheduler.batch import Batch
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.prefixes import PoolPrefixes, TierPrefixes
-from isthmus.scheduler.queues import Admission
+from isthmus.scheduler.queues import Admission, promise_order
 from isthmus.scheduler.sequence import COMPUTING, QUEUED
 from isthmus.types import NodeId, RequestId
 
@@ -125,3 +128,69 @@ def test_who_was_sent_for_what_is_being_computed_waits_for_it() -> None:
     door.arrive("first", 40)
     door.arrive("second", 44, num_cached=10)
     assert (door.admits(), door.admits()) == ("first", "")
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    work_ns: int
+    deadline_ns: int = 0
+    is_ready: bool = True
+
+
+def chosen(queue: list[Waiting], now: int = 0) -> int:
+    return promise_order(queue, now, lambda request: request.is_ready)  # type: ignore[attr-defined]
+
+
+def plainly(queue: list[Waiting], now: int) -> int:
+    """docs: policy 4, written over all pairs. Slack: deadline less the end in order of arrival."""
+    best = 0
+    for index, request in enumerate(queue):
+        ends = [now + sum(other.work_ns for other in queue[: at + 1]) for at in range(index)]
+        slacks = [other.deadline_ns - end for other, end in zip(queue, ends, strict=False) if other.deadline_ns]
+        fits = all(request.work_ns <= slack for slack in slacks if slack >= 0)
+        if fits and request.is_ready and request.work_ns < queue[best].work_ns:
+            best = index
+    return best
+
+
+requests = st.builds(
+    Waiting,
+    st.integers(1, 50),
+    st.one_of(st.just(0), st.integers(1, 300)),
+    st.sampled_from([True, True, False]),
+)
+
+
+@given(st.lists(requests, min_size=1, max_size=8), st.integers(0, 100))
+def test_it_is_the_plain_rule(queue: list[Waiting], now: int) -> None:
+    assert chosen(queue, now) == plainly(queue, now)
+
+
+def run(queue: list[Waiting]) -> list[tuple[Waiting, int]]:
+    """Who ends when, in the order of service, when nothing else comes."""
+    left, now, ended = list(queue), 0, []
+    while left:
+        request = left.pop(chosen(left, now))
+        now += request.work_ns
+        ended.append((request, now))
+    return ended
+
+
+def admitted(random: Random) -> list[Waiting]:
+    """Each is promised what first come first served would give it, or more."""
+    queue, end = [], 0
+    for _ in range(random.randint(1, 9)):
+        work = random.randint(1, 50)
+        end += work
+        queue.append(Waiting(work, end + random.choice([0, 0, 20, 100, 400])))
+    return queue
+
+
+def test_whoever_was_admitted_in_order_of_arrival_keeps_its_promise() -> None:
+    random, mean, plain_mean = Random(1), 0.0, 0.0
+    for _ in range(500):
+        queue = admitted(random)
+        ended = run(queue)
+        assert all(end <= request.deadline_ns for request, end in ended)
+        mean += sum(end for _, end in ended) / len(queue)
+        plain_mean += sum(sum(r.work_ns for r in queue[: at + 1]) for at in range(len(queue))) / len(queue)
+    assert mean < 0.95 * plain_mean  # what it is for

@@ -19,7 +19,7 @@ from isthmus.scheduler import (
     Stepped,
     TierCache,
 )
-from isthmus.scheduler.sequence import DECODING, DEPARTING
+from isthmus.scheduler.sequence import DECODING, DEPARTING, Prefix
 from isthmus.scheduler.states import States
 from isthmus.types import BlockName, NodeId, RequestId, Tier
 
@@ -84,8 +84,10 @@ def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
     states = States(PARTS, 4, BlockPool(8))
-    assert states.positions(length, length // 4, computed, found, hands_over=False) == positions
-    assert states.positions(length, length // 4, computed, found, hands_over=True) == [*positions, (length, 0)]
+    sequence, prefix = Sequence(A, length, 99, NAMES[: length // 4]), Prefix(computed, found)
+    assert states.positions(sequence, prefix) == positions
+    sequence.hands_over = True
+    assert states.positions(sequence, prefix) == [*positions, (length, 0)]
 
 
 def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:

@@ -34,13 +34,7 @@ class Memory:
         """Gives it blocks for its known tokens, and for the snapshots to be taken of them. False, and nothing, if then
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states
-        positions = states.positions(
-            sequence.length,
-            len(sequence.names),
-            prefix.num_tokens,
-            prefix.num_found,
-            hands_over=sequence.hands_over,
-        )
+        positions = states.positions(sequence, prefix)
         needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -100,25 +99,31 @@ class Piece(msgspec.Struct, frozen=True):
         return (0,) * self.num_absent + self.blocks
 
 
-@dataclass(slots=True, eq=False)
 class Run:
     """Execute this batch, unchanged, for up to `steps` iterations; decodes first. Iteration i computes position
     `start + i` of a decode; a chunk repeats only when it is alone, and iteration i then computes
     `[start + i * count, start + (i + 1) * count)`."""
 
-    chunks: tuple[Piece, ...]  # the prompts' pieces
-    num_decodes: int
-    context: int  # of all that decode, with the tokens of the first iteration
-    steps: int
-    _expand: Callable[[], list[Piece]]
-    _pieces: tuple[Piece, ...] | None = None
+    __slots__ = ("_expand", "_pieces", "chunks", "context", "num_decodes", "steps")
+
+    def __init__(
+        self,
+        chunks: tuple[Piece, ...],
+        num_decodes: int,
+        context: int,
+        steps: int,
+        expand: Callable[[], list[Piece]],
+    ) -> None:
+        """`chunks`: the prompts' pieces. `context`: of all that decode, with the tokens of the first iteration."""
+        self.chunks, self.num_decodes, self.context, self.steps = chunks, num_decodes, context, steps
+        self._expand, self._pieces = expand, None if num_decodes else chunks
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece of the first iteration. Made when first asked for, which must be before the next event:
         a simulator never asks, since times need only the sums."""
         if self._pieces is None:
-            self._pieces = (*self._expand(), *self.chunks) if self.num_decodes else self.chunks
+            self._pieces = (*self._expand(), *self.chunks)
         return self._pieces
 
 

@@ -48,7 +48,7 @@ def moving(served: Inside, seed: int) -> Iterator[None]:
         if not attempts:
             return
         attempt, holdings = draw.choice(attempts), ()
-        holdings = attempt.holdings
+        holdings = attempt.remote.planned
         if holdings and draw.random() < 0.6:
             home.tell(Return(attempt.request, holdings[-1].holders[0], draw.randrange(1, 4)))
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.engine.alike import nearest, warped
 from isthmus.engine.batch import PackedRows
 from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Assembling, Chunk, Donated, Held
+from isthmus.engine.interface import Assembling, Chunk, Donated
 from isthmus.engine.packed import slices_of
 from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Packing, Selection, pack
 from isthmus.reuse.passages import Passage
@@ -285,10 +285,8 @@ def test_what_is_packed_is_what_was_kept(prompts: Prompts, kept: tuple[int, ...]
 
 
 def decode_of(prompts: Prompts, packing: Packing, packed: list[int], own: list[int], position: int) -> Chunk:
-    dropped = packing.num_dropped * SIZE
     blocks = packed + own[packing.num_blocks :]
-    holdings = (Held((), dropped),) if dropped else ()
-    return Chunk([7], position, blocks, True, True, holdings=holdings, packing=packing)
+    return Chunk([7], position, blocks, True, True, packing=packing)
 
 
 def test_answers_go_on_after_packing(prompts: Prompts) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from isthmus.attempts import Assembly, Entry, Holding, MemoryUsed, RequestFailed, key_of
+from isthmus.attempts import Assembly, Entry, MemoryUsed, RequestFailed, key_of
 from isthmus.node.events import (
     Begin,
     Cut,
@@ -287,7 +287,7 @@ class AssembledWorld(World):
         elif book is None:  # where it decodes, and came packed or not; or it is no such prompt
             self._decodes(piece, packing)
         elif book.fate is Fate.AS_EVER or packing is None:
-            assert piece.packing is None and not piece.holdings
+            assert piece.packing is None and not piece.remote
         else:
             assert book.fate is Fate.ASSEMBLED, "it was to be assembled"
             self._decodes(piece, packing)
@@ -318,7 +318,7 @@ class AssembledWorld(World):
     def _decodes(piece: Piece, packing: Packing | None) -> None:
         assert piece.packing == packing
         if packing is not None:
-            assert piece.holdings == (Holding((), packing.num_dropped),)
+            assert not piece.remote and piece.num_absent == packing.num_dropped
 
     def tell_missing(self, place: Place, missing: Missing) -> None:
         book = self.books.get((place.name, missing.key))

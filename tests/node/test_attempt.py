@@ -14,5 +14,6 @@ def test_it_counts_on_no_block_that_has_no_name() -> None:
     here, there = NodeId("here"), NodeId("there")
     route = Route(RequestId("r"), 2, here, here, FetchOrder(there, 1, 3, 1000), 3)
     begin = Begin(RequestId("r#2"), MIXED, route, 45, 60, (1, 2))
-    attempt = Attempt(begin, extent_of(route, 45, 16, 0), departs=False)
-    assert (attempt.num_cached, attempt.fetch_start, attempt.fetch_stop) == (2, 1, 2)
+    attempt = Attempt.of(begin, extent_of(route, 45, 16, 0), hands_over=False)
+    assert attempt.fetch is not None
+    assert (attempt.num_cached, attempt.fetch.start, attempt.fetch.stop) == (2, 1, 2)

@@ -62,6 +62,40 @@ def test_one_that_is_lost_keeps_it_for_the_next_though_others_leave() -> None:
         holder.check_idle()
 
 
+def test_guests_leave_a_block_for_each_other_and_for_whom_the_holder_computes() -> None:
+    """They may grow: into what is left for that a new one does not come."""
+
+    def granted(key: str, num_blocks: int) -> int:
+        [host] = of_kind(
+            holder.on(events.Asked(RequestId(key), HOME, num_blocks, Share(0, 0, 1)), 3), events.Host
+        )
+        return len(host.blocks)
+
+    holder = node(A1, 24)
+    assert [granted("a#1", 12), granted("b#1", 12), granted("b#1", 11)] == [12, 0, 11]
+    assert granted("b#1", 12) == 12, "it grows"
+    holder = node(A1, 24)
+    begin(holder, 2 * SIZE - 1, 0)
+    assert [granted("a#1", 22), granted("a#1", 21), granted("a#1", 22)] == [0, 21, 0]
+
+
+def test_what_comes_back_of_an_attempt_that_is_over_is_nobodys_until_it_came() -> None:
+    home, now = decoding()
+    steps(home, SIZE - 1, now)
+    for holder in (A0, A1):
+        home.on(events.Reserved(KEY, holder, True), now)
+    home.on(events.Forget(KEY), now)
+    steps(home, 1, now)
+    assert home.scheduler.pool.available == 40
+    home, now = lent(), 40
+    [reclaim] = of_kind(home.on(events.Return(KEY, A0, 1), now), events.Reclaim)
+    home.on(events.Forget(KEY), now)
+    home.on(Stepped(0), now)
+    assert home.scheduler.pool.available == 40 - len(reclaim.blocks) == 39
+    home.on(events.Reclaimed(KEY, whole=True), now)
+    home.check_idle()
+
+
 def test_two_nodes_of_one_attempt_claim_the_same() -> None:
     holder = hosting(HOME)
     assert holder.on(events.Claimed(KEY, NEXT, OLD), 2) == [events.Rekey(OLD, KEY, NEXT)]
@@ -97,7 +131,7 @@ def test_what_is_whole_is_not_computed() -> None:
         [run] = of_kind(home.on(events.Reserved(KEY, A1, True), 14), Run)
         [piece] = run.chunks
         assert piece.start == whole * SIZE
-        assert piece.holdings == ((Holding((A0, A1), whole),) if whole else ())
+        assert piece.remote == ((Holding((A0, A1), whole),) if whole else ())
 
 
 def test_what_follows_a_gap_is_not_of_use() -> None:
@@ -107,7 +141,7 @@ def test_what_follows_a_gap_is_not_of_use() -> None:
     home.on(events.Found(KEY, A1, 3), 12)
     home.on(events.Reserved(KEY, A0, True), 13)
     [run] = of_kind(home.on(events.Reserved(KEY, A1, True), 14), Run)
-    assert run.chunks[0].start == 2 * SIZE and run.chunks[0].holdings == (Holding((A0,), 2),)
+    assert run.chunks[0].start == 2 * SIZE and run.chunks[0].remote == (Holding((A0,), 2),)
 
 
 def test_all_that_is_full_of_a_later_attempt_is_to_lie_there() -> None:
@@ -127,6 +161,20 @@ def decoding() -> tuple[Node, int]:
     assert run.chunks[0].samples
     home.on(Stepped(1), now)
     return home, now
+
+
+def lent() -> Node:
+    """A home that decodes with two blocks at a holder, and a run out."""
+    home = node(HOME)
+    begin(home, 4 * SIZE, 0)
+    home.on(Stepped(1), 20)
+    home.on(events.Move(KEY, A0, 2), 21)
+    home.on(events.Reserved(KEY, A0, True), 22)
+    [ship] = of_kind(home.on(Stepped(0), 23), events.Ship)
+    home.on(events.Shipped(KEY, A0, ship.first + len(ship.blocks)), 24)
+    home.on(Stepped(0), 25)
+    assert home.held_elsewhere()[0].remote.num_there == 2
+    return home
 
 
 def steps(home: Node, count: int, now: int) -> list[Any]:
@@ -155,7 +203,7 @@ def test_home_asks_for_room_for_what_is_full() -> None:
     for holder in (A0, A1):
         home.on(events.Shipped(KEY, holder, 1), now)
     steps(home, 1, now)
-    assert home.held_elsewhere()[0].held == (Holding((A0, A1), 1),)
+    assert home.held_elsewhere()[0].remote.there == (Holding((A0, A1), 1),)
 
 
 def test_room_that_was_refused_is_asked_for_again_and_not_at_once() -> None:
@@ -182,4 +230,4 @@ def test_a_chunk_goes_while_the_next_is_computed() -> None:
     assert (first.holder, second.holder) == (A0, A1)
     assert first.blocks == second.blocks == run.chunks[0].blocks[:4]
     [after] = of_kind(actions, Run)
-    assert after.chunks[0].start == 16 and not after.chunks[0].holdings
+    assert after.chunks[0].start == 16 and not after.chunks[0].remote

@@ -294,7 +294,7 @@ def test_one_that_is_packed_and_has_to_go_is_to_be_tried_again() -> None:
     """It cannot be computed anew from its tokens: others do not wait for it, and the conductor hears that memory was
     short."""
     node, _ = packed_decode(num_blocks=25)
-    guests = node.scheduler.host(RequestId("guest"), node.scheduler.pool.available - 1, [])
+    guests = node.scheduler.set_aside(node.scheduler.pool.available - 1, [])
     assert guests, "somebody else's KV takes the rest"
     actions: list[Any] = []
     for now in range(3, 30):
@@ -303,7 +303,7 @@ def test_one_that_is_packed_and_has_to_go_is_to_be_tried_again() -> None:
     assert [action.request for action in of_kind(actions, Preempted)] == [KEY]
     [failed] = of_kind(actions, RequestFailed)
     assert failed.no_room and failed.reason == "here: others needed its memory"
-    node.scheduler.unhost(RequestId("guest"))
+    node.scheduler.put_back(guests)
     node.check_idle()
 
 

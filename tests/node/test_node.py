@@ -377,7 +377,7 @@ def test_of_two_that_want_the_same_room_one_gets_it_and_a_refusal_changes_nothin
     for key, home in (("a#1", P0), ("b#1", P1)):
         hosts += holder.on(NodeAsked(RequestId(key), home, 7, share), 0)
     assert [len(host.blocks) for host in hosts] == [7, 0]
-    assert holder.scheduler.num_hosted == 7 and holder.scheduler.pool.available == 3
+    assert holder.num_hosted == 7 and holder.scheduler.pool.available == 3
     assert holder.on(Left(RequestId("b#1"), P1), 1) == []
     [trim] = holder.on(Shrunk(RequestId("a#1"), P0, 2), 2)
     assert trim == Trim(RequestId("a#1"), 2) and holder.scheduler.pool.available == 8

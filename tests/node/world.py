@@ -648,12 +648,12 @@ class World:
 
     def _attends(self, place: Place, piece: Piece) -> None:
         """All that a piece attends to is somewhere, once: at its holders in order, then here."""
-        count = sum(holding.num_blocks for holding in piece.holdings)
+        count = sum(holding.num_blocks for holding in piece.remote)
         place.content[piece.request] = {block: number for number, block in enumerate(piece.blocks, count)}
-        if not piece.holdings or piece.request not in place.node:
+        if not piece.remote or piece.request not in place.node:
             return
         count = 0
-        for holding in piece.holdings:
+        for holding in piece.remote:
             for part, holder in enumerate(holding.holders):
                 assert place.holds[piece.request][holder].given, "a holder was left"
                 if self.asked[piece.request].over and piece.request not in self.places[holder].stowed:

@@ -51,7 +51,7 @@ class Guest:
     stop_length: int
     state: State
     names: tuple[BlockName, ...] = ()
-    departs: bool = False
+    hands_over: bool = False
     blocks: tuple[int, ...] = ()
     state_blocks: tuple[int, ...] = ()
     final: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Guest:
 
     @property
     def decodes(self) -> bool:
-        return 0 < self.known <= self.computed and not self.departs
+        return 0 < self.known <= self.computed and not self.hands_over
 
     def fingerprint(self, position: int) -> bytes:
         """Stands for the KV of one position: it depends on all tokens up to there."""
@@ -95,10 +95,10 @@ class Node:
 
     # What happens to a node.
 
-    def arrive(self, tokens: Sequence[int], max_tokens: int, *, departs: bool = False) -> RequestId:
+    def arrive(self, tokens: Sequence[int], max_tokens: int, *, hands_over: bool = False) -> RequestId:
         guest = self._add(tokens, max_tokens, State.WAITING)
-        guest.departs, guest.names = departs, tuple(self.namer.names(tokens))
-        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, departs=departs))
+        guest.hands_over, guest.names = hands_over, tuple(self.namer.names(tokens))
+        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, hands_over=hands_over))
         return guest.request
 
     def expect(self, tokens: Sequence[int], max_tokens: int) -> RequestId:
@@ -159,7 +159,7 @@ class Node:
             self._tell(forgotten(self.leaving.pop(0)))
         for piece in run.pieces:
             guest = self.guests.get(piece.request)
-            if guest is not None and guest.departs and piece.samples:
+            if guest is not None and guest.hands_over and piece.samples:
                 guest.state = State.DETACHED
                 self.computing.remove(piece.request)
         for request in ended:
@@ -245,7 +245,7 @@ class Node:
         for position, blocks in piece.snapshots:
             assert start < position <= start + piece.count, "a state that this piece does not reach"
             self._write_state(guest, position, blocks)
-            if position == len(guest.tokens) and guest.departs:
+            if position == len(guest.tokens) and guest.hands_over:
                 guest.final = blocks
 
     def _write_state(self, guest: Guest, position: int, blocks: Sequence[int]) -> None:
@@ -366,6 +366,11 @@ class Node:
         if prompts:
             most = self.limits.max_chunks if alone and not prompts[0].samples else 1
         assert 1 <= run.steps <= most
+        if not prompts:  # as long as nobody ends or lacks a block
+            ends = [self.guests[piece.request].stop_length - 1 - piece.start for piece in run.pieces]
+            rooms = [len(piece.blocks) * self.limits.block_size - piece.start for piece in run.pieces]
+            assert run.steps == min(most, *ends, *rooms)
+            assert run.context == sum(piece.start + 1 for piece in run.pieces)
         for piece in run.pieces:
             self._check_piece(piece, run.steps, alone=alone)
         unfinished = [request for request in self.computing if request not in requests]
@@ -394,7 +399,7 @@ class Node:
         assert piece.blocks[: len(guest.blocks)] == guest.blocks, "a request's blocks never change place"
         new, guest.blocks = piece.blocks[len(guest.blocks) :], piece.blocks
         self._check_exclusive(guest, new)
-        assert steps == 1 or not guest.departs or not piece.samples, "a request that leaves runs on"
+        assert steps == 1 or not guest.hands_over or not piece.samples, "a request that leaves runs on"
 
 
 def _plain(action: Any) -> object:

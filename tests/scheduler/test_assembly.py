@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import Assembly, BlocksStored, Donor, Holding
+from isthmus.attempts import Assembly, BlocksStored, Donor
 from isthmus.reuse import CACHEBLEND, SEMANTIC, Packing, Selection, pack
 from isthmus.scheduler import Limits, Load, Preempted, Run, Save, Sequence, Stepped, TierCache
 from isthmus.types import RequestId
@@ -60,14 +60,14 @@ def test_what_was_packed_keeps_what_is_packed_and_what_follows(
     sequence.scratch = scratch = tuple(range(whole, whole + sequence.num_scratch))
     gone = sequence.assembled()
     assert sorted(gone + sequence.blocks) == [*range(whole + len(scratch))]
-    assert sequence.num_held + len(sequence.blocks) == whole and not sequence.scratch
+    assert sequence.num_absent + len(sequence.blocks) == whole and not sequence.scratch
     if packing is None:
-        assert sequence.blocks == blocks and gone == scratch and not sequence.num_away
+        assert sequence.blocks == blocks and gone == scratch and not sequence.is_bound
         return
     assert sequence.blocks == scratch[: packing.num_packed] + blocks[packing.num_blocks :]
     assert len(sequence.blocks) == packing.num_packed + whole - packing.num_blocks < whole
-    assert sequence.held == sequence.holdings == (Holding((), packing.num_dropped),)
-    assert sequence.num_held == sequence.num_away == packing.num_dropped
+    assert sequence.num_absent == packing.num_dropped and sequence.is_bound
+    sequence.check()
 
 
 # Memory.
@@ -78,7 +78,7 @@ def test_what_was_packed_keeps_what_is_packed_and_what_follows(
 def test_memory_is_never_promised_twice_and_everybody_comes_through(
     seed: int, num_blocks: int, partial_prefills: int
 ) -> None:
-    """Whoever departs is free as soon as its prompt is computed; the others decode."""
+    """Whoever hands_over is free as soon as its prompt is computed; the others decode."""
     drawn = random.Random(seed)
     scheduler = Told(limits(num_blocks, token_budget=16, partial_prefills=partial_prefills, max_sequences=4))
     lengths: dict[RequestId, int] = {}
@@ -89,7 +89,7 @@ def test_memory_is_never_promised_twice_and_everybody_comes_through(
             request = waiting.pop()
             num_tokens = drawn.randint(1, num_blocks * 2)
             lengths[request] = min(num_blocks * SIZE, num_tokens + drawn.randint(1, 20))
-            about: dict[str, Any] = {"departs": drawn.random() < 0.3}
+            about: dict[str, Any] = {"hands_over": drawn.random() < 0.3}
             whole = -(-num_tokens // SIZE)
             if drawn.random() < 0.6:
                 packing = pack(SEMANTIC, num_tokens, LAYERS, SIZE)
@@ -104,7 +104,9 @@ def test_memory_is_never_promised_twice_and_everybody_comes_through(
             ended = []
             for piece in run.pieces:
                 length = piece.start + piece.count + 1
-                if piece.samples and (length >= lengths[piece.request] or scheduler.of(piece.request).departs):
+                if piece.samples and (
+                    length >= lengths[piece.request] or scheduler.of(piece.request).hands_over
+                ):
                     ended.append(piece.request)
             run = None
             actions = scheduler.on(Stepped(1, tuple(ended)))
@@ -119,8 +121,8 @@ def test_memory_is_never_promised_twice_and_everybody_comes_through(
 
 def test_who_has_no_room_for_donors_yet_waits() -> None:
     scheduler = Told(limits(16, token_budget=16))
-    scheduler.on(arrived(A, 30, 32, departs=True))
-    scheduler.on(arrived(B, 8, 9, assembly=assembly(8), departs=True))
+    scheduler.on(arrived(A, 30, 32, hands_over=True))
+    scheduler.on(arrived(B, 8, 9, assembly=assembly(8), hands_over=True))
     assert scheduler.num_wanted == 2 + 8, "what it needs for donors is said"
     actions = scheduler.on(Stepped(1))
     assert pieces(run_of(actions)) == [(A, 16, 14)], "eight blocks are enough for B, and not for its donor"
@@ -136,8 +138,8 @@ def test_who_has_no_room_for_donors_yet_waits() -> None:
 def test_who_waits_for_donors_is_passed_by_where_that_leaves_it_enough(num_blocks: int, passes: bool) -> None:
     """Its decode node has memory for it already: were it overtaken without regard, both would wait for ever."""
     scheduler = Told(limits(num_blocks))
-    assert scheduler.on(arrived(A, 8, 9, departs=True, assembly=assembly(6), awaits=True)) == []
-    actions = scheduler.on(arrived(B, 24, 25, departs=True))
+    assert scheduler.on(arrived(A, 8, 9, hands_over=True, assembly=assembly(6), awaits=True)) == []
+    actions = scheduler.on(arrived(B, 24, 25, hands_over=True))
     assert bool(actions) == passes
     a = scheduler.of(A)
     a.awaits = False

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isthmus.scheduler import BlockPool, CountingPool, Limits, Sequence
 from isthmus.scheduler.memory import Memory
-from isthmus.scheduler.sequence import COMPUTING, Prefix
+from isthmus.scheduler.sequence import Prefix
 from isthmus.types import RequestId
 
 SIZE, STATE = 4, 2
@@ -21,40 +21,13 @@ def memory(num_blocks: int, state_blocks: int = 0) -> Memory:
     return Memory(Limits(num_blocks, SIZE, state_blocks=state_blocks), BlockPool(num_blocks))
 
 
-@pytest.mark.parametrize("state_blocks", [0, STATE])
-@given(num_tokens=st.integers(1, 60), headroom=st.integers(0, 4), spare=st.integers(-3, 3))
-def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
-    state_blocks: int, num_tokens: int, headroom: int, spare: int
-) -> None:
-    """A prompt that leaves, with states: KV, a snapshot at its last full block if it has one, and one at its end."""
-    sequence = Sequence(A, num_tokens, num_tokens + 1, tuple(range(num_tokens // SIZE)))
-    sequence.departs = True
-    needed = -(-num_tokens // SIZE) + state_blocks * (1 + (num_tokens > SIZE))
-    held = memory(max(needed + headroom + spare, 1), state_blocks)
-    num_blocks = held.pool.num_blocks
-    assert held.admit(sequence, Prefix(), headroom) == (needed + headroom <= num_blocks)
-    if not sequence.blocks:
-        assert held.pool.available == num_blocks, "it took something and said no"
-        return
-    assert held.pool.available == num_blocks - needed
-    sequence.state = COMPUTING
-    held.check([sequence])
-    held.release(sequence)
-    assert held.pool.available == num_blocks
-    held.check([])
-
-
-@given(num_blocks=st.integers(1, 20), headroom=st.integers(0, 6), more=st.integers(1, 8))
-def test_guests_leave_what_is_kept_for_those_that_run(num_blocks: int, headroom: int, more: int) -> None:
-    """When they come, and when they grow."""
+@given(num_blocks=st.integers(1, 30), headroom=st.integers(0, 6))
+def test_what_is_set_aside_leaves_what_is_kept_for_those_that_run(num_blocks: int, headroom: int) -> None:
     held = memory(24)
-    assert bool(held.host(A, num_blocks, headroom)) == (num_blocks + headroom <= 24)
-    if A in held.guests:
-        there = held.guests[A]
-        blocks = held.host(A, num_blocks + more, headroom)
-        assert blocks[:num_blocks] == there if num_blocks + more + headroom <= 24 else blocks == ()
-        assert held.pool.available >= headroom
-        held.unhost(A)
+    blocks = held.set_aside(num_blocks, headroom)
+    assert len(blocks) == (num_blocks if num_blocks + headroom <= 24 else 0)
+    held.check([])
+    held.put_back(blocks)
     assert held.pool.available == 24
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.attempts import BlocksEvicted, BlocksStored, FetchOrder
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Save, Stepped, TierCache
-from isthmus.types import BlockName, RequestId, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Tier
 
 from .told import Fact, Told, arrived, expected, fetched, forgotten, imported, lost, offered
 
@@ -72,12 +72,12 @@ class Beside:
         names = names_of(random, num_tokens // SIZE)
         about: dict[str, object] = {
             "num_cached": random.randint(0, len(names)),
-            "departs": random.random() < 0.5,
+            "hands_over": random.random() < 0.5,
         }
         if names and random.random() < 0.3:
             start = random.randrange(len(names))
             stop = random.randint(start + 1, len(names))
-            about |= {"fetch_start": start, "fetch_stop": stop, "fetches": True, "num_cached": stop}
+            about |= {"fetch": FetchOrder(NodeId("peer"), start, stop), "num_cached": stop}
             self.fetching[request] = stop
         self.known[request] = [num_tokens, num_tokens + random.randint(1, 12)]
         self.tell(arrived(request, num_tokens, self.known[request][1], names, **about))

@@ -137,43 +137,6 @@ def test_without_a_run_the_longest_one_is_part_of_what_comes() -> None:
     assert {4, 5, 6} <= set(pool.allocate(4))
 
 
-def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
-    pool = BlockPool(4)
-    blocks = pool.allocate(4)
-    chain = [name(*range(index + 1)) for index in range(4)]
-    for block, its_name in zip(blocks, chain, strict=True):
-        assert pool.store(block, its_name)
-    pool.release(blocks)
-    for left in (3, 2, 1, 0):
-        pool.allocate(1)
-        assert pool.take_evicted() == (chain[left],)
-        assert pool.match(chain) == blocks[:left]
-
-
-def test_the_least_recently_used_is_evicted_first() -> None:
-    pool = BlockPool(2)
-    for letter in (0, 1):
-        (block,) = pool.allocate(1)
-        pool.store(block, name(letter))
-        pool.release([block])
-    used = pool.match([name(0)])
-    pool.acquire(used)
-    pool.release(used)
-    pool.allocate(1)
-    assert pool.take_evicted() == (name(1),)
-
-
-def test_a_shared_block_stays_until_its_last_holder_releases_it() -> None:
-    pool = BlockPool(1)
-    blocks = pool.allocate(1)
-    pool.store(blocks[0], name(0))
-    pool.acquire(blocks)
-    pool.release(blocks)
-    assert pool.available == 0
-    pool.release(blocks)
-    assert pool.available == 1
-
-
 def test_more_than_is_available_is_our_bug() -> None:
     pool = BlockPool(2)
     pool.allocate(1)

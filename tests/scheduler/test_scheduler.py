@@ -88,7 +88,7 @@ def play(node: Node, ops: list[tuple]) -> None:
             case "arrive" | "depart" | "expect":
                 tokens, answer = prompt_of(node, *numbers)
                 if op != "expect" and answer >= 1:
-                    node.arrive(tokens, answer, departs=op == "depart")
+                    node.arrive(tokens, answer, hands_over=op == "depart")
                 elif answer >= 2:  # one that comes for a single token is over before it moves
                     node.expect(tokens, answer)
             case "step" | "stop" if node.run is not None:
@@ -385,7 +385,7 @@ def test_an_expected_request_waits_for_blocks() -> None:
 
 def test_a_departing_request_holds_its_blocks_until_released() -> None:
     scheduler = Told(limits())
-    scheduler.on(arrived(A, 10, 40, NAMES[:2], departs=True))
+    scheduler.on(arrived(A, 10, 40, NAMES[:2], hands_over=True))
     assert scheduler.on(Stepped(1)) == [BlocksStored(HERE, NAMES[:2])]
     assert (scheduler.num_running, scheduler.pool.available) == (1, 61)
     assert scheduler.on(forgotten(A)) == []
@@ -396,7 +396,7 @@ def test_a_departing_request_holds_its_blocks_until_released() -> None:
 def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
     """Above all not when its last chunk is one token, and so looks like a decode."""
     scheduler = Told(limits(token_budget=16))
-    run = run_of(scheduler.on(arrived(A, num_tokens, 60, departs=True)))
+    run = run_of(scheduler.on(arrived(A, num_tokens, 60, hands_over=True)))
     while not run.pieces[0].samples:
         run = run_of(scheduler.on(Stepped(1)))
     assert run.steps == 1
@@ -405,7 +405,7 @@ def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
 
 def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
     scheduler = Told(limits())
-    scheduler.on(arrived(A, 10, 11, departs=True))
+    scheduler.on(arrived(A, 10, 11, hands_over=True))
     scheduler.on(Stepped(1, (A,)))
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
 
@@ -423,7 +423,7 @@ def test_who_is_expected_gets_blocks_though_a_run_is_out() -> None:
 def test_cancelling_in_any_state_gives_the_blocks_back() -> None:
     scheduler = Told(limits(num_blocks=8, max_sequences=4))
     scheduler.on(expected(RequestId("receiving"), 4, 20))
-    scheduler.on(arrived(RequestId("detached"), 4, 20, departs=True))
+    scheduler.on(arrived(RequestId("detached"), 4, 20, hands_over=True))
     scheduler.on(Stepped(1))
     scheduler.on(arrived(RequestId("computing"), 4, 20))
     scheduler.on(arrived(RequestId("waiting"), 30, 32))
@@ -481,7 +481,7 @@ def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
 
 
 def leaves(name: str, num_tokens: int, work_ns: int) -> Fact:
-    return arrived(RequestId(name), num_tokens, num_tokens + 9, departs=True, work_ns=work_ns)
+    return arrived(RequestId(name), num_tokens, num_tokens + 9, hands_over=True, work_ns=work_ns)
 
 
 def test_who_leaves_overtakes_only_while_enough_is_left_for_those_it_overtakes() -> None:

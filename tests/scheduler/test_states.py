@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.attempts import BlocksStored
+from isthmus.attempts import BlocksStored, FetchOrder
 from isthmus.blocks import state_names
 from isthmus.scheduler import (
     Admitted,
@@ -20,8 +20,8 @@ from isthmus.scheduler import (
     TierCache,
 )
 from isthmus.scheduler.sequence import DECODING, DEPARTING, Prefix
-from isthmus.scheduler.states import NoStates, States
-from isthmus.types import BlockName, RequestId, Tier
+from isthmus.scheduler.states import States
+from isthmus.types import BlockName, NodeId, RequestId, Tier
 
 from .told import (
     Fact,
@@ -84,8 +84,10 @@ def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
     states = States(PARTS, 4, BlockPool(8))
-    assert states.positions(length, length // 4, computed, found, departs=False) == positions
-    assert states.positions(length, length // 4, computed, found, departs=True) == [*positions, (length, 0)]
+    sequence, prefix = Sequence(A, length, 99, NAMES[: length // 4]), Prefix(computed, found)
+    assert states.positions(sequence, prefix) == positions
+    sequence.hands_over = True
+    assert states.positions(sequence, prefix) == [*positions, (length, 0)]
 
 
 def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:
@@ -116,7 +118,7 @@ def test_kv_without_a_state_is_computed_again_and_leaves_one_at_the_branch() -> 
 
 def test_who_leaves_takes_its_state_along_in_blocks_that_are_free_afterwards() -> None:
     scheduler = node()
-    run = of(Run, scheduler.on(arrives(A, 42, departs=True)))
+    run = of(Run, scheduler.on(arrives(A, 42, hands_over=True)))
     assert [position for position, _ in run.chunks[0].snapshots] == [40, 42]
     scheduler.on(Stepped(1))
     assert scheduler.num_transfer == 1 + PARTS  # the unfinished block and the state
@@ -187,7 +189,7 @@ def test_a_state_that_cannot_be_loaded_means_from_the_start() -> None:
 def test_a_fetch_counts_with_its_state_or_not_at_all(stop: int, cached: int) -> None:
     """Admitted while it arrives, a prompt counts on all of it; afterwards on what came."""
     scheduler = node(TierCache(40))
-    fetch = {"num_cached": 10, "fetch_start": 0, "fetch_stop": 10}
+    fetch = {"num_cached": 10, "fetch": FetchOrder(NodeId("peer"), 0, 10)}
     scheduler.on(arrives(B, 4))
     scheduler.on(arrives(A, 41, **fetch))
     actions = scheduler.on(fetched(A, stop))
@@ -220,25 +222,6 @@ def test_a_node_of_another_role_may_have_more_live_states() -> None:
     run = of(Run, scheduler.on(Stepped(1)))
     assert {piece.slot for piece in run.pieces} == set(range(6)), "the lowest first, for the engine has as many"
     scheduler.check()
-
-
-@given(st.integers(1, 60), st.integers(0, 14), st.integers(0, 14))
-def test_without_recurrent_layers_every_prefix_can_be_used_and_nothing_is_held(
-    length: int, present: int, on_disk: int
-) -> None:
-    """As with states of which there is one after each block; but also up to the token before the last."""
-    none, tiers = NoStates(4), TierCache(100)
-    sequence = Sequence(A, length, length + 5, NAMES[: length // 4])
-    held = tuple(range(present))
-    assert none.in_pool(sequence.names, held) == (held, ())
-    assert none.in_tiers(tiers, sequence, present, on_disk) == (present, on_disk)
-    assert none.chain(NAMES, present) == NAMES[:present] and none.parts(NAMES, present) == ()
-    assert none.leaves_some(length, length) and not none.positions(length, 9, 0, 9, departs=True)
-    none.admit(sequence, Prefix(num_tokens=4, loads=True), ())
-    for told in (none.reserve, none.join, none.restored, none.leave):
-        told(sequence)
-    assert not none.release(sequence) and not none.restoring and none.num_blocks == 0
-    none.check([sequence])
 
 
 def test_slots_are_given_lowest_first_and_one_given_twice_is_noticed() -> None:

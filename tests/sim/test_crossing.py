@@ -210,7 +210,10 @@ def test_a_link_that_is_down_too_long_fails_the_attempt(monkeypatch: pytest.Monk
     ((time, failed),) = orders.of(RequestFailed)
     # Its nodes give the conductor time to find out itself.
     gives_up = 54 * MS + SEVERED_NS
-    assert (time, failed.reason) == (gives_up, "far-prefill: the session with near-decode ended: nothing crossed far > near for 0.05 s")
+    assert (time, failed.reason) == (
+        gives_up,
+        "far-prefill: the session with near-decode ended: nothing crossed far > near for 0.05 s",
+    )
     record = result.records[0]
     assert (record.status, record.attempts, record.prefill) == (Status.COMPLETED, 2, 1)
     # The first token was out already, the second came from the other prefill.

@@ -103,9 +103,9 @@ class Debts(Simulation):
             if not request.on_hold
         }
         for name, node in view.nodes.items():
-            guests = named[name].decider.scheduler._memory.guests
+            guests = named[name].decider._guests._guests
             held = {key: sum([each.room for each in live[key].lent if node in each.holders]) for key in live}
-            assert {key: len(blocks) for key, blocks in guests.items() if key in live} == {
+            assert {key: len(guest.blocks) for key, guest in guests.items() if key in live} == {
                 key: count for key, count in held.items() if count
             }
             assert not (node.lent_blocks and node in owing), "who borrowed lends"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isthmus.bench import BenchError
 from isthmus.engine.engine import Engine
-from isthmus.engine.interface import Assembling, Chunk, Donated, Held
+from isthmus.engine.interface import Assembling, Chunk, Donated
 from isthmus.reuse import Packing, Selection, cut, pack, passages, rows_per_layer
 from isthmus.types import Reused
 
@@ -197,8 +197,7 @@ class Prompts:
         return logits
 
     def _decode(self, token: int, at: int, blocks: Sequence[int], packing: Packing | None) -> Chunk:
-        held = () if packing is None else (Held((), packing.num_dropped * self.block_size),)
-        return Chunk((token,), at, blocks, True, True, holdings=held, packing=packing)
+        return Chunk((token,), at, blocks, True, True, packing=packing)
 
     def _forced(
         self, logits_1V: Tensor, answer: Sequence[int], at: int, blocks: Sequence[int], packing: Packing | None

@@ -196,7 +196,7 @@ class NodeProcess(EngineProcess):
                 "kv_blocks_available": pool.available,
                 "kv_blocks_cached": pool.cached,
                 "kv_blocks_transfer": scheduler.num_transfer,
-                "kv_blocks_hosted": scheduler.num_hosted,
+                "kv_blocks_hosted": self.node.num_hosted,
                 "kv_blocks_evicted_total": self._blocks_evicted,
             } | self.tenant_gauges((scheduler.tiers or pool).sizes())
         found |= super().gauges()

@@ -216,7 +216,7 @@ class Runs:
         if any(chunk.targets for chunk in chunks):
             on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
         elsewhere: Elsewhere | None = None
-        if any(holding.holders for piece in pieces for holding in piece.holdings):
+        if any(piece.remote for piece in pieces):
             elsewhere = self._mover.holders.remote([piece.request for piece in pieces])
         return Execution(run, batch, sampled, on_layer, before_layer, on_scores, elsewhere)
 
@@ -287,7 +287,7 @@ class Runs:
         broken = [
             piece.request
             for piece in run.pieces
-            if self._state_blocks or any(lost.holder in holding.holders for holding in piece.holdings)
+            if self._state_blocks or any(lost.holder in holding.holders for holding in piece.remote)
         ]
         return {key: Broken(key, reason) for key in broken}
 
@@ -310,7 +310,7 @@ class Runs:
             attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
             () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
-            tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.holdings]),
+            tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.remote]),
             self._assembling(attempt.task, piece), piece.packing,
         )  # fmt: skip
 

@@ -179,7 +179,7 @@ def build_batch(
         at = np.arange(chunk.start, chunk.stop)
         table = np.asarray(chunk.blocks)
         positions.append(at)
-        away = sum([held.num_tokens for held in chunk.holdings])
+        away = chunk.num_absent(block_size)
         at = at - away if away else at
         slots.append(table[at // block_size] * block_size + at % block_size)
         if len(chunk.tokens) > ROW_TOKENS:

@@ -85,7 +85,15 @@ class EmulatedBatch:
         assert len(self.order) == len(self.chunks), "only decodes advance in place"
         self.chunks = [
             Chunk(
-                (token,), chunk.stop, chunk.blocks, True, True, chunk.salt, chunk.slot, holdings=chunk.holdings
+                (token,),
+                chunk.stop,
+                chunk.blocks,
+                True,
+                True,
+                chunk.salt,
+                chunk.slot,
+                holdings=chunk.holdings,
+                packing=chunk.packing,
             )
             for chunk, token in zip(self.chunks, tokens, strict=True)
         ]
@@ -211,7 +219,7 @@ class EmulatedEngine:
         are as they were until the end."""
         below, digests = taken
         size, chunks = self.layout.block_size, batch.chunks
-        away = [sum([held.num_tokens for held in chunk.holdings]) for chunk in chunks]
+        away = [chunk.num_absent(size) for chunk in chunks]
         placed = list(zip(chunks, away, strict=True))
         written = [list(runs_of(chunk.blocks, size, chunk.start - a, chunk.stop - a)) for chunk, a in placed]
         read = [list(runs_of(chunks[at].blocks, size, 0, chunks[at].stop - away[at])) for at in batch.order]

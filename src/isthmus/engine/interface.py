@@ -133,7 +133,7 @@ class Chunk:
     at `position - 1` is written to those blocks, and is there when the step returns.
 
     `assembling`: see there. `packing`: of a prompt that was packed, what is kept of its first blocks: `blocks` begin
-    with the packed ones, and those that are dropped are a holding without holders.
+    with the packed ones.
     """
 
     tokens: Sequence[int]
@@ -154,6 +154,11 @@ class Chunk:
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
+
+    def num_absent(self, block_size: int) -> int:
+        """Leading tokens that are not in `blocks`: their KV lies elsewhere, or was dropped."""
+        dropped = self.packing.num_dropped * block_size if self.packing is not None else 0
+        return sum([held.num_tokens for held in self.holdings]) + dropped
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from isthmus.attempts import Share
 from isthmus.node import events
 from isthmus.node.letters import Claim, Found, Reserve, Reserved, SendBack, Shipped, Shrink, Vacate
 from isthmus.scheduler import Actions, Scheduler
+from isthmus.scheduler.pool import Blocks
 from isthmus.types import NS_PER_S, NodeId, RequestId
 
 LEASE_NS = 5 * NS_PER_S
@@ -13,15 +14,15 @@ LEASE_NS = 5 * NS_PER_S
 
 
 class _Guest:
-    """A share of an attempt's KV. `num_stowed`: leading blocks that are whole; `needed`: by these nodes; `lease_ns`:
-    until when it is kept though none of them needs it any more, 0 for not at all."""
+    """A share of an attempt's KV."""
 
-    __slots__ = ("lease_ns", "needed", "num_stowed", "share")
+    __slots__ = ("blocks", "lease_ns", "needed", "num_stowed", "share")
 
-    def __init__(self, share: Share, num_stowed: int = 0) -> None:
-        self.share, self.num_stowed = share, num_stowed
-        self.needed: dict[NodeId, None] = {}
-        self.lease_ns = 0
+    def __init__(self, share: Share, blocks: Blocks = (), num_stowed: int = 0) -> None:
+        self.share, self.blocks = share, blocks
+        self.num_stowed = num_stowed  # leading blocks that are whole
+        self.needed: dict[NodeId, None] = {}  # nodes that have not left it
+        self.lease_ns = 0  # until when it is kept, though no node that is here needs it
 
 
 class Guests:
@@ -36,12 +37,25 @@ class Guests:
         many with a part of them as there are parts."""
         key, share, guest = asked.key, asked.share, self._guests.get(asked.key)
         can = asked.num_blocks > 0 and self._can_hold(share) and (guest is None or guest.share == share)
-        blocks = self._scheduler.host(key, -(-asked.num_blocks // share.parts), actions) if can else ()
-        if blocks:
-            guest = self._guests.setdefault(key, _Guest(share))
+        granted = can and self._has_room(key, share, -(-asked.num_blocks // share.parts), actions)
+        if granted:
+            guest = self._guests[key]
             guest.needed[peer] = None
-            actions.append(events.Host(key, peer, share, blocks))
-        actions.append(events.Tell(peer, Reserved(key, bool(blocks))))
+            actions.append(events.Host(key, peer, share, guest.blocks))
+        actions.append(events.Tell(peer, Reserved(key, granted)))
+
+    def _has_room(self, key: RequestId, share: Share, count: int, actions: Actions) -> bool:
+        """Whether there is room for `count` blocks in all; then it is set aside."""
+        guest = self._guests.get(key) or _Guest(share)
+        if count > len(guest.blocks):
+            # One spare block for each guest, which may grow.
+            spare = 0 if guest.blocks else min(len(self._guests), self._scheduler.pool.num_blocks // 8)
+            more = self._scheduler.set_aside(count - len(guest.blocks), actions, spare)
+            if not more:
+                return False
+            guest.blocks += more
+        self._guests[key] = guest
+        return True
 
     def _can_hold(self, share: Share) -> bool:
         return 0 < share.parts <= self._kv_heads and not self._kv_heads % share.parts
@@ -50,13 +64,12 @@ class Guests:
         """The attempt before it is over: whoever asked in its name is not heard any more."""
         key, old, share = claim.key, self._guests.get(claim.old), claim.share
         if key not in self._guests and old is not None and self._can_hold(share):
-            self._scheduler.rekey(claim.old, key)
             del self._guests[claim.old]
-            self._guests[key] = _Guest(share, old.num_stowed if old.share == share else 0)
-            num_stowed = self._guests[key].num_stowed
+            num_stowed = old.num_stowed if old.share == share else 0
+            self._guests[key] = _Guest(share, old.blocks, num_stowed)
             actions.append(events.Rekey(claim.old, key, peer, share, num_stowed))
         elif key in self._guests:  # the other node of the attempt claimed it before
-            actions.append(events.Host(key, peer, self._guests[key].share, self._scheduler.hosted(key)))
+            actions.append(events.Host(key, peer, self._guests[key].share, self._guests[key].blocks))
         guest = self._guests.get(key)
         if guest is not None:
             guest.needed[peer] = None
@@ -78,18 +91,16 @@ class Guests:
         if guest is None or peer not in guest.needed or guest.share.parts > 1:
             return
         if 0 <= wanted.first < stop <= guest.num_stowed:
-            blocks = self._scheduler.hosted(wanted.key)[wanted.first : stop]
-            actions.append(events.Ship(wanted.key, peer, 0, blocks))
+            actions.append(events.Ship(wanted.key, peer, 0, guest.blocks[wanted.first : stop]))
 
     def shrink(self, peer: NodeId, wanted: Shrink, actions: Actions) -> bool:
         """Whether some of its room is free: who asks decodes, and so is the last that needs it."""
-        key, guest = wanted.key, self._guests.get(wanted.key)
-        blocks = self._scheduler.hosted(key)
-        if guest is None or peer not in guest.needed or not 0 < wanted.num_blocks < len(blocks):
+        guest, count = self._guests.get(wanted.key), wanted.num_blocks
+        if guest is None or peer not in guest.needed or not 0 < count < len(guest.blocks):
             return False
-        guest.num_stowed = min(guest.num_stowed, wanted.num_blocks)
-        self._scheduler.shrink(key, wanted.num_blocks)
-        actions.append(events.Trim(key, wanted.num_blocks))
+        self._scheduler.put_back(guest.blocks[count:])
+        guest.blocks, guest.num_stowed = guest.blocks[:count], min(guest.num_stowed, count)
+        actions.append(events.Trim(wanted.key, count))
         return True
 
     def vacate(self, peer: NodeId, left: Vacate, now: int, actions: Actions) -> bool:
@@ -111,25 +122,20 @@ class Guests:
         if lease_ns:
             guest.lease_ns = lease_ns
             actions.append(events.Wake(lease_ns))
-        return self._expire(key, now, actions)
+        return self.expire(now, actions)
 
     def expire(self, now: int, actions: Actions) -> bool:
         """Whether any blocks are free since no node came for them."""
-        keys = [key for key, guest in self._guests.items() if guest.lease_ns]
-        freed = [self._expire(key, now, actions) for key in keys]
-        return any(freed)
+        over = [key for key, guest in self._guests.items() if not guest.needed and guest.lease_ns <= now]
+        for key in over:
+            self._scheduler.put_back(self._guests.pop(key).blocks)
+            actions.append(events.Unhost(key))
+        return bool(over)
 
-    def _expire(self, key: RequestId, now: int, actions: Actions) -> bool:
-        guest = self._guests[key]
-        if guest.lease_ns > now:
-            return False
-        guest.lease_ns = 0
-        if guest.needed:
-            return False
-        del self._guests[key]
-        self._scheduler.unhost(key)
-        actions.append(events.Unhost(key))
-        return True
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine in which they lie."""
+        return sum([len(guest.blocks) for guest in self._guests.values()])
 
     def num_stowed(self, key: RequestId) -> int:
         """Leading blocks of an attempt's share that are whole here."""

@@ -20,7 +20,6 @@ from isthmus.attempts import (
     PrefillFinished,
     RequestFailed,
     RoleChanged,
-    Spread,
     assembly_of,
 )
 from isthmus.blocks import state_names
@@ -32,7 +31,6 @@ from isthmus.node.early import Early
 from isthmus.node.extent import extent_of
 from isthmus.node.guests import Guests
 from isthmus.node.loans import Loans, num_present
-from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
@@ -74,7 +72,7 @@ class Node:
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans = Loans(self.tiers)
-        self._away, self._returns = Away(scheduler), Returns(scheduler)
+        self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
         self._early = Early()
         self._donors = Donors(scheduler)
@@ -146,7 +144,12 @@ class Node:
     def held_elsewhere(self) -> list[Attempt]:
         """Attempts that decode here with KV elsewhere."""
         attempts = self._away.attempts.values()
-        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.held]
+        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
+
+    @property
+    def num_hosted(self) -> int:
+        """Blocks for KV of other nodes' requests."""
+        return self._guests.num_blocks
 
     def num_stowed(self, key: RequestId) -> int:
         """Leading blocks of a share of another node's attempt that are whole here."""
@@ -172,7 +175,6 @@ class Node:
         assert not self._fetches, "a fetch never ended"
         self._loans.check_idle()
         self._away.check_idle()
-        self._returns.check_idle()
         self._guests.check_idle()
         self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
@@ -187,7 +189,7 @@ class Node:
             event = self._without_cache(event)
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
-        attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
+        attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
         reason = ""
@@ -196,7 +198,7 @@ class Node:
         if reason:
             self._fail(attempt, reason, now, actions)
             return
-        if route.taken and attempt.holdings and not self._state_blocks:
+        if route.taken and attempt.remote.planned and not self._state_blocks:
             actions += self._away.claim(attempt)
             return
         if attempt.assembly is not None:
@@ -259,7 +261,7 @@ class Node:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
-        self._stop_moving(attempt)
+        self._away.stop(attempt)
         actions += self._donors.end(attempt)
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
@@ -270,14 +272,10 @@ class Node:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _stop_moving(self, attempt: Attempt) -> None:
-        self._away.stop(attempt)
-        self._returns.stop(attempt)
-
     def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Nothing is under way for it any more, here and at holders."""
         actions.append(events.Release(attempt.begin.key))
-        if attempt.holders:
+        if attempt.remote.holders:
             self._away.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
@@ -347,7 +345,7 @@ class Node:
                 attempt.given_up_ns = now + SEVERED_NS
                 attempt.reason = f"the session with {peer} ended: {event.reason}"
                 actions.append(events.Wake(attempt.given_up_ns))
-            if peer in attempt.holders:
+            if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)
         if self._guests.gone(peer, now, actions):
             self._replan(now, actions)
@@ -357,9 +355,9 @@ class Node:
     ) -> None:
         """Where nothing lies there yet, it only does not answer."""
         peer = event.peer
-        if attempt.claimed.get(peer, 0) is None:
+        if attempt.remote.claimed.get(peer, 0) is None:
             self._found(peer, letters.Found(attempt.request, 0), now, actions)
-        elif peer in attempt.asked and not self._away.has_some(attempt, peer):
+        elif peer in attempt.remote.asked and not attempt.remote.has_some(peer):
             self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
         else:
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
@@ -392,7 +390,7 @@ class Node:
         elif attempt.begin.peer == peer and not attempt.granted:
             attempt.granted = True
             if attempt.state is COMPUTING:
-                actions += attempt.ask()
+                actions += attempt.admitted()
             self._send(attempt, actions)
 
     def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
@@ -460,7 +458,7 @@ class Node:
 
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
-        if attempt.received and attempt.recalled and not attempt.asked and attempt.state is RECEIVING:
+        if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
             actions.append(events.Tell(attempt.begin.peer, letters.Landed(attempt.begin.key)))
             self._cut(actions)
             self.scheduler.imported(attempt)
@@ -491,9 +489,9 @@ class Node:
         if fetch is None:
             return  # a node of this name asked for it that is gone
         attempt, stop = self._attempts.get(event.key), num_present(self.tiers, fetch, event.stop)
-        if attempt is not None:
-            attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
+            if attempt is not None:
+                attempt.fetch = None
             self._keep_fetched(fetch, stop, now, actions)
             waited = self._donors.fetched(event.key)
             if waited is not None:
@@ -515,7 +513,7 @@ class Node:
 
     @staticmethod
     def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
-        if not (attempt.fetches or attempt.awaits):
+        if attempt.fetch is None and not attempt.awaits:
             route = attempt.begin.route
             actions.append(FetchFinished(route.request, route.attempt))
 
@@ -539,29 +537,29 @@ class Node:
             return  # the conductor hears why
         moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
         if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
-            actions.append(_spread(attempt))
+            actions.append(attempt.spread())
 
     def _return(self, event: events.Return, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
-        if not (attempt.state is DECODING and self._returns.begin(attempt, event, actions)):
-            actions.append(_spread(attempt))
+        if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
+            actions.append(attempt.spread())
 
     def _reserved(
         self, holder: NodeId, reserved: letters.Reserved, now: int, actions: list[events.Action]
     ) -> None:
         attempt = self._attempts.get(reserved.key)
-        if attempt is None or holder not in attempt.asked:
+        if attempt is None or holder not in attempt.remote.asked:
             return
-        is_ordered = attempt.more is not None and not attempt.grows
+        is_ordered = attempt.remote.more is not None and not attempt.remote.growing
         if not self._away.reserved(attempt, holder, reserved.granted, now):
             self._fail(attempt, f"{holder} has no room for its KV", now, actions, no_room=True)
             return
         if reserved.granted:
             actions.append(events.OpenLine(holder))
-        if is_ordered and not attempt.asked:
-            actions.append(_spread(attempt))
+        if is_ordered and not attempt.remote.asked:
+            actions.append(attempt.spread())
         self._maybe_whole(attempt, now, actions)
         self._replan(now, actions)
 
@@ -578,19 +576,19 @@ class Node:
         self, holder: NodeId, shipped: letters.Shipped, now: int, actions: list[events.Action]
     ) -> None:
         attempt = self._attempts.get(shipped.key)
-        if attempt is None or holder not in attempt.holders:
+        if attempt is None or holder not in attempt.remote.holders:
             return
         if shipped.damaged:
             self._fail(attempt, f"a KV block came to {holder} damaged (seal mismatch)", now, actions)
             return
-        self._away.shipped(attempt, holder, shipped.stop)
+        attempt.remote.arrived(holder, shipped.stop)
         self._arrived(attempt, now, actions)
 
     def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._returns.reclaimed(event)
+        attempt = self._away.reclaimed(event)
         if attempt is None or not event.whole:  # its blocks are free
             if attempt is not None:
-                actions.append(_spread(attempt))
+                actions.append(attempt.spread())
             self._replan(now, actions)
         else:
             self._arrived(attempt, now, actions)
@@ -606,15 +604,9 @@ class Node:
     def _ship(self, now: int, actions: list[events.Action]) -> None:
         """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
         what has all there is handed over."""
-        through = self._away.settle()
-        for attempt in through:
+        for attempt in self._away.settle(actions):
             self._maybe_finish(attempt, actions)
-        self._away.ship(actions)
-        for attempt in self._returns.settle(actions):
-            actions.append(_spread(attempt))
-            if not attempt.holdings:
-                self._away.stop(attempt)
-        self._away.grow(now, actions)
+        self._away.ship(now, actions)
 
     def _drop(self, now: int, actions: list[events.Action]) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
@@ -670,7 +662,7 @@ class Node:
             self._forgotten.clear()
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
-            self._stop_moving(attempt)
+            self._away.stop(attempt)
             self._donors.end(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
@@ -740,8 +732,3 @@ class Node:
 
     def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
         self.scheduler.recover(event.chains, actions)
-
-
-def _spread(attempt: Attempt) -> Spread:
-    route = attempt.begin.route
-    return Spread(route.request, route.attempt, attempt.lent)

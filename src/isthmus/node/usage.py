@@ -37,7 +37,7 @@ class Usage:
         self._told, self._told_node = entries, node
         actions.append(MemoryUsed(self._scheduler.node, *node, (*gone, *changed)))
         self._due_ns = now + self._period_ns
-        if entries or self._scheduler.num_hosted:
+        if entries or self._scheduler.num_aside:
             actions.append(events.Wake(self._due_ns))
 
     def _node(self) -> tuple[int, int, int, int]:
@@ -48,6 +48,7 @@ class Usage:
 def _entry(attempt: Attempt) -> Entry:
     route = attempt.begin.route
     movable = attempt.state is DECODING and attempt.packing is None
-    moving = attempt.num_away - attempt.num_held
+    remote = attempt.remote
+    moving = remote.num_planned - remote.num_there
     num_blocks = len(attempt.blocks) + len(attempt.scratch)
-    return Entry(route.request, route.attempt, num_blocks, moving, movable, attempt.lent)
+    return Entry(route.request, route.attempt, num_blocks, moving, movable, remote.planned)

@@ -1,20 +1,128 @@
-"""How prompts are cut into pieces of iterations: how many tokens, whose first, and who may overtake whom."""
+"""How prompts are cut into pieces of iterations: how many tokens fit into one, whose first, and who may overtake whom.
+
+The budget of an iteration is fixed, or as many prompt tokens as keep the time between tokens. Sarathi-Serve profiles a
+deployment once and fixes the budget for the worst iteration it may meet. Here the cost model is asked in every
+iteration, with the decodes, their contexts and what is cached before each chunk: the chunk is long while little
+decodes, and short far into a long prompt, whose attention takes longer.
+
+Decodes are not cut and never wait, so the target cannot be kept when they alone exceed it. Prompts then still get the
+minimum, for a prompt that waits until fewer requests decode may wait for ever.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
+from collections import abc, deque
 from itertools import islice
 
+import msgspec
+
 from isthmus.cost.assembly import assembled_weight
-from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import Batch
-from isthmus.scheduler.budget import TbtTarget, TimedBudget, TokenBudget
-from isthmus.scheduler.events import Actions, Piece
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.events import Actions, Limits, Piece
+from isthmus.scheduler.queues import Admission
 from isthmus.scheduler.sequence import QUEUED, Sequence
+from isthmus.types import NS_PER_MS
 
 _LOOKAHEAD = 64
 """Of longer queues only so many are looked through for who may overtake: that is done in every iteration."""
+TILE = 128
+"""Rows that a matrix multiplication on GPUs computes at once (SARATHI, on tile quantisation): one more begins a tile,
+which takes as long as all of its rows."""
+CPU_TILE = 16
+"""The same on a CPU, whose kernels work on a few rows at a time."""
+
+
+StepTime = abc.Callable[[abc.Sequence[tuple[int, int]], int, int], int]
+"""Picoseconds of an iteration, `NodeCost.step_ps`: chunks (tokens, cached before them), decodes, their contexts."""
+
+
+class TokenBudget:
+    """What prompts may take of one iteration: `limit` tokens, of which the `chunks` have `taken` so many."""
+
+    __slots__ = ("chunks", "limit", "taken")
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+        self.chunks: list[Piece] = []
+
+    def fit(self, start: int, left: int) -> int:
+        """The most tokens from position `start` on of a prompt that has `left`; 0 for none. Does not mutate."""
+        rest = self.limit - self.taken
+        return left if left < rest else rest
+
+    def take(self, chunk: Piece, weight: int = 0) -> None:
+        """Adds a chunk, of at most `fit` tokens; or one that comes to `weight` tokens."""
+        self.chunks.append(chunk)
+        self.taken += weight or chunk.count
+
+
+class TbtTarget:
+    """No iteration with decodes is to take longer than `limit_ps`, as `step_ps` predicts; chunks end with a `tile`."""
+
+    __slots__ = ("limit_ps", "step_ps", "tile")
+
+    def __init__(self, step_ps: StepTime, limit_ps: int, tile: int = TILE) -> None:
+        assert limit_ps > 0 and tile > 0
+        self.step_ps, self.limit_ps, self.tile = step_ps, limit_ps, tile
+
+    def minimum(self, num_decodes: int) -> int:
+        """Prompt tokens that are taken in any case: to the end of a tile, and at least half of one.
+
+        The tile that the decodes begin is computed whole anyway, and weights are read whether few rows use them or
+        many, so this delays the decodes by little.
+        """
+        half = self.tile // 2
+        return max(1, half + -(num_decodes + half) % self.tile)
+
+
+class Chunking(msgspec.Struct, frozen=True):
+    """How a node cuts prompts. `partial_prefills`: as in `Limits`; `tbt_ms`: what an iteration with decodes may take,
+    None: the token budget alone counts; `tile`: as in `TbtTarget`."""
+
+    partial_prefills: int = 1
+    tbt_ms: int | None = None
+    tile: int = TILE
+
+    def target(self, step_ps: StepTime) -> TbtTarget | None:
+        return None if self.tbt_ms is None else TbtTarget(step_ps, self.tbt_ms * NS_PER_MS * 1000, self.tile)
+
+
+class TimedBudget(TokenBudget):
+    """As many tokens as the iteration meets its target with, and `minimum` even if it does not.
+
+    In it `num_decodes` requests decode, whose contexts sum to `context`.
+    """
+
+    __slots__ = ("_context", "_num_decodes", "_sizes", "_target", "minimum")
+
+    def __init__(self, target: TbtTarget, limit: int, num_decodes: int, context: int) -> None:
+        super().__init__(limit)
+        self._target, self._num_decodes, self._context = target, num_decodes, context
+        self._sizes: list[tuple[int, int]] = []
+        self.minimum = min(limit, target.minimum(num_decodes))
+
+    def fit(self, start: int, left: int) -> int:
+        most = super().fit(start, left)
+        least = min(most, max(0, self.minimum - self.taken))
+        fitting = most if most <= least or self._meets(most, start) else self._largest(least, most, start)
+        if fitting == left:
+            return fitting
+        # A cut chunk ends with a tile. If none ends in it, its tile has been begun, and the rest of it is free.
+        surplus = (self._num_decodes + self.taken + fitting) % self._target.tile
+        return fitting - surplus if fitting > surplus else fitting
+
+    def take(self, chunk: Piece, weight: int = 0) -> None:
+        super().take(chunk, weight)
+        self._sizes.append((weight or chunk.count, chunk.start))
+
+    def _largest(self, low: int, high: int, start: int) -> int:
+        """The largest count that meets the target, from `low`, which need not, to below `high`, which does not."""
+        return low + bisect_left(range(low + 1, high), 1, key=lambda count: not self._meets(count, start))
+
+    def _meets(self, count: int, start: int) -> bool:
+        took_ps = self._target.step_ps([*self._sizes, (count, start)], self._num_decodes, self._context)
+        return took_ps <= self._target.limit_ps
 
 
 class Chunks:
@@ -55,9 +163,9 @@ class Chunks:
         if (
             sequence.request != piece.request
         ):  # which goes on as soon as there is room elsewhere for what it has here
-            assert sequence.num_away
+            assert sequence.remote.num_planned
             return 1
-        if sequence.num_away or (piece.start and piece.start == sequence.cached):
+        if sequence.remote.num_planned or (piece.start and piece.start == sequence.cached):
             return 1
         return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)
 
@@ -128,9 +236,9 @@ class Chunks:
         if sequence.assembly is not None:
             return self._append_whole(sequence, budget)
         has_blocks = left
-        if sequence.num_away:
-            blocks = sequence.num_held + len(sequence.blocks)
-            has_blocks = 0 if sequence.waits else min(left, blocks * self._limits.block_size - start)
+        if sequence.remote.num_planned:
+            blocks = sequence.num_absent + len(sequence.blocks)
+            has_blocks = 0 if sequence.remote.waits else min(left, blocks * self._limits.block_size - start)
         count = budget.fit(start, min(has_blocks, most)) if has_blocks else 0
         if count:
             budget.take(sequence.piece(start, count, count == left))

@@ -1,4 +1,4 @@
-"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open.
+"""What a scheduler may use, what it is told of runs, and what it answers. Token positions are 0-based, half-open.
 
 `request`, and `key`: what the node calls it, which is the key of the attempt.
 """
@@ -11,8 +11,33 @@ from typing import Any
 import msgspec
 
 from isthmus.attempts import Assembly, Holding
+from isthmus.blocks import MAX_SNAPSHOTS
 from isthmus.reuse import Packing
 from isthmus.types import BlockName, RequestId
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one node may use of its engine in the role that it has."""
+
+    num_blocks: int
+    block_size: int
+    token_budget: int = (
+        512  # of one iteration: decodes are never cut, prompts get what is left, at least one token
+    )
+    max_sequences: int = 64  # that compute or are handed over, and as many again that come
+    max_steps: int = 16  # iterations of one run of decodes
+    max_chunks: int = 1  # of one prompt in one run
+    prompt_batch: int = 1 << 30  # no further prompt joins an iteration that has so many prompt tokens already
+    partial_prefills: int = (
+        1  # computed in parts at the same time; 1: each waits until the one before it is through
+    )
+    order: str = "fcfs"  # of waiting requests; or `promise`
+    state_blocks: int = 0  # that a snapshot of the model's recurrent state fills, 0 for models without
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
+        return (self.num_blocks - MAX_SNAPSHOTS * self.state_blocks) * self.block_size
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -38,8 +63,8 @@ class Piece(msgspec.Struct, frozen=True):
 
     When `samples`, this piece reaches the end of the known tokens and yields the next one.
 
-    `holdings`: where its leading blocks lie if not here, in their order; `blocks` are those that follow. Of a prompt
-    that was packed they begin with what `packing` keeps, and what it drops lies with nobody.
+    `remote`: where its leading blocks lie if not here, in their order; `blocks` are those that follow. Of a prompt that
+    was packed they begin with what `packing` keeps; what it drops lies nowhere.
 
     `assembly`: it is put together from its donors' KV, whose blocks lie in `scratch`, in their order, and then packed
     into the first of these.
@@ -57,24 +82,27 @@ class Piece(msgspec.Struct, frozen=True):
     slot: int = 0
     restore: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    holdings: tuple[Holding, ...] = ()
+    remote: tuple[Holding, ...] = ()
     packing: Packing | None = None
     assembly: Assembly | None = None
     scratch: tuple[int, ...] = ()
 
     @property
+    def num_absent(self) -> int:
+        """Leading blocks that are not in `blocks`: they lie elsewhere, or were dropped."""
+        num_remote = sum([holding.num_blocks for holding in self.remote])
+        return num_remote if self.packing is None else num_remote + self.packing.num_dropped
+
+    @property
     def table(self) -> tuple[int, ...]:
-        """`blocks` by the number of the block in the request; what stands for those elsewhere means nothing."""
-        return (0,) * sum([holding.num_blocks for holding in self.holdings]) + self.blocks
+        """`blocks` by the number of the block in the request; what stands for those absent means nothing."""
+        return (0,) * self.num_absent + self.blocks
 
 
 class Run:
-    """Execute this batch, unchanged, for up to `steps` iterations; decodes first.
-
-    `chunks`: the prompts' pieces. `num_decodes` requests decode, and their contexts, with the tokens of the first
-    iteration, sum to `context`. Iteration i computes position `start + i` of a decode; a chunk repeats only when
-    it is alone, and iteration i then computes `[start + i * count, start + (i + 1) * count)`.
-    """
+    """Execute this batch, unchanged, for up to `steps` iterations; decodes first. Iteration i computes position
+    `start + i` of a decode; a chunk repeats only when it is alone, and iteration i then computes
+    `[start + i * count, start + (i + 1) * count)`."""
 
     __slots__ = ("_expand", "_pieces", "chunks", "context", "num_decodes", "steps")
 
@@ -86,16 +114,16 @@ class Run:
         steps: int,
         expand: Callable[[], list[Piece]],
     ) -> None:
+        """`chunks`: the prompts' pieces. `context`: of all that decode, with the tokens of the first iteration."""
         self.chunks, self.num_decodes, self.context, self.steps = chunks, num_decodes, context, steps
-        self._expand = expand
-        self._pieces: tuple[Piece, ...] | None = None
+        self._expand, self._pieces = expand, None if num_decodes else chunks
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece of the first iteration. Made when first asked for, which must be before the next event:
         a simulator never asks, since times need only the sums."""
         if self._pieces is None:
-            self._pieces = (*self._expand(), *self.chunks) if self.num_decodes else self.chunks
+            self._pieces = (*self._expand(), *self.chunks)
         return self._pieces
 
 

@@ -4,19 +4,25 @@ In every policy a block goes before the block it follows: each use of a block is
 what is compared is chosen so that the head of a chain never ranks below its tail. So leaves go first without a
 search for leaves, and what is held stays closed under prefixes.
 
+Of several tenants whoever holds most next to its weight gives blocks up. A share is no wall: a lone tenant fills
+everything, and gives back what others need as they come. Which of a tenant's blocks go is said by a policy of its own.
+All chains that begin with one block are one tenant's, since a tenant's names are salted; so what each tenant holds is
+closed under prefixes, and stays so whoever gives.
+
 Owns that order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count as counting
-from itertools import filterfalse, islice, repeat
+from itertools import filterfalse, groupby, islice, repeat
 from typing import Any, Protocol
 
-from isthmus.types import BlockName
+from isthmus.types import NOBODY, BlockName
 
 Chain = tuple[BlockName, ...]
 """Names of a prompt's blocks, from its first block on."""
@@ -218,3 +224,109 @@ EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "length_aware": lambda: RankEviction(least_used_keep_late),
     "length_aware_early": lambda: RankEviction(least_used_keep_early),
 }
+
+
+def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) -> dict[str, int]:
+    """How many of `count` blocks each tenant gives, so that those most above their share come down to one level.
+
+    `sizes`: the blocks of each; the level is a number of blocks for each unit of weight.
+    """
+    order = sorted([name for name in sizes if sizes[name]], key=lambda name: -sizes[name] / weights[name])
+    size, weight = 0, 0.0
+    for at, name in enumerate(order):
+        size, weight = size + sizes[name], weight + weights[name]
+        below = sizes[order[at + 1]] / weights[order[at + 1]] if at + 1 < len(order) else 0.0
+        if size - weight * below >= count:
+            order = order[: at + 1]
+            break
+    level = max(0.0, size - count) / weight if order else 0.0
+    left = {name: min(sizes[name], math.ceil(weights[name] * level)) for name in order}
+    for _ in range(min(count, size) - sum([sizes[name] - left[name] for name in order])):  # lost in rounding
+        left[max(order, key=lambda name: left[name] / weights[name])] -= 1
+    return {name: sizes[name] - left[name] for name in order}
+
+
+class SharedEviction:
+    """The order in which a tier's blocks go that several tenants share. `make`: a policy; `first`: the one of `owner`,
+    who had all until now. `weights`: of all tenants, common to all tiers of a node.
+
+    `tenant`: whose chain is used or admitted next.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        first: EvictionPolicy,
+        owner: str,
+        weights: Mapping[str, float],
+    ) -> None:
+        self.held: dict[BlockName, str] = dict.fromkeys(first.held, owner)
+        """Whose each block is."""
+        self.tenant = owner
+        self._make, self._weights = make, weights
+        self._policies = {owner: first}
+        self._unclaimed: dict[BlockName, list[BlockName]] | None = None  # trees of nobody's blocks
+
+    def sizes(self) -> dict[str, int]:
+        """Blocks of each tenant. Does not mutate."""
+        return {name: len(policy.held) for name, policy in self._policies.items()}
+
+    def claim(self, root: BlockName) -> None:
+        """Mutates: all of nobody's that begins with this block is `tenant`'s: it is what a node found on its SSD."""
+        if self._unclaimed is None:
+            self._unclaimed = self._policies[NOBODY.name].trees() if NOBODY.name in self._policies else {}
+        names = [name for name in self._unclaimed.pop(root, ()) if self.held.get(name) == NOBODY.name]
+        if names:
+            self._policy(self.tenant).admit(self._policies[NOBODY.name].remove(names))
+            self.held.update(dict.fromkeys(names, self.tenant))
+
+    def use(self, chain: Chain, num_held: int) -> None:
+        self._policy(self.tenant).use(chain, num_held)
+        self.held.update(dict.fromkeys(chain[num_held:], self.tenant))
+
+    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
+        """As the policies'; tenants give as `surplus` says, and more where others cannot. It is fewer than `count`
+        where what is `spared` is more than its tenant's share: the end of that goes."""
+        own, gone = self.held[spared[0]] if spared else None, list[Entry]()
+        sizes = self.sizes()
+        while len(gone) < count and sizes:
+            for name, num_blocks in surplus(sizes, self._weights, count - len(gone)).items():
+                found = self._policies[name].evict(num_blocks, pins, spared if name == own else ())
+                gone += [(block, (name, info)) for block, info in found]
+                sizes[name] -= len(found)
+                if len(found) < num_blocks:
+                    del sizes[name]  # the rest of it is in use
+                    if name == own:
+                        count -= min(num_blocks - len(found), len(spared))
+            sizes = {name: size for name, size in sizes.items() if size}
+        for block, _ in gone:
+            del self.held[block]
+        return gone
+
+    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
+        gone: list[Entry] = []
+        for owner, blocks in groupby(names, key=self.held.__getitem__):
+            gone += [(block, (owner, info)) for block, info in self._policies[owner].remove([*blocks])]
+        for block, _ in gone:
+            del self.held[block]
+        return gone
+
+    def admit(self, entries: Iterable[Entry]) -> None:
+        for owner, found in groupby(entries, key=lambda entry: entry[1][0]):
+            blocks = [(block, info) for block, (_, info) in found]
+            self._policy(owner).admit(blocks)
+            self.held.update(dict.fromkeys([block for block, _ in blocks], owner))
+
+    def heads(self) -> dict[BlockName, BlockName | None]:
+        return {block: head for policy in self._policies.values() for block, head in policy.heads().items()}
+
+    def trees(self) -> dict[BlockName, list[BlockName]]:
+        return {root: blocks for policy in self._policies.values() for root, blocks in policy.trees().items()}
+
+    def _policy(self, owner: str) -> EvictionPolicy:
+        if owner == NOBODY.name:
+            self._unclaimed = None  # there is more of it
+        policy = self._policies.get(owner)
+        if policy is None:
+            policy = self._policies[owner] = self._make()
+        return policy

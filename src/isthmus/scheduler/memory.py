@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.events import Limits
 from isthmus.scheduler.pool import Blocks, Pool
 from isthmus.scheduler.sequence import Prefix, Sequence
 from isthmus.scheduler.states import AnyStates, NoStates, States
@@ -26,10 +26,7 @@ class Memory:
         # A prompt whose blocks go elsewhere fills some while others are on their way.
         window = -(-limits.token_budget // limits.block_size) * 2
         self._window = max(1, min(window, limits.num_blocks // 4))
-        self.guests: dict[RequestId, Blocks] = {}
-        """For KV of other nodes' requests."""
-        self.reclaiming: dict[RequestId, Blocks] = {}
-        """Into which KV comes back from holders: nobody's until that is over, whatever became of their request."""
+        self.num_aside = 0  # blocks for KV of no sequence here: of other nodes' requests, or on its way home
         self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
         self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
 
@@ -37,9 +34,7 @@ class Memory:
         """Gives it blocks for its known tokens, and for the snapshots to be taken of them. False, and nothing, if then
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states
-        positions = states.positions(
-            sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, departs=sequence.departs
-        )
+        positions = states.positions(sequence, prefix)
         needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
@@ -52,14 +47,15 @@ class Memory:
         sequence.blocks = prefix.blocks + pool.allocate(needed - sequence.num_scratch)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
-        sequence.named = max(len(prefix.blocks), sequence.num_held)
+        sequence.named = max(len(prefix.blocks), sequence.num_absent)
         return True
 
     def at_home(self, sequence: Sequence) -> int:
         """Blocks with which it can compute its known tokens: all, or those that stay here and some for those that are
         filled and go."""
-        whole, num_away = -(-sequence.length // self._size), sequence.num_away
-        return whole - num_away + min(num_away - sequence.num_held, self._window) if num_away else whole
+        whole, remote = -(-sequence.length // self._size), sequence.remote
+        go = remote.num_planned
+        return whole - go + min(go - remote.num_there, self._window) if go else whole
 
     def extend(self, sequence: Sequence) -> None:
         """More blocks for a prompt in place of those that went, as far as there are any."""
@@ -67,43 +63,17 @@ class Memory:
         if wanted > 0:
             sequence.blocks += self.pool.allocate(min(wanted, self.pool.available))
 
-    def host(self, request: RequestId, num_blocks: int, headroom: int) -> Blocks:
-        """Room for so many blocks of another node's request in all; none where there is no room for them."""
-        blocks = self.guests.get(request, ())
-        more = num_blocks - len(blocks)
-        if not blocks:  # one spare block for each guest, which may grow
-            headroom = max(headroom, min(len(self.guests), self.pool.num_blocks // 8))
-        if more > 0:
-            if more + headroom > self.pool.available:
-                return ()
-            blocks = self.guests[request] = blocks + self.pool.allocate(more)
-        return blocks
-
-    def rekey(self, old: RequestId, request: RequestId) -> None:
-        """That room is another request's, which has none."""
-        assert request not in self.guests
-        self.guests[request] = self.guests.pop(old)
-
-    def shrink(self, request: RequestId, num_blocks: int) -> None:
-        """Of that room so much is left; the rest is free."""
-        blocks = self.guests[request]
-        self.guests[request] = blocks[:num_blocks]
-        self.pool.release(blocks[num_blocks:])
-
-    def unhost(self, request: RequestId) -> None:
-        """That room is free."""
-        self.pool.release(self.guests.pop(request))
-
-    def reclaim(self, request: RequestId, num_blocks: int, headroom: int) -> Blocks:
-        """Blocks for KV that comes back; none where there are not so many."""
+    def set_aside(self, num_blocks: int, headroom: int) -> Blocks:
+        """Blocks for KV of no sequence here; none if then fewer than `headroom` were left."""
         if num_blocks + headroom > self.pool.available:
             return ()
-        blocks = self.reclaiming[request] = self.pool.allocate(num_blocks)
-        return blocks
+        self.num_aside += num_blocks
+        return self.pool.allocate(num_blocks)
 
-    def unclaim(self, request: RequestId) -> None:
-        """It did not come, or is not needed."""
-        self.pool.release(self.reclaiming.pop(request, ()))
+    def put_back(self, blocks: Blocks) -> None:
+        """Undoes `set_aside` for these."""
+        self.num_aside -= len(blocks)
+        self.pool.release(blocks)
 
     def reserve(self, sequence: Sequence, headroom: int) -> bool:
         """Gives it blocks for the KV that is sent to it, its next token included; False as above."""
@@ -116,7 +86,7 @@ class Memory:
 
     def to_receive(self, sequence: Sequence) -> int:
         """Blocks for the KV that is sent to it, its next token included."""
-        return -(-(sequence.length + 1) // self._size) - sequence.num_held
+        return -(-(sequence.length + 1) // self._size) - sequence.num_absent
 
     def assembled(self, sequence: Sequence) -> None:
         """Its prompt is computed; what it had for donors is free."""
@@ -155,13 +125,8 @@ class Memory:
         self.pool.check()
         self.states.check(sequences)
         assert self._unsaved.keys() <= self._saving.keys() and all(self._saving.values())
-        others = *self._unsaved.values(), *self.guests.values(), *self.reclaiming.values()
-        held = sum([len(blocks) for blocks in others])
+        held = self.num_aside + sum([len(blocks) for blocks in self._unsaved.values()])
         for each in sequences:
-            held += (
-                len(each.blocks)
-                + len(each.scratch)
-                + len(each.restore)
-                + sum([len(shot.blocks) for shot in each.snapshots])
-            )
+            held += len(each.blocks) + len(each.scratch) + len(each.restore)
+            held += sum([len(shot.blocks) for shot in each.snapshots])
         assert held == self.pool.num_held, "requests and the pool do not agree on what is held"

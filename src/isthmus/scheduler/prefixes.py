@@ -6,13 +6,14 @@ added to `actions`.
 
 from __future__ import annotations
 
+from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.scheduler import events
 from isthmus.scheduler.events import Actions
-from isthmus.scheduler.keeper import Keeper
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.pool import Blocks
 from isthmus.scheduler.sequence import Prefix, Sequence
-from isthmus.scheduler.tiers import TierCache
-from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Tenant
+from isthmus.scheduler.tiers import Change, TierCache
+from isthmus.types import DISK, NOBODY, BlockName, NodeId, RequestId, Tenant
 
 Names = tuple[BlockName, ...]
 
@@ -46,7 +47,7 @@ class PoolPrefixes:
         memory, pool, names, stored = self._memory, self._memory.pool, sequence.names, []
         if sequence.named < len(names):
             full = _num_full(sequence, self._size)
-            span, here = slice(sequence.named, full), sequence.num_held
+            span, here = slice(sequence.named, full), sequence.num_absent
             blocks = sequence.blocks[sequence.named - here : full - here]
             named = zip(blocks, names[span], strict=True)
             stored = [name for block, name in named if pool.store(block, name, sequence.tenant)]
@@ -59,13 +60,10 @@ class PoolPrefixes:
         return tuple(stored)
 
     def keep(
-        self,
-        names: Names,
-        actions: Actions,
-        request: RequestId,
-        blocks: Blocks = (),
-        tenant: Tenant = NOBODY,
-    ) -> None: ...
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
+    ) -> bool:
+        return False
+
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None: ...
     def lose(self, names: Names, actions: Actions) -> None: ...
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
@@ -73,28 +71,91 @@ class PoolPrefixes:
     def unpin(self, sequence: Sequence) -> None: ...
 
 
-class TierPrefixes:
+class Keeper:
+    """What changes in a node's tiers, as actions for its store and reports for the conductor."""
+
+    def __init__(self, tiers: TierCache, node: NodeId) -> None:
+        self._tiers, self._node = tiers, node
+
+    def keep(
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
+    ) -> bool:
+        """A prefix for the cache to keep, in the tenant's share. `blocks` of the engine hold it, computed for
+        `request`; without, what is new of it lies in the store already, put there for that. Whether blocks of the
+        engine are to be saved."""
+        if not names:
+            return False
+        change = self._tiers.put(names, tenant)
+        start, fresh = change.start, len(change.stored) + len(change.sunk)
+        new: events.Save | events.Adopt | None = None
+        span = slice(start, start + fresh)
+        if fresh and blocks:
+            head = names[start - 1] if start else None
+            new = events.Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
+        elif fresh:
+            new = events.Adopt(request, names[span])
+        self._tell(change, actions, new)
+        return isinstance(new, events.Save)
+
+    def lose(self, names: Names, actions: Actions) -> None:
+        """Their bytes are gone or damaged, in whichever tier they were."""
+        self._tell(self._tiers.remove(names), actions)
+
+    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
+        """They were found whole on the SSD when the node started. What is not kept, for want of room or of the block it
+        follows, goes."""
+        for chain in chains:
+            self._tell(self._tiers.restore(chain), actions)
+        useless = [name for chain in chains for name in chain if not self._tiers.holds(name)]
+        if useless:
+            actions.append(events.Drop(tuple(dict.fromkeys(useless))))
+
+    def _tell(self, change: Change, actions: Actions, new: events.Save | events.Adopt | None = None) -> None:
+        """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
+        takes its place there. `new`: how all comes that is."""
+        node = self._node
+        if change.evicted:
+            actions += (events.Drop(change.evicted), BlocksEvicted(node, change.evicted))
+        if change.promoted:
+            actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
+        if change.demoted:
+            actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
+        if isinstance(new, events.Save):
+            actions += (new, BlocksStored(node, new.names))
+        elif new is not None:
+            actions.append(new)
+            if change.stored:
+                actions.append(BlocksStored(node, change.stored))
+            if change.sunk:
+                actions.append(events.Demote(change.sunk))
+        if change.sunk:
+            actions.append(BlocksStored(node, change.sunk, DISK))
+
+
+class TierPrefixes(Keeper):
     """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
 
     def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:
-        self._tiers, self._memory, self._size = tiers, memory, block_size
-        self._keeper = Keeper(tiers, node)
+        super().__init__(tiers, node)
+        self._memory, self._size = memory, block_size
 
     def arrive(self, sequence: Sequence) -> None:
         """What it was sent here for stays until it has it."""
         present, wanted = self._tiers.match(sequence.names)[0], sequence.num_cached
         expected = present if present < wanted else wanted
-        self._pin(sequence, expected if expected > sequence.fetch_stop else sequence.fetch_stop)
+        fetched = sequence.fetch.stop if sequence.fetch is not None else 0
+        self._pin(sequence, expected if expected > fetched else fetched)
 
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
         """As above; what a fetch under way will bring counts as here."""
         states, names, size = self._memory.states, sequence.names, self._size
-        if sequence.num_away:  # it is loaded into blocks of the engine
+        if sequence.remote.num_planned:  # it is loaded into blocks of the engine
             names = names[: self._memory.at_home(sequence) - 1]
         present, on_disk = self._tiers.match(names)
-        arrives = sequence.fetch_start <= present < sequence.fetch_stop <= len(names)
-        if arrives and states.leaves_some(sequence.fetch_stop, sequence.length):
-            found = usable = sequence.fetch_stop
+        fetch = sequence.fetch
+        arrives = fetch is not None and fetch.start <= present < fetch.stop <= len(names)
+        if fetch is not None and arrives and states.leaves_some(fetch.stop, sequence.length):
+            found = usable = fetch.stop
         else:
             found = present
             usable, on_disk = states.in_tiers(self._tiers, sequence, present, on_disk)
@@ -115,8 +176,8 @@ class TierPrefixes:
     def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
         """A chunk was. When it was the last one, the cache gets the prompt and its snapshots; what goes elsewhere is
         kept before."""
-        request, blocks, memory, here = sequence.request, sequence.table, self._memory, sequence.num_held
-        if samples or sequence.num_away:
+        request, blocks, memory, here = sequence.request, sequence.table, self._memory, sequence.num_absent
+        if samples or sequence.remote.num_planned:
             full = _num_full(sequence, self._size)
             if self._holds(sequence.names[:here]):
                 self.keep(sequence.names[:full], actions, request, blocks, sequence.tenant)
@@ -134,7 +195,7 @@ class TierPrefixes:
 
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None:
         """Its answer is complete: `names` are of all full blocks."""
-        if self._holds(names[: sequence.num_held]):
+        if self._holds(names[: sequence.num_absent]):
             self.keep(names, actions, sequence.request, sequence.table, sequence.tenant)
 
     def _holds(self, names: Names) -> bool:
@@ -142,22 +203,12 @@ class TierPrefixes:
         return not names or self._tiers.match(names)[0] == len(names)
 
     def keep(
-        self,
-        names: Names,
-        actions: Actions,
-        request: RequestId,
-        blocks: Blocks = (),
-        tenant: Tenant = NOBODY,
-    ) -> None:
-        """As the keeper's."""
-        if self._keeper.keep(names, actions, request, blocks, tenant):
+        self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
+    ) -> bool:
+        saves = super().keep(names, actions, request, blocks, tenant)
+        if saves:
             self._memory.saving(request)
-
-    def lose(self, names: Names, actions: Actions) -> None:
-        self._keeper.lose(names, actions)
-
-    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
-        self._keeper.recover(chains, actions)
+        return saves
 
     def unpin(self, sequence: Sequence) -> None:
         """What it needed of the tiers is in the engine, or not needed any more."""

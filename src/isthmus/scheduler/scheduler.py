@@ -18,16 +18,13 @@ from __future__ import annotations
 from itertools import count
 
 from isthmus.attempts import BlocksEvicted, BlocksStored
-from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import PLACED, Batch
-from isthmus.scheduler.budget import TbtTarget
-from isthmus.scheduler.chunks import Chunks
-from isthmus.scheduler.events import Actions, Preempted, Run, Stepped
-from isthmus.scheduler.incoming import Incoming
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.chunks import Chunks, TbtTarget
+from isthmus.scheduler.events import Actions, Limits, Preempted, Run, Stepped
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.pool import BlockPool, Blocks, Pool
 from isthmus.scheduler.prefixes import PoolPrefixes, Prefixes, TierPrefixes
+from isthmus.scheduler.queues import Admission, Incoming
 from isthmus.scheduler.sequence import (
     COMPUTED,
     COMPUTING,
@@ -72,7 +69,8 @@ class Scheduler:
         self.run: Run | None = None
         """The run that is out."""
         self.dropped: list[Sequence] = []
-        """Pre-empted with KV on other nodes: they are here no more, and whoever knows them takes them from here."""
+        """Pre-empted, and cannot be computed anew: they are here no more, and whoever knows them takes them from
+        here."""
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
@@ -119,39 +117,39 @@ class Scheduler:
         self._incoming.check(sequences)
         assert len(self._admission.waiting) == sum([each.state is QUEUED for each in sequences])
         for each in sequences:
-            room = (each.num_held + len(each.blocks)) * self.limits.block_size
+            each.check()
+            room = (each.num_absent + len(each.blocks)) * self.limits.block_size
             assert each.state is DECODING or room >= each.computed, "computed tokens without a block"
 
     # Facts. What follows at once is added to `actions`; each may change what `plan` gives.
 
     def arrive(self, sequence: Sequence) -> None:
         """A request to compute here."""
-        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
-        self._sequences[sequence.request] = sequence
-        sequence.arrival = next(self._arrivals)
-        self._batch.turns.arrive(sequence.tenant)
+        self._enter(sequence)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
         """A request whose KV another node will send."""
-        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
-        self._sequences[sequence.request] = sequence
-        sequence.arrival = next(self._arrivals)
-        self._batch.turns.arrive(sequence.tenant)
+        self._enter(sequence)
         self._incoming.expect(sequence)
         # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
         if self.run is not None and not self._admission.waiting:
             self._incoming.reserve(actions)
-            if self.pool.evicted:
-                actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+            self._tell_evicted(actions)
 
-    def shipped(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many more of its blocks lie with their holder; those of the engine are free. No run touches it."""
-        assert not self.computes(sequence) and num_blocks <= sequence.num_shipping
-        sequence.num_shipping -= num_blocks
-        self._memory.give_back(sequence.request, sequence.moved(num_blocks))
+    def _enter(self, sequence: Sequence) -> None:
+        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
+        self._sequences[sequence.request] = sequence
+        sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
+
+    def shipped(self, sequence: Sequence) -> None:
+        """What was on its way to holders is there; the blocks that it had here are free. No run touches it."""
+        shipment = sequence.remote.shipment
+        assert not self.computes(sequence) and shipment is not None
+        self._memory.give_back(sequence.request, sequence.moved(shipment.num_blocks))
 
     def num_computed(self, sequence: Sequence) -> int:
         """Tokens of it that have KV."""
@@ -159,25 +157,22 @@ class Scheduler:
             return self._batch.decoding.now + sequence.offset
         return sequence.computed
 
-    def host(self, request: RequestId, num_blocks: int, actions: Actions) -> Blocks:
-        """Room for blocks of another node's request, beside one spare block for each that runs here; none if there is
-        not so much."""
-        blocks = self._memory.host(request, num_blocks, self._batch.headroom)
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+    def set_aside(self, num_blocks: int, actions: Actions, spare: int = 0) -> Blocks:
+        """Blocks for KV of no sequence here: of another node's request, or on its way home. None if there are not so
+        many beside `spare`, and beside one for each that runs here."""
+        blocks = self._memory.set_aside(num_blocks, max(spare, self._batch.headroom))
+        self._tell_evicted(actions)
         return blocks
 
-    def rekey(self, old: RequestId, request: RequestId) -> None:
-        """What lies here of one request of another node is another's."""
-        self._memory.rekey(old, request)
+    def put_back(self, blocks: Blocks) -> None:
+        """These are needed for that no more."""
+        self._memory.put_back(blocks)
 
-    def shrink(self, request: RequestId, num_blocks: int) -> None:
-        """Of that room only so much is needed."""
-        self._memory.shrink(request, num_blocks)
-
-    def unhost(self, request: RequestId) -> None:
-        """That room is not needed any more."""
-        self._memory.unhost(request)
+    def returned(self, sequence: Sequence, blocks: Blocks) -> None:
+        """The last of its KV that lay elsewhere is in these, which were set aside. No run touches it."""
+        assert not self.computes(sequence)
+        self._memory.num_aside -= len(blocks)
+        sequence.returned(blocks)
 
     def fits(self, sequence: Sequence, num_away: int) -> bool:
         """Whether all of it, at its end, has room here when so many blocks lie elsewhere."""
@@ -193,22 +188,10 @@ class Scheduler:
         loaded there. `names`: of all its blocks."""
         sequence.assembly, sequence.names, sequence.is_exact = None, names, True
 
-    def reclaim(self, sequence: Sequence, num_blocks: int, actions: Actions) -> Blocks:
-        """Blocks for what comes back of its KV, beside one spare block for each that runs here; none if there are not
-        so many. Until `reclaimed` or `unclaim` they are nobody's."""
-        blocks = self._memory.reclaim(sequence.request, num_blocks, self._batch.headroom)
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
-        return blocks
-
-    def reclaimed(self, sequence: Sequence) -> None:
-        """It is back. No run touches it."""
-        assert not self.computes(sequence)
-        sequence.returned(self._memory.reclaiming.pop(sequence.request))
-
-    def unclaim(self, request: RequestId) -> None:
-        """What was to come back did not, or is not needed. Unknown ones are no error."""
-        self._memory.unclaim(request)
+    @property
+    def num_aside(self) -> int:
+        """Blocks for KV of no sequence here."""
+        return self._memory.num_aside
 
     @property
     def num_spare(self) -> int:
@@ -222,15 +205,6 @@ class Scheduler:
         wanted = sum([self._memory.at_home(each) + each.num_scratch for each in waiting])
         return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
 
-    def hosted(self, request: RequestId) -> Blocks:
-        """Blocks for KV of this request of another node."""
-        return self._memory.guests.get(request, ())
-
-    @property
-    def num_hosted(self) -> int:
-        """Blocks for KV of other nodes' requests."""
-        return sum([len(blocks) for blocks in self._memory.guests.values()])
-
     def imported(self, sequence: Sequence) -> None:
         """All KV of an expected request is here and checked; its first new token is known."""
         self._incoming.imported(sequence)
@@ -238,9 +212,8 @@ class Scheduler:
     def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
         """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
         was fetched is here, or less and no state."""
-        complete = 0 < sequence.fetch_stop <= stop
-        sequence.fetch_start = sequence.fetch_stop = 0
-        names = sequence.names
+        names, fetch, sequence.fetch = sequence.names, sequence.fetch, None
+        complete = fetch is not None and 0 < fetch.stop <= stop
         names = self._states.chain(names, stop) if complete else names[:stop]
         self.keep(names, actions, sequence.request, sequence.tenant)
 
@@ -324,7 +297,7 @@ class Scheduler:
                 if sequence.assembly is not None or sequence.scratch:
                     self._memory.assembled(sequence)
                 self._batch.prompts.remove(sequence)
-                if sequence.departs:  # what has no name leaves with it, and is free when it is gone
+                if sequence.hands_over:  # what has no name leaves with it, and is free when it is gone
                     sequence.state = DEPARTS[sequence.state]
                     self._states.leave(sequence)
                 else:
@@ -352,15 +325,14 @@ class Scheduler:
             if incoming.joining:  # who was pre-empted left a place; they have the blocks for this run
                 incoming.join(actions)
         for prompt in prompts:
-            if prompt.num_away:
+            if prompt.remote.num_planned:
                 self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
         if incoming.expected and (not waiting or batch.turns.has_ahead):
             # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
             # computed, who wait for this node.
             incoming.reserve(actions, in_order=bool(waiting))
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+        self._tell_evicted(actions)
         if decoding.sequences:
             run = decoding.run(chunks)
         elif chunks:
@@ -371,11 +343,15 @@ class Scheduler:
         actions.append(run)
         return run
 
+    def _tell_evicted(self, actions: Actions) -> None:
+        if self.pool.evicted:
+            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+
     def _preempt(self, actions: Actions) -> None:
-        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, since
-        what of its KV lies elsewhere does not follow from what is computed here anew."""
+        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, if its
+        KV that lies elsewhere does not follow from what is computed here anew."""
         victim = self._batch.youngest()
-        if victim.num_away:
+        if victim.is_bound:
             self.forget(victim)
             self.dropped.append(victim)
         else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
 
-from isthmus.attempts import Assembly, Holding
+from isthmus.attempts import Assembly, FetchOrder
 from isthmus.reuse import Packing
 from isthmus.scheduler.events import Actions, Piece
 from isthmus.scheduler.pool import Blocks
-from isthmus.types import NOBODY, BlockName, RequestId
+from isthmus.scheduler.remote import ALL_HERE, RemoteKV
+from isthmus.types import NOBODY, BlockName, RequestId, Tenant
 
 
 class State(Enum):
@@ -44,92 +46,68 @@ ENDED = {DEPARTING: None, DECODING: None}
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """What is cached of a prompt. `num_tokens` need no computing; `num_found` leading blocks are there, with a state to
-    go on from or not. They are in these `blocks` of the engine, the state in `state`; or, if it `loads`, in the tiers,
-    `num_on_disk` blocks on SSD, and come into new ones."""
+    """The cached prefix of a prompt."""
 
-    num_tokens: int = 0
-    num_found: int = 0
-    blocks: Blocks = ()
-    state: Blocks = ()
-    loads: bool = False
-    num_on_disk: int = 0
+    num_tokens: int = 0  # that need no computing
+    num_found: int = 0  # leading blocks that are cached, with a state to go on from or not
+    blocks: Blocks = ()  # of the engine, where the prefix lies; none if it `loads`
+    state: Blocks = ()  # the same of the recurrent state at its end
+    loads: bool = False  # it lies in the tiers, and comes into new blocks
+    num_on_disk: int = 0  # of its blocks, those on SSD
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
-    """The recurrent state after `position` tokens, to be written to `blocks`. `depth`: it ends that many full blocks of
-    the prompt, 0 for one at the prompt's end that only travels."""
+    """The recurrent state after `position` tokens, to be written to `blocks`."""
 
-    __slots__ = ("blocks", "depth", "position")
-
-    def __init__(self, position: int, depth: int, blocks: Blocks) -> None:
-        self.position, self.depth, self.blocks = position, depth, blocks
+    position: int
+    depth: int  # full blocks of the prompt that it follows; 0 for one at the prompt's end, which only travels
+    blocks: Blocks
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens on one node, which the field calls a sequence: `[0, length)` are known, and it ends at the
-    latest when it has `stop_length`; `[0, computed)` have KV in `blocks`, `[0, cached)` of them from the start.
-    `request`: what it is called here; a node calls it by the key of the attempt. `names`: of the prompt's full blocks.
-
-    `tenant`: in whose share it is computed and kept.
-
-    `departs`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
-    `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)` are being fetched, until
-    about `fetch_until_ns`; `fetches`: that is not over. `work_ns`: time its prefill is expected to take;
-    `deadline_ns`: when its first token was promised, 0 without a promise.
+    """One request's tokens on one node, which the field calls a sequence. Tokens `[0, length)` are known, of which
+    `[0, computed)` have KV: in `blocks`, behind the leading `num_absent` blocks.
 
     While it decodes, `computed` is the decode clock's `now + offset` and `length` one more; both are settled when it
-    stops, and its `blocks` are full at the clock's `full_at`. `arrival` counts arrivals, `age` admissions: the youngest
-    is pre-empted first. `pinned`: in the tiers; by the scheduler, `num_pinned` leading blocks and the snapshot at their
-    end.
+    stops."""
 
-    Its leading `num_away` blocks are to lie with `holdings`; the first `num_held` of them do, with `held`, the next
-    `num_shipping` are on their way there, and `blocks` are those that follow what is held. `waits`: for their answers.
-    While it waits for memory it may hold what an attempt before it computed. If it `grows`, what fills while it decodes
-    goes elsewhere, too.
-
-    `assembly`: what is not cached of its prompt is put together from donors' KV, in one piece; `scratch`: blocks for
-    that; `awaits`: donors on their way, while it keeps its place in the queue. `packing`: what is kept of its first
-    blocks since; those that were dropped are held by nobody. `is_exact`: else its answer's blocks get no names.
-
-    With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
-    `snapshots`: taken, or to be taken, of its prompt.
-    """
-
-    __slots__ = (
-        "age", "arrival", "assembly", "awaits", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
-        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "is_exact", "length",
-        "named", "names", "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "packing",
-        "pinned", "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "tenant", "waits",
-        "work_ns",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: RequestId,
-        num_tokens: int,
-        stop_length: int,
-        names: tuple[BlockName, ...] = (),
-    ) -> None:
-        self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
-        self.state = QUEUED
-        self.tenant = NOBODY
-        self.departs = self.fetches = self.waits = self.grows = self.awaits = False
-        self.is_exact = True
-        self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
-        self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
-        self.work_ns = self.deadline_ns = self.num_pinned = 0
-        self.num_away = self.num_held = self.num_shipping = 0
-        self.holdings: tuple[Holding, ...] = ()
-        self.held: tuple[Holding, ...] = ()
-        self.slot = -1
-        self.pinned: tuple[BlockName, ...] = ()
-        self.blocks: Blocks = ()
-        self.restore: Blocks = ()
-        self.snapshots: list[Snapshot] = []
-        self.assembly: Assembly | None = None
-        self.scratch: Blocks = ()
-        self.packing: Packing | None = None
+    request: RequestId  # its name here; a node calls it by the key of the attempt
+    length: int
+    stop_length: int  # it ends at the latest when it has so many tokens
+    names: tuple[BlockName, ...] = ()  # of the prompt's full blocks
+    state: State = QUEUED
+    tenant: Tenant = NOBODY  # in whose share it is computed and kept
+    hands_over: bool = (
+        False  # a decode node takes it over after prefill; its blocks stay held until it is forgotten
+    )
+    arrival: int = 0  # counts arrivals
+    age: int = 0  # counts admissions: the youngest is pre-empted first
+    computed: int = 0
+    cached: int = 0  # tokens that had KV from the start
+    named: int = 0  # leading blocks of the prompt that were given to the cache, or came from there
+    blocks: Blocks = ()
+    num_absent: int = 0  # leading blocks that are not in `blocks`: they lie elsewhere, or were dropped
+    remote: RemoteKV = ALL_HERE
+    offset: int = 0  # its distance to the decode clock
+    full_at: int = 0  # when, by the decode clock, its blocks are full
+    num_cached: int = 0  # leading blocks it was sent here for, those that a fetch brings included
+    fetch: FetchOrder | None = None  # a fetch that is not over brings some of them
+    work_ns: int = 0  # time its prefill is expected to take
+    deadline_ns: int = 0  # when its first token was promised, 0 without a promise
+    pinned: tuple[BlockName, ...] = ()  # in the tiers
+    num_pinned: int = 0  # leading blocks among these that the scheduler pinned, with the snapshot at their end
+    # What is not cached of its prompt may be assembled from donors' KV, in one piece.
+    assembly: Assembly | None = None
+    scratch: Blocks = ()  # for donors' blocks
+    awaits: bool = False  # donors are on their way, while it keeps its place in the queue
+    packing: Packing | None = None  # what was kept of its first blocks
+    is_exact: bool = True  # else its answer's blocks get no names
+    # With recurrent states.
+    slot: int = -1  # of the live state
+    restore: Blocks = ()  # of a snapshot to go on from
+    snapshots: list[Snapshot] = field(default_factory=list)  # taken, or to be taken, of its prompt
 
     @property
     def donated(self) -> tuple[BlockName, ...]:
@@ -139,50 +117,47 @@ class Sequence:
 
     @property
     def num_scratch(self) -> int:
+        """Blocks that it needs to be assembled, beside its own."""
         if self.assembly is None:
             return 0
         needed = sum([len(donor.names) - donor.first for donor in self.assembly.donors])
         packing = self.assembly.packing
         return needed if packing is None else max(needed, packing.num_packed)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether it cannot be computed anew here: some of its KV lies elsewhere, or is to, or was dropped."""
+        return self.num_absent > 0 or self.remote.num_planned > 0
+
+    @property
+    def table(self) -> Blocks:
+        """`blocks` by the number of the block in the request; what stands for those absent means nothing."""
+        return (0,) * self.num_absent + self.blocks if self.num_absent else self.blocks
+
     def piece(self, start: int, count: int, samples: bool) -> Piece:
         """To compute these tokens in one iteration; with what it has of a recurrent state, if it has one."""
-        if self.slot < 0:
-            if self.assembly is not None:
-                return Piece(
-                    self.request,
-                    start,
-                    count,
-                    self.blocks,
-                    samples,
-                    assembly=self.assembly,
-                    scratch=self.scratch,
-                )
-            return Piece(
-                self.request, start, count, self.blocks, samples, holdings=self.held, packing=self.packing
-            )
-        reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
-        snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
-        slot, restore = self.slot, self.restore
-        return Piece(self.request, start, count, self.blocks, samples, slot, restore, snapshots, self.held)
-
-    def keep_away(self, holdings: tuple[Holding, ...]) -> None:
-        """Its leading blocks are to lie there; those that do already, where they are."""
-        self.holdings = holdings
-        self.num_away = sum([holding.num_blocks for holding in holdings])
+        request, blocks, there = self.request, self.blocks, self.remote.there
+        if self.slot >= 0:
+            reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
+            snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
+            return Piece(request, start, count, blocks, samples, self.slot, self.restore, snapshots, there)
+        if self.assembly is None:
+            return Piece(request, start, count, blocks, samples, remote=there, packing=self.packing)
+        assembly, scratch = self.assembly, self.scratch
+        return Piece(request, start, count, blocks, samples, assembly=assembly, scratch=scratch)
 
     def moved(self, num_blocks: int) -> Blocks:
         """So many more of its leading blocks lie where they are to lie. Returns those that held them here."""
-        self.num_held += num_blocks
-        held, left = [], self.num_held
-        for holding in self.holdings:
-            there = min(left, holding.num_blocks)
-            if there:
-                held.append(Holding(holding.holders, there))
-            left -= there
+        self.remote.moved(num_blocks)
+        self.num_absent += num_blocks
         gone, self.blocks = self.blocks[:num_blocks], self.blocks[num_blocks:]
-        self.held = tuple(held)
         return gone
+
+    def returned(self, blocks: Blocks) -> None:
+        """The last that lay elsewhere lie in these now. Nothing was on its way there."""
+        self.remote.returned(len(blocks))
+        self.num_absent -= len(blocks)
+        self.blocks = blocks + self.blocks
 
     def assembled(self) -> Blocks:
         """Its prompt is put together and, if it is to be, packed. Returns blocks that it needs no more."""
@@ -198,27 +173,7 @@ class Sequence:
 
     def pack(self, packing: Packing) -> None:
         """Of its first blocks only so much is kept."""
-        self.packing = packing
-        self.num_away = self.num_held = packing.num_dropped
-        self.holdings = self.held = (Holding((), packing.num_dropped),)
-
-    def returned(self, blocks: Blocks) -> None:
-        """The last that lay elsewhere lie in these now. Nothing was on its way there."""
-        assert self.num_held == self.num_away and not self.num_shipping
-        left = self.num_held = self.num_away = self.num_held - len(blocks)
-        held: list[Holding] = []
-        for holding in self.holdings:
-            there = min(left, holding.num_blocks)
-            if there:
-                held.append(Holding(holding.holders, there))
-            left -= there
-        self.holdings = self.held = tuple(held)
-        self.blocks = blocks + self.blocks
-
-    @property
-    def table(self) -> Blocks:
-        """`blocks` by the number of the block in the request; what stands for those elsewhere means nothing."""
-        return (0,) * self.num_held + self.blocks if self.num_held else self.blocks
+        self.packing, self.num_absent = packing, packing.num_dropped
 
     def take_cached_snapshots(self) -> list[Snapshot]:
         """Its prompt is computed: those that others may go on from. What is left travels with it."""
@@ -237,3 +192,9 @@ class Sequence:
     def reserved(self) -> Actions:
         """What follows when it may be received into its blocks."""
         return []
+
+    def check(self) -> None:
+        """What is absent lies elsewhere or was dropped."""
+        self.remote.check()
+        dropped = self.packing.num_dropped if self.packing is not None else 0
+        assert self.num_absent == self.remote.num_there + dropped, "blocks are neither here nor elsewhere"

@@ -87,13 +87,12 @@ class States:
 
     # What a request holds.
 
-    def positions(self, length: int, num_names: int, computed: int, found: int, *, departs: bool) -> Positions:
-        """The snapshots of a prompt of `length` tokens, `computed` of which need no computing
-        while `found` leading blocks of KV were cached. Ascending."""
-        last = min((length - 1) // self._size, num_names)
-        wanted = [depth for depth in sorted({min(found, last), last}) if depth * self._size > computed]
-        at = [(depth * self._size, depth) for depth in wanted]
-        return [*at, (length, 0)] if departs else at
+    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
+        """The snapshots to be taken of its prompt. Ascending."""
+        last = min((sequence.length - 1) // self._size, len(sequence.names))
+        depths = sorted({min(prefix.num_found, last), last})
+        at = [(depth * self._size, depth) for depth in depths if depth * self._size > prefix.num_tokens]
+        return [*at, (sequence.length, 0)] if sequence.hands_over else at
 
     def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None:
         """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
@@ -180,7 +179,7 @@ class NoStates:
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.computed = min(sequence.computed, num_blocks * self._size)
 
-    def positions(self, length: int, num_names: int, computed: int, found: int, *, departs: bool) -> Positions:
+    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
         return ()
 
     def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None: ...

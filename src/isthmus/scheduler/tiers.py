@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry, EvictionPolicy
-from isthmus.scheduler.shares import SharedEviction
+from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry, EvictionPolicy, SharedEviction
 from isthmus.types import NOBODY, BlockName, Tenant
 
 _name: Callable[[Entry], BlockName] = itemgetter(0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import abc
 from itertools import islice
 
-from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.events import Limits
 from isthmus.scheduler.sequence import Sequence
 from isthmus.types import RequestId, Tenant
 

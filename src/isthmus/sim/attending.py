@@ -45,12 +45,12 @@ class Attending:
         work: dict[NodeId, float] = {}
         away = 0
         for attempt in home.decider.held_elsewhere() if run.num_decodes else ():
-            for holding in attempt.held:
+            for holding in attempt.remote.there:
                 tokens = holding.num_blocks * home.facts.block_size
                 self._add(rows, work, holding, 1, tokens)
                 away += tokens
         for piece in run.chunks:
-            for holding in piece.holdings:
+            for holding in piece.remote:
                 self._add(rows, work, holding, piece.count, holding.num_blocks * home.facts.block_size)
         if not rows:
             return None

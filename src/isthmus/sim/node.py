@@ -252,9 +252,7 @@ class SimNode:
                 assembled.append(self._assembled(piece))
                 continue
             self.record.tokens_prefilled += run.steps * count
-            if piece.holdings:
-                start -= self.facts.block_size * sum([holding.num_blocks for holding in piece.holdings])
-            pieces.append((count, start))
+            pieces.append((count, start - self.facts.block_size * piece.num_absent if piece.remote else start))
         if asked is not None:
             context -= asked.away
         if assembled:

@@ -234,7 +234,7 @@ class VirtualCluster:
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
                 process = NodeProcess(engine, options, runtime, opener)
-                links.nodes[slot].decider = process.node
+                links.nodes[slot].begin_anew(process.node)
                 running[slot] = process, group.create_task(process.run())
                 for stage in range(1, facts.pipeline):
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
@@ -281,14 +281,13 @@ class VirtualCluster:
         for node in links.nodes:
             dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
             if node.alive and dead:
-                node.alive = False
+                node.die(now)
                 process, task = running[node.slot]
                 task.cancel()
                 process.worker.stop()
                 head.leave(node.facts.node, "killed")
                 links.lose(node)
             elif not node.alive and not dead:
-                node.alive = True
                 start(node.slot)
         links.moves.sessions.change(links.nodes)
         links.moves.disks.change(links.nodes, now)

@@ -11,32 +11,57 @@ from isthmus.blocks import KVLayout
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
+    Asked,
+    Claimed,
     Enough,
     Event,
     Fetch,
     FetchEnded,
+    Found,
     Granted,
     Landed,
+    Left,
     Loaded,
     Received,
+    Reclaim,
+    Reclaimed,
+    Reserved,
     Severed,
+    Ship,
+    Shipped,
+    Shrunk,
     Wanted,
 )
+from isthmus.sim.clock import Call
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
+from isthmus.sim.network import Flow
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
-from isthmus.types import RequestId
+from isthmus.types import NodeId, RequestId
 from tests.virtual.carried import Carried
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
+
+ASKED = {Asked: "reserve", Claimed: "claim", Shrunk: "shrink", Left: "vacate"}
+ANSWERED = {Reserved: "reserved", Found: "found", Shipped: "stowed"}
 
 
 class VirtualMoves(Moves):
     """Cuts real sessions where the simulator's end."""
 
     ether: Ether
+    came: Callable[[str, SimNode, SimNode, RequestId], None]
+
+    def _ship(
+        self, purpose: str, source: SimNode, target: SimNode, key: RequestId, size: int, call: Call
+    ) -> Flow:
+        def there() -> None:
+            self.came(purpose, source, target, key)
+            call()
+
+        return super()._ship(purpose, source, target, key, size, there)
 
     def cut_off(self, one: SimNode, other: SimNode) -> None:
         self.ether.cut(one.slot, other.slot)
@@ -55,7 +80,12 @@ class VirtualLinks:
         self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
-        self.moves.ether = self.ether
+        self.moves.ether, self.moves.came = self.ether, self._came
+        self._num_layers = layout.num_layers
+        self._shipped: dict[tuple[int, NodeId, RequestId], int] = {}
+        """Blocks on their way to a holder."""
+        self._returns: dict[tuple[int, RequestId], tuple[NodeId, int]] = {}
+        """Where blocks come back from, and how many."""
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._ends_of: dict[RequestId, tuple[int, int]] = {}
         """Of every hand-over there ever was: what is said of it may come late."""
@@ -105,10 +135,23 @@ class VirtualLinks:
     def do(self, slot: int, action: Any) -> None:
         if isinstance(action, Fetch):
             self._sources[slot, action.key] = self.slots[action.source]
+        if isinstance(action, Ship):
+            self._shipped[slot, action.holder, action.key] = len(action.blocks)
+        if isinstance(action, Reclaim):
+            self._returns[slot, action.key] = action.holder, len(action.blocks)
         handler = self.moves.handlers.get(type(action))
         if handler is not None:
             handler(self.nodes[slot], action)
             self.settle()
+
+    def _came(self, purpose: str, source: SimNode, target: SimNode, key: RequestId) -> None:
+        """What is shipped is there; what comes back, when its home is told."""
+        if purpose == "shipment":
+            blocks = self._shipped.pop((source.slot, target.facts.node, key))
+            self.ether.gate.open(source.slot, target.slot, "shipment", key, blocks * self._num_layers)
+
+    def mover_of(self, node: NodeId) -> VirtualMover:
+        return self._movers[self.slots[node]]
 
     def settle(self) -> None:
         """What is due is told, and a timer is set for the next flow that ends."""
@@ -159,6 +202,15 @@ class VirtualLinks:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
                 mover.load_now(event.key)
+            case Asked() | Claimed() | Shrunk() | Left(lost=False):
+                opened(self.slots[event.peer], slot, ASKED[type(event)], event.key, 1)
+            case Reserved() | Found() | Shipped():
+                holder = self.nodes[self.slots[event.holder]]
+                if holder.alive and not self.moves.sessions.are_cut(node, holder):  # else nobody said so
+                    opened(holder.slot, slot, ANSWERED[type(event)], event.key, 1)
+            case Reclaimed(whole=True):
+                name, blocks = self._returns.pop((slot, event.key))
+                opened(self.slots[name], slot, "returned", event.key, blocks * self._num_layers)
             case Severed() if event.reason.startswith("no KV crossed"):
                 mover.tell(event)  # links are not watched here
 

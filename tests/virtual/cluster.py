@@ -32,6 +32,7 @@ from isthmus.engine.emulated import (
 )
 from isthmus.engine.interface import Row, Sampled, split_layers
 from isthmus.errors import IsthmusError
+from isthmus.node.away import LEASE_NS
 from isthmus.sim.deployment import Deployment
 from isthmus.types import (
     NS_PER_S,
@@ -260,6 +261,8 @@ class VirtualCluster:
             for fault in self.deployment.faults.sessions:  # what nodes still say to each other is heard
                 if math.isfinite(fault.delay_s):
                     await loop.sleep_until(loop.now_ns + int(fault.delay_s * NS_PER_S) + 1)
+            if any(process.node._guests._leases for process, _ in running.values()):
+                await loop.sleep_until(loop.now_ns + LEASE_NS + 1)
             log = list(tape.entries)
             for slot, (process, _) in running.items():
                 if head.links.nodes[slot].alive:

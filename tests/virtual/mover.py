@@ -27,7 +27,7 @@ from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
 from tests.virtual.carried import Carried
-from tests.virtual.loop import TRANSFER
+from tests.virtual.loop import ARRIVAL, TRANSFER
 
 if TYPE_CHECKING:
     from tests.virtual.links import VirtualLinks
@@ -365,6 +365,11 @@ class VirtualMover(LazyMover):
         self.slot = links.enter(self)
         self.holders._line = self._line_to  # type: ignore[method-assign]
 
+    def lost(self, session: Session, reason: str) -> None:
+        super().lost(session, reason)
+        worker: Any = self.process.worker
+        self._links.loop.set(0, ARRIVAL, worker.lose_holder, NodeId(session.peer.rpartition(":")[0]))
+
     @property
     def clock(self) -> SimNode:
         return self._links.nodes[self.slot]
@@ -416,6 +421,10 @@ class VirtualMover(LazyMover):
                 await loop.sleep_until(until, TRANSFER)
             else:
                 return
+
+    def is_waiting(self, run: Run) -> bool:
+        """What its engine waits for before it asks any holder is not there."""
+        return any(job.pending or job.loaded_ns > self._links.loop.now_ns for job in self._pending(run))
 
     def load_for(self, run: Run) -> None:
         for piece in run.chunks:

@@ -10,9 +10,11 @@ from typing import Any
 from isthmus.cluster.node import NodeProcess
 from isthmus.cost import compile_cost
 from isthmus.engine.emulated import EmulatedEngine
+from isthmus.engine.interface import HolderLost
+from isthmus.node.events import Missing
 from isthmus.scheduler import Run
 from isthmus.sim.node import SimNode
-from isthmus.types import NS_PER_S
+from isthmus.types import NS_PER_S, NodeId
 from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
 from tests.virtual.mover import VirtualMover
 
@@ -52,6 +54,14 @@ class LoopWorker:
         self._clock.cut(self._loop.now_ns)
         if self._timer is not None:
             self._timer.cancel()
+            self._sleep(self._loop.turn())
+
+    def lose_holder(self, holder: NodeId) -> None:
+        """A run that asks it breaks off."""
+        self._clock.lose_holder(holder)
+        if self._clock.is_broken and self._timer is not None:
+            self._timer.cancel()
+            self._until = self._loop.now_ns, *self._until[1:]
             self._sleep(self._loop.turn())
 
     @property
@@ -117,10 +127,15 @@ class LoopWorker:
             self._sleep(turn)
             await self._until[2]
             self._timer = None
-            await mover.wait_for(run)
-            mover.load_for(run)
-            missed = mover.take_missed(run)
-            runs.compute(execution)
+            missed = list[Missing]()
+            if not clock.is_broken:
+                await mover.wait_for(run)
+                mover.load_for(run)
+                missed = mover.take_missed(run)
+            if clock.is_broken and mover.is_waiting(run):
+                execution.lost, execution.broken = True, runs._lost(run, HolderLost("a holder", "it is gone"))
+            else:
+                runs.compute(execution)
             if (missing := execution.missing) is not None:
                 others = [each for each in missed if each.key != missing.key]
                 clock.break_off(self._loop.now_ns)

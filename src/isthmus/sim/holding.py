@@ -35,7 +35,7 @@ class Holding:
         self,
         named: dict[NodeId, SimNode],
         say: Callable[[SimNode, SimNode, events.Event], None],
-        tell: Callable[[SimNode, events.Event], None],
+        tell: Callable[[SimNode, events.Event | None], None],
         start: Callable[[str, SimNode, SimNode, RequestId, int, Callable[[], None]], Flow],
         cancel: Callable[[Flow], None],
         are_cut: Callable[[SimNode, SimNode], bool],
@@ -192,6 +192,8 @@ class Holding:
             self._tell(holder, events.Left(key, home.facts.node, lost=True))
         if home.alive:
             self._tell(home, events.Broken(key, f"{holder.facts.node}, which has its KV, is gone"))
+            home.lose_holder(holder.facts.node)
+            self._tell(home, None)
 
     def check_idle(self) -> None:
         assert not self._flows and not self._back and not self._guests, "KV is left with a holder"

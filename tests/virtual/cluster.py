@@ -32,6 +32,7 @@ from isthmus.engine.emulated import (
 )
 from isthmus.engine.interface import Row, Sampled, split_layers
 from isthmus.errors import IsthmusError
+from isthmus.node.guests import LEASE_NS
 from isthmus.sim.deployment import Deployment
 from isthmus.types import (
     NS_PER_S,
@@ -234,7 +235,7 @@ class VirtualCluster:
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
                 process = NodeProcess(engine, options, runtime, opener)
-                links.nodes[slot].decider = process.node
+                links.nodes[slot].begin_anew(process.node)
                 running[slot] = process, group.create_task(process.run())
                 for stage in range(1, facts.pipeline):
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
@@ -260,6 +261,8 @@ class VirtualCluster:
             for fault in self.deployment.faults.sessions:  # what nodes still say to each other is heard
                 if math.isfinite(fault.delay_s):
                     await loop.sleep_until(loop.now_ns + int(fault.delay_s * NS_PER_S) + 1)
+            if any(process.node.num_hosted for process, _ in running.values()):
+                await loop.sleep_until(loop.now_ns + LEASE_NS + 1)
             log = list(tape.entries)
             for slot, (process, _) in running.items():
                 if head.links.nodes[slot].alive:
@@ -281,14 +284,13 @@ class VirtualCluster:
         for node in links.nodes:
             dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
             if node.alive and dead:
-                node.alive = False
+                node.die(now)
                 process, task = running[node.slot]
                 task.cancel()
                 process.worker.stop()
                 head.leave(node.facts.node, "killed")
                 links.lose(node)
             elif not node.alive and not dead:
-                node.alive = True
                 start(node.slot)
         links.moves.sessions.change(links.nodes)
         links.moves.disks.change(links.nodes, now)

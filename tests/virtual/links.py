@@ -18,8 +18,7 @@ from isthmus.node.events import (
     Heard,
     Loaded,
     Received,
-    Reclaimed,
-    Stowed,
+    Ship,
     Wanted,
 )
 from isthmus.sim.deployment import Deployment
@@ -27,7 +26,7 @@ from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
-from isthmus.types import RequestId
+from isthmus.types import NodeId, RequestId
 from tests.virtual.carried import Carried
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
@@ -37,6 +36,13 @@ class VirtualMoves(Moves):
     """Cuts real sessions where the simulator's end."""
 
     ether: Ether
+    num_layers: int
+
+    def _shipped(self, what: tuple[SimNode, SimNode, Ship]) -> None:
+        source, target, ship = what
+        weight = len(ship.blocks) * self.num_layers
+        self.ether.gate.open(source.slot, target.slot, "shipment", ship.key, weight)
+        super()._shipped(what)
 
     def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
         self.ether.cut(one.slot, other.slot)
@@ -55,7 +61,7 @@ class VirtualLinks:
         self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
-        self.moves.ether = self.ether
+        self.moves.ether, self.moves.num_layers = self.ether, layout.num_layers
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._ends_of: dict[RequestId, tuple[int, int]] = {}
         """Of every hand-over there ever was: what is said of it may come late."""
@@ -110,6 +116,9 @@ class VirtualLinks:
             handler(self.nodes[slot], action)
             self.settle()
 
+    def mover_of(self, node: NodeId) -> VirtualMover:
+        return self._movers[self.slots[node]]
+
     def settle(self) -> None:
         """What is due is told, and a timer is set for the next flow that ends."""
         if self._settling:
@@ -146,12 +155,7 @@ class VirtualLinks:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
             case Heard():
-                opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key)
-            case Stowed() if event.stop > node.decider.num_stowed(event.key):  # else it only begins to come
-                opened(self.slots[event.peer], slot, "shipment", event.key, once=True)
-            case Reclaimed() if event.whole:
-                for holder in range(len(self.nodes)):
-                    opened(holder, slot, "shipment", event.key, once=True)
+                opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
             case Wanted():

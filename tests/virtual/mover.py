@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from isthmus.cluster import messages
+from isthmus.cluster.holding import _Line as Line
+from isthmus.cluster.hosting import Hosts
+from isthmus.cluster.hosting import _decode as decode
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.node import NodeProcess
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
-from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server, Session
+from isthmus.messenger import Handler, LineLost, MemoryNetwork, Priority, Sending, Server, Session
 from isthmus.messenger.memory import Link
 from isthmus.node.events import EndFetch, Event, FetchEnded, Missing, Offer
 from isthmus.node.letters import Letter
 from isthmus.scheduler import Run
 from isthmus.sim.job import SimJob
+from isthmus.sim.node import SimNode
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
 from tests.virtual.carried import Carried
-from tests.virtual.loop import TRANSFER
+from tests.virtual.loop import ARRIVAL, TRANSFER
 
 if TYPE_CHECKING:
     from tests.virtual.links import VirtualLinks
@@ -147,36 +153,43 @@ KINDS: dict[type, str] = {
 }
 """What has a time in the simulator. The rest takes none."""
 
+Way = tuple[int, int, str, str]
+"""Sender, receiver, kind, and attempt."""
+
 
 class Held:
     """A message that is sent later: as `Sending`."""
 
-    def __init__(self, send: Callable[[], Sending], done: Callable[[bool], None] | None) -> None:
-        self._send, self._done = send, done
+    def __init__(self, send: Callable[[], Sending], weight: int, done: Callable[[bool], None] | None) -> None:
+        self._send, self.weight, self._done = send, weight, done
         self._sending: Sending | None = None
-        self._is_over = False
+        self.is_cancelled = False
 
     def go(self) -> None:
-        if not self._is_over:
-            self._sending = self._send()
+        self._sending = self._send()
+
+    @property
+    def over(self) -> bool:
+        return self.is_cancelled if self._sending is None else self._sending.over
 
     def cancel(self) -> None:
         if self._sending is not None:
             self._sending.cancel()
-        elif not self._is_over:
-            self._is_over = True
+        elif not self.is_cancelled:
+            self.is_cancelled = True
             if self._done is not None:
                 self._done(False)
 
 
 class Gate:
-    """Between the nodes, by number. A message passes when the way of its kind and attempt was opened, and waits until
-    then."""
+    """Between the nodes, by number. A message waits until the way of its kind and attempt is opened, for good or for so
+    many."""
 
     def __init__(self, carried: Carried) -> None:
         self.carried = carried
-        self._opened: set[tuple[int, int, str, str]] = set()
-        self._held: dict[tuple[int, int, str, str], list[Held]] = {}
+        self._opened: dict[Way, float] = {}
+        """How much more may pass."""
+        self._held: dict[Way, deque[Held]] = {}
 
     def guard(self, session: Session, sender: int, receiver: int) -> None:
         session.send = partial(self._send, sender, receiver, session.send)  # type: ignore[method-assign]
@@ -200,23 +213,28 @@ class Gate:
         if kind is None:
             return now()
         way = sender, receiver, kind, str(message.run) if kind == "sampled" else message.key
-        if way in self._opened:
-            return now()
-        held = Held(now, done)
-        self._held.setdefault(way, []).append(held)
+        held = Held(now, len(message.seals) if kind == "shipment" else 1, done)
+        self._held.setdefault(way, deque()).append(held)
+        self._pass(way)
         return held
 
-    def open(self, sender: int, receiver: int, kind: str, key: str, *, once: bool = False) -> None:
-        """`once`: for what waits there now, and not for what follows."""
+    def open(self, sender: int, receiver: int, kind: str, key: str, count: float = math.inf) -> None:
+        """`count`: of messages, or blocks in their layers."""
         way = sender, receiver, kind, key
-        if not once:
-            self._opened.add(way)
-        for held in self._held.pop(way, ()):
-            held.go()
+        self._opened[way] = self._opened.get(way, 0) + count
+        self._pass(way)
+
+    def _pass(self, way: Way) -> None:
+        waiting = self._held.get(way, ())
+        while waiting and (waiting[0].is_cancelled or waiting[0].weight <= self._opened.get(way, 0)):
+            held = waiting.popleft()
+            if not held.is_cancelled:
+                self._opened[way] -= held.weight
+                held.go()
 
     def lose(self, pair: set[int]) -> None:
         """Nothing of what is under way between two nodes comes; it begins anew."""
-        self._opened = {way for way in self._opened if set(way[:2]) != pair}
+        self._opened = {way: left for way, left in self._opened.items() if set(way[:2]) != pair}
         for way in [way for way in self._held if set(way[:2]) == pair]:
             for held in self._held.pop(way):
                 held.cancel()
@@ -300,6 +318,33 @@ class LazyMover(KVMover):
             loaders.run(load.task)
 
 
+class InlineAsker:
+    """A line to a holder that answers at once: an iteration asks when its time is over. `hosts`: of the holder."""
+
+    def __init__(self, session: Session, hosts: Hosts) -> None:
+        self._session, self._hosts = session, hosts
+        self._known: dict[int, Any] = {}
+        self._is_hung_up = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_hung_up or self._session.closed
+
+    def hang_up(self) -> None:
+        self._is_hung_up = True
+
+    def ask(self, data: bytes, q: memoryview) -> memoryview | None:
+        if self.is_over:
+            raise LineLost("its session ended")
+        head = decode(data)
+        if head.rows:
+            self._known[head.number] = self._hosts._asked(head)
+        return self._hosts._answer(head, self._known.get(head.number), q)
+
+    def answer(self, answer: memoryview | None) -> memoryview | None:
+        return answer
+
+
 class VirtualMover(LazyMover):
     """What it carries out takes the times of the simulator's `Moves`."""
 
@@ -309,6 +354,24 @@ class VirtualMover(LazyMover):
         self.process: NodeProcess = tell.__self__  # type: ignore[attr-defined]
         self.alive = True
         self.slot = links.enter(self)
+        self.holders.open_line = self._open_line  # type: ignore[method-assign]
+
+    def gone(self, node: NodeId, reason: str) -> None:
+        super().gone(node, reason)
+        worker: Any = self.process.worker
+        self._links.loop.set(0, ARRIVAL, worker.lose_holder, node)
+
+    @property
+    def clock(self) -> SimNode:
+        return self._links.nodes[self.slot]
+
+    def _open_line(self, holder: NodeId) -> None:
+        """One to each holder, as that of `Holders`."""
+        lines, session = self.holders._lines, self._peers.open_to(holder)
+        if session is not None and (holder not in lines or lines[holder].result().asker.is_over):
+            hosts = self._links.mover_of(holder)._hosts
+            lines[holder] = Future()
+            lines[holder].set_result(Line(InlineAsker(session, hosts)))  # type: ignore[arg-type]
 
     def do(self, action: Any) -> None:
         if isinstance(action, Offer):
@@ -345,6 +408,10 @@ class VirtualMover(LazyMover):
                 await loop.sleep_until(until, TRANSFER)
             else:
                 return
+
+    def is_waiting(self, run: Run) -> bool:
+        """What its engine waits for before it asks any holder is not there."""
+        return any(job.pending or job.loaded_ns > self._links.loop.now_ns for job in self._pending(run))
 
     def load_for(self, run: Run) -> None:
         for piece in run.chunks:

@@ -10,8 +10,11 @@ from typing import Any
 from isthmus.cluster.node import NodeProcess
 from isthmus.cost import compile_cost
 from isthmus.engine.emulated import EmulatedEngine
+from isthmus.engine.interface import HolderLost
+from isthmus.node.events import Missing
 from isthmus.scheduler import Run
-from isthmus.types import NS_PER_S
+from isthmus.sim.node import SimNode
+from isthmus.types import NS_PER_S, NodeId
 from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
 from tests.virtual.mover import VirtualMover
 
@@ -41,15 +44,30 @@ class LoopWorker:
 
     def submit(self, run: Run) -> None:
         self._run, self._is_cut = run, False
+        self._clock.begin(run, self._loop.now_ns)
         _ = run.pieces
         self._submitted.set()
 
     def cut(self) -> None:
         """As in the simulator, the end of the run is set anew then, and comes after others of that instant."""
         self._is_cut = True
+        self._clock.cut(self._loop.now_ns)
         if self._timer is not None:
             self._timer.cancel()
             self._sleep(self._loop.turn())
+
+    def lose_holder(self, holder: NodeId) -> None:
+        """A run that asks it breaks off."""
+        self._clock.lose_holder(holder)
+        if self._clock.is_broken and self._timer is not None:
+            self._timer.cancel()
+            self._until = self._loop.now_ns, *self._until[1:]
+            self._sleep(self._loop.turn())
+
+    @property
+    def _clock(self) -> SimNode:
+        """What an iteration takes that asks holders, or gives time to others' attention."""
+        return self._mover_of().clock
 
     def _sleep(self, turn: int) -> None:
         when_ns, priority, over = self._until
@@ -97,27 +115,38 @@ class LoopWorker:
         runs, engine, mover = self._process.runs, self._process.runs.engine, self._mover_of()
         assert isinstance(engine, EmulatedEngine)
         execution = runs.start(run)
-        started_ns, elapsed_ps = self._loop.now_ns, 0
+        started_ns, elapsed_ps, clock = self._loop.now_ns, 0, self._clock
+        shares = clock._asked is not None or clock._owed > 0
         priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
         while True:
             if not mover.misses(run):
                 elapsed_ps += self._step_ps(run) or engine.step_ps(execution.batch)
+                if shares:
+                    elapsed_ps = clock._after(execution.steps + 1)
             self._until = started_ns + elapsed_ps // 1000, priority, self._loop.create_future()
             self._sleep(turn)
             await self._until[2]
             self._timer = None
-            await mover.wait_for(run)
-            mover.load_for(run)
-            missed = mover.take_missed(run)
-            runs.compute(execution)
+            missed = list[Missing]()
+            if not clock.is_broken:
+                await mover.wait_for(run)
+                mover.load_for(run)
+                missed = mover.take_missed(run)
+            if clock.is_broken and mover.is_waiting(run):
+                execution.lost, execution.broken = True, runs._lost(run, HolderLost("a holder", "it is gone"))
+            else:
+                runs.compute(execution)
             if (missing := execution.missing) is not None:
                 others = [each for each in missed if each.key != missing.key]
+                clock.break_off(self._loop.now_ns)
                 self._process.tell_all([*others, *runs.finish(execution)])
                 return
             assert not missed, "what did not come was loaded"
             self._leaves(run)
             runs.add_tokens(execution)
-            if execution.over or self._is_cut:
+            if execution.over or self._is_cut or (shares and execution.steps == clock._limit):
                 break
             runs.advance(execution)
+        clock._limit = execution.steps if not run.chunks else 1
+        clock.end(self._loop.now_ns)
         self._process.tell_all(runs.finish(execution))

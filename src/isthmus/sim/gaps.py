@@ -41,17 +41,22 @@ def _gaps(job: SimJob, nodes: list[SimNode]) -> tuple[list[Gaps], int]:
 def _stay(node: SimNode, first: int, last: int, before: int, gaps: list[Gaps]) -> int:
     """Adds the gaps of iterations `[first, last)` of a node; returns the time (ps) of the last one's end.
 
-    The first gap began `before`, with a token from elsewhere. A stay begins and ends with runs.
+    The first gap began `before`, with a token from elsewhere. A stay begins with a run; where the attempt was given up
+    it ended within one.
     """
-    runs, log = node.run_steps, node.run_gaps
+    runs = node.run_steps
     begin, end = bisect_right(runs, first) - 1, bisect_right(runs, last - 1)
-    largest, growth, size = log[begin]
+    log = node.run_gaps[begin:end]
+    largest, growth, size = log[-1]
+    over = last - runs[end - 1]
+    log[-1] = largest + growth * (size - over), growth, over
+    largest, growth, size = log[0]
     shortest = -largest - growth * (size - 1)
     gaps.append((before - node.run_start[begin] * 1000 - shortest, 0, 1))
     if size > 1:
         gaps.append((largest, growth, size - 1))
-    gaps += log[begin + 1 : end]
-    largest, growth, size = log[end - 1]
+    gaps += log[1:]
+    largest, growth, size = log[-1]
     shortest = -largest - growth * (size - 1)
     return node.run_start[end - 1] * 1000 + size * shortest + growth * (size * (size - 1) // 2)
 

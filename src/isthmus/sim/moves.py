@@ -526,8 +526,15 @@ class Moves:
     def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
         """The sessions of two nodes end, and what was on its way over them."""
         self._stop_between(lambda source, target: {source, target} == {one.slot, other.slot})
-        self._due.append((one, events.Gone(other.facts.node, reason)))
-        self._due.append((other, events.Gone(one.facts.node, reason)))
+        self._gone(one, other, reason)
+        self._gone(other, one, reason)
+
+    def _gone(self, node: SimNode, peer: SimNode, reason: str) -> None:
+        """A run that asks the peer for attention ends with that."""
+        self._due.append((node, events.Gone(peer.facts.node, reason)))
+        node.lose_holder(peer.facts.node)
+        if node.is_broken:
+            self._due.append((node, None))
 
     def _stop_between(self, concerns: Callable[[int, int], bool]) -> None:
         """Of fetches, who fetches is told to end them."""
@@ -546,8 +553,9 @@ class Moves:
             del self._returns[key]
         for key in [*self._reads, *self._donor_reads]:
             self._stop_reads(node, key)
-        gone = events.Gone(node.facts.node, "it died")
-        self._due += [(other, gone) for other in self._nodes if other.alive and other is not node]
+        for other in self._nodes:
+            if other.alive and other is not node:
+                self._gone(other, node, "it died")
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
         """Gives each link between clusters so much of its rate from now on."""

@@ -22,7 +22,7 @@ from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
-from isthmus.types import RequestId, Role
+from isthmus.types import NodeId, RequestId, Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
@@ -34,6 +34,7 @@ class SimNode:
     `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
     prompts the run completes; `loading`: whose cached prefixes were not all in the engine when it began; `stalled`: its
     compute is done but KV of these is not here, since `stalled_since`.
+    `is_broken`: a holder that the run asks is gone.
     `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
     `tail_ns`: how long the last chunk of a run goes on in a pipeline group. `alive`: it has not failed.
     `owed_ps`: what attention for other nodes takes of its next iterations; `occupancy`: by whose attention.
@@ -57,6 +58,7 @@ class SimNode:
         "cost",
         "decider",
         "facts",
+        "is_broken",
         "links",
         "loading",
         "missing",
@@ -109,7 +111,7 @@ class SimNode:
         self.owed_ps = self._owed = self._owed_part = (
             0  # to be paid; with this run, and with each iteration of it
         )
-        self.stalled = False
+        self.stalled = self.is_broken = False
         self.alive = True
         self.version += 1
 
@@ -204,27 +206,44 @@ class SimNode:
         record.iterations += steps
         record.tokens_decoded += steps * run.num_decodes
 
-    def break_off(self, now: int) -> None:
-        """The run that was out gave nothing."""
+    def steps_by(self, now: int) -> int:
+        """Iterations with decodes that are over, those of the run that is out included."""
+        return self.steps + self._num_over(now)
+
+    def _num_over(self, now: int) -> int:
+        """Of a run of decodes that is out, how many iterations are over; a mixed one is one iteration."""
+        run = self.run
+        if run is None or run.chunks:
+            return 0
+        steps = self._steps_until(now)
+        return steps - (self._after(steps) // 1000 > now - self._run_start)
+
+    def lose_holder(self, holder: NodeId) -> None:
+        """A run that asks it cannot end its iteration."""
+        self.is_broken |= self._asked is not None and holder in self._asked.work
+
+    def interrupt(self, now: int) -> int:
+        """The iteration under way is for nothing. Returns how many of the run were over."""
+        run, steps = self.run, self._num_over(now)
+        assert run is not None
+        self.break_off(now, steps)
+        if steps:
+            self._count_tokens(run, steps)
+        return steps
+
+    def break_off(self, now: int, steps: int = 0) -> None:
+        """The run that was out gave nothing but so many iterations."""
         self.run = None
-        self._settle(0, 0)
+        self._settle(steps, steps)
         self.record.busy_ns += now - self._run_start
         self.sampling, self.loading = [], []
-        self.stalled = False
+        self.stalled = self.is_broken = False
         self.version += 1
 
     def die(self, now: int) -> None:
         """Ends whatever it does. Requests that decode here have the tokens of the iterations that were over."""
-        run = self.run
-        self._settle(0, 0)
-        if run is not None:
-            self.record.busy_ns += now - self._run_start
-        if run is not None and run.num_decodes and not run.chunks:
-            steps = self._steps_until(now)
-            if self._after(steps) // 1000 > now - self._run_start:
-                steps -= 1
-            if steps > 0:
-                self._count_tokens(run, steps)
+        if self.run is not None:
+            self.interrupt(now)
         for last_step, _, job in self._ends:
             if job.last_step == last_step and job.decodes_on == self.slot:
                 job.leave(self.steps)

@@ -118,7 +118,9 @@ class Nodes:
                     stalled.append(node)
             due.clear()
             for node in stalled:  # it reports what came before its run ends with that
-                if node.stalled:
+                if node.is_broken:
+                    self._carry_out(node, node.decider.on(Stepped(node.interrupt(now)), now))
+                elif node.stalled:
                     self.run_ends(node)
             stalled.clear()
 
@@ -155,7 +157,7 @@ class Nodes:
             if job in jobs:
                 jobs.remove(job)
         if job.decodes_on >= 0:
-            job.leave(self.nodes[job.decodes_on].steps)
+            job.leave(self.nodes[job.decodes_on].steps_by(self._clock.now))
         job.withdraw()
 
     def check(self) -> None:

@@ -73,9 +73,9 @@ class Landing:
         """Whether with this frame all blocks up to its end are whole: layers come in their order."""
         return head.layer == len(self.stops) - 1 and min(self.stops) >= head.first + len(head.seals)
 
-    def void(self, head: Shipment) -> None:
+    def void(self, session: Session, head: Shipment) -> None:
         """It will not come."""
-        self._frames.void(head)
+        self._frames.void(session, head)
 
     def refuse(self) -> None:
         """Nothing more is written when this returns."""

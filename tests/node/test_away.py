@@ -7,7 +7,7 @@ from typing import Any
 from isthmus.attempts import Holding, Route, Share
 from isthmus.node import Node, events
 from isthmus.node.away import AGAIN_NS
-from isthmus.node.letters import Claim, Found, Letter, Reserve, Reserved, Shipped
+from isthmus.node.letters import Claim, Found, Granted, Letter, Reserve, Reserved, Shipped
 from isthmus.scheduler import BlockPool, Run, Scheduler, Stepped
 from isthmus.types import NodeId, RequestId, Role
 
@@ -177,3 +177,12 @@ def test_a_chunk_goes_while_the_next_is_computed() -> None:
     assert first.blocks == second.blocks == run.chunks[0].blocks[:4]
     [after] = of_kind(actions, Run)
     assert after.chunks[0].start == 16 and not after.chunks[0].remote
+
+
+def test_a_grant_may_come_while_holders_are_asked_what_they_have() -> None:
+    home = node(NEXT)
+    route = Route(RequestId("r"), 2, NEXT, FAR, holdings=(Holding((A0,), 2),), taken=1)
+    home.on(events.Begin(KEY, Role.PREFILL, route, 3 * SIZE, 3 * SIZE + 9), 10)
+    told(home, FAR, Granted(KEY), 11)
+    told(home, A0, Found(KEY, 2), 12)
+    assert of_kind(told(home, A0, Reserved(KEY, True), 13), events.Send)

@@ -93,8 +93,8 @@ class Hosts:
         return self._split[parts]
 
     def rekey(self, rekey: events.Rekey) -> None:
-        """Nothing is written in the name of the old attempt any more when this returns. What was being written anew of it
-        just now is not whole."""
+        """Nothing is written in the name of the old attempt any more when this returns. What of it was being written
+        anew just now is not whole."""
         old, share = self._guests.pop(rekey.old), rekey.share
         old.landing.refuse()
         self._shipments.stop(rekey.old)

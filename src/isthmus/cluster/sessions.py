@@ -98,7 +98,8 @@ class Peers:
     async def get(self, node: NodeId) -> Session:
         """Raises OSError or TimeoutError."""
         try:
-            return self.open_to(node) or await self.dialled(node)
+            session = self.open_to(node)
+            return session if session is not None else await self.dialled(node)
         except OSError:
             if (other := self.open_to(node)) is not None:
                 return other
@@ -107,7 +108,8 @@ class Peers:
     async def dialled(self, node: NodeId) -> Session:
         """The one that was opened here. Raises OSError or TimeoutError."""
         self._end_closed(node)
-        return self._dialled.get(node) or await asyncio.shield(self._dial(node))
+        session = self._dialled.get(node)
+        return session if session is not None else await asyncio.shield(self._dial(node))
 
     def open_to(self, node: NodeId) -> Session | None:
         """Over which letters go to this node, if it has been reached."""
@@ -130,9 +132,7 @@ class Peers:
     async def _reach(self, node: NodeId) -> Session:
         try:
             address = self._address_of(node)
-            session = await self._network.connect(
-                address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S
-            )
+            session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
             check_peer(session, node)
             if session.closed:
                 raise ConnectionError("its session is closed")

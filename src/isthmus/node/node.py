@@ -242,7 +242,7 @@ class Node:
         else:
             if part is PREFILL:
                 actions.append(events.Offer(key, route.decode, attempt.extent))
-                attempt.granted = self._early.take(route.decode, key) is not None
+                attempt.granted |= self._early.take(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)

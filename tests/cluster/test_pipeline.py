@@ -28,7 +28,7 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, lay
 from isthmus.engine.interface import Hidden, Sampled, split_layers
 from isthmus.errors import StartError
 from isthmus.messenger import MemoryNetwork
-from isthmus.node.events import Broken, Drop, Granted, Lost, Severed, Woken
+from isthmus.node.events import Broken, Drop, Gone, Lost, Woken
 from isthmus.scheduler import Saved
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
@@ -270,7 +270,7 @@ def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None
 
 @pytest.mark.parametrize("at", range(1, STAGES))
 def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
-    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Severed((A,), "its session ended")]
+    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Gone(P, "its session ended")]
 
     async def work() -> None:
         async with scene() as some:
@@ -284,14 +284,9 @@ def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> N
     run(work())
 
 
-def test_each_stage_sends_its_layers_when_they_were_granted_to_it() -> None:
+def test_each_stage_sends_its_layers_over_a_session_of_its_own() -> None:
     async def work() -> None:
         async with scene() as some:
-            later, done = some.processes[1], list[Any]()
-            later.mover.send = done.append  # type: ignore[method-assign]
-            later.fact(Granted(A))
-            assert done == [A]
-            del later.mover.send  # type: ignore[method-assign]
             await some.answer("a", prompt_of(1, 100))
             await some.until(
                 lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1])

@@ -38,7 +38,7 @@ class _Guest:
         self.share, self.landing = share, Landing(memory, ())
         self.give(room)
         self.stowed = stowed
-        self.landing.stops = [stowed] * memory.layout.num_layers
+        self.landing.go_on(stowed)
         self.peers: set[NodeId] = set()
 
     @property
@@ -111,7 +111,7 @@ class Hosts:
         guest, count = self._guests[trim.key], trim.num_blocks
         guest.landing.refuse()
         guest.stowed = min(guest.stowed, count)
-        guest.landing.stops = [min(stop, count) for stop in guest.landing.stops]
+        guest.landing.go_on(guest.stowed)
         guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
     def unhost(self, unhost: events.Unhost) -> None:
@@ -150,8 +150,8 @@ class Hosts:
         if not matches:
             self.seal_mismatches += 1
             self._tell(events.Stowed(head.key, peer, guest.stowed, damaged=True))
-        elif guest.landing.is_whole(head):
-            guest.stowed = head.first + len(head.seals)
+        elif guest.landing.num_whole > guest.stowed:
+            guest.stowed = guest.landing.num_whole
             self._tell(events.Stowed(head.key, peer, guest.stowed))
 
     def void(self, session: Session, head: Shipment) -> None:

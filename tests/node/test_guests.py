@@ -219,9 +219,8 @@ class Carried:
                 assert isinstance(action, Wake) or isinstance(action.letter, Reserved)
 
     def stowed(self, key: RequestId, peer: NodeId, stop: int, *, damaged: bool) -> None:
-        if peer in self.homes.get(key, ()):  # else nothing of it is written
-            stop = min(stop, len(self.rooms[key]) * self.shares[key].parts)
-            self.whole[key] = stop
+        if peer in self.homes.get(key, ()):  # else nothing of it is written; it may have shrunk since
+            self.whole[key] = min(stop, len(self.rooms[key]) * self.shares[key].parts)
         self.tell(Stowed(key, peer, stop, damaged))
 
 

@@ -11,7 +11,6 @@ from isthmus.blocks import KVLayout
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
-    Enough,
     Event,
     Fetch,
     FetchEnded,
@@ -19,7 +18,6 @@ from isthmus.node.events import (
     Loaded,
     Received,
     Ship,
-    Wanted,
 )
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
@@ -158,10 +156,6 @@ class VirtualLinks:
                 opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
-            case Wanted():
-                opened(self.slots[event.peer], slot, "want", event.key)
-            case Enough():
-                opened(self.slots[event.peer], slot, "enough", event.key)
             case FetchEnded():
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():

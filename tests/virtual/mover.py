@@ -142,11 +142,9 @@ def store_opener(
 KINDS: dict[type, str] = {
     messages.Slices: "kv",
     messages.Sent: "kv",
-    messages.Want: "want",
     messages.Given: "blocks",
     messages.Lent: "blocks",
     messages.Ended: "blocks",
-    messages.Enough: "enough",
     messages.StageSampled: "sampled",
     messages.Shipment: "shipment",
     **{letter: letter.__name__ for letter in get_args(Letter)},

@@ -243,16 +243,14 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     token: int
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
-    """Give the blocks `names[start:]` of a prefix; there is room for the first `room` of them. `whole`: all or none.
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    """Give wanted blocks from number `start` of the prefix on: there is room for `room` of them.
 
     `host`: this machine, if blocks may be read where they lie; `codec`: in which form.
     """
 
     key: RequestId
-    names: tuple[BlockName, ...]
     start: int
-    whole: bool
     room: int
     host: str = ""
     codec: str = "none"
@@ -271,7 +269,7 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """One layer of the wanted blocks `[first, first + len(seals))`. Payload: their slices, one after the other,
+    """One layer of the blocks `[first, first + len(seals))` of a `Pull`. Payload: their slices, one after the other,
     encoded by the codec that was asked for."""
 
     key: RequestId
@@ -281,16 +279,10 @@ class Given(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All that can be given of what was wanted was sent: the first `count` blocks."""
+    """All that can be given of a `Pull` was sent: the first `count` blocks."""
 
     key: RequestId
     count: int
-
-
-class Enough(msgspec.Struct, frozen=True, tag=True):
-    """What was wanted has been read, or is not wanted any more. Unknown ones are no error."""
-
-    key: RequestId
 
 
 class Shipment(msgspec.Struct, frozen=True, tag=True):
@@ -324,7 +316,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Want | Lent | Given | Ended | Enough | Shipment
+PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Pull | Lent | Given | Ended | Shipment
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
 # is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for

@@ -27,7 +27,7 @@ from isthmus.attempts import (
 )
 from isthmus.node import events, letters
 from isthmus.node.early import Early
-from isthmus.node.loans import Loans, num_present
+from isthmus.node.fetches import Fetches
 from isthmus.node.node import SEVERED_NS, TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
 from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
@@ -35,7 +35,7 @@ from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, 
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
 MAX_REFUSED = 1024
-OF_HOLDERS = tuple(set(get_args(letters.Letter)) - {letters.Passed, letters.Landed})
+OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink, letters.Vacate)
 
 Names = tuple[BlockName, ...]
 
@@ -88,11 +88,8 @@ class Adapter:
     ) -> None:
         self.node, self.role, self.tiers = node, role, tiers
         self._keeper = Keeper(tiers, node) if tiers is not None else None
-        self._loans = Loans(tiers)
-        self._transfer_ns = transfer_ns
+        self._fetches = Fetches(tiers, transfer_ns)
         self._attempts: dict[RequestId, _Attempt] = {}
-        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        """What is wanted, and when bytes of it last came, 0 before any."""
         self._early = Early()  # `Passed` of attempts that do not await it yet
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
@@ -117,8 +114,6 @@ class Adapter:
             events.Came: self._came,
             events.FetchEnded: self._fetch_ended,
             events.Moved: self._moved,
-            events.Wanted: lambda event, _, actions: self._loans.wanted(event, actions),
-            events.Enough: lambda event, _, actions: self._loans.enough(event),
             events.Filled: self._filled,
             events.Lost: self._lost,
             events.Recovered: self._recovered,
@@ -129,6 +124,8 @@ class Adapter:
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             letters.Passed: self._passed,
             letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
             **dict.fromkeys(OF_HOLDERS, self._refuses),
         }
 
@@ -158,9 +155,8 @@ class Adapter:
     def check_idle(self) -> None:
         """All that attempts took was given back."""
         assert not self._attempts, "an attempt never ended"
-        assert not self._fetches, "a fetch never ended"
         assert not self._given, "a decode node never answered for what it was given"
-        self._loans.check_idle()
+        self._fetches.check_idle()
         assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
     # An attempt begins and ends.
@@ -288,7 +284,8 @@ class Adapter:
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
         self._land(attempt, actions)
-        actions += [events.EndFetch(each) for each in (key, handover_key(key)) if each in self._fetches]
+        for each in (key, handover_key(key)):
+            self._fetches.end(each, actions)
         self._unpin(attempt)
         actions.append(events.Release(key))
 
@@ -346,10 +343,7 @@ class Adapter:
 
     def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
         """Nothing more comes from the peer, and it takes nothing of what it was told."""
-        self._loans.gone(event.peer)
-        actions += [
-            events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == event.peer
-        ]
+        self._fetches.gone(event.peer, actions)
         for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
             attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
             if attempt is None:
@@ -376,24 +370,23 @@ class Adapter:
     ) -> None:
         names = begin.names[: order.stop]
         wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
-        self._fetches[key] = wanted, 0
-        actions.append(wanted)
+        self._fetches.begin(wanted, actions)
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
-        if event.fetched and event.key in self._fetches:
-            self._fetches[event.key] = self._fetches[event.key][0], now
+        if event.fetched:
+            self._fetches.moved(event.key, now)
 
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        fetch, _ = self._fetches.get(event.key, (None, 0))
-        if fetch is not None:
-            self._keep_fetched(fetch, event.stop, actions)
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it."""
-        fetch, _ = self._fetches.pop(event.key, (None, 0))
-        if fetch is None:
-            return  # a node of this name asked for it that is gone
-        self._keep_fetched(fetch, event.stop, actions)
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        self._keep_fetched(*came, actions)
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._gathered(attempt, now, actions)
@@ -411,8 +404,7 @@ class Adapter:
         self._keep(event.names, actions, event.key, tenant)
 
     def _keep_fetched(self, fetch: events.Fetch, stop: int, actions: list[events.Action]) -> None:
-        names = fetch.names[: num_present(self.tiers, fetch, stop)]
-        self._keep(names, actions, fetch.key, fetch.tenant)
+        self._keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
 
     def _keep(self, names: Names, actions: list[events.Action], key: RequestId, tenant: Tenant) -> None:
         if self._keeper is not None:
@@ -467,5 +459,4 @@ class Adapter:
                 self._pass(attempt, now, actions)
             elif attempt.state is PASSED:
                 self._fail(attempt, attempt.reason, now, actions)
-        late = now - self._transfer_ns
-        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        self._fetches.end_late(now, actions)

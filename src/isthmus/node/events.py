@@ -101,23 +101,6 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """Another node wants the blocks of this prefix from `start` on. `whole`: all of them or none."""
-
-    key: RequestId
-    peer: NodeId
-    names: tuple[BlockName, ...]
-    start: int
-    whole: bool = False
-
-
-class Enough(msgspec.Struct, frozen=True, tag=True):
-    """What another node wanted is there, or is not wanted any more. Unknown ones are no error."""
-
-    key: RequestId
-    peer: NodeId
-
-
 # From who carries the actions out. `Stepped` and `Saved` are the scheduler's.
 
 
@@ -259,7 +242,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Begin | Forget | Move | Return | Become
-    | Heard | Gone | Wanted | Enough
+    | Heard | Gone
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Stowed | Reclaimed | Moved | Broken
     | Lost | Recovered
     | Answered | Settled | Over | Filled | Held | Dropped
@@ -282,7 +265,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
     """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
-    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Wanted`; `tenant`: in whose
+    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Want`; `tenant`: in whose
     share what comes is kept."""
 
     key: RequestId
@@ -316,6 +299,13 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
 
     peer: NodeId
     letter: Letter
+
+
+class EndGive(msgspec.Struct, frozen=True, tag=True):
+    """It needs nothing more of that."""
+
+    key: RequestId
+    peer: NodeId
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -453,7 +443,7 @@ Action = (
     | Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
     | Offer | Send | Finish | Receive | Ship | OpenLine | Reclaim | Host | Rekey | Trim | Unhost
-    | Fetch | EndFetch | Give | Release | Wake
+    | Fetch | EndFetch | Give | EndGive | Release | Wake
     | Submit | Discard
     | Report
 )  # fmt: skip

@@ -29,8 +29,8 @@ from isthmus.node.away import Away
 from isthmus.node.donors import Donors
 from isthmus.node.early import Early
 from isthmus.node.extent import extent_of
+from isthmus.node.fetches import Fetches
 from isthmus.node.guests import Guests
-from isthmus.node.loans import Loans, num_present
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
@@ -69,9 +69,7 @@ class Node:
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
         self._attempts: dict[RequestId, Attempt] = {}
-        # What is wanted, and when bytes of it last came, 0 before any.
-        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        self._loans = Loans(self.tiers)
+        self._fetches = Fetches(self.tiers, transfer_ns)
         self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
         self._early = Early()
@@ -92,8 +90,6 @@ class Node:
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
-            events.Wanted: self._wanted,
-            events.Enough: self._enough,
             events.Stowed: lambda event, now, actions: self._guests.stowed(event, actions),
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
@@ -113,6 +109,8 @@ class Node:
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             letters.Granted: self._granted,
             letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
             letters.Reserve: lambda peer, wanted, now, actions: self._guests.reserve(peer, wanted, actions),
             letters.Reserved: self._reserved,
             letters.Claim: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
@@ -172,8 +170,7 @@ class Node:
         """All that attempts took was given back."""
         scheduler = self.scheduler
         assert not self._attempts and not self._forgotten, "an attempt never ended"
-        assert not self._fetches, "a fetch never ended"
-        self._loans.check_idle()
+        self._fetches.check_idle()
         self._away.check_idle()
         self._guests.check_idle()
         self._donors.check_idle()
@@ -206,9 +203,9 @@ class Node:
             if not (can and self.scheduler.has_room(attempt)) and not self._disassemble(attempt, now, actions):
                 return
             fetches = self._donors.begin(attempt)
-            self._fetches |= {fetch.key: (fetch, 0) for fetch in fetches}
             attempt.awaits = bool(fetches)
-            actions += fetches
+            for fetch in fetches:
+                self._fetches.begin(fetch, actions)
         self._enter(attempt, now, actions)
 
     def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
@@ -263,8 +260,7 @@ class Node:
         del self._attempts[key]
         self._away.stop(attempt)
         actions += self._donors.end(attempt)
-        if key in self._fetches:
-            actions.append(events.EndFetch(key))  # a run may wait for it
+        self._fetches.end(key, actions)
         if self.scheduler.computes(attempt):
             self._forgotten.append(attempt)
             self._cut(actions)
@@ -336,8 +332,7 @@ class Node:
         """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
         fetches; those whose KV it holds, and its own that lies here."""
         peer = event.peer
-        self._loans.gone(peer)
-        actions += [events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == peer]
+        self._fetches.gone(peer, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
             awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.given_up_ns)
@@ -367,8 +362,8 @@ class Node:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
                 attempt.moved_ns = now
-        elif event.key in self._fetches:
-            self._fetches[event.key] = self._fetches[event.key][0], now
+        else:
+            self._fetches.moved(event.key, now)
 
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
         late = now - self._transfer_ns
@@ -377,7 +372,7 @@ class Node:
                 self._fail(attempt, attempt.reason, now, actions)
             elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
-        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        self._fetches.end_late(now, actions)
         if self._guests.expire(now, actions):
             self._replan(now, actions)
 
@@ -475,20 +470,19 @@ class Node:
         if self._state_blocks and begin.part is not DECODE and names:
             names, whole = names + state_names(names[-1], self._state_blocks), True
         wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
-        self._fetches[begin.key] = wanted, 0
-        actions.append(wanted)
+        self._fetches.begin(wanted, actions)
 
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        fetch, _ = self._fetches.get(event.key, (None, 0))
-        if fetch is not None:
-            self._keep_fetched(fetch, num_present(self.tiers, fetch, event.stop), now, actions)
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, now, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
-        fetch, _ = self._fetches.pop(event.key, (None, 0))
-        if fetch is None:
-            return  # a node of this name asked for it that is gone
-        attempt, stop = self._attempts.get(event.key), num_present(self.tiers, fetch, event.stop)
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        attempt, (fetch, stop) = self._attempts.get(event.key), came
         if attempt is None or attempt.begin.part is DECODE:
             if attempt is not None:
                 attempt.fetch = None
@@ -522,12 +516,6 @@ class Node:
         if stop:
             self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
             self._plan(now, actions)
-
-    def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
-        self._loans.wanted(event, actions)
-
-    def _enough(self, event: events.Enough, now: int, actions: list[events.Action]) -> None:
-        self._loans.enough(event)
 
     # KV that lies on other nodes, and that of others here.
 

@@ -283,17 +283,12 @@ class Moves:
         if transfer.is_prompts:
             assert transfer.job is not None
             transfer.job.pending += 1
-        if not self._reaches(node, source):
-            self._clock.call(self._clock.now, TRANSFER_ENDS, partial(self._nothing_came, transfer))
-            return
-        self._say(node, source, events.Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
 
     def _give(self, node: SimNode, give: events.Give) -> None:
         key, target = give.key, self._named[give.peer]
         transfer = self._fetches.get((key, target.slot))
         if transfer is None:
-            self._due.append((node, events.Enough(key, give.peer)))
-            return
+            return  # it has ended, and says so
         stop = give.stop
         if give.on_disk and self.disks.fails(node):
             stop -= give.on_disk
@@ -347,7 +342,6 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        self._say(target, transfer.source, events.Enough(key, target.facts.node))
         self._due.append((target, events.FetchEnded(key, stop)))
         if job is None or job.key != key or job.attempt < 0:
             return

@@ -36,6 +36,11 @@ from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
 from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
+TAKE_NO_TIME = (
+    events.Offer, events.Receive, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
+    events.Unhost, events.Adopt, events.Promote, events.Demote, events.Drop,
+)  # fmt: skip
+
 
 class Nodes:
     """Carries out what the nodes decide, and tells them and the conductor what came of it.
@@ -63,22 +68,7 @@ class Nodes:
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
-            **dict.fromkeys(
-                (
-                    events.Offer,
-                    events.Receive,
-                    events.OpenLine,
-                    events.Host,
-                    events.Rekey,
-                    events.Trim,
-                    events.Unhost,
-                    events.Adopt,
-                    events.Promote,
-                    events.Demote,
-                    events.Drop,
-                ),
-                _needs_no_time,
-            ),
+            **dict.fromkeys(TAKE_NO_TIME, _needs_no_time),
             Run: self._start_run,
             events.Cut: self._cut,
             Admitted: self._admitted,

@@ -71,8 +71,8 @@ class Lease:
 
 @dataclass
 class _Loan:
-    """What another node may have: the first `stop` blocks of a prefix. `answered`: all of the last pull was sent, though
-    not all may have been acknowledged, or is lent."""
+    """What another node may have: the first `stop` blocks of a prefix. `answered`: all of the last pull was sent,
+    though not all may have been acknowledged, or is lent."""
 
     names: tuple[BlockName, ...]
     stop: int

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, get_args
+from enum import Enum, auto
+from typing import Any
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -39,11 +40,28 @@ OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink, 
 
 Names = tuple[BlockName, ...]
 
-GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
-    "gathering", "awaiting", "fetching", "submitted", "answered", "passed"
-)  # fmt: skip
-"""Of an attempt: what it was sent here for is on its way, as its route says; its prefill node computes; what that has
-is on its way; the engine has it; its last blocks are being saved; its decode node takes it over."""
+
+class State(Enum):
+    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is on
+    its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes it
+    over."""
+
+    GATHERING = auto()
+    AWAITING = auto()
+    FETCHING = auto()
+    SUBMITTED = auto()
+    ANSWERED = auto()
+    PASSED = auto()
+
+
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = State
+
+# What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
+AWAITS = {GATHERING: AWAITING}
+FETCHES = {AWAITING: FETCHING}
+SUBMITS = {GATHERING: SUBMITTED, AWAITING: SUBMITTED, FETCHING: SUBMITTED}
+ANSWERS = {SUBMITTED: ANSWERED}
+PASSES = {ANSWERED: PASSED}
 
 
 def handover_key(key: RequestId) -> RequestId:
@@ -56,16 +74,8 @@ class _Attempt:
     `awaited`: its prefill node waits for word that nothing more is needed of it."""
 
     __slots__ = (
-        "awaited",
-        "begin",
-        "cached_tokens",
-        "due_ns",
-        "params",
-        "pinned",
-        "reason",
-        "settled",
-        "state",
-    )
+        "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
+    )  # fmt: skip
 
     def __init__(self, begin: events.Begin) -> None:
         self.begin = begin
@@ -186,14 +196,14 @@ class Adapter:
         if begin.part is not DECODE:
             self._submit(attempt, actions)
             return
-        attempt.state = AWAITING
+        attempt.state = AWAITS[attempt.state]
         early = self._early.take(begin.peer, begin.key)
         if early is not None:
             self._passed(begin.peer, early, now, actions)
 
     def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
-        attempt.state = SUBMITTED
+        attempt.state = SUBMITS[attempt.state]
         if self.tiers is not None:
             num_blocks = self.tiers.match(names)[0]
             self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
@@ -209,7 +219,7 @@ class Adapter:
             self._land(attempt, actions)
             return
         attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
-        attempt.state = ANSWERED
+        attempt.state = ANSWERS[attempt.state]
         if self.tiers is None or attempt.settled:
             self._pass(attempt, now, actions)
         else:
@@ -227,7 +237,7 @@ class Adapter:
     def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
         """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
         begin, params = attempt.begin, attempt.params
-        attempt.state, attempt.due_ns, attempt.params = PASSED, 0, b""
+        attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
         self._given[begin.key] = begin.peer, params
         passed = letters.Passed(begin.key, attempt.cached_tokens or 0, params)
         actions.append(events.Tell(begin.peer, passed))
@@ -329,7 +339,7 @@ class Adapter:
         attempt.cached_tokens, attempt.params, attempt.awaited = passed.cached_tokens, passed.params, True
         present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
         if present < len(begin.names):
-            attempt.state = FETCHING
+            attempt.state = FETCHES[attempt.state]
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
             self._fetch(handover_key(key), order, begin, actions)
         else:

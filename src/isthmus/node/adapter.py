@@ -42,9 +42,9 @@ Names = tuple[BlockName, ...]
 
 
 class State(Enum):
-    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is on
-    its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes it
-    over."""
+    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
+    on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
+    it over."""
 
     GATHERING = auto()
     AWAITING = auto()

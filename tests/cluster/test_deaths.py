@@ -27,7 +27,7 @@ from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
 from isthmus.errors import UnavailableError
 from isthmus.messenger import Handler, MemoryNetwork, Session
-from isthmus.node.node import SEVERED_NS
+from isthmus.node import SEVERED_NS
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from tests.served import Served, node_pid, serve, streamed
 

@@ -23,13 +23,12 @@ from isthmus.attempts import (
     FetchFinished,
     FetchOrder,
     PrefillFinished,
-    RequestFailed,
     RoleChanged,
 )
 from isthmus.node import events, letters
-from isthmus.node.early import Early
+from isthmus.node.attempts import Attempts
 from isthmus.node.fetches import Fetches
-from isthmus.node.node import SEVERED_NS, TRANSFER_NS
+from isthmus.node.node import TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
 from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
@@ -99,8 +98,7 @@ class Adapter:
         self.node, self.role, self.tiers = node, role, tiers
         self._keeper = Keeper(tiers, node) if tiers is not None else None
         self._fetches = Fetches(tiers, transfer_ns)
-        self._attempts: dict[RequestId, _Attempt] = {}
-        self._early = Early()  # `Passed` of attempts that do not await it yet
+        self._attempts = Attempts[_Attempt](node)
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
@@ -173,8 +171,7 @@ class Adapter:
 
     def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
         attempt = _Attempt(event)
-        assert event.key not in self._attempts, f"{event.key} began twice"
-        self._attempts[event.key] = attempt
+        self._attempts.add(attempt)
         route = event.route
         if route.holdings or route.growth or route.assembly is not None:
             self._fail(attempt, "its engine computes with the KV of its own prefix alone", now, actions)
@@ -197,7 +194,7 @@ class Adapter:
             self._submit(attempt, actions)
             return
         attempt.state = AWAITS[attempt.state]
-        early = self._early.take(begin.peer, begin.key)
+        early = self._attempts.take_early(begin.peer, begin.key)
         if early is not None:
             self._passed(begin.peer, early, now, actions)
 
@@ -279,14 +276,13 @@ class Adapter:
         """Gives it up; the conductor may try again, unless it is `final`."""
         self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
-        route, reason = attempt.begin.route, reason if final else f"{self.node}: {reason}"
-        actions.append(RequestFailed(route.request, route.attempt, reason, final=final))
+        actions.append(self._attempts.failure(attempt, reason, final=final))
 
     def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
-        if self._early.take(begin.peer, key) is not None:
+        if self._attempts.take_early(begin.peer, key) is not None:
             attempt.awaited = True
             self._land(attempt, actions, unread=True)
         elif begin.part is DECODE and attempt.state in (GATHERING, AWAITING):
@@ -331,7 +327,7 @@ class Adapter:
             return
         if attempt is None or attempt.state is not AWAITING:
             if attempt is None or attempt.state is GATHERING:
-                self._early.put(peer, passed)
+                self._attempts.put_early(peer, passed)
             return
         begin = attempt.begin
         if begin.peer != peer:
@@ -359,9 +355,8 @@ class Adapter:
             if attempt is None:
                 self._discard(params, actions)
                 continue
-            attempt.params, attempt.due_ns = params, now + SEVERED_NS
-            attempt.reason = f"the session with {event.peer} ended: {event.reason}"
-            actions.append(events.Wake(attempt.due_ns))
+            attempt.params = params
+            self._attempts.give_up(attempt, event.peer, event.reason, now, actions)
         for attempt in self._attempts.values():
             if attempt.awaited and attempt.begin.peer == event.peer:
                 attempt.awaited = False  # nobody waits for word of it
@@ -462,9 +457,7 @@ class Adapter:
     # Time.
 
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
-        for attempt in list(self._attempts.values()):
-            if not 0 < attempt.due_ns <= now:
-                continue
+        for attempt in self._attempts.due(now):
             if attempt.state is ANSWERED:
                 self._pass(attempt, now, actions)
             elif attempt.state is PASSED:

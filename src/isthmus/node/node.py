@@ -18,26 +18,23 @@ from isthmus.attempts import (
     FetchFinished,
     FetchOrder,
     PrefillFinished,
-    RequestFailed,
     RoleChanged,
     assembly_of,
 )
 from isthmus.blocks import state_names
 from isthmus.node import events, letters
 from isthmus.node.attempt import Attempt
+from isthmus.node.attempts import Attempts
 from isthmus.node.away import Away
 from isthmus.node.donors import Donors
-from isthmus.node.early import Early
 from isthmus.node.extent import extent_of
 from isthmus.node.fetches import Fetches
 from isthmus.node.guests import Guests
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
-from isthmus.types import DECODE, MIXED, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
-SEVERED_NS = 250 * NS_PER_MS
-"""So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
 HANDING_OVER = (QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING)
@@ -68,11 +65,10 @@ class Node:
         self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
-        self._attempts: dict[RequestId, Attempt] = {}
+        self._attempts = Attempts[Attempt](self.node)
         self._fetches = Fetches(self.tiers, transfer_ns)
         self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
-        self._early = Early()
         self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
@@ -187,8 +183,7 @@ class Node:
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
-        assert key not in self._attempts, f"{key} began twice"
-        self._attempts[key] = attempt
+        self._attempts.add(attempt)
         reason = ""
         if route.holdings or route.growth:
             reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
@@ -239,7 +234,7 @@ class Node:
         else:
             if part is PREFILL:
                 actions.append(events.Offer(key, route.decode, attempt.extent))
-                attempt.granted = self._early.take(route.decode, key) is not None
+                attempt.granted = self._attempts.take_early(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -288,12 +283,12 @@ class Node:
         now: int,
         actions: list[events.Action],
         *,
+        final: bool = False,
         no_room: bool = False,
     ) -> None:
-        """Gives it up; the conductor may try again."""
+        """Gives it up; the conductor may try again, unless it is `final`."""
         self._end(attempt, now, actions)
-        route, reason = attempt.begin.route, f"{self.node}: {reason}"
-        actions.append(RequestFailed(route.request, route.attempt, reason, no_room=no_room))
+        actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
 
     def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -303,12 +298,7 @@ class Node:
             self._distrusted[attempt.begin.route.request] = None
             if len(self._distrusted) > MAX_DISTRUSTED:
                 del self._distrusted[next(iter(self._distrusted))]
-        if not event.final:
-            self._fail(attempt, event.reason, now, actions)
-            return
-        route = attempt.begin.route
-        self._end(attempt, now, actions)
-        actions.append(RequestFailed(route.request, route.attempt, event.reason, final=True))
+        self._fail(attempt, event.reason, now, actions, final=event.final)
 
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:
@@ -335,11 +325,9 @@ class Node:
         self._fetches.gone(peer, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
-            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.given_up_ns)
+            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.due_ns)
             if awaits and begin.part is not MIXED and begin.peer == peer:
-                attempt.given_up_ns = now + SEVERED_NS
-                attempt.reason = f"the session with {peer} ended: {event.reason}"
-                actions.append(events.Wake(attempt.given_up_ns))
+                self._attempts.give_up(attempt, peer, event.reason, now, actions)
             if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)
         if self._guests.gone(peer, now, actions):
@@ -366,11 +354,11 @@ class Node:
             self._fetches.moved(event.key, now)
 
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+        for attempt in self._attempts.due(now):
+            self._fail(attempt, attempt.reason, now, actions)
         late = now - self._transfer_ns
         for attempt in list(self._attempts.values()):
-            if attempt.given_up_ns and now >= attempt.given_up_ns:
-                self._fail(attempt, attempt.reason, now, actions)
-            elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
+            if 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
         self._fetches.end_late(now, actions)
         if self._guests.expire(now, actions):
@@ -381,7 +369,7 @@ class Node:
     def _granted(self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
-            self._early.put(peer, granted)
+            self._attempts.put_early(peer, granted)
         elif attempt.begin.peer == peer and not attempt.granted:
             attempt.granted = True
             if attempt.state is COMPUTING:
@@ -391,7 +379,7 @@ class Node:
     def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """What was granted is sent from its first chunk on; what is packed, once all of it is."""
         is_due = attempt.is_whole or not attempt.packs
-        if attempt.granted and attempt.started and is_due and not attempt.given_up_ns:
+        if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
             actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
 

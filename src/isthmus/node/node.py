@@ -180,7 +180,7 @@ class Node:
         distrusts = event.route.request in self._distrusted
         if distrusts:
             event = self._without_cache(event)
-        key, route, part = event.key, event.route, event.part
+        route, part = event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
         self._attempts.add(attempt)

@@ -69,7 +69,6 @@ types: install
 
 # Plants bugs and sees what the tests of each room find; half an hour. Not part of `make test`.
 mutants: install
-	$(VENV)/bin/python -m pip install --quiet --editable '.[mutants]'
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 # Takes away each protection of tests/protections.yaml alone and sees that its test fails; half an hour. ARGS: a word of

@@ -120,13 +120,19 @@ def parsed(text: str) -> Edit:
     return Edit(kind, frozenset(numbers.get(word, word) for word in words.split()), value, text != plain)
 
 
-def slots(owner: ast.AST) -> Iterator[Slot]:
-    """All inside of a node."""
+def held(owner: ast.AST) -> Iterator[Slot]:
+    """A node's own parts."""
     for field, value in ast.iter_fields(owner):
         for at, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(node, ast.AST):
                 yield Slot(owner, field, at, node)
-                yield from slots(node)
+
+
+def slots(owner: ast.AST) -> Iterator[Slot]:
+    """All inside of a node."""
+    for slot in held(owner):
+        yield slot
+        yield from slots(slot.node)
 
 
 def scope(owner: ast.AST) -> Iterator[ast.AST]:

@@ -1,9 +1,9 @@
 """Takes away one protection at a time and sees that its test fails: `make protections ARGS="hand-over"`.
 
 `protections.yaml` has them by what they promise: the symbol and the edit (of `edits`) that take the protection away,
-and the test that fails then. Each is tried in a copy of the tree, alone, since a second check behind it must not hide that
-the first is gone. `--check` runs no test: it says in seconds which edits the code of today has no place for, and which
-place they may have. `--moved` writes that place into the table where there is no other.
+and the test that fails then. Each is tried in a copy of the tree, alone, since a second check behind it must not hide
+that the first is gone. `--check` runs no test: it says in seconds which edits the code of today has no place for, and
+which place they may have. `--moved` writes that place into the table where there is no other.
 """
 
 from __future__ import annotations

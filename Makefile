@@ -72,7 +72,7 @@ mutants: install
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 # Takes away each protection of tests/protections.yaml alone and sees that its test fails; half an hour. ARGS: a word of
-# its name; `--check` says in seconds which of them the code has outgrown.
+# its name; `--check` says in seconds which of them have no place in the code of today, `--moved` follows moved symbols.
 protections: install
 	$(VENV)/bin/python -m tests.protections $(ARGS)
 

@@ -33,6 +33,10 @@ class Edit(NamedTuple):
     value: ast.AST
     every: bool
 
+    def takes(self, num: int) -> bool:
+        """Whether it may be made in so many places."""
+        return num == 1 or (self.every and num > 1)
+
 
 class Slot(NamedTuple):
     """A node, and the field of another that holds it."""
@@ -86,7 +90,7 @@ class Code:
         if unknown := used - self.words[self.tree] - set(dir(builtins)):
             raise Stale(f"nothing in the module is named {', '.join(sorted(unknown))}, as {text!r} has it")
         found = [slot for owner in owners for slot in self.places(owner, edit)]
-        if not found or (len(found) > 1 and not edit.every):
+        if not edit.takes(len(found)):
             raise Stale(f"{text!r} has {len(found) or 'no'} places in {symbol}")
         for slot in found:
             slot.put(edit.value)

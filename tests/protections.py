@@ -3,7 +3,7 @@
 `protections.yaml` has them by what they promise: the symbol and the edit (of `edits`) that take the protection away,
 and the test that fails then. Each is tried in a copy of the tree, alone, since a second check behind it must not hide
 that the first is gone. `--check` runs no test: it says in seconds which edits the code of today has no place for, and
-which place they may have. `--moved` writes that place into the table where there is no other.
+which place they may have. `--moved` writes that into the table where a symbol of the same name is the only one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def elsewhere(one: Protection) -> list[str]:
     else in its room, else anywhere."""
     edits = [parsed(edit) for edit in one.edits]
     found = [
-        symbol for symbol, node, code in _symbols() if all(len(code.places(node, edit)) == 1 for edit in edits)
+        symbol
+        for symbol, node, code in _symbols()
+        if symbol != one.symbol and all(edit.takes(len(code.places(node, edit))) for edit in edits)
     ]
     module = one.symbol.partition(":")[0]
     around = one.symbol.rpartition(".")[0], module + ":", module.rpartition(".")[0] + "."
@@ -135,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("word", nargs="?", default="", help="only those with this in their name")
     parser.add_argument("--check", action="store_true", help="only say which edits have no place")
-    parser.add_argument("--moved", action="store_true", help="and give them the place that they may have")
+    parser.add_argument("--moved", action="store_true", help="and write new places of symbols of the same name")
     asked = parser.parse_args()
     chosen = protections(asked.word)
     stale = {one: why for one in chosen if (why := complaint(one))}
@@ -143,7 +145,7 @@ def main() -> None:
         others = elsewhere(one)
         perhaps = f"; perhaps {' or '.join(others[:3])}" if others else ""
         print(f"STALE    {one.what}: {why}{perhaps}{', or others' if len(others) > 3 else ''}")
-        if asked.moved and len(others) == 1:
+        if asked.moved and len(others) == 1 and _last(others[0]) == _last(one.symbol):
             move(one, others[0])
     if asked.check or asked.moved:
         sys.exit(bool(stale))

@@ -139,7 +139,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only say which edits have no place")
     parser.add_argument("--moved", action="store_true", help="and write new places of symbols of the same name")
     asked = parser.parse_args()
-    chosen = protections(asked.word)
+    if not (chosen := protections(asked.word)):
+        parser.error(f"no protection has {asked.word!r} in its name")
     stale = {one: why for one in chosen if (why := complaint(one))}
     for one, why in stale.items():
         others = elsewhere(one)
@@ -152,7 +153,7 @@ def main() -> None:
     tried = [one for one in chosen if one not in stale]
     with tempfile.TemporaryDirectory() as folder:
         scratch = copied(Path(folder))
-        if status(scratch, *dict.fromkeys(one.test for one in tried)):
+        if tried and status(scratch, *dict.fromkeys(one.test for one in tried)):
             raise SystemExit("the tests fail with all protections in place")
         num_seen = sum([is_seen(scratch, one) for one in tried])
     print(f"{num_seen} of {len(chosen)} are seen to be gone")

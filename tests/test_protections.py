@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+from functools import cache
 
 import pytest
 
-from tests.edits import Code, Stale
+from tests.edits import Code, Stale, path_of
 from tests.protections import ROOT, protections
 
 SOURCE = ast.unparse(
@@ -24,10 +24,11 @@ class Lock:
 def test_each_has_a_test_and_a_symbol() -> None:
     """Whether its edit has a place there is not asked, or each change of a function would begin with this table;
     `make protections` does."""
+    code, text = cache(lambda path: Code(path.read_text())), cache(lambda file: (ROOT / file).read_text())
     for one in protections():
         file, _, name = one.test.partition("::")
-        assert f"def {name}(" in Path(ROOT / file).read_text(), one
-        assert one.code().owners(one.symbol), one
+        assert f"def {name}(" in text(file), one
+        assert code(path_of(one.symbol, ROOT)).owners(one.symbol), one
 
 
 @pytest.mark.parametrize(

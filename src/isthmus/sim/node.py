@@ -43,37 +43,10 @@ class SimNode:
     """
 
     __slots__ = (
-        "_asked",
-        "_ends",
-        "_first",
-        "_growth",
-        "_limit",
-        "_num_admitted",
-        "_owed",
-        "_owed_part",
-        "_run_start",
-        "alive",
-        "attending",
-        "cost",
-        "decider",
-        "facts",
-        "links",
-        "loading",
-        "missing",
-        "occupancy",
-        "owed_ps",
-        "record",
-        "run",
-        "run_gaps",
-        "run_start",
-        "run_steps",
-        "sampling",
-        "slot",
-        "stalled",
-        "stalled_since",
-        "steps",
-        "tail_ns",
-        "version",
+        "_asked", "_ends", "_first", "_growth", "_limit", "_num_admitted", "_owed", "_owed_part", "_run_start",
+        "alive", "attending", "cost", "decider", "facts", "links", "loading", "missing", "occupancy", "owed_ps",
+        "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot", "stalled", "stalled_since",
+        "steps", "tail_ns", "version",
     )  # fmt: skip
 
     links: NodeLinks
@@ -86,9 +59,8 @@ class SimNode:
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
-        self._ends: list[
-            tuple[int, int, SimJob]
-        ] = []  # (steps at its last token, age, who); some are out of date
+        # (steps at its last token, age, who); some are out of date.
+        self._ends: list[tuple[int, int, SimJob]] = []
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.occupancy = Occupancy()
         self.begin_anew(decider)
@@ -106,9 +78,8 @@ class SimNode:
         self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
         self._asked: Questions | None = None  # of holders, in each iteration of the run
-        self.owed_ps = self._owed = self._owed_part = (
-            0  # to be paid; with this run, and with each iteration of it
-        )
+        # To be paid; with this run, and with each iteration of it.
+        self.owed_ps = self._owed = self._owed_part = 0
         self.stalled = False
         self.alive = True
         self.version += 1
@@ -279,11 +250,9 @@ class SimNode:
         """A piece that is put together from donors' KV: of its tokens fewer are computed from layer to layer."""
         assembly = piece.assembly
         assert assembly is not None
-        chunk = AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
-        self.record.tokens_prefilled += assembled_weight(
-            assembly.selection, piece.count, assembly.num_reused, self.cost.num_layers
-        )
-        return chunk
+        selection, count, reused = assembly.selection, piece.count, assembly.num_reused
+        self.record.tokens_prefilled += assembled_weight(selection, count, reused, self.cost.num_layers)
+        return AssembledChunk(selection, count, piece.start, reused)
 
     def _after(self, steps: int) -> int:
         """Picoseconds that the first `steps` iterations take."""

@@ -124,7 +124,6 @@ class Feature(msgspec.Struct, frozen=True):
             admission=self.admission,
             ttft_ms=None if self.admission == "none" else 200,
             tbt_ms=None if self.admission == "none" else 12,
-            sticky_blocks=1,
             decode_s=0.5,
         )
         others = {"order": self.order, "prompt_batch": self.prompt_batch, "eviction": self.eviction}

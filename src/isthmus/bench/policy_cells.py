@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random": {"policy": "random"},
     "round_robin": {"policy": "round_robin"},
     "least_loaded": {"policy": "least_loaded"},
-    "sticky": {"policy": "sticky", "sticky_blocks": 2},
+    "sticky": {"policy": "sticky"},
     "local_aware": {"policy": "local_aware"},
     "mooncake-1": {"policy": "mooncake", "balancing_threshold": 1.0},
     "mooncake-2": {"policy": "mooncake", "balancing_threshold": 2.0},

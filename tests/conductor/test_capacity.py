@@ -8,7 +8,7 @@ from isthmus.conductor.view import Placement, View
 from isthmus.cost import Curve, compile_cost
 from isthmus.types import NodeId, Role
 
-from .small_world import GBPS, H20, H200, both_ways
+from .case_study import GBPS, H20, H200, both_ways
 
 P, D = Role.PREFILL, Role.DECODE
 

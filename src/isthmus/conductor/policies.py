@@ -7,12 +7,14 @@ the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.pricing import isthmus
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import Placement
 
+_ttft = attrgetter("ttft_ns")
 Policy = Callable[[Estimator, Rules], Placement]
 
 STICKY_BLOCKS = 2
@@ -70,10 +72,6 @@ def mooncake(estimator: Estimator, rules: Rules) -> Placement:
         else:
             options.append(estimator.local(at))
     return min(options, key=_ttft)
-
-
-def _ttft(placement: Placement) -> int:
-    return placement.ttft_ns
 
 
 POLICIES: dict[str, Policy] = {

@@ -20,7 +20,8 @@ from isthmus.errors import ConfigError
 from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import nearest_rank, within_limits
+from isthmus.sim.spread import nearest_rank
+from isthmus.sim.summary import within_limits
 from isthmus.sim.workloads import Replay, Workload, load, replayed
 from isthmus.types import NS_PER_S, NodeId, Role
 from isthmus.workers import serve

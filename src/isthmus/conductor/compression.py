@@ -25,8 +25,7 @@ def encoded(
     if fetch is not None and placement.source is not None:
         rate = _rate(placement.source, prefill, placement.across, now)
         # It begins at once, and is waited for when what is not cached is computed.
-        cached = min(placement.cached * prefill.block_size, request.arrived.num_tokens - 1)
-        computing = prefill.cost.prefill_ns(request.arrived.num_tokens - cached, cached)
+        computing = prefill.prefill_ns(request.arrived.num_tokens, placement.cached)
         waiting = placement.ttft_ns - placement.work_ns
         codecs = rules.codecs
         if prefill.state_blocks:  # a recurrent state comes along, whose bytes no codec of numbers fits

@@ -113,7 +113,7 @@ class Donors:
         estimator, size = finder.estimator, node.block_size
         num_tokens = estimator.num_tokens
         at, depth = estimator.nodes.index(node), estimator.depths[node.slot]
-        cached, wait = estimator.cached_tokens(node, depth), estimator.waits[at]
+        cached, wait = min(depth * size, num_tokens - 1), estimator.waits[at]
         left = num_tokens - cached
         if not node.reuse_layers or left < self._rules.reuse_tokens:
             return None
@@ -132,12 +132,8 @@ class Donors:
         work = assembled_ns(node.cost, found.selection, left, cached, found.num_reused) * estimator.ratio
         if node.paths.memory:
             work = max(work, (depth + num_blocks) * node.block_bytes * NS_PER_S / node.paths.memory)
-        disk_ns = estimator.disk_ns(node, depth)
-        if node.paths.disk and self._view.index.uses_disk:
-            index = self._view.index
-            on_disk = sum([index.num_on_disk(node.bit, donor.names[donor.first :]) for donor in donors])
-            disk_ns += on_disk * node.block_bytes * NS_PER_S / node.paths.disk
-        work = max(work, disk_ns - wait)
+        disk_ns = [estimator.read_ns(node, donor.names[donor.first :]) for donor in donors]
+        work = max(work, estimator.disk_ns(node, depth) + sum(disk_ns) - wait)
         option = Placement(node, depth, depth, work, max(wait, transfer_ns) + work)
         option.decode = node if node.role is MIXED else exact.decode
         option.deepest, option.donated = exact.deepest, copied

@@ -98,8 +98,8 @@ class Router:
         if not kept.growth and num_kept < blocks_away(request, prefill, decode):
             return None
         placement.held, placement.growth, placement.taken = kept.held, kept.growth, kept.attempt
-        cached, wait = num_kept * prefill.block_size, placement.ttft_ns - placement.work_ns
-        placement.work_ns = prefill.cost.prefill_ns(request.num_tokens - cached, cached)
+        wait = placement.ttft_ns - placement.work_ns
+        placement.work_ns = prefill.prefill_ns(request.num_tokens, num_kept)
         placement.ttft_ns, placement.compute_ns = wait + placement.work_ns, 0
         placement.cached = placement.own = 0
         return placement

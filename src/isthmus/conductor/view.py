@@ -92,6 +92,12 @@ class NodeView:
         self.expected_blocks = 0  # that their answers will add
         self.kv_heads, self.reuse_layers = joined.kv_heads, joined.reuse_layers
 
+    def prefill_ns(self, num_tokens: int, num_blocks: int) -> int:
+        """By the cost model, with so many leading blocks cached; at least one token is computed in any case, which
+        yields the first output token."""
+        cached = min(num_blocks * self.block_size, num_tokens - 1)
+        return self.cost.prefill_ns(num_tokens - cached, cached)
+
 
 class Held(NamedTuple):
     """The next blocks of a request, which these nodes have: of several each an equal part of the heads."""

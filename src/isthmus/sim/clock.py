@@ -6,9 +6,7 @@ then in the order in which they were set.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from heapq import heappush
 
 from isthmus.sim.node import SimNode
@@ -38,15 +36,3 @@ class Clock:
     def call(self, time: int, priority: int, call: Call) -> None:
         self._num_set += 1
         heappush(self.heap, (time, priority, self._num_set, None, 0, call))
-
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """The search for cycles of objects rests, if it was on: nothing that ends in a simulation is part of one."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -39,7 +39,8 @@ from isthmus.conductor import (
     Unremember,
 )
 from isthmus.node.events import Become, Move, Return
-from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock, no_cycles
+from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
+from isthmus.sim.cycles import no_cycles
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import SimJob

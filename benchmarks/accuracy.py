@@ -37,7 +37,7 @@ from isthmus.config import load_config
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import RequestRecord, Status
 from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 from isthmus.sim.workloads import Request, Workload, load
 from isthmus.types import NS_PER_S
 

@@ -40,23 +40,9 @@ from isthmus.conductor import (
 )
 from isthmus.conductor.conductor import MAX_LOSSES
 from isthmus.cost import Curve
-from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
 
-from .views import arrival
-
-BLOCK_SIZE = 4
-MS = NS_PER_MS
-CURVE = Curve(
-    kv_token_bytes=250,  # a block has 1,000 bytes
-    num_layers=1,
-    prefill_token_s=1e-3,
-    decode_fixed_s=10e-3,
-    decode_sequence_s=1e-3,
-    decode_context_s=1e-6,
-)
-"""1 ms per prompt token; a decode step of B sequences with C tokens takes 10 ms + B ms + C us."""
-LINK = Paths(network=1_000_000, handover=1_000_000)
-"""One block takes 1 ms from node to node, and 4 ms to compute."""
+from .views import BLOCK_SIZE, CURVE, LINK, MS, arrival
 
 
 class Cluster:

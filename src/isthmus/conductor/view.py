@@ -32,40 +32,11 @@ class NodeView:
     """One node: what waits for prefill there, what decodes there, and its links."""
 
     __slots__ = (
-        "batch",
-        "bit",
-        "block_bytes",
-        "block_size",
-        "cache_blocks",
-        "capacity_tokens",
-        "cluster",
-        "context",
-        "cost",
-        "decodes",
-        "draining",
-        "evictions",
-        "expected_blocks",
-        "free_ns",
-        "hands_over_on_link",
-        "kind",
-        "kv_dtype",
-        "kv_heads",
-        "lends",
-        "lent_blocks",
-        "link_in",
-        "link_out",
-        "max_sequences",
-        "node",
-        "paths",
-        "prefills",
-        "reuse_layers",
-        "role",
-        "service_ns",
-        "slot",
-        "state_blocks",
-        "state_bytes",
-        "work_ns",
-    )
+        "batch", "bit", "block_bytes", "block_size", "cache_blocks", "capacity_tokens", "cluster", "context",
+        "cost", "decodes", "draining", "evictions", "expected_blocks", "free_ns", "hands_over_on_link", "kind",
+        "kv_dtype", "kv_heads", "lends", "lent_blocks", "link_in", "link_out", "max_sequences", "node", "paths",
+        "prefills", "reuse_layers", "role", "service_ns", "slot", "state_blocks", "state_bytes", "work_ns",
+    )  # fmt: skip
 
     def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
         self.node, self.role, self.cost, self.cluster = joined.node, joined.role, cost, cluster
@@ -91,6 +62,12 @@ class NodeView:
         self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
         self.expected_blocks = 0  # that their answers will add
         self.kv_heads, self.reuse_layers = joined.kv_heads, joined.reuse_layers
+
+    def prefill_ns(self, num_tokens: int, num_blocks: int) -> int:
+        """By the cost model, with so many leading blocks cached; at least one token is computed in any case, which
+        yields the first output token."""
+        cached = min(num_blocks * self.block_size, num_tokens - 1)
+        return self.cost.prefill_ns(num_tokens - cached, cached)
 
 
 class Held(NamedTuple):
@@ -122,28 +99,10 @@ class Placement:
     """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
     __slots__ = (
-        "across",
-        "assembly",
-        "cached",
-        "compute_ns",
-        "decode",
-        "deepest",
-        "donated",
-        "fetch",
-        "fetch_bytes",
-        "growth",
-        "handover_start",
-        "held",
-        "lender",
-        "own",
-        "prefill",
-        "recall",
-        "source",
-        "taken",
-        "ttft_ns",
-        "uncached",
-        "work_ns",
-    )
+        "across", "assembly", "cached", "compute_ns", "decode", "deepest", "donated", "fetch", "fetch_bytes",
+        "growth", "handover_start", "held", "lender", "own", "prefill", "recall", "source", "taken", "ttft_ns",
+        "uncached", "work_ns",
+    )  # fmt: skip
 
     def __init__(self, prefill: NodeView, cached: int, own: int, work_ns: float, ttft_ns: float) -> None:
         self.prefill = self.decode = prefill
@@ -179,36 +138,11 @@ class RequestView:
     """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
     __slots__ = (
-        "across",
-        "arrived",
-        "arrived_ns",
-        "attempt",
-        "borrows",
-        "coming",
-        "compute_ns",
-        "copies",
-        "decode",
-        "decode_ns",
-        "expected_blocks",
-        "expected_ns",
-        "growth",
-        "handing_over",
-        "held",
-        "is_exact",
-        "kept",
-        "lender",
-        "losses",
-        "on_hold",
-        "owed",
-        "prefill",
-        "prefilling",
-        "reason",
-        "refused",
-        "returns",
-        "streaming",
-        "waits",
-        "work_ns",
-    )
+        "across", "arrived", "arrived_ns", "attempt", "borrows", "coming", "compute_ns", "copies", "decode",
+        "decode_ns", "expected_blocks", "expected_ns", "growth", "handing_over", "held", "is_exact", "kept",
+        "lender", "losses", "on_hold", "owed", "prefill", "prefilling", "reason", "refused", "returns",
+        "streaming", "waits", "work_ns",
+    )  # fmt: skip
 
     def __init__(self, arrived: RequestArrived, now: int) -> None:
         self.arrived, self.arrived_ns = arrived, now

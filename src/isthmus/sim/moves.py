@@ -15,14 +15,13 @@ from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node import events
 from isthmus.scheduler import Saved
-from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import Attending, SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.peers.servers import Running, Side, running
 from benchmarks.served import last_line, reserved_port, served
 from isthmus.bench import BenchError
-from isthmus.cluster.hosts import cores_of
+from isthmus.cluster.launcher import cores_of
 from isthmus.cluster.vllm.server import Beside, environment_of, settle
 from isthmus.config import Config
 from isthmus.errors import ConfigError

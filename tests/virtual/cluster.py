@@ -13,8 +13,8 @@ import msgspec
 
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
+from isthmus.cluster.links import AddressBook
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape

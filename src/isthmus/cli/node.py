@@ -20,7 +20,7 @@ from isthmus.types import NodeId, Role
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from isthmus.cluster.hosts import LaunchSpec
+    from isthmus.cluster.launcher import LaunchSpec
     from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
     from isthmus.config import Config
     from isthmus.deploy import NodeFacts
@@ -52,9 +52,8 @@ def node(
     if launched:
         _run_launched()
         return
-    from isthmus.cluster.hosts import LaunchSpec
-    from isthmus.cluster.join_token import FORM, JoinToken
-    from isthmus.cluster.own_address import reached_at
+    from isthmus.cluster.joining import FORM, JoinToken, reached_at
+    from isthmus.cluster.launcher import LaunchSpec
 
     if role is None or join is None:
         raise ConfigError(f"isthmus node needs --role prefill|decode|mixed|attention and --join {FORM}")
@@ -140,7 +139,7 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
     with starting():
-        from isthmus.cluster.hosts import LaunchSpec, Trouble
+        from isthmus.cluster.launcher import LaunchSpec, Trouble
 
         line = sys.stdin.buffer.readline()
     if not line:

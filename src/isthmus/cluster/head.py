@@ -21,12 +21,11 @@ from isthmus import conductor
 from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFailed, Spread, key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.donors import Donors
 from isthmus.cluster.enrolment import Enrolment
-from isthmus.cluster.hosts import process_name
-from isthmus.cluster.link_stats import LinkStats, Offload
-from isthmus.cluster.own_address import is_loopback
+from isthmus.cluster.joining import is_loopback
+from isthmus.cluster.launcher import process_name
+from isthmus.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import REFUSED, NoPayloads

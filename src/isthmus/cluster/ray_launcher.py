@@ -1,7 +1,7 @@
 """Nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
 
     driver (`isthmus serve`)                    a machine of the cluster
-    RayHosts ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
+    RayLauncher ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
        head <───────────────────── sessions of our own ─────────────────────┘
 
 Ray decides where a process runs and tells when it is gone. Requests, KV and events never pass through it, and what
@@ -26,16 +26,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isthmus.cluster.hosts import (
+from isthmus.cluster.launcher import (
     STOP_S,
-    Hosts,
+    Launcher,
     LaunchSpec,
     Process,
     ended,
     on_device,
     start_node,
     stop_child,
-    trouble_of,
 )
 from isthmus.cluster.machines import (
     Bundle,
@@ -105,12 +104,11 @@ def machines() -> list[Machine]:
     ]
 
 
-class RayHosts(Hosts):
+class RayLauncher(Launcher):
     """A placement group for each cluster and one for each pipeline group, a bundle in it for each process, and in that
     an actor for each start of it."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._bundles: dict[str, Bundle] = {}
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
@@ -118,18 +116,17 @@ class RayHosts(Hosts):
         self._started: dict[str, Any] = {}
         self._seats: dict[str, Seat] = {}
 
-    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+    def prepare(self, config: Config, model: Path, num_bytes: Mapping[NodeId, int]) -> None:
+        super().prepare(config, model, num_bytes)
         connect()
-        config = self._config
         self.address = ray.util.get_node_ip_address()
         self._taken = config.join_host if "join_host" in config.model_fields_set else self.address
         self._question = Question(str(model), config.cache.folder if config.cache.ssd else None)
         self._here = report_of(self._question, self.address)
-        self._processes = list(processes)
         # An emulated engine sleeps; more threads would only ask for cores that nobody uses.
-        fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(processes))
+        fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(self._processes))
         self._threads = config.engine.threads or fair
-        for process in processes:
+        for process in self._processes:
             self._bundles[process.name] = self._bundle(process, num_bytes[process.place.node])
 
     def _bundle(self, process: Process, num_bytes: int) -> Bundle:
@@ -140,9 +137,6 @@ class RayHosts(Hosts):
         else:
             resources["memory"] = num_bytes
         return Bundle(process.name, cluster.name, resources)
-
-    def threads(self) -> int:
-        return self._threads
 
     async def open(self) -> None:
         if missing := self.missing():
@@ -233,11 +227,8 @@ class RayHosts(Hosts):
 async def _stopped(answer: Any) -> None:
     """An actor that is gone has no process that could be left."""
     with contextlib.suppress(RayError, TimeoutError):
-        await asyncio.wait_for(_of(answer), 2 * STOP_S)
-
-
-async def _of(answer: Any) -> Any:
-    return await answer
+        async with asyncio.timeout(2 * STOP_S):
+            await answer
 
 
 class Keeper:
@@ -262,8 +253,7 @@ class Keeper:
 
     async def wait(self) -> bytes:
         assert self._child is not None
-        output, code = await ended(self._child)
-        return f"{trouble_of(output, code)}{self._last_line()} (standard error: {self._log})".encode()
+        return f"{await ended(self._child)}{self._last_line()} (standard error: {self._log})".encode()
 
     def _last_line(self) -> str:
         with self._log.open("rb") as errors:

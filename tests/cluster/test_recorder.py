@@ -13,16 +13,7 @@ import pytest
 
 from isthmus.attempts import FetchOrder
 from isthmus.cluster.private import private
-from isthmus.cluster.recorder import (
-    Entry,
-    Header,
-    LiveRecorder,
-    Recorder,
-    node_recorder,
-    opaque,
-    read,
-    replay,
-)
+from isthmus.cluster.recorder import Header, LiveRecorder, Recorder, node_recorder, opaque, read, replay
 from isthmus.conductor import (
     Abort,
     BlocksStored,
@@ -63,6 +54,7 @@ from isthmus.scheduler import BlockPool, Saved, Stepped
 from isthmus.types import NS_PER_S, NodeId, RequestId, Role
 from tests.inside import inside
 from tests.served import LIMIT_S
+from tests.tape import Entry
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")

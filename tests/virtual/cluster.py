@@ -17,7 +17,6 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.links import AddressBook
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
@@ -44,6 +43,7 @@ from isthmus.types import (
     Tier,
     TokenLogprobs,
 )
+from tests.tape import Entry, MemoryTape
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
 from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener

@@ -27,7 +27,7 @@ from isthmus.cluster.joining import is_loopback
 from isthmus.cluster.launcher import process_name
 from isthmus.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
@@ -80,7 +80,7 @@ class Head:
         silence_s: float,
         rejoin_s: float,
         network: Network,
-        recorder: Tape | None = None,
+        recorder: Recorder | None = None,
         addresses: AddressBook | None = None,
         enrolment: Enrolment | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,

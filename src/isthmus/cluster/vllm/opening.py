@@ -71,11 +71,10 @@ async def opened(
             length = known.max_length or max_length
             engine = ServedEngine(revision_of(model), layout, known.num_blocks, length, remark)
             await _probe(server.client, sockets, engine)
-            facts = options.facts
-            if engine.num_blocks != facts.kv_blocks:
-                log.info("%s: vLLM has %d blocks of KV memory", facts.node, engine.num_blocks)
-            own = msgspec.structs.replace(facts, kv_blocks=engine.num_blocks)
-            options = replace(options, facts=own)
+            if engine.num_blocks != options.facts.kv_blocks:
+                log.info("%s: vLLM has %d blocks of KV memory", options.facts.node, engine.num_blocks)
+            facts = msgspec.structs.replace(options.facts, kv_blocks=engine.num_blocks)
+            options = replace(options, facts=facts)
             yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine))
         finally:
             await server.stop()
@@ -148,15 +147,10 @@ async def told(client: Client) -> Told:
         length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), 0)
     except (EngineError, ValueError, KeyError, TypeError) as error:
         raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
-    return Told(version, models, length, *_memory(metrics))
-
-
-def _memory(metrics: str) -> tuple[int, int]:
-    """Blocks of KV memory, and tokens of each. Raises StartError."""
     info = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
     found = dict(re.findall(r'(\w+)="([^"]*)"', info))
     try:
-        return int(found["num_gpu_blocks"]), int(found["block_size"])
+        return Told(version, models, length, int(found["num_gpu_blocks"]), int(found["block_size"]))
     except (KeyError, ValueError):
         raise StartError(
             "vLLM's metrics do not say how much KV memory it has (vllm:cache_config_info)"

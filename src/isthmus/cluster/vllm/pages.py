@@ -180,11 +180,8 @@ class Pages:
             self._workers.add(worker)
             handle = self._cache.store.arena.handle
             assert handle is not None
-            shape = handle.shape
-            memory = wire.Memory(
-                handle.path, handle.nonce, handle.num_slots, shape.num_layers, shape.slice_bytes
-            )
-            worker.send(wire.Arena(memory))
+            where, shape = (handle.path, handle.nonce, handle.num_slots), handle.shape
+            worker.send(wire.Arena(wire.Memory(*where, shape.num_layers, shape.slice_bytes)))
             saving = asyncio.create_task(self._saves(worker))
             try:
                 while True:
@@ -256,10 +253,8 @@ class Pages:
         if not 0 <= at < len(lease.slots):
             raise ProtocolError(f"vLLM's connector found a block {at} damaged that it was not given")
         slot, arena = lease.slots[at], self._cache.store.arena
-        if (
-            tuple([seal(arena.slice(slot, layer)) for layer in range(self._layout.num_layers)])
-            != lease.seals[at]
-        ):
+        found = tuple([seal(arena.slice(slot, layer)) for layer in range(self._layout.num_layers)])
+        if found != lease.seals[at]:
             self.seal_mismatches += 1
             log.warning("a block in memory is damaged (seal mismatch); it is computed again")
             self._cache.store.condemn(load.names[at], slot)

@@ -47,23 +47,12 @@ _CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
 class Sockets:
     """Where a server and the node beside it meet, in a folder that nobody else can read."""
 
-    folder: Path
-
-    @property
-    def pages(self) -> Path:
-        return self.folder / "pages"
-
-    @property
-    def kv_events(self) -> str:
-        return f"ipc://{self.folder / 'events'}"
-
-    @property
-    def replay(self) -> str:
-        return f"ipc://{self.folder / 'replay'}"
+    def __init__(self, folder: Path) -> None:
+        self.pages = folder / "pages"
+        self.kv_events, self.replay = f"ipc://{folder / 'events'}", f"ipc://{folder / 'replay'}"
 
 
 @dataclass(frozen=True)
@@ -112,12 +101,9 @@ def arguments_of(
     engine, found = config.engine, ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
     found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
-    found += [
-        "--kv-events-config",
-        json.dumps(_kv_events(sockets)),
-        "--kv-transfer-config",
-        _transfer(config, sockets),
-    ]
+    kv_events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    kv_events |= {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
+    found += ["--kv-events-config", json.dumps(kv_events), "--kv-transfer-config", _transfer(config, sockets)]
     given = engine.model_fields_set
     found += ["--max-model-len", str(max_length or -1)]
     if "max_sequences" in given:
@@ -131,11 +117,6 @@ def arguments_of(
     if engine.gpus > 1:
         found += ["--tensor-parallel-size", str(engine.gpus)]
     return found + list(engine.vllm.args)
-
-
-def _kv_events(sockets: Sockets) -> dict[str, Any]:
-    endpoints = {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
-    return {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
 
 
 def _transfer(config: Config, sockets: Sockets) -> str:
@@ -193,19 +174,13 @@ class Server:
         cores: Sequence[int] = (),
         logs: Path | None = None,
     ) -> None:
-        self.client, self._process, self._ports, self._cores = client, process, ports, cores
-        self._logs = logs
+        self.client, self._process, self._ports, self._cores, self._logs = client, process, ports, cores, logs
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
     async def start(
-        config: Config,
-        model: Path,
-        dtype: str,
-        max_length: int,
-        sockets: Sockets,
-        beside: Beside,
+        config: Config, model: Path, dtype: str, max_length: int, sockets: Sockets, beside: Beside
     ) -> Server:
         """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
         given = config.engine.vllm
@@ -223,10 +198,9 @@ class Server:
         settings = environment_of(config, beside, side_port)
         kept = beside.cores if config.engine.device == "cpu" else ()
         python = str(Path(given.python).expanduser()) if given.python is not None else sys.executable
-        command = [python, "-m", "vllm.entrypoints.openai.api_server"]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *(python, "-m", "vllm.entrypoints.openai.api_server"),
                 *arguments_of(config, model, dtype, max_length, port, sockets),
                 stdin=DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -237,7 +211,7 @@ class Server:
             )
         except OSError as error:
             ports.close()
-            raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
+            raise StartError(f"engine.vllm.python {python}: cannot be run: {error.strerror}") from None
         client = Client(f"http://127.0.0.1:{port}", MODEL, settings["VLLM_API_KEY"])
         server = Server(client, process, ports, kept, logs)
         server._reading = asyncio.create_task(server._read())
@@ -320,12 +294,8 @@ class Server:
         if self._reading is not None:
             with contextlib.suppress(TimeoutError, OSError):
                 await asyncio.wait_for(asyncio.shield(self._reading), 1.0)
-        where = (
-            f" (all it said: {self._logs})"
-            if self._logs is not None
-            else " (engine.vllm.logs keeps all it says)"
-        )
-        return f"vLLM ended with exit status {self._process.returncode}: {cause_of(self._tail)[:400]}{where}"
+        where = f"all it said: {self._logs}" if self._logs is not None else "engine.vllm.logs keeps all it says"
+        return f"vLLM ended with exit status {self._process.returncode}: {cause_of(self._tail)[:400]} ({where})"
 
 
 def cause_of(said: Iterable[str]) -> str:

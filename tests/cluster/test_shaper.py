@@ -24,7 +24,6 @@ from isthmus.cluster import shaper
 from isthmus.cluster.shaper import (
     BACKLOG_S,
     TICK_S,
-    LinkPorts,
     LinkSpec,
     Pipe,
     Point,
@@ -170,7 +169,7 @@ class Ends:
 
 
 class LinkChild:
-    def __init__(self, process: subprocess.Popen[bytes], ports: LinkPorts) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], ports: LinkSpec) -> None:
         self.process, self.ports = process, ports
 
     def say(self, point: Point) -> None:
@@ -187,7 +186,7 @@ def link_process(shape: Shape) -> Iterator[LinkChild]:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(LinkSpec(shape, ((0,), (0, 0)))) + b"\n")
         process.stdin.flush()
-        ports = msgspec.json.decode(process.stdout.readline(), type=LinkPorts)
+        ports = msgspec.json.decode(process.stdout.readline(), type=LinkSpec)
         yield LinkChild(process, ports)
         process.stdin.close()
         assert process.wait(WAIT_S) == 0, "it must end with its launcher"

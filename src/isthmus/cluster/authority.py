@@ -340,14 +340,8 @@ def _write_once(path: Path, data: bytes) -> None:
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
+    encryption = dict.fromkeys(("key_encipherment", "data_encipherment", "key_agreement"), False)
+    others = dict.fromkeys(("content_commitment", "encipher_only", "decipher_only"), False)
     return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **encryption, **others
     )

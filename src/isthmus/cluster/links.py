@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus.cluster.launcher import RESTART_S, start_child, stop_child, tell_child
 from isthmus.cluster.messages import LinkReport, Neighbours
-from isthmus.cluster.shaper import LinkPorts, LinkSpec, Point
+from isthmus.cluster.shaper import LinkSpec, Point
 from isthmus.conductor import LinkRule, LinkState
 from isthmus.errors import StartError, UnavailableError
 from isthmus.types import NS_PER_S, NodeId
@@ -47,13 +47,12 @@ class LinkProcess:
         assert process.stdout is not None
         try:
             line = await asyncio.wait_for(process.stdout.readline(), LINK_START_S)
-            found = msgspec.json.decode(line, type=LinkPorts)
+            self._spec = msgspec.json.decode(line, type=LinkSpec)
         except (msgspec.DecodeError, TimeoutError):
             await stop_child(process)
             raise StartError(
                 f"the process of the link between {' and '.join(self.between)} did not start"
             ) from None
-        self._spec = msgspec.structs.replace(self._spec, ports=found.ports)
         for port, target in self._targets.items():
             tell_child(process, Point(port, target))
 

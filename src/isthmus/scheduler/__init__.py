@@ -25,7 +25,7 @@ from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.pool import BlockPool, CountingPool
 from isthmus.scheduler.scheduler import Scheduler
 from isthmus.scheduler.sequence import Sequence
-from isthmus.scheduler.tiers import TierCache
+from isthmus.scheduler.tiers import ReadAhead, TierCache
 
 __all__ = [
     "CPU_TILE",
@@ -45,6 +45,7 @@ __all__ = [
     "Piece",
     "Preempted",
     "Promote",
+    "ReadAhead",
     "Run",
     "Save",
     "Saved",

@@ -76,7 +76,9 @@ class Authority:
     def kept(folder: Path, clock: Clock = time.time) -> Authority:
         """The one whose key is in `folder`, which is made if need be. Raises ConfigError."""
         try:
-            key = serialization.load_pem_private_key(kept(folder / KEY_FILE, _new_key), None)
+            key = serialization.load_pem_private_key(
+                kept(folder / KEY_FILE, lambda: _pem_of(ec.generate_private_key(_CURVE))), None
+            )
         except ValueError:
             key = None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != _CURVE.name:
@@ -291,10 +293,6 @@ def key_of(pin: str) -> ec.EllipticCurvePublicKey:
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-
-
-def _new_key() -> bytes:
-    return _pem_of(ec.generate_private_key(_CURVE))
 
 
 def kept_token(folder: Path) -> str:

@@ -174,10 +174,11 @@ class NodeCache:
 
     def unread(self, names: Sequence[BlockName]) -> None:
         """No load waits for them any more."""
-        self._keep(self._unread, names)
 
-    def _unread(self, names: Sequence[BlockName]) -> None:
-        self.store.demote([name for name in self._ahead.unread(names) if name not in self._reading])
+        def unread() -> None:
+            self.store.demote([name for name in self._ahead.unread(names) if name not in self._reading])
+
+        self._keep(unread)
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""

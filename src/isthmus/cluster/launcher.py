@@ -83,11 +83,6 @@ class Process(msgspec.Struct, frozen=True):
         return process_name(self.place.node, self.stage)
 
 
-def planned_processes(config: Config) -> list[Process]:
-    """All processes of all nodes. Raises as `places_of`."""
-    return [Process(place, stage) for place in places_of(config) for stage in range(place.stages)]
-
-
 class Launcher(ABC):
     """`prepare`, then `run`; `close` in any case. Each kind says where processes run.
 

@@ -153,30 +153,22 @@ def unplaced(bundles: Iterable[Bundle], machines: Sequence[Machine], *, alone: b
         if not right:
             return f"{bundle.name} needs a machine with the label {LABEL}={bundle.cluster}, and none has it"
         if not any(_holds(machines[at].resources, bundle.resources) for at in right):
-            most = {
-                name: max(machines[at].resources.get(name, 0.0) for at in right) for name in bundle.resources
-            }
+            there = [machines[at].resources for at in right]
+            most = {name: max(each.get(name, 0.0) for each in there) for name in bundle.resources}
             where = f" with the label {LABEL}={bundle.cluster}" if bundle.cluster else ""
             return f"{bundle.name} needs {shown(bundle.resources)}; the most that a machine{where} has: {shown(most)}"
         free = [at for at in right if _holds(left[at], bundle.resources)]
         if not free:
-            why = (
-                "ray.spread: strict gives each node a machine"
-                if alone
-                else "the other nodes take what there is"
-            )
+            strict = "ray.spread: strict gives each node a machine"
+            why = strict if alone else "the other nodes take what there is"
             return f"{bundle.name} needs {shown(bundle.resources)}, and {why}"
-        taken = left[free[0]]
-        left[free[0]] = {} if alone else _less(taken, bundle.resources)
+        taken, needed = left[free[0]], bundle.resources
+        left[free[0]] = {} if alone else {name: count - needed.get(name, 0.0) for name, count in taken.items()}
     return ""
 
 
 def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
     return all(there.get(name, 0.0) >= count for name, count in needed.items())
-
-
-def _less(there: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
-    return {name: count - taken.get(name, 0.0) for name, count in there.items()}
 
 
 def shown(resources: Mapping[str, float]) -> str:

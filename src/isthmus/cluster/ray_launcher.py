@@ -109,7 +109,6 @@ class RayLauncher(Launcher):
     an actor for each start of it."""
 
     def __init__(self) -> None:
-        self._bundles: dict[str, Bundle] = {}
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
         self._keepers: dict[str, Any] = {}
@@ -126,8 +125,7 @@ class RayLauncher(Launcher):
         # An emulated engine sleeps; more threads would only ask for cores that nobody uses.
         fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(self._processes))
         self._threads = config.engine.threads or fair
-        for process in self._processes:
-            self._bundles[process.name] = self._bundle(process, num_bytes[process.place.node])
+        self._bundles = {each.name: self._bundle(each, num_bytes[each.place.node]) for each in self._processes}
 
     def _bundle(self, process: Process, num_bytes: int) -> Bundle:
         cluster = process.place.cluster
@@ -141,7 +139,11 @@ class RayLauncher(Launcher):
     async def open(self) -> None:
         if missing := self.missing():
             log.warning("waiting for machines: %s", missing)
-        for group in self._grouped():
+        groups: dict[str, list[Process]] = {}
+        for process in self._processes:
+            place = process.place
+            groups.setdefault(place.node if place.stages > 1 else f"/{place.cluster.name}", []).append(process)
+        for group in groups.values():
             self._reserve(group)
         seats = await asyncio.gather(*map(self._sit, self._processes))
         check_seats(self._here, seats, self._taken)
@@ -149,13 +151,6 @@ class RayLauncher(Launcher):
 
     def missing(self) -> str:
         return unplaced(self._bundles.values(), machines(), alone=self._config.ray.spread == "strict")
-
-    def _grouped(self) -> list[list[Process]]:
-        groups: dict[str, list[Process]] = {}
-        for process in self._processes:
-            place = process.place
-            groups.setdefault(place.node if place.stages > 1 else f"/{place.cluster.name}", []).append(process)
-        return list(groups.values())
 
     def _reserve(self, processes: Sequence[Process]) -> None:
         """Stages hand each other every chunk, so they lie close together whatever `ray.spread` says."""
@@ -290,7 +285,10 @@ class RayPool(Pool):
         try:
             while waiting:
                 [done], _ = ray.wait(list(waiting), num_returns=1)
-                found[waiting.pop(done)] = _told(ray.get(done))
+                said = ray.get(done)
+                if said[0]:
+                    raise (ConfigError if said[0] == ConfigError.exit_code else IsthmusError)(said[1:].decode())
+                found[waiting.pop(done)] = said[1:]
                 if report is not None:
                     report(len(works) - len(waiting), len(works))
         except RayError as error:
@@ -301,27 +299,12 @@ class RayPool(Pool):
         return found
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """An answer, or what went wrong; `config`: whether that is the user's to mend."""
-
-    answer: bytes = b""
-    wrong: str = ""
-    config: bool = False
-
-
-def _told(said: bytes) -> bytes:
-    told = msgspec.msgpack.decode(said, type=_Told)
-    if told.wrong:
-        raise (ConfigError if told.config else IsthmusError)(told.wrong)
-    return told.answer
-
-
 def _answer(module: str, shared: bytes, own: bytes) -> bytes:
+    """A byte of 0 and the answer, or one of an exit status and what went wrong."""
     try:
-        told = _Told(asyncio.run(answer(module, Work(shared, own))))
+        return b"\0" + asyncio.run(answer(module, Work(shared, own)))
     except IsthmusError as error:
-        told = _Told(wrong=str(error), config=isinstance(error, ConfigError))
-    return msgspec.msgpack.encode(told)
+        return bytes([error.exit_code]) + str(error).encode()
 
 
 _ANSWER = ray.remote(num_cpus=1, max_retries=3)(_answer)

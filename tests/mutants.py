@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "messenger": ("messenger", (), ("tests/messenger",)),
     "executors": (
         "cluster",
-        ("hosts.py", "launcher.py", "local.py", "process.py", "ray_hosts.py"),
+        ("launcher.py", "local.py", "process.py", "ray_launcher.py"),
         ("tests/node", *(f"tests/cluster/test_{name}.py" for name in QUICK.split())),
     ),
 }

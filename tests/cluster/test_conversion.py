@@ -7,7 +7,6 @@ import asyncio
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import MemoryTape
 from isthmus.conductor import Convert, RoleChanged, Route
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
@@ -15,6 +14,7 @@ from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.messenger import MemoryNetwork
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
+from tests.tape import MemoryTape
 
 RECIPE = Recipe("model", layout_of(16), 1000)
 CURVE = Curve(kv_token_bytes=2048, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-5)

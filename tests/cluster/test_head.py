@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from isthmus import conductor
 from isthmus.attempts import RoleChanged
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
-from isthmus.cluster.recorder import MemoryTape
+from isthmus.cluster.links import AddressBook
 from isthmus.conductor import LinkRule, LinksMeasured
 from isthmus.errors import OverloadedError, RequestError, UnavailableError
 from isthmus.node import events
 from isthmus.types import NS_PER_MS, Job, NodeId, RequestId, Role, Sampling
-from tests.cluster.test_addresses import FakeLink
+from tests.cluster.test_links import FakeLink
 from tests.cluster.test_trust import CARD, OWN, Scene, Someone, facts, hello, output, scene, stage
+from tests.tape import MemoryTape
 
 LINKS = (LinkRule("west", "east", 1000), LinkRule("east", "west", 1000))
 P, D, M = NodeId("p"), NodeId("d"), NodeId("m")

@@ -18,7 +18,6 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.messages import Gathered, Output, Scores, Task
 from isthmus.cluster.node import NodeProcess, ThreadWorker
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import MemoryTape
 from isthmus.cluster.runs import Runs
 from isthmus.conductor import Rules
 from isthmus.cost import Curve, compile_cost
@@ -31,6 +30,7 @@ from isthmus.node.events import Begin, Cut, Event, Forget, Wake, Woken
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
 from isthmus.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling
 from tests.cluster.test_trust import CARD, RECIPE, facts
+from tests.tape import MemoryTape
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
 HERE = NodeId("here")

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.recorder import Entry
 from isthmus.conductor import LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
 from isthmus.cost import Cost, Curve, to_mapping
@@ -31,6 +30,7 @@ from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
 from isthmus.types import Role
 from tests.soak import matrix
+from tests.tape import Entry
 from tests.virtual import VirtualCluster, VirtualRequest
 
 from .worlds import NO_FAULTS, deployed, same_worlds, until_over

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.attempts import MemoryUsed, PrefillFinished, RequestFailed
-from isthmus.cluster.recorder import Entry
 from isthmus.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
@@ -17,6 +16,7 @@ from isthmus.sim.faults import Faults
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request, Workload
 from isthmus.types import Role
+from tests.tape import Entry
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 from tests.virtual.carried import Transfer
 

@@ -13,11 +13,10 @@ import msgspec
 
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
+from isthmus.cluster.links import AddressBook
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
@@ -45,6 +44,7 @@ from isthmus.types import (
     Tier,
     TokenLogprobs,
 )
+from tests.tape import Entry, MemoryTape
 from tests.virtual.carried import Transfer
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop

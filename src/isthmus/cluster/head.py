@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -21,20 +21,21 @@ from isthmus import conductor
 from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFailed, Spread, key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.donors import Donors
-from isthmus.cluster.enrolment import Enrolment
-from isthmus.cluster.hosts import process_name
-from isthmus.cluster.link_stats import LinkStats, Offload
-from isthmus.cluster.own_address import is_loopback
+from isthmus.cluster.joining import is_loopback
+from isthmus.cluster.launcher import process_name
+from isthmus.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.authority import Authority
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,9 @@ class Head:
         silence_s: float,
         rejoin_s: float,
         network: Network,
-        recorder: Tape | None = None,
+        recorder: Recorder | None = None,
         addresses: AddressBook | None = None,
-        enrolment: Enrolment | None = None,
+        enrolment: Authority | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         alias_of: Callable[[str], str] = str,
     ) -> None:

@@ -25,7 +25,7 @@ from isthmus.cluster.cache import chains_of
 from isthmus.cluster.donors import parts_of
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, Opener, Runtime
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
@@ -47,7 +47,7 @@ class NodeProcess(EngineProcess):
         options: NodeOptions,
         runtime: Runtime,
         store_of: Opener = None,
-        tape: Tape | None = None,
+        tape: Recorder | None = None,
     ) -> None:
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape
-from isthmus.conductor import Abort, LinkState, Route
+from isthmus.conductor import LinkState, Start, Stop
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import NodeFacts, clusters_of
@@ -130,14 +129,14 @@ class VirtualHead(Head):
 
     links: VirtualLinks
 
-    def _act(self, action: Any, now: int) -> None:
-        match action:
-            case Route():
-                stream = self._streams[action.request]
-                self.links.route(action, len(stream.job.tokens) + len(stream.generated))
-            case Abort():
-                self.links.withdraw(key_of(action.request, action.attempt))
-        super()._act(action, now)
+    def _act(self, answer: Any, now: int) -> None:
+        match answer:
+            case Start():
+                stream = self._streams[answer.route.request]
+                self.links.route(answer.route, len(stream.job.tokens) + len(stream.generated))
+            case Stop():
+                self.links.withdraw(answer.request)
+        super()._act(answer, now)
 
 
 class VirtualLinkStats:
@@ -341,7 +340,7 @@ class VirtualCluster:
 def _check_picture(head: Head, process: NodeProcess) -> None:
     """What the conductor believes of a node's cache is what the node keeps, tier by tier, and its store has all of it
     and nothing else."""
-    node, view = process.node, head._conductor.view
+    node, view = process.node, head._desk.conductor.view
     index, bit = view.index, view.nodes[node.node].bit
     believed = {name for name, mask in index._held.items() if mask & bit}
     on_disk = {name for name, mask in index._disk.items() if mask & bit}

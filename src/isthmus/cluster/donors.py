@@ -53,9 +53,10 @@ class Donors:
         signature = self._signer.sign(job.tokens) if self._signer.ready else b""
         return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, signature)
 
-    def keep(self, job: Job, num_blocks: int) -> None:
-        """The tokens of a prompt's first blocks."""
-        self._kept[job.request] = job.salt, array("I", job.tokens[: num_blocks * self.block_size])
+    def keep(self, job: Job) -> None:
+        """The tokens of a prompt's full blocks."""
+        full = len(job.tokens) // self.block_size * self.block_size
+        self._kept[job.request] = job.salt, array("I", job.tokens[:full])
 
     def drop(self, request: RequestId) -> None:
         del self._kept[request]

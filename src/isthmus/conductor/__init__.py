@@ -17,6 +17,7 @@ from isthmus.attempts import (
     Spread,
 )
 from isthmus.conductor.conductor import Conductor
+from isthmus.conductor.desk import Answer, Desk, End, Start, Stop, Tell, Wait
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -43,15 +44,19 @@ from isthmus.conductor.events import (
     Unremember,
 )
 from isthmus.conductor.rules import LinkRule, Rules
+from isthmus.conductor.view import RequestView
 
 __all__ = [
     "Abort",
     "Action",
+    "Answer",
     "BlocksEvicted",
     "BlocksStored",
     "Conductor",
     "Content",
     "Convert",
+    "Desk",
+    "End",
     "Event",
     "Fail",
     "FetchFinished",
@@ -75,10 +80,15 @@ __all__ = [
     "RequestCancelled",
     "RequestEnded",
     "RequestFailed",
+    "RequestView",
     "RoleChanged",
     "Route",
     "Rules",
     "Spread",
+    "Start",
+    "Stop",
+    "Tell",
     "ThresholdSet",
     "Unremember",
+    "Wait",
 ]

@@ -20,7 +20,7 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.events import Convert
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, View
+from isthmus.conductor.view import DECODING, NodeView, View
 from isthmus.types import NS_PER_S, Role
 
 WINDOW_NS = 30 * NS_PER_S
@@ -153,4 +153,4 @@ def _busy(nodes: list[NodeView]) -> float:
 
 def _decoding(node: NodeView) -> int:
     """Requests whose KV is there: what is still on its way fills no batch."""
-    return sum(not request.handing_over for request in node.decodes.values())
+    return sum(request.state is DECODING for request in node.decodes.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 from isthmus.attempts import Assembly, FetchOrder
@@ -184,11 +185,34 @@ class Placement:
         return sent * node.cost.kv_token_bytes + node.state_bytes
 
 
+class State(Enum):
+    """WAITING: for a node or for memory, and no attempt is under way. PREFILLING: its prompt is not computed.
+    HANDING_OVER: it is, and not all KV of it is where it decodes. DECODING: all KV is there."""
+
+    __hash__ = object.__hash__  # there is one of each, and an enumeration's own takes long
+
+    WAITING = auto()
+    PREFILLING = auto()
+    HANDING_OVER = auto()
+    DECODING = auto()
+
+
+WAITING, PREFILLING, HANDING_OVER, DECODING = State  # looking a member up in its class takes long
+
+# What moves a request on, from where to where; from elsewhere is a bug of ours. It may end from everywhere: refused
+# before its first token, failed, cancelled by its client, complete. docs/architecture.md has the picture.
+ROUTED = {WAITING: PREFILLING}
+PREFILLED = {PREFILLING: HANDING_OVER}
+HANDED_OVER = {HANDING_OVER: DECODING}
+WITHDRAWN = {PREFILLING: WAITING, HANDING_OVER: WAITING, DECODING: WAITING}
+
+
 class RequestView:
     """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
     __slots__ = (
         "across",
+        "answering",
         "arrived",
         "arrived_ns",
         "attempt",
@@ -201,37 +225,32 @@ class RequestView:
         "expected_blocks",
         "expected_ns",
         "growth",
-        "handing_over",
         "held",
         "is_exact",
         "kept",
         "lender",
         "losses",
-        "on_hold",
         "owed",
         "prefill",
-        "prefilling",
         "reason",
         "refused",
         "returns",
-        "streaming",
+        "state",
         "waits",
         "work_ns",
     )
 
     def __init__(self, arrived: RequestArrived, now: int) -> None:
         self.arrived, self.arrived_ns = arrived, now
+        self.state = WAITING
         self.attempt = self.work_ns = self.compute_ns = 0
+        self.answering = 0  # the last attempt that gave a token, 0 before any
         self.losses = 0  # attempts that ended since a node or a link went
         self.prefill: NodeView | None = None
         self.decode: NodeView | None = None
         self.expected_ns = 0  # when its first token was predicted
         self.decode_ns = -1  # when its KV was whole where it decodes, -1 before
-        self.prefilling = False  # its first token is not out
-        self.handing_over = False  # its KV is not where it decodes
-        self.streaming = False
-        self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
-        self.reason = ""
+        self.reason = ""  # why its last attempt ended, or there was none yet
         self.refused = 0  # attempts that ended since a node had no memory for it
         self.waits = 0  # how often it began to wait for memory, with nobody before it
         self.copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
@@ -247,6 +266,16 @@ class RequestView:
         self.kept: Kept | None = None  # what is left of an attempt whose home is gone
         self.borrows: Held | None = None  # whom it asks for more, and for how much
         self.returns = False  # some of it comes home
+
+    def involves(self, node: NodeId) -> bool:
+        """Whether a node prefills or decodes the attempt under way."""
+        prefill, decode = self.prefill, self.decode
+        return (prefill is not None and prefill.node == node) or (decode is not None and decode.node == node)
+
+    @property
+    def is_silent(self) -> bool:
+        """No token of the attempt under way has come."""
+        return self.answering != self.attempt
 
     @property
     def lent(self) -> tuple[Held, ...]:
@@ -363,7 +392,7 @@ class View:
         """Adds a request to its nodes' queues and batches, and its blocks to what will be cached."""
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
-        request.prefilling = request.handing_over = True
+        request.state = ROUTED[request.state]
         request.work_ns, request.compute_ns = placement.work_ns, placement.compute_ns
         request.decode_ns, request.expected_ns = -1, now + placement.ttft_ns
         if not prefill.prefills:
@@ -429,10 +458,11 @@ class View:
     def first_token(self, request: RequestView, now: int) -> None:
         """The prefill is done: the node turns to its next request. Idempotent."""
         node = request.prefill
-        if not request.prefilling or node is None:
+        if request.state is not PREFILLING or node is None:
             return
         if request.compute_ns:
             node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
+        request.state = PREFILLED[request.state]
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
@@ -441,15 +471,15 @@ class View:
 
     def handed_over(self, request: RequestView, now: int) -> None:
         """All its KV is where it decodes. Idempotent."""
-        if request.handing_over:
-            request.handing_over = False
+        if request.state is HANDING_OVER:
+            request.state = HANDED_OVER[request.state]
             request.decode_ns = now
             self._crossed(request)
 
     def unassign(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
         prefill, decode, facts = request.prefill, request.decode, request.arrived
-        if prefill is not None and request.prefilling:
+        if prefill is not None and request.state is PREFILLING:
             in_service = next(iter(prefill.prefills.values())) is request
             self._leave_queue(request, prefill)
             if in_service:  # the node turns to its next request
@@ -466,6 +496,7 @@ class View:
         for node in request.growth:
             node.expected_blocks -= request.expected_blocks
         request.prefill, request.decode, request.growth = None, None, ()
+        request.state = WITHDRAWN[request.state]
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -479,7 +510,6 @@ class View:
         request.copies = ()
 
     def _leave_queue(self, request: RequestView, node: NodeView) -> None:
-        request.prefilling = False
         del node.prefills[request.arrived.request]
         node.work_ns -= request.work_ns
         self.index.unexpect(node.bit, request.coming)
@@ -489,7 +519,7 @@ class View:
         """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
         over; its decode and holders of its blocks always."""
         for request in list(self.requests.values()):
-            handing = request.handing_over and (request.prefill is node or request.lender is node)
+            handing = request.state is not DECODING and (request.prefill is node or request.lender is node)
             holds = node in request.growth or any(node in held.holders for held in request.held)
             if request.decode is node or handing or holds:
                 yield request
@@ -500,7 +530,7 @@ class View:
         requests = list(self.requests.values())
         lent = [each for request in requests for each in request.lent]
         for node in self.nodes.values():
-            queued = [r for r in requests if r.prefilling and r.prefill is node]
+            queued = [r for r in requests if r.state is PREFILLING and r.prefill is node]
             decoding = [r for r in requests if r.decode is node]
             assert len(queued) == len(node.prefills) and all(r.arrived.request in node.prefills for r in queued)
             assert node.work_ns == sum(request.work_ns for request in queued)
@@ -513,7 +543,7 @@ class View:
                 assert any(copy in r.copies for r in requests), "a copy that nobody wants"
         for link in self.links.values():
             crossing = [r for r in requests if r.across is link]
-            assert all(request.handing_over for request in crossing)
+            assert all(request.state in (PREFILLING, HANDING_OVER) for request in crossing)
             assert link.owed == sum(request.owed for request in crossing)
             assert all(any(copy in r.copies for r in requests) for copy in link.copies)
 

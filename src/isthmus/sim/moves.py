@@ -347,7 +347,7 @@ class Moves:
         heard = partial(self._due.append, enough)
         self.sessions.carry(target, transfer.source, heard, lost=heard)  # else the other side notices by itself
         self._due.append((target, events.FetchEnded(key, stop)))
-        if job is None or job.key != key or job.attempt < 0:
+        if job is None or self._attempts.get(key) is not job:
             return
         if transfer.is_prompts:
             if job.arriving and stop * self._block_size < job.arriving:

@@ -16,15 +16,15 @@ from isthmus.attempts import (
     BlocksStored,
     FetchFinished,
     MemoryUsed,
+    Order,
     PrefillFinished,
     Report,
     RequestFailed,
     RoleChanged,
-    Route,
     Spread,
 )
 from isthmus.conductor import Event as ConductorEvent
-from isthmus.conductor import FirstToken
+from isthmus.conductor import FirstToken, Start
 from isthmus.cost.assembly import assembled_weight
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
@@ -34,7 +34,7 @@ from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
-from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
 
 
 class Nodes:
@@ -111,28 +111,22 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: SimJob, route: Route) -> None:
-        """The decode node first, as it is asked for room while the prompt waits."""
-        job.begin(route, self._block_size)
+    def begin(self, job: SimJob, start: Start) -> None:
+        """An attempt, of whose way nothing is done."""
+        route = start.route
+        job.begin(route)
         self.attempts[job.key] = job
-        prefill, decode = self.by_name[route.prefill], self.by_name[route.decode]
-        record, request = job.record, job.request
-        job.prefill_slot = record.prefill = prefill.slot
-        job.decode_slot = record.decode = decode.slot
-        stop = request.num_tokens + request.output_tokens
-        part = MIXED
-        if decode is not prefill:
-            part = PREFILL
-            self.tell(decode, events.Begin(job.key, DECODE, route, job.length, stop, job.names, job.tenant))
-        self.tell(prefill, events.Begin(job.key, part, route, job.length, stop, job.names, job.tenant))
+        job.prefill_slot = job.record.prefill = self.by_name[route.prefill].slot
+        job.decode_slot = job.record.decode = self.by_name[route.decode].slot
+        for node, begin in start.parts(job.num_generated):
+            self.tell(self.by_name[node], begin)
 
-    def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
-        for name in names:
-            node = self.by_name[name]
-            if key in node.decider:
-                self.tell(node, events.Forget(key))
-            if node.stalled:
-                self.due.append((node, None))
+    def order(self, name: NodeId, order: Order) -> None:
+        """What the conductor has a node told."""
+        node = self.by_name[name]
+        self.tell(node, order)
+        if node.stalled:
+            self.due.append((node, None))
 
     def withdraw(self, job: SimJob) -> None:
         """Its attempt is over; its nodes, if they are there still, are told apart from this."""
@@ -179,10 +173,8 @@ class Nodes:
                 node.sampling.append(job)
             if job.pending or job.loaded_ns > self._clock.now:
                 node.loading.append(job)
-            if not job.started:
-                job.started = True
-                if job.record.first_token_ns < 0:
-                    job.record.prefill_start_ns = self._clock.now
+            if job.record.first_token_ns < 0 and job.record.prefill_start_ns < 0:
+                job.record.prefill_start_ns = self._clock.now
             if piece.assembly is not None and job.record.first_token_ns < 0:
                 self._reuses(node, job, piece)
 
@@ -286,7 +278,7 @@ class Nodes:
             self._leave_group(node, leaving)
 
     def _leave_group(self, node: SimNode, leaving: list[tuple[SimJob, RequestId]]) -> None:
-        sampled = [job for job, key in leaving if job.key == key and job.attempt > 0]
+        sampled = [job for job, key in leaving if self.attempts.get(key) is job]
         ended: list[RequestId] = []
         for job in sampled:
             self._got_token(node, job, ended)
@@ -319,10 +311,8 @@ class Nodes:
             self._join_batch(node, job)
 
     def _send_token(self, job: SimJob) -> None:
-        if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
-            job.prefilled = True
-            self._decide(FirstToken(job.name, job.attempt))
-        if job.attempt > 0 and not job.num_left:  # else it was refused
+        self._decide(FirstToken(job.name, job.route.attempt))
+        if job.key in self.attempts and not job.num_left:  # else it was refused
             self._completed(job)
 
     # What becomes of attempts.

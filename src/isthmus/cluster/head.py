@@ -265,7 +265,7 @@ class Head:
         match answer:
             case conductor.Start():
                 self._start_attempt(answer, now)
-            case conductor.Stop():
+            case conductor.Abort():
                 self._streams[answer.request].end_attempt()
             case conductor.Tell():
                 if isinstance(answer.order, Become) and answer.node in self._members:
@@ -274,8 +274,14 @@ class Head:
             case conductor.Wait():
                 expired = partial(self._decide, answer.then)
                 RunningTimer(asyncio.get_running_loop(), answer.wait_ns / NS_PER_S, expired)
-            case conductor.End():
-                self._end(self._streams.pop(answer.request), answer.why)
+            case conductor.Refuse():
+                self._refused[answer.stage or answer.code] += 1
+                self._streams.pop(answer.request).fail(_refusal(answer))
+            case conductor.Fail():
+                error = RequestError(answer.reason) if answer.final else UnavailableError(answer.reason)
+                self._streams.pop(answer.request).fail(error)
+            case conductor.RequestEnded() | conductor.RequestCancelled():
+                del self._streams[answer.request]
             case conductor.ThresholdSet():
                 self._offload.threshold, self._offload.reason = answer.threshold, answer.reason
                 self._offload.changes += 1
@@ -283,14 +289,6 @@ class Head:
                 self._donors.keep(self._streams[answer.request].job)
             case conductor.Unremember():
                 self._donors.drop(answer.request)
-
-    def _end(self, stream: Stream, why: object) -> None:
-        match why:
-            case conductor.Refuse():
-                self._refused[why.stage or why.code] += 1
-                stream.fail(_refusal(why))
-            case conductor.Fail():
-                stream.fail(RequestError(why.reason) if why.final else UnavailableError(why.reason))
 
     def _start_attempt(self, start: conductor.Start, now: int) -> None:
         stream, route = self._streams[start.route.request], start.route

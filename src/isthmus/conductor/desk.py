@@ -68,12 +68,6 @@ class Start(msgspec.Struct, frozen=True):
         )
 
 
-class Stop(msgspec.Struct, frozen=True):
-    """The attempt that the last `Start` began is over: what still comes of it is nobody's."""
-
-    request: RequestId
-
-
 class Tell(msgspec.Struct, frozen=True):
     """To a node, which need not be there any more."""
 
@@ -88,19 +82,19 @@ class Wait(msgspec.Struct, frozen=True):
     then: HoldExpired
 
 
-class End(msgspec.Struct, frozen=True):
-    """The one end of a request, and why."""
+End = Refuse | Fail | RequestEnded | RequestCancelled
+"""Each request ends with one of them, once."""
 
-    request: RequestId
-    why: Refuse | Fail | RequestEnded | RequestCancelled
-
-
-Answer = Start | Stop | Tell | Wait | End | ThresholdSet | Remember | Unremember
+Answer = Start | Abort | Tell | Wait | End | ThresholdSet | Remember | Unremember
 
 
 class Desk:
-    """`on` takes a fact, and returns what is to be done, in this order. `rejoin_ns`: so long a request waits for a node
-    to come back; `log` hears each event of the conductor with its answer."""
+    """`on` takes a fact, and returns what is to be done, in this order. With `Abort`, what still comes of the attempt
+    that the last `Start` began is nobody's; with an `End` the request is over.
+
+    `rejoin_ns`: so long a request waits for a node to come back; `log` hears each event of the conductor with its
+    actions.
+    """
 
     def __init__(
         self,
@@ -169,14 +163,14 @@ class Desk:
 
     def _stopped(self, abort: Abort) -> list[Answer]:
         forget = Forget(key_of(abort.request, abort.attempt))
-        return [Stop(abort.request), *[Tell(node, forget) for node in abort.nodes]]
+        return [abort, *[Tell(node, forget) for node in abort.nodes]]
 
     def _held(self, hold: Hold) -> list[Answer]:
         return [Wait(hold.wait_ms * NS_PER_MS or self._rejoin_ns, HoldExpired(hold.request, hold.attempt))]
 
-    def _over(self, why: Refuse | Fail | RequestEnded | RequestCancelled) -> list[Answer]:
-        del self._open[why.request]
-        return [End(why.request, why)]
+    def _over(self, end: End) -> list[Answer]:
+        del self._open[end.request]
+        return [end]
 
 
 def _of_loan(order: Lend | Repay, kind: type[Move | Return]) -> Tell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -199,73 +200,45 @@ class State(Enum):
 
 WAITING, PREFILLING, HANDING_OVER, DECODING = State  # looking a member up in its class takes long
 
-# What moves a request on, from where to where; from elsewhere is a bug of ours. It may end from everywhere: refused
-# before its first token, failed, cancelled by its client, complete. docs/architecture.md has the picture.
+# What moves a request on, from where to where; from elsewhere is a bug of ours. It ends from WAITING: whatever ends it
+# first withdraws its attempt. docs/architecture.md has the picture.
 ROUTED = {WAITING: PREFILLING}
 PREFILLED = {PREFILLING: HANDING_OVER}
 HANDED_OVER = {HANDING_OVER: DECODING}
 WITHDRAWN = {PREFILLING: WAITING, HANDING_OVER: WAITING, DECODING: WAITING}
 
 
+@dataclass(slots=True, eq=False)
 class RequestView:
     """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
-    __slots__ = (
-        "across",
-        "answering",
-        "arrived",
-        "arrived_ns",
-        "attempt",
-        "borrows",
-        "coming",
-        "compute_ns",
-        "copies",
-        "decode",
-        "decode_ns",
-        "expected_blocks",
-        "expected_ns",
-        "growth",
-        "held",
-        "is_exact",
-        "kept",
-        "lender",
-        "losses",
-        "owed",
-        "prefill",
-        "reason",
-        "refused",
-        "returns",
-        "state",
-        "waits",
-        "work_ns",
-    )
-
-    def __init__(self, arrived: RequestArrived, now: int) -> None:
-        self.arrived, self.arrived_ns = arrived, now
-        self.state = WAITING
-        self.attempt = self.work_ns = self.compute_ns = 0
-        self.answering = 0  # the last attempt that gave a token, 0 before any
-        self.losses = 0  # attempts that ended since a node or a link went
-        self.prefill: NodeView | None = None
-        self.decode: NodeView | None = None
-        self.expected_ns = 0  # when its first token was predicted
-        self.decode_ns = -1  # when its KV was whole where it decodes, -1 before
-        self.reason = ""  # why its last attempt ended, or there was none yet
-        self.refused = 0  # attempts that ended since a node had no memory for it
-        self.waits = 0  # how often it began to wait for memory, with nobody before it
-        self.copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
-        self.is_exact = True  # nothing of its KV is another prompt's
-        self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
-        # The link between clusters that its hand-over crosses, with so many bytes.
-        self.across: ClusterLink | None = None
-        self.owed = 0
-        self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
-        self.held: Sequence[Held] = ()  # where its leading blocks lie
-        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-        self.expected_blocks = 0  # that its answer is expected to add at each of these
-        self.kept: Kept | None = None  # what is left of an attempt whose home is gone
-        self.borrows: Held | None = None  # whom it asks for more, and for how much
-        self.returns = False  # some of it comes home
+    arrived: RequestArrived
+    arrived_ns: int
+    state: State = WAITING
+    attempt: int = 0
+    answering: int = 0  # the last attempt that gave a token, 0 before any
+    work_ns: int = 0
+    compute_ns: int = 0
+    losses: int = 0  # attempts that ended since a node or a link went
+    prefill: NodeView | None = None
+    decode: NodeView | None = None
+    expected_ns: int = 0  # when its first token was predicted
+    decode_ns: int = -1  # when its KV was whole where it decodes, -1 before
+    reason: str = ""  # why its last attempt ended, or there was none yet
+    refused: int = 0  # attempts that ended since a node had no memory for it
+    waits: int = 0  # how often it began to wait for memory, with nobody before it
+    copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
+    is_exact: bool = True  # nothing of its KV is another prompt's
+    coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
+    across: ClusterLink | None = None  # the link between clusters that its hand-over crosses,
+    owed: int = 0  # with so many bytes
+    lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
+    held: Sequence[Held] = ()  # where its leading blocks lie
+    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+    expected_blocks: int = 0  # that its answer is expected to add at each of these
+    kept: Kept | None = None  # what is left of an attempt whose home is gone
+    borrows: Held | None = None  # whom it asks for more, and for how much
+    returns: bool = False  # some of it comes home
 
     def involves(self, node: NodeId) -> bool:
         """Whether a node prefills or decodes the attempt under way."""

@@ -24,7 +24,7 @@ from isthmus.attempts import (
     Spread,
 )
 from isthmus.conductor import Event as ConductorEvent
-from isthmus.conductor import FirstToken, Start
+from isthmus.conductor import FirstToken, RequestEnded, Start
 from isthmus.cost.assembly import assembled_weight
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
@@ -43,16 +43,10 @@ class Nodes:
     `attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
     what nodes hear, and the conductor of them, when the present event is done, in this order.
 
-    `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.
+    `decide` tells the conductor, and does what it answers.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        clock: Clock,
-        decide: Callable[[ConductorEvent], None],
-        completed: Callable[[SimJob], None],
-    ) -> None:
+    def __init__(self, deployment: Deployment, clock: Clock, decide: Callable[[ConductorEvent], None]) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
         self.attempts: dict[RequestId, SimJob] = {}
@@ -60,7 +54,7 @@ class Nodes:
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
-        self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
+        self._deployment, self._clock, self._decide = deployment, clock, decide
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys(
@@ -268,7 +262,7 @@ class Nodes:
         answers = self._answers(ended) if self._has_answers and ended and decider.keeps_answers else ()
         self._carry_out(node, decider.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
-            self._completed(job)
+            self._complete(job)
         for job in sampled:
             self._send_token(job)
         if leaving and tail_ns:
@@ -313,7 +307,11 @@ class Nodes:
     def _send_token(self, job: SimJob) -> None:
         self._decide(FirstToken(job.name, job.route.attempt))
         if job.key in self.attempts and not job.num_left:  # else it was refused
-            self._completed(job)
+            self._complete(job)
+
+    def _complete(self, job: SimJob) -> None:
+        """Its last token has come."""
+        self._decide(RequestEnded(job.name, job.request.output_tokens))
 
     # What becomes of attempts.
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from isthmus.conductor import (
+    Abort,
     Action,
     Conductor,
     Desk,
@@ -30,7 +31,6 @@ from isthmus.conductor import (
     RequestArrived,
     RequestEnded,
     Start,
-    Stop,
     Tell,
     ThresholdSet,
     Unremember,
@@ -44,14 +44,14 @@ from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import SimJob
 from isthmus.sim.network import NEVER
 from isthmus.sim.nodes import Nodes
-from isthmus.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, ThresholdChange
+from isthmus.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, Status, ThresholdChange
 from isthmus.sim.workloads import Workload
 from isthmus.types import NS_PER_MS, NS_PER_S, RequestId
 
 PATIENCE_NS = 600 * NS_PER_S
 """How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
 
-_STATUS = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
+_STATUS: dict[type, Status] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
@@ -70,7 +70,7 @@ class Simulation:
         self._check = check
         self._desk = Desk(Conductor(deployment.rules), deployment.rejoin_ns, log)
         self._clock = Clock()
-        self._nodes = Nodes(deployment, self._clock, self.decide, self.completed)
+        self._nodes = Nodes(deployment, self._clock, self.decide)
         self._moves = self._nodes.moves
         self._samples: list[LinkSample] = []
         self._idle_since = 0
@@ -80,10 +80,10 @@ class Simulation:
         self._thresholds: list[ThresholdChange] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Start: self._start,
-            Stop: self._stop,
+            Abort: self._abort,
             Tell: self._tell,
             Wait: self._wait,
-            End: self._end,
+            **dict.fromkeys((Refuse, Fail, RequestEnded), self._end),
             ThresholdSet: self._threshold_set,
             **dict.fromkeys((Remember, Unremember), _keeps_no_tokens),
         }
@@ -196,8 +196,8 @@ class Simulation:
     def _start(self, start: Start) -> None:
         self._nodes.begin(self._job_of[start.route.request], start)
 
-    def _stop(self, stop: Stop) -> None:
-        self._nodes.withdraw(self._job_of[stop.request])
+    def _abort(self, abort: Abort) -> None:
+        self._nodes.withdraw(self._job_of[abort.request])
 
     def _tell(self, tell: Tell) -> None:
         self._nodes.order(tell.node, tell.order)
@@ -207,14 +207,11 @@ class Simulation:
 
     def _end(self, end: End) -> None:
         """The one end of a request."""
-        job, why = self._job_of.pop(end.request), end.why
-        job.record.status, job.record.end_ns = _STATUS[type(why)], self._clock.now
-        if isinstance(why, Refuse):
-            job.record.stage = why.stage or why.code
+        job = self._job_of.pop(end.request)
+        job.record.status, job.record.end_ns = _STATUS[type(end)], self._clock.now
+        if isinstance(end, Refuse):
+            job.record.stage = end.stage or end.code
         self._num_left -= 1
-
-    def completed(self, job: SimJob) -> None:
-        self.decide(RequestEnded(job.name, job.request.output_tokens))
 
     def _threshold_set(self, order: ThresholdSet) -> None:
         self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))

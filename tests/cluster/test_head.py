@@ -297,10 +297,10 @@ def test_attempts_that_cross_a_link_are_counted() -> None:
         await some.enter(placed("d", Role.DECODE, "east"))
         route = conductor.Route(RequestId("a"), 1, P, D)
         some.submit("a")
-        before, arrived = some.head._offload.requests, conductor.RequestArrived(RequestId("a"), "", 40, 10, ())
-        some.head._act(conductor.Start(route, arrived, 16), 0)
+        before = some.head._offload.requests
+        some.head._act(route, 0)
         assert some.head._offload.requests == before + 1
-        some.head._act(conductor.Start(replace(route, prefill=D), arrived, 16), 0)
+        some.head._act(replace(route, prefill=D), 0)
         assert some.head._offload.requests == before + 1
 
     scene(work, links=LINKS, threshold=1)

@@ -31,7 +31,6 @@ from isthmus.conductor import (
     RequestEnded,
     RequestFailed,
     Rules,
-    Start,
     Tell,
     Wait,
 )
@@ -75,9 +74,9 @@ def desk(*nodes: NodeJoined, **rules: int) -> Desk:
     return made
 
 
-def started(some: Desk, event: Event) -> Start:
-    (start,) = [answer for answer in some.on(event, 1) if isinstance(answer, Start)]
-    return start
+def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, Begin]]:
+    (route,) = [answer for answer in some.on(event, 1) if isinstance(answer, Route)]
+    return some.parts(route, num_generated)
 
 
 PAIR = joined(P, Role.PREFILL), joined(D, Role.DECODE)
@@ -87,9 +86,9 @@ PAIR = joined(P, Role.PREFILL), joined(D, Role.DECODE)
 
 
 def test_the_decode_node_is_told_first_and_a_mixed_one_once() -> None:
-    parts = started(desk(*PAIR), arrived()).parts(0)
-    assert [(node, begin.part) for node, begin in parts] == [(D, Role.DECODE), (P, Role.PREFILL)]
-    ((node, begin),) = started(desk(joined(M, Role.MIXED)), arrived()).parts(0)
+    told = parts(desk(*PAIR), arrived())
+    assert [(node, begin.part) for node, begin in told] == [(D, Role.DECODE), (P, Role.PREFILL)]
+    ((node, begin),) = parts(desk(joined(M, Role.MIXED)), arrived())
     assert (node, begin.part, begin.key, begin.tenant) == (M, Role.MIXED, "a#1", Tenant("t", 2.0))
 
 
@@ -105,7 +104,7 @@ def test_the_decode_node_is_told_first_and_a_mixed_one_once() -> None:
 def test_a_later_attempt_goes_on_from_what_the_client_has(
     event: RequestArrived, num_generated: int, num_tokens: int, stop: int, num_names: int
 ) -> None:
-    for _, begin in started(desk(*PAIR), event).parts(num_generated):
+    for _, begin in parts(desk(*PAIR), event, num_generated):
         assert (begin.num_tokens, begin.stop_length, len(begin.names)) == (num_tokens, stop, num_names)
 
 
@@ -181,18 +180,17 @@ class Carrier:
 
     def _carry_out(self, answer: Answer) -> None:
         match answer:
-            case Start(route=Route(request=name, attempt=attempt)):
+            case Route(request=name, attempt=attempt):
                 assert name not in self.attempts and attempt == self.began.get(name, 0) + 1
                 self.attempts[name] = self.began[name] = attempt
-                for node, begin in answer.parts(self.generated[name]):
-                    assert begin.num_tokens == answer.arrived.num_tokens + self.generated[name]
+                for node, begin in self.desk.parts(answer, self.generated[name]):
                     self._carry_out(Tell(node, begin))
             case Abort():
                 assert self.attempts.pop(answer.request) == answer.attempt
             case Tell(order=Begin() as begin):
                 self.told[answer.node, begin.key] = None
             case Tell(order=Forget() as forget):
-                del self.told[answer.node, forget.key]
+                self.told.pop((answer.node, forget.key), None)
             case Wait():
                 assert answer.then.request not in self.attempts
                 self.waits.append(answer.then)

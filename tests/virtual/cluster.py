@@ -17,7 +17,7 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape
-from isthmus.conductor import Abort, LinkState, Start
+from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import NodeFacts, clusters_of
@@ -131,9 +131,9 @@ class VirtualHead(Head):
 
     def _act(self, answer: Any, now: int) -> None:
         match answer:
-            case Start():
-                stream = self._streams[answer.route.request]
-                self.links.route(answer.route, len(stream.job.tokens) + len(stream.generated))
+            case Route():
+                stream = self._streams[answer.request]
+                self.links.route(answer, len(stream.job.tokens) + len(stream.generated))
             case Abort():
                 self.links.withdraw(answer.request)
         super()._act(answer, now)

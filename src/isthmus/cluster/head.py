@@ -263,8 +263,8 @@ class Head:
 
     def _act(self, answer: conductor.Answer, now: int) -> None:
         match answer:
-            case conductor.Start():
-                self._start_attempt(answer, now)
+            case conductor.Route():
+                self._route(answer, now)
             case conductor.Abort():
                 self._streams[answer.request].end_attempt()
             case conductor.Tell():
@@ -290,11 +290,12 @@ class Head:
             case conductor.Unremember():
                 self._donors.drop(answer.request)
 
-    def _start_attempt(self, start: conductor.Start, now: int) -> None:
-        stream, route = self._streams[start.route.request], start.route
+    def _route(self, route: conductor.Route, now: int) -> None:
+        """Sends an attempt to its nodes."""
+        stream = self._streams[route.request]
         job, generated = stream.job, stream.generated
         text = {"tokens": job.tokens + generated, "num_prompt": len(job.tokens), "sampling": job.sampling}
-        for node, begin in start.parts(len(generated)):
+        for node, begin in self._desk.parts(route, len(generated)):
             donors = self._donors.of(route, job) if begin.part is not Role.DECODE else ()
             self._send(node, replace(begin, now_ns=now, salt=job.salt, donors=donors, **text))
         self._offload.requests += self._addresses.crosses(route.prefill, route.decode)

@@ -18,7 +18,6 @@ from isthmus.conductor.conductor import Conductor as Conductor
 from isthmus.conductor.desk import Answer as Answer
 from isthmus.conductor.desk import Desk as Desk
 from isthmus.conductor.desk import End as End
-from isthmus.conductor.desk import Start as Start
 from isthmus.conductor.desk import Tell as Tell
 from isthmus.conductor.desk import Wait as Wait
 from isthmus.conductor.events import Abort as Abort

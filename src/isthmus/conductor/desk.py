@@ -32,40 +32,7 @@ from isthmus.conductor.events import (
     Unremember,
 )
 from isthmus.conductor.view import WAITING, RequestView
-from isthmus.types import DECODE, MIXED, NS_PER_MS, PREFILL, NodeId, RequestId, Role, sharing
-
-
-class Start(msgspec.Struct, frozen=True):
-    """An attempt at a request begins: its nodes are told their `parts`."""
-
-    route: Route
-    arrived: RequestArrived
-    block_size: int
-
-    def parts(self, num_generated: int) -> list[tuple[NodeId, Begin]]:
-        """What each node is told when the client has `num_generated` tokens, which are part of what is prefilled now.
-        The decode node comes first: it is asked for room while the prompt waits."""
-        route = self.route
-        if route.prefill == route.decode:
-            return [(route.prefill, self._part(MIXED, num_generated))]
-        return [
-            (route.decode, self._part(DECODE, num_generated)),
-            (route.prefill, self._part(PREFILL, num_generated)),
-        ]
-
-    def _part(self, part: Role, num_generated: int) -> Begin:
-        route, arrived, names = self.route, self.arrived, self.arrived.names
-        if num_generated:  # the block that the prompt leaves unfinished is another one with tokens behind it
-            names = names[: arrived.num_tokens // self.block_size]
-        return Begin(
-            key_of(route.request, route.attempt),
-            part,
-            route,
-            arrived.num_tokens + num_generated,
-            arrived.num_tokens + max(1, arrived.max_tokens),  # where the prompt alone is scored, one ends that
-            names,
-            sharing(arrived.tenant, arrived.weight),
-        )
+from isthmus.types import DECODE, MIXED, NS_PER_MS, PREFILL, NodeId, RequestId, sharing
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -85,12 +52,12 @@ class Wait(msgspec.Struct, frozen=True):
 End = Refuse | Fail | RequestEnded | RequestCancelled
 """Each request ends with one of them, once."""
 
-Answer = Start | Abort | Tell | Wait | End | ThresholdSet | Remember | Unremember
+Answer = Route | Abort | Tell | Wait | End | ThresholdSet | Remember | Unremember
 
 
 class Desk:
-    """`on` takes a fact, and returns what is to be done, in this order. With `Abort`, what still comes of the attempt
-    that the last `Start` began is nobody's; with an `End` the request is over.
+    """`on` takes a fact, and returns what is to be done, in this order. With a `Route` an attempt begins, and its nodes
+    are told its `parts`; with `Abort`, what still comes of it is nobody's; with an `End` the request is over.
 
     `rejoin_ns`: so long a request waits for a node to come back; `log` hears each event of the conductor with its
     actions.
@@ -105,7 +72,6 @@ class Desk:
         self.conductor, self._rejoin_ns, self.log = conductor, rejoin_ns, log
         self._open: dict[RequestId, RequestArrived] = {}
         self._follow: dict[type, Callable[..., list[Answer]]] = {
-            Route: self._started,
             Abort: self._stopped,
             Hold: self._held,
             Refuse: self._over,
@@ -113,7 +79,7 @@ class Desk:
             Convert: lambda order: [Tell(order.node, Become(order.role))],
             Lend: lambda order: [_of_loan(order, Move)],
             Repay: lambda order: [_of_loan(order, Return)],
-            **dict.fromkeys((ThresholdSet, Remember, Unremember), lambda each: [each]),
+            **dict.fromkeys((Route, ThresholdSet, Remember, Unremember), lambda action: [action]),
         }
 
     def on(self, event: Event, now: int) -> Sequence[Answer]:
@@ -140,14 +106,32 @@ class Desk:
         answers = [answer for action in actions for answer in self._follow[type(action)](action)]
         return answers if end is None else [*answers, *self._over(end)]
 
+    def parts(self, route: Route, num_generated: int) -> list[tuple[NodeId, Begin]]:
+        """What each node of a route is told when the client has `num_generated` tokens, which are part of what is
+        prefilled now. The decode node comes first: it is asked for room while the prompt waits. Nobody is told of an
+        attempt that was over at once."""
+        arrived = self._open.get(route.request)
+        if arrived is None:
+            return []
+        names = arrived.names
+        if num_generated:  # the block that the prompt leaves unfinished is another one with tokens behind it
+            names = names[: arrived.num_tokens // self.conductor.view.block_size]
+        parts = [(route.decode, DECODE), (route.prefill, PREFILL)]
+        if route.prefill == route.decode:
+            parts = [(route.prefill, MIXED)]
+        key, length = key_of(route.request, route.attempt), arrived.num_tokens
+        stop = length + max(1, arrived.max_tokens)  # where the prompt alone is scored, one token ends that
+        tenant = sharing(arrived.tenant, arrived.weight)
+        return [
+            (node, Begin(key, part, route, length + num_generated, stop, names, tenant)) for node, part in parts
+        ]
+
     def under_way(self, name: RequestId, attempt: int) -> RequestView | None:
         """The request, if this attempt at it is under way."""
         request = self.conductor.view.requests.get(name)
-        return (
-            request
-            if request is not None and request.attempt == attempt and request.state is not WAITING
-            else None
-        )
+        if request is None or request.attempt != attempt or request.state is WAITING:
+            return None
+        return request
 
     def check(self) -> None:
         """Who waits for the end of a request, and whom the conductor serves, are the same."""
@@ -157,9 +141,6 @@ class Desk:
         )
 
     # What follows.
-
-    def _started(self, route: Route) -> list[Answer]:
-        return [Start(route, self._open[route.request], self.conductor.view.block_size)]
 
     def _stopped(self, abort: Abort) -> list[Answer]:
         forget = Forget(key_of(abort.request, abort.attempt))

@@ -21,10 +21,11 @@ from isthmus.attempts import (
     Report,
     RequestFailed,
     RoleChanged,
+    Route,
     Spread,
 )
 from isthmus.conductor import Event as ConductorEvent
-from isthmus.conductor import FirstToken, RequestEnded, Start
+from isthmus.conductor import FirstToken, RequestEnded
 from isthmus.cost.assembly import assembled_weight
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
@@ -105,14 +106,13 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: SimJob, start: Start) -> None:
+    def begin(self, job: SimJob, route: Route, parts: Sequence[tuple[NodeId, events.Begin]]) -> None:
         """An attempt, of whose way nothing is done."""
-        route = start.route
         job.begin(route)
         self.attempts[job.key] = job
         job.prefill_slot = job.record.prefill = self.by_name[route.prefill].slot
         job.decode_slot = job.record.decode = self.by_name[route.decode].slot
-        for node, begin in start.parts(job.num_generated):
+        for node, begin in parts:
             self.tell(self.by_name[node], begin)
 
     def order(self, name: NodeId, order: Order) -> None:

@@ -30,7 +30,7 @@ from isthmus.conductor import (
     Remember,
     RequestArrived,
     RequestEnded,
-    Start,
+    Route,
     Tell,
     ThresholdSet,
     Unremember,
@@ -79,7 +79,7 @@ class Simulation:
         self._job_of: dict[RequestId, SimJob] = {}
         self._thresholds: list[ThresholdChange] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Start: self._start,
+            Route: self._route,
             Abort: self._abort,
             Tell: self._tell,
             Wait: self._wait,
@@ -193,8 +193,9 @@ class Simulation:
             )
         )
 
-    def _start(self, start: Start) -> None:
-        self._nodes.begin(self._job_of[start.route.request], start)
+    def _route(self, route: Route) -> None:
+        job = self._job_of[route.request]
+        self._nodes.begin(job, route, self._desk.parts(route, job.num_generated))
 
     def _abort(self, abort: Abort) -> None:
         self._nodes.withdraw(self._job_of[abort.request])

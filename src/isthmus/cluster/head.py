@@ -208,21 +208,20 @@ class Head:
         if job.weight:
             self._tenants[job.tenant] = tenant
         names = self._names(job)
-        stream = self._streams[job.request] = Stream(job, self._cancel)
-        self._decide(
-            conductor.RequestArrived(
-                request=job.request,
-                tenant=job.tenant,
-                num_tokens=len(job.tokens),
-                max_tokens=job.max_tokens,
-                names=names,
-                priority=job.priority,
-                ttft_ms=job.ttft_ms,
-                tbt_ms=job.tbt_ms,
-                content=self._donors.content_of(job) if names else None,
-                weight=job.weight,
-            )
+        arrived = conductor.RequestArrived(
+            request=job.request,
+            tenant=job.tenant,
+            num_tokens=len(job.tokens),
+            max_tokens=job.max_tokens,
+            names=names,
+            priority=job.priority,
+            ttft_ms=job.ttft_ms,
+            tbt_ms=job.tbt_ms,
+            content=self._donors.content_of(job) if names else None,
+            weight=job.weight,
         )
+        stream = self._streams[job.request] = Stream(job, self._cancel)
+        self._decide(arrived)
         if stream.error is not None:
             raise stream.error
         return stream

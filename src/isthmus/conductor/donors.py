@@ -131,7 +131,7 @@ class Donors:
         if node.paths.memory:
             work = max(work, (depth + num_blocks) * node.block_bytes * NS_PER_S / node.paths.memory)
         work = max(work, self._disk_ns(estimator, node, depth, sent.donors) - wait)
-        option = Placement(node, depth, depth, work, max(wait, sent.transfer_ns) + work)
+        option = Placement(node, depth, depth, int(work), int(max(wait, sent.transfer_ns) + work))
         option.decode = node if node.role is MIXED else exact.decode
         option.deepest, option.donated = exact.deepest, sent.copied
         option.assembly = Assembly(

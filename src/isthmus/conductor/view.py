@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -120,56 +120,36 @@ class Kept(NamedTuple):
         return dict.fromkeys([*self.growth, *[node for held in self.held for node in held.holders]])
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
-    __slots__ = (
-        "across",
-        "assembly",
-        "cached",
-        "compute_ns",
-        "decode",
-        "deepest",
-        "donated",
-        "fetch",
-        "fetch_bytes",
-        "growth",
-        "handover_start",
-        "held",
-        "lender",
-        "own",
-        "prefill",
-        "recall",
-        "source",
-        "taken",
-        "ttft_ns",
-        "uncached",
-        "work_ns",
-    )
+    prefill: NodeView
+    cached: int  # leading blocks that are counted on
+    own: int  # of these, what the node has itself, or will have when its queue is computed
+    work_ns: int  # node time of the prefill
+    ttft_ns: int  # until the first token
+    decode: NodeView = field(init=False)  # the prefill node, if nobody says otherwise
+    compute_ns: int = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
+    deepest: int = 0  # leading blocks that any node has or will have
+    uncached: int = 0  # tokens by which it was judged whether to offload
+    # What is fetched for the prefill, and over which link if `source` is in another cluster.
+    fetch: FetchOrder | None = None
+    fetch_bytes: int = 0
+    source: NodeView | None = None
+    across: ClusterLink | None = None
+    # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
+    handover_start: int = 0
+    recall: FetchOrder | None = None
+    lender: NodeView | None = None
+    held: Sequence[Held] = ()  # where its leading blocks lie instead
+    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+    taken: int = 0  # which attempt's KV there is gone on with
+    assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
+    donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
 
-    def __init__(self, prefill: NodeView, cached: int, own: int, work_ns: float, ttft_ns: float) -> None:
-        self.prefill = self.decode = prefill
-        self.cached = cached  # leading blocks that are counted on
-        self.own = own  # of these, what the node has itself, or will have when its queue is computed
-        self.work_ns = int(work_ns)  # node time of the prefill
-        self.ttft_ns = int(ttft_ns)  # until the first token
-        self.compute_ns = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
-        self.deepest = 0  # leading blocks that any node has or will have
-        self.uncached = 0  # tokens by which it was judged whether to offload
-        # What is fetched for the prefill, and over which link if `source` is in another cluster.
-        self.fetch: FetchOrder | None = None
-        self.fetch_bytes = 0
-        self.source: NodeView | None = None
-        self.across: ClusterLink | None = None
-        # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
-        self.handover_start = 0
-        self.recall: FetchOrder | None = None
-        self.lender: NodeView | None = None
-        self.held: Sequence[Held] = ()  # where its leading blocks lie instead
-        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-        self.taken = 0  # which attempt's KV there is gone on with
-        self.assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
-        self.donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
+    def __post_init__(self) -> None:
+        self.decode = self.prefill
 
     @property
     def named(self) -> int:

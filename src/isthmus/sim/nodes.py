@@ -116,9 +116,10 @@ class Nodes:
             self.tell(self.by_name[node], begin)
 
     def order(self, name: NodeId, order: Order) -> None:
-        """What the conductor has a node told."""
+        """What the conductor has a node told. One that is done with an attempt need not hear that it is over."""
         node = self.by_name[name]
-        self.tell(node, order)
+        if not isinstance(order, events.Forget) or order.key in node.decider:
+            self.tell(node, order)
         if node.stalled:
             self.due.append((node, None))
 

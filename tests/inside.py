@@ -203,7 +203,7 @@ class Inside(Client):
 
     def _strange(self, process: NodeProcess) -> list[str]:
         """How the conductor's index, the node's books and its store differ."""
-        view = self.head._conductor.view
+        view = self.head._desk.conductor.view
         bit = view.nodes[process.node.node].bit
         believed = {
             name: Tier.DISK if view.index._disk.get(name, 0) & bit else Tier.MEMORY

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from isthmus.attempts import Become
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.conductor import Convert, RoleChanged, Route
+from isthmus.conductor import RoleChanged, Route, Tell
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences, rules_of
@@ -42,7 +43,7 @@ async def serve() -> tuple[MemoryTape, list[list[int]], NodeProcess, dict[NodeId
             group.create_task(node.run())
         await head.wait_for([NodeId(name) for name in ROLES])
         answers = [await answer(head, f"before-{index}", PROMPTS[index]) for index in range(4)]
-        head._act(Convert(NodeId("p-1"), Role.DECODE), 0)
+        head._act(Tell(NodeId("p-1"), Become(Role.DECODE)), 0)
         while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
             await asyncio.sleep(0.001)
         roles = {node: role for node, (role, *_) in head.nodes().items()}

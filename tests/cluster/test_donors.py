@@ -77,7 +77,7 @@ def test_tenants_and_salts_are_scopes_and_pieces_of_other_salts_never_match() ->
 def test_tokens_of_the_blocks_that_are_needed_go_with_a_task() -> None:
     donors = ready()
     donors.block_size = 4
-    donors.keep(job(list(range(20)), request="d", salt="x"), 4)
+    donors.keep(job(list(range(20)), request="d", salt="x"))
     route = Route(RequestId("r"), 1, NodeId("n"), NodeId("n"))
     assert donors.of(route, job([1])) == ()
     assembly = Assembly(CACHEBLEND, (Donor(RequestId("d"), (b"0", b"1", b"2"), 1),))

@@ -28,7 +28,7 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, lay
 from isthmus.engine.interface import Hidden, Sampled, split_layers
 from isthmus.errors import StartError
 from isthmus.messenger import MemoryNetwork
-from isthmus.node.events import Broken, Drop, Lost, Woken
+from isthmus.node.events import Broken, Drop, Gone, Lost, Woken
 from isthmus.scheduler import Saved
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling

@@ -208,7 +208,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
     rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
-    with pytest.raises(ConfigError, match="recording format 1; this version reads 6"):
+    with pytest.raises(ConfigError, match=f"recording format 1; this version reads {RECORDING_FORMAT}"):
         replay(recording)
 
 

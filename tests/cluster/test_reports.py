@@ -51,7 +51,7 @@ class Picture:
     """Of one node: as the conductor sees it, as it was decided there, and as its store has it."""
 
     def __init__(self, head: Head, process: NodeProcess) -> None:
-        self._view, self._process = head._conductor.view, process
+        self._view, self._process = head._desk.conductor.view, process
 
     def conductor(self) -> Where:
         index = self._view.index

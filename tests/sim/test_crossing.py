@@ -16,6 +16,7 @@ from isthmus.conductor import (
     Fail,
     FetchFinished,
     FetchOrder,
+    FirstToken,
     LinkRule,
     LinksMeasured,
     NodeJoined,
@@ -27,6 +28,7 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
+from isthmus.conductor.view import PREFILLING, RequestView
 from isthmus.deploy import Rates, Sequences
 from isthmus.node import SEVERED_NS
 from isthmus.sim.deployment import Deployment
@@ -52,13 +54,17 @@ class Orders:
         self._routes, self._others = list(routes), list(others)
         self.heard: list[tuple[int, Event]] = []
         self.under_way: dict[RequestId, Route] = {}
+        self.view, self.requests, self.block_size = self, dict[RequestId, RequestView](), BLOCK_SIZE
 
     def on(self, event: Event, now: int) -> list[Action]:
         self.heard.append((now, event))
         actions: list[Action] = [action for time, action in self._others if time <= now]
         self._others = [(time, action) for time, action in self._others if time > now]
         if isinstance(event, RequestArrived):
+            self.requests[event.request] = RequestView(event, now)
             actions.append(self._route(event.request))
+        elif isinstance(event, FirstToken):
+            self.requests[event.request].answering = event.attempt
         elif isinstance(event, RequestFailed):
             actions += self._again(event.request)
         elif isinstance(event, NodeLeft):
@@ -67,6 +73,7 @@ class Orders:
                     actions += self._again(request, event.node)
         elif isinstance(event, RequestEnded):
             ended = self.under_way.pop(event.request)
+            del self.requests[event.request]
             actions.append(Abort(event.request, ended.attempt, (ended.prefill, ended.decode)))
         return actions
 
@@ -78,21 +85,14 @@ class Orders:
     def _route(self, request: RequestId) -> Action:
         at = next((at for at, route in enumerate(self._routes) if route.request == request), None)
         if at is None:
-            del self.under_way[request]
+            del self.under_way[request], self.requests[request]
             return Fail(request, "no more routes")
-        self.under_way[request] = self._routes.pop(at)
-        return self.under_way[request]
+        found = self.under_way[request] = self._routes.pop(at)
+        self.requests[request].attempt, self.requests[request].state = found.attempt, PREFILLING
+        return found
 
     def check(self) -> None:
         """Nothing to check."""
-
-    @property
-    def view(self) -> Orders:
-        return self
-
-    @property
-    def requests(self) -> dict[RequestId, Route]:
-        return self.under_way
 
     def of(self, kind: type) -> list[tuple[int, Any]]:
         return [(now, event) for now, event in self.heard if isinstance(event, kind)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.head import Head
 from isthmus.cluster.links import AddressBook
@@ -134,14 +133,14 @@ class VirtualHead(Head):
 
     links: VirtualLinks
 
-    def _act(self, action: Any, now: int) -> None:
-        match action:
+    def _act(self, answer: Any, now: int) -> None:
+        match answer:
             case Route():
-                stream = self._streams[action.request]
-                self.links.route(action, len(stream.job.tokens) + len(stream.generated))
+                stream = self._streams[answer.request]
+                self.links.route(answer, len(stream.job.tokens) + len(stream.generated))
             case Abort():
-                self.links.withdraw(key_of(action.request, action.attempt))
-        super()._act(action, now)
+                self.links.withdraw(answer.request)
+        super()._act(answer, now)
 
 
 class VirtualLinkStats:
@@ -346,7 +345,7 @@ class VirtualCluster:
 def _check_picture(head: Head, process: NodeProcess) -> None:
     """What the conductor believes of a node's cache is what the node keeps, tier by tier, and its store has all of it
     and nothing else."""
-    node, view = process.node, head._conductor.view
+    node, view = process.node, head._desk.conductor.view
     index, bit = view.index, view.nodes[node.node].bit
     believed = {name for name, mask in index._held.items() if mask & bit}
     on_disk = {name for name, mask in index._disk.items() if mask & bit}

@@ -94,17 +94,18 @@ class VirtualLinks:
         """The simulator keeps books of each attempt."""
         job = SimJob(0, Request(0, num_tokens, 1))
         job.name, job.length = route.request, num_tokens
-        job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
+        job.route, job.key = route, key_of(route.request, route.attempt)
         job.prefill_slot, job.decode_slot = self.slots[route.prefill], self.slots[route.decode]
         self.jobs[job.key] = job
         self._ends_of[job.key] = job.prefill_slot, job.decode_slot
 
-    def withdraw(self, key: RequestId) -> None:
-        job = self.jobs.pop(key, None)
-        if job is not None:
-            job.withdraw()
-            self._due.append((self.nodes[job.prefill_slot], None))
-            self.settle()
+    def withdraw(self, request: RequestId) -> None:
+        """Its last attempt is over."""
+        job = next(job for job in reversed(self.jobs.values()) if job.name == request)
+        del self.jobs[job.key]
+        job.withdraw()
+        self._due.append((self.nodes[job.prefill_slot], None))
+        self.settle()
 
     def do(self, slot: int, action: Any) -> None:
         if isinstance(action, Fetch):

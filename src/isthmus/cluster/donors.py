@@ -67,9 +67,10 @@ class Donors:
         pieces, stops = cut(job.tokens, job.salt)
         return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, self.sign(job.tokens))
 
-    def keep(self, job: Job, num_blocks: int) -> None:
-        """The tokens of a prompt's first blocks."""
-        self._kept[job.request] = job.salt, array("I", job.tokens[: num_blocks * self.block_size])
+    def keep(self, job: Job) -> None:
+        """The tokens of a prompt's full blocks."""
+        full = len(job.tokens) // self.block_size * self.block_size
+        self._kept[job.request] = job.salt, array("I", job.tokens[:full])
 
     def drop(self, request: RequestId) -> None:
         del self._kept[request]

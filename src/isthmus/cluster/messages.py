@@ -1,8 +1,9 @@
 """What head, nodes and the stages of a pipeline group say to each other. Schema-checked msgpack; token ids and KV
 bytes, nothing executable.
 
-Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
-of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
+Reports of nodes are the conductor's events, orders to nodes are what its desk answers, and both travel as they are
+(`isthmus.attempts`). `key`, of an attempt, goes with everything about a request: what comes late from an earlier
+attempt is void.
 
 Between nodes go letters (`isthmus.node.letters`), which nodes write and read, and frames of KV.
 """
@@ -13,14 +14,14 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.attempts import Report
+from isthmus.attempts import Begin, Order, Report
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
 from isthmus.node import events
 from isthmus.node.letters import Letter
 from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
-from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
+from isthmus.types import BlockName, Generated, NodeId, RequestId, TokenLogprobs
 
 PROTOCOL = 12
 MAX_NAMES = 1 << 16
@@ -43,12 +44,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     remark: str = ""
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One generated token of one request; `token.index` counts from the first token of the first attempt."""
-
-    request: RequestId
-    attempt: int
-    token: Generated
+Output = tuple[RequestId, int, Generated]
+"""A token of a request and an attempt. `Generated.index` counts from the first token of the first attempt."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -157,23 +154,6 @@ class Turned(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Task(msgspec.Struct, frozen=True, tag=True):
-    """Take part in an attempt: `begin` for who decides, the rest for who computes.
-
-    `now_ns`: the head's clock, of which the times of the route are. `tokens`: prompt and what earlier attempts
-    generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches. `donors`: to assemble
-    the prompt, of each of the route's donors the tokens of the blocks that are needed.
-    """
-
-    begin: events.Begin
-    now_ns: int
-    tokens: tuple[int, ...]
-    num_prompt: int
-    sampling: Sampling
-    salt: str = ""
-    donors: tuple[tuple[int, ...], ...] = ()
-
-
 class TellDirections(msgspec.Struct, frozen=True, tag=True):
     """Say what signatures are made of, as `Directions`."""
 
@@ -193,21 +173,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = (
-    Welcome
-    | Enrolled
-    | Gathered
-    | Turned
-    | Neighbours
-    | Poll
-    | Stop
-    | Task
-    | TellDirections
-    | events.Forget
-    | events.Become
-    | events.Move
-    | events.Return
-)
+NodeBound = Welcome | Enrolled | Gathered | Turned | Neighbours | Poll | Stop | TellDirections | Order
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -366,7 +332,7 @@ Followed = (
 )
 """Actions of the leader's node that every stage carries out for its layers."""
 
-Downward = StageOpen | Task | StageRun | Followed
+Downward = StageOpen | Begin | StageRun | Followed
 
 
 class StageFound(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, Placement, RequestView, View
+from isthmus.conductor.view import PREFILLING, NodeView, Placement, RequestView, View
 from isthmus.types import NS_PER_MS, Role
 
 Forecast = Callable[[View, NodeView, Rules, int, int], tuple[float, float]]
@@ -89,7 +89,7 @@ class Admission:
         tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
         if not self._checks_at_decode or not tbt_ns or node is None or facts.max_tokens <= 1:
             return None
-        batch = sum(1 for other in node.decodes.values() if not other.prefilling)
+        batch = sum(1 for other in node.decodes.values() if other.state is not PREFILLING)
         mean = node.context / node.batch
         return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, tbt_ns, [node], view)
 
@@ -130,7 +130,7 @@ def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
 
 def _as_now(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
     """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
-    running = [request for request in node.decodes.values() if not request.prefilling]
+    running = [request for request in node.decodes.values() if request.state is not PREFILLING]
     return len(running), sum([request.arrived.num_tokens for request in running])
 
 
@@ -165,7 +165,7 @@ def _survival(view: View, node: NodeView, rules: Rules, now: int, then: int) -> 
 
 def _decode_begins(request: RequestView, now: int) -> int:
     """When it began to decode, or will, as far as its place in a queue tells."""
-    if not request.prefilling:
+    if request.state is not PREFILLING:
         return request.decode_ns if request.decode_ns >= 0 else now
     return max(request.expected_ns, now)  # it may be late
 

@@ -20,7 +20,7 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.events import Convert
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, View
+from isthmus.conductor.view import DECODING, NodeView, View
 from isthmus.types import NS_PER_S, Role
 
 WINDOW_NS = 30 * NS_PER_S
@@ -89,7 +89,7 @@ class Conversion:
     def _filled(self, nodes: list[NodeView]) -> float:
         """Of the largest batches; more than 1 where requests wait for their place. What is on its way fills none."""
         batches = sum(self._capacity.largest_batch(node) for node in nodes)
-        there = sum(not request.handing_over for node in nodes for request in node.decodes.values())
+        there = sum(request.state is DECODING for node in nodes for request in node.decodes.values())
         return there / batches if batches else 0.0
 
     def _choose(self) -> NodeView | None:

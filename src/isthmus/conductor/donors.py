@@ -134,7 +134,7 @@ class Donors:
             work = max(work, (depth + num_blocks) * node.block_bytes * NS_PER_S / node.paths.memory)
         disk_ns = [estimator.read_ns(node, donor.names[donor.first :]) for donor in donors]
         work = max(work, estimator.disk_ns(node, depth) + sum(disk_ns) - wait)
-        option = Placement(node, depth, depth, work, max(wait, transfer_ns) + work)
+        option = Placement(node, depth, depth, int(work), int(max(wait, transfer_ns) + work))
         option.decode = node if node.role is MIXED else exact.decode
         option.deepest, option.donated = exact.deepest, copied
         reused = min(found.num_reused, left)

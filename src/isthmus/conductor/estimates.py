@@ -83,7 +83,7 @@ class Estimator:
         node, wait = self.nodes[at], self.waits[at]
         depth = self.depths[node.slot]
         work = max(self.work_ns(node, depth), self.disk_ns(node, depth) - wait)
-        placement = Placement(node, depth, depth, work, wait + work)
+        placement = Placement(node, depth, depth, int(work), int(wait + work))
         self._note_compute(placement)
         return placement
 
@@ -95,7 +95,7 @@ class Estimator:
         across = self.view.across(source, node)
         transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, self.now, across)
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
-        placement = Placement(node, stop, start, work, wait + work)
+        placement = Placement(node, stop, start, int(work), int(wait + work))
         self._note_compute(placement)
         placement.fetch = FetchOrder(source.node, start, stop, self.now + int(transfer))
         placement.fetch_bytes, placement.source, placement.across = num_bytes, source, across

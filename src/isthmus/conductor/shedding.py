@@ -43,7 +43,7 @@ def waiting_below(
     for node in nodes:
         in_service = True
         for request in node.prefills.values():
-            if not in_service and not request.streaming:
+            if not in_service and not request.answering:
                 waiting.append(request)
             in_service = False
     waiting.reverse()  # so that of those that came at one time the last goes first

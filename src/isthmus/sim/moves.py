@@ -342,7 +342,7 @@ class Moves:
         key = asked.key
         del self._fetches[key, target.slot]
         self._due.append((target, events.FetchEnded(key, stop)))
-        if job is None or job.key != key or job.attempt < 0:
+        if job is None or self._attempts.get(key) is not job:
             return
         if transfer.is_prompts:
             if job.arriving and stop * self._block_size < job.arriving:

@@ -79,9 +79,9 @@ class SimNode:
 
     __slots__ = (
         "_asked", "_ends", "_first", "_growth", "_limit", "_num_admitted", "_owed", "_owed_part", "_run_start",
-        "alive", "attending", "cost", "decider", "facts", "is_broken", "links", "loading", "missing", "occupancy", "owed_ps",
-        "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot", "stalled", "stalled_since",
-        "steps", "tail_ns", "version",
+        "alive", "attending", "cost", "decider", "facts", "is_broken", "links", "loading", "missing", "occupancy",
+        "owed_ps", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot", "stalled",
+        "stalled_since", "steps", "tail_ns", "version",
     )  # fmt: skip
 
     links: NodeLinks

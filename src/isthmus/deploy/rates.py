@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.config import Config, RoleConfig
-from isthmus.cost import hardware_named
+from isthmus.cost import Handling, hardware_named
 from isthmus.deploy.costs import gpus_of, hardware_of
 
 UNLIMITED = 1 << 50
@@ -26,14 +26,16 @@ class Rates(msgspec.Struct, frozen=True):
     rtt_ns: int = 66_600
 
 
-def rates_of(config: Config, nodes: RoleConfig) -> Rates:
-    """A group's links add up, as each of its machines moves its own layers."""
+def rates_of(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers. A link is no faster than the core that all
+    KV on it passes through."""
     hardware = hardware_of(config, nodes) or hardware_named("cpu")
     gpus, network = gpus_of(config, nodes), config.network
+    rail, memory, copy_s = network.handover_gbps, int(hardware.pcie_bw * gpus), handling.load_byte_s
     return Rates(
-        network=bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus)) * nodes.pipeline,
-        handover=bytes_per_s(network.handover_gbps, 0) * nodes.pipeline,
-        memory=int(hardware.pcie_bw * gpus) * nodes.pipeline,
+        network=handling.narrowed(bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus))) * nodes.pipeline,
+        handover=handling.narrowed(bytes_per_s(rail, 0)) * nodes.pipeline,
+        memory=(min(memory, int(1 / copy_s)) if copy_s else memory) * nodes.pipeline,
         disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
         disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
         rtt_ns=round(1000 * network.rtt_us),

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.blocks import MAX_SNAPSHOTS, KVLayout
 from isthmus.config import CacheConfig, Config
-from isthmus.cost import Analytic, Cost, compile_cost
+from isthmus.cost import Analytic, Cost, Curve, compile_cost
 from isthmus.deploy.clusters import Cluster, role_config
 from isthmus.deploy.costs import chunking_of, codec_dtype, cost_of, hardware_of
 from isthmus.deploy.facts import NodeFacts, Sequences
@@ -72,6 +72,9 @@ def role_facts(
     kv_blocks = _kv_blocks(config, role, cost, size, live)
     dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes) if live else (0, 0)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
+    handling = cost.handling
+    if isinstance(cost, Curve):
+        cost = cost.with_kv_work(leaves=role is Role.PREFILL, saved=dram_slots > 0)
     return NodeFacts(
         node=NodeId(""),
         role=role,
@@ -80,7 +83,7 @@ def role_facts(
         block_size=block_size,
         dram_blocks=dram_slots - transit,
         ssd_blocks=ssd_blocks,
-        rates=rates_of(config, nodes),
+        rates=rates_of(config, nodes, handling),
         transit_blocks=transit,
         state_blocks=size.state_blocks,
         live_states=live,

@@ -110,7 +110,7 @@ class Handling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def narrowed(self, bytes_per_s: int) -> int:
         """The rate of a link with this node at one end: all that crosses it passes through one core."""
         slowest = max(self.send_byte_s, self.receive_byte_s)
-        return min(bytes_per_s, int(1 / slowest)) if slowest else bytes_per_s
+        return min(bytes_per_s, round(1 / slowest)) if slowest else bytes_per_s
 
     def computed_s(self, *, leaves: bool, saved: bool) -> tuple[float, float]:
         """What the engine waits: for each layer of a chunk, and for each byte of KV that it computes, if that goes to

@@ -35,7 +35,7 @@ def rates_of(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
     return Rates(
         network=handling.narrowed(bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus))) * nodes.pipeline,
         handover=handling.narrowed(bytes_per_s(rail, 0)) * nodes.pipeline,
-        memory=(min(memory, int(1 / copy_s)) if copy_s else memory) * nodes.pipeline,
+        memory=(min(memory, round(1 / copy_s)) if copy_s else memory) * nodes.pipeline,
         disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
         disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
         rtt_ns=round(1000 * network.rtt_us),

@@ -49,14 +49,15 @@ class _Leg(NamedTuple):
 
 class _Handover:
     """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed; `kv`: bytes
-    before they were encoded."""
+    before they were encoded; it began at `since_ns`."""
 
-    __slots__ = ("flow", "job", "key", "kv", "leg", "rest")
+    __slots__ = ("flow", "job", "key", "kv", "leg", "rest", "since_ns")
 
     flow: Flow
 
-    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int, kv: int) -> None:
-        self.key, self.job, self.leg, self.rest, self.kv = key, job, leg, rest, kv
+    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int, kv: int, since_ns: int) -> None:
+        self.key, self.job, self.leg, self.rest = key, job, leg, rest
+        self.kv, self.since_ns = kv, since_ns
 
 
 class _Transfer:
@@ -330,12 +331,12 @@ class Moves:
         source, target, flow = transfer.source, transfer.target, transfer.flow
         assert flow is not None
         link = self.wiring.link_between(source.facts, target.facts)
-        after = self._after_ns(source, target, transfer.kv, transfer.asked.codec, flow)
+        after = self._after_ns(source, target, transfer.kv, transfer.asked.codec, flow.started_ns)
         self._arrive(source, target, partial(self._given_came, transfer), link, after)
 
-    def _after_ns(self, source: SimNode, target: SimNode, kv: int, codec: str, flow: Flow) -> int:
-        """So long after its last byte KV can be used."""
-        speed, took_ns = self._speed(source, codec), self._clock.now - flow.started_ns
+    def _after_ns(self, source: SimNode, target: SimNode, kv: int, codec: str, since_ns: int) -> int:
+        """So long after its last byte has left KV can be used, the first of which left at `since_ns`."""
+        speed, took_ns = self._speed(source, codec), self._clock.now - since_ns
         ends = source.cost.handling, target.cost.handling
         return after_ns(kv, source.cost.num_layers, took_ns, speed, *ends)
 
@@ -419,7 +420,7 @@ class Moves:
         if not send.computed:
             rest = kv if dropped else kv // cost.num_layers + cost.state_bytes
         leg = self._legs.get((node.slot, job.decode_slot)) or self._leg(node, job.decode_slot)
-        handover = self._handovers[key] = _Handover(key, job, leg, rest, computed)
+        handover = self._handovers[key] = _Handover(key, job, leg, rest, computed, self._clock.now)
         tag = self._handed_over, handover
         handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
         if leg.link is not None:
@@ -449,7 +450,8 @@ class Moves:
     def _handed_over(self, handover: _Handover) -> None:
         leg = handover.leg
         del self._handovers[handover.key]
-        after = self._after_ns(leg.source, leg.target, handover.kv, handover.job.route.codec, handover.flow)
+        kv, codec = handover.kv, handover.job.route.codec
+        after = self._after_ns(leg.source, leg.target, kv, codec, handover.since_ns)
         self._say(leg.source, leg.target, events.Received(handover.key), leg.link, after)
 
     def _land(self, node: SimNode, land: events.Land) -> None:

@@ -48,4 +48,4 @@ def least_squares(
             damping *= 4
         if before - current @ current <= 1e-10 * before:
             break
-    return np.exp(point).tolist()  # type: ignore[no-any-return]
+    return np.exp(point).tolist()

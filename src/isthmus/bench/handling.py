@@ -19,6 +19,7 @@ import msgspec
 import uvloop
 
 from isthmus.blocks import seal
+from isthmus.cluster.sessions import NoPayloads
 from isthmus.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
 from isthmus.engine import codecs
 from isthmus.engine.interface import KVBytes, OnLayer
@@ -222,7 +223,7 @@ class _Session:
         return time.thread_time(), pong.computed_s
 
 
-class _Receiver:
+class _Receiver(NoPayloads):
     """Takes layers into the slots from `first` on, and checks them."""
 
     def __init__(self, memory: KVBytes, first: int) -> None:
@@ -245,28 +246,19 @@ class _Receiver:
         else:
             session.send(Pong(time.thread_time(), self._damaged))
 
-    def on_void(self, session: Session, message: Any) -> None:
-        """Nobody cancels anything here."""
-
     def on_close(self, session: Session, reason: str) -> None:
         """The other end has what it wanted."""
 
 
-class _Sender:
+class _Sender(NoPayloads):
     """Hears the answers of a `_Receiver`."""
 
     def __init__(self) -> None:
         self.pongs: asyncio.Queue[Pong | None] = asyncio.Queue()
         self.closed = asyncio.Event()
 
-    def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
-        raise AssertionError("only layers carry a payload")
-
     def on_message(self, session: Session, message: Any) -> None:
         self.pongs.put_nowait(message)
-
-    def on_void(self, session: Session, message: Any) -> None:
-        """Nobody cancels anything here."""
 
     def on_close(self, session: Session, reason: str) -> None:
         self.pongs.put_nowait(None)

@@ -57,7 +57,7 @@ Compute = Callable[[int, OnLayer], object]
 
 def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_core: bool) -> Handling:
     """`memory`: the engine's; its first blocks, twice as many as a prompt has, are overwritten. `most`: blocks of the
-    longest prompt that `compute` takes, at least 2. `shares_core`: the engine's threads take all there are."""
+    longest prompt that `compute` takes. `shares_core`: the engine's threads take all there are."""
     count = min(MAX_BLOCKS, memory.num_blocks // 2, most)
     with _Session(memory, count) as session:
         few, many = (session.hand_over(compute, blocks) for blocks in (1, count))
@@ -90,7 +90,7 @@ def _line(num_layers: int, less: int, less_s: float, more: int, more_s: float) -
 
 def _median(work: Callable[[], float]) -> float:
     work()  # warms up
-    return statistics.median([work() for _ in range(ROUNDS)])
+    return max(1e-9, statistics.median([work() for _ in range(ROUNDS)]))
 
 
 def _copied(memory: KVBytes, count: int) -> tuple[float, float]:
@@ -162,10 +162,11 @@ class _Session:
 
     def __init__(self, memory: KVBytes, count: int) -> None:
         self._memory, self._size = memory, memory.layout.block_size
-        self._near, self._far, self._end = _Loop(), _Loop(), _Sender()
+        self._near, self._far = _Loop(), _Loop()
         first = count * self._size
+        self._end = _End(memory, 0)
         self._server, port = self._far.run(
-            TcpNetwork().listen("127.0.0.1", 0, Message, lambda: _Receiver(memory, first))
+            TcpNetwork().listen("127.0.0.1", 0, Message, lambda: _End(memory, first))
         )
         connect = TcpNetwork().connect(f"127.0.0.1:{port}", Message, self._end, timeout_s=TIMEOUT_S)
         self._session = self._near.run(connect)
@@ -223,13 +224,15 @@ class _Session:
         return time.thread_time(), pong.computed_s
 
 
-class _Receiver(NoPayloads):
-    """Takes layers into the slots from `first` on, and checks them."""
+class _End(NoPayloads):
+    """One side: takes layers into the slots from `first` on, checks them, and tells what its thread computed."""
 
     def __init__(self, memory: KVBytes, first: int) -> None:
         self._memory, self._first = memory, first
         self._landing: dict[int, memoryview] = {}
         self._damaged = 0
+        self.pongs: asyncio.Queue[Pong | None] = asyncio.Queue()
+        self.closed = asyncio.Event()
 
     def _slots(self, message: Layer) -> tuple[int, int]:
         return self._first, self._first + len(message.seals) * self._memory.layout.block_size
@@ -239,26 +242,15 @@ class _Receiver(NoPayloads):
         return [self._landing[message.layer]]
 
     def on_message(self, session: Session, message: Message) -> None:
-        if isinstance(message, Layer):
-            layer, slots = message.layer, self._slots(message)
-            self._memory.land(layer, *slots, self._landing.pop(layer))
-            self._damaged += _seals(self._memory, layer, *slots) != message.seals
-        else:
-            session.send(Pong(time.thread_time(), self._damaged))
-
-    def on_close(self, session: Session, reason: str) -> None:
-        """The other end has what it wanted."""
-
-
-class _Sender(NoPayloads):
-    """Hears the answers of a `_Receiver`."""
-
-    def __init__(self) -> None:
-        self.pongs: asyncio.Queue[Pong | None] = asyncio.Queue()
-        self.closed = asyncio.Event()
-
-    def on_message(self, session: Session, message: Any) -> None:
-        self.pongs.put_nowait(message)
+        match message:
+            case Layer(layer, seals):
+                slots = self._slots(message)
+                self._memory.land(layer, *slots, self._landing.pop(layer))
+                self._damaged += _seals(self._memory, layer, *slots) != seals
+            case Ping():
+                session.send(Pong(time.thread_time(), self._damaged))
+            case Pong():
+                self.pongs.put_nowait(message)
 
     def on_close(self, session: Session, reason: str) -> None:
         self.pongs.put_nowait(None)

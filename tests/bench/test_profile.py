@@ -13,6 +13,7 @@ from benchmarks.models import make_random_model
 from isthmus.bench.profile import DECODE_STEPS, Case, cases_of, fit_profile, profile_engine
 from isthmus.cost import Curve, compile_cost, curve_of, to_mapping
 from isthmus.engine.engine import EngineOptions
+from tests.engine.hybrids import save_tiny
 
 TRUTH = Curve(
     kv_token_bytes=2048,
@@ -99,3 +100,10 @@ def test_what_moving_kv_takes_is_measured_too(tmp_path: Path, monkeypatch: pytes
     assert spare.int8.kept == pytest.approx(18 / 32, rel=0.02)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(torch.get_num_threads()))
     assert profile_engine(tmp_path, EngineOptions(kv_bytes=4 << 20), rounds=1).curve.handling.shares_core
+
+
+def test_rows_of_a_model_with_recurrent_layers_have_states_of_their_own(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    found = profile_engine(tmp_path, EngineOptions(kv_bytes=4 << 20, max_length=128), rounds=1)
+    assert max(case.num_decodes for case in found.cases) > 1
+    assert found.curve.handling.send_layer_s + found.curve.handling.send_byte_s > 0

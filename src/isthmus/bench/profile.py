@@ -257,12 +257,14 @@ class _Bench:
             blocks = self._blocks(first, case.context + DECODE_STEPS)
             # Timed iterations lie around the context asked for, so that their mean is at it.
             start = max(case.context - DECODE_STEPS // 2, 0)
-            chunks.append(Chunk(self._prompt[start : start + 1], start, blocks, True, decodes=True))
+            chunks.append(
+                Chunk(self._prompt[start : start + 1], start, blocks, True, decodes=True, slot=len(chunks))
+            )
             first = blocks.stop
         if case.num_tokens:
             blocks = self._blocks(first, case.cached + case.num_tokens)
             tokens = self._prompt[case.cached : case.cached + case.num_tokens]
-            chunks.append(Chunk(tokens, case.cached, blocks, True))
+            chunks.append(Chunk(tokens, case.cached, blocks, True, slot=len(chunks)))
             first = blocks.stop
         self._fill(first)
         return chunks

@@ -252,7 +252,7 @@ class _Bench:
         return measure_handling(engine.memory, compute, most=most, shares_core=shares_core)
 
     def _chunks(self, case: Case) -> list[Chunk]:
-        chunks, first = [], 0
+        chunks, first = list[Chunk](), 0
         for _ in range(case.num_decodes):
             blocks = self._blocks(first, case.context + DECODE_STEPS)
             # Timed iterations lie around the context asked for, so that their mean is at it.

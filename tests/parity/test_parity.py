@@ -24,7 +24,7 @@ from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import bytes_folder
 from isthmus.conductor import LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
-from isthmus.cost import Cost, Curve, to_mapping
+from isthmus.cost import Cost, Curve, Handling, to_mapping
 from isthmus.deploy import at_home
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
@@ -379,6 +379,13 @@ def test_recurrent_states_are_the_same(shape: str, tiers: dict[str, Any]) -> Non
     state = {"engine.cost": to_mapping(CURVE) | {"state_bytes": 40_000}}
     costs = {role: msgspec.structs.replace(cost, state_bytes=40_000) for role, cost in COSTS.items()}
     same_logs({**state, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(60, 5 * MS), costs=costs)
+
+
+@matrix("shape, tiers", SHAPES, [{"network.compression": "lossless"}, {"cache.dram": "2MiB"}, TIERS])
+def test_what_handling_kv_takes_is_the_same(shape: str, tiers: dict[str, Any]) -> None:
+    handling = Handling(2e-9, 3e-9, 1e-5, 4e-9, 2e-5, 7e-9, message_s=5e-5, shares_core=True)
+    costs = {role: msgspec.structs.replace(cost, handling=handling) for role, cost in COSTS.items()}
+    same_logs({**tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(60, 5 * MS), costs=costs)
 
 
 # Whatever a configuration says.

@@ -29,6 +29,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.conductor.view import PREFILLING, RequestView
+from isthmus.cost import Handling
 from isthmus.deploy import Rates, Sequences
 from isthmus.node import SEVERED_NS
 from isthmus.sim.deployment import Deployment
@@ -134,6 +135,32 @@ def test_a_hand_over_takes_the_link_and_half_a_round_trip_once(monkeypatch: pyte
     assert record.first_token_ns == PREFILL_NS
     assert record.landed_ns == record.joined_ns == PREFILL_NS + 4 * MS + 3 * MS
     assert [link.bytes_moved for link in result.links if link.kind == "cluster"] == [160_000, 0]
+
+
+HANDLED = msgspec.structs.replace(
+    CURVE,
+    handling=Handling(
+        send_layer_s=1e-3, send_byte_s=1e-8, receive_layer_s=5e-4, receive_byte_s=2e-8, message_s=2e-4
+    ),
+)
+
+
+def test_kv_is_of_use_when_both_ends_have_done_with_its_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To send 160,000 bytes takes 4 + 1.6 ms, to receive them 2 + 3.2 ms; of that a quarter, and a message."""
+    cluster = clusters("far-prefill", "near-decode", cost=HANDLED)
+    (record,) = played(cluster, [Request(0, 160, 2)], Orders([route()]), monkeypatch).records
+    assert record.first_token_ns == PREFILL_NS  # the client does not wait for it
+    assert record.joined_ns == PREFILL_NS + 4 * MS + 2_700_000 + 200_000
+
+
+def test_what_is_fetched_is_of_use_as_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128,000 bytes: 12.8 ms on the link, then a quarter of 4 + 1.28 ms and 2 + 2.56 ms, and a message."""
+    cluster = clusters("far-prefill", "near-prefill", "near-decode", cost=HANDLED)
+    names = tuple(range(8))
+    later = route(1, fetch=FetchOrder(NodeId("near-prefill"), 0, 8), num_cached=8)
+    requests = [Request(0, 130, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
+    result = played(cluster, requests, Orders([route(prefill="near-prefill"), later]), monkeypatch)
+    assert result.records[1].first_token_ns == NS_PER_S + 12_800_000 + 2_460_000 + 200_000
 
 
 def test_the_recurrent_state_leaves_last_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from isthmus.attempts import FetchOrder
 from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
-from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec, codec_speeds
+from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec
 from isthmus.types import NS_PER_S
 
 
@@ -61,4 +61,4 @@ def _choose(codecs: Sequence[str], node: NodeView, num_bytes: int, rate: float, 
     if not node.kv_dtype or rate <= 0:
         return NONE
     transfer = Transfer(num_bytes, node.cost.num_layers, rate, compute_ns)
-    return choose_codec(transfer, codecs, codec_speeds(node.kv_dtype, node.block_size))
+    return choose_codec(transfer, codecs, node.cost.handling.speeds(node.kv_dtype, node.block_size))

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.blocks import MAX_SNAPSHOTS, KVLayout
 from isthmus.config import CacheConfig, Config, RoleConfig
-from isthmus.cost import Analytic, Cost, compile_cost, hardware_named
+from isthmus.cost import Analytic, Cost, Curve, Handling, compile_cost, hardware_named
 from isthmus.deploy.costs import chunking_of, codec_dtype, cost_of, gpus_of, hardware_of
 from isthmus.deploy.facts import NodeFacts, Rates, Sequences, bytes_per_s
 from isthmus.deploy.places import Cluster, places_of, role_config
@@ -70,6 +70,9 @@ def role_facts(
     kv_blocks = _kv_blocks(config, role, cost, size, live)
     dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes) if live else (0, 0)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
+    handling = cost.handling
+    if isinstance(cost, Curve):
+        cost = cost.with_kv_work(leaves=role is Role.PREFILL, saved=dram_slots > 0)
     return NodeFacts(
         node=NodeId(""),
         role=role,
@@ -78,7 +81,7 @@ def role_facts(
         block_size=block_size,
         dram_blocks=dram_slots - transit,
         ssd_blocks=ssd_blocks,
-        rates=_rates(config, nodes),
+        rates=_rates(config, nodes, handling),
         transit_blocks=transit,
         state_blocks=size.state_blocks,
         live_states=live,
@@ -99,14 +102,16 @@ def role_facts(
     )
 
 
-def _rates(config: Config, nodes: RoleConfig) -> Rates:
-    """A group's links add up, as each of its machines moves its own layers."""
+def _rates(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers. A link is no faster than the core that all
+    KV on it passes through."""
     hardware = hardware_of(config, nodes) or hardware_named("cpu")
     gpus, network = gpus_of(config, nodes), config.network
+    rail, memory, copy_s = network.handover_gbps, int(hardware.pcie_bw * gpus), handling.load_byte_s
     return Rates(
-        network=bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus)) * nodes.pipeline,
-        handover=bytes_per_s(network.handover_gbps, 0) * nodes.pipeline,
-        memory=int(hardware.pcie_bw * gpus) * nodes.pipeline,
+        network=handling.narrowed(bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus))) * nodes.pipeline,
+        handover=handling.narrowed(bytes_per_s(rail, 0)) * nodes.pipeline,
+        memory=(min(memory, round(1 / copy_s)) if copy_s else memory) * nodes.pipeline,
         disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
         disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
         rtt_ns=round(1000 * network.rtt_us),

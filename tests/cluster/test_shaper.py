@@ -21,17 +21,7 @@ from benchmarks.wan import serve
 from isthmus.bench.child import Child
 from isthmus.bench.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.cluster import shaper
-from isthmus.cluster.shaper import (
-    BACKLOG_S,
-    TICK_S,
-    LinkSpec,
-    Pipe,
-    Point,
-    Port,
-    Proxy,
-    Shape,
-    shape_of,
-)
+from isthmus.cluster.shaper import BACKLOG_S, TICK_S, LinkSpec, Pipe, Point, Port, Proxy, Shape, shape_of
 from isthmus.cluster.shaper import Direction as LinkDirection
 from tests.served import command
 

@@ -302,13 +302,7 @@ class Held(EmulatedEngine):
         super().__init__(MODEL, COST, 16, max_length=1000, layers=(1, LAYERS))
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def step(
-        self,
-        batch: Any,
-        rows: Any,
-        *hooks: Any,
-        **named: Any,
-    ) -> Any:
+    def step(self, batch: Any, rows: Any, *hooks: Any, **named: Any) -> Any:
         self.begun.set()
         assert self.go.wait(20)
         return super().step(batch, rows, *hooks, **named)

@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.cluster import messages
 from isthmus.cluster.authority import CERTIFICATE_S, Authority, HeadCredentials, NodeCredentials
-from isthmus.cluster.enrolment import Enrolment, enrol
+from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
@@ -52,7 +52,7 @@ class Scene:
             silence_s=LIMIT_S,
             rejoin_s=LIMIT_S,
             network=network,
-            enrolment=Enrolment(self.authority),
+            enrolment=self.authority,
         )
         self.join = ""
 

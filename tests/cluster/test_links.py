@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from isthmus.cluster import links
+from isthmus.cluster import launcher
 from isthmus.cluster.links import AddressBook, LinkProcess, LinkStats
 from isthmus.cluster.messages import LinkReport, Neighbours
 from isthmus.cluster.shaper import LinkSpec, Point, Shape
@@ -41,7 +41,7 @@ class Waits:
 @contextlib.asynccontextmanager
 async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[LinkProcess, Waits]]:
     waits = Waits()
-    monkeypatch.setattr(links, "sleep", waits.sleep)
+    monkeypatch.setattr(launcher, "sleep", waits.sleep)
     link = LinkProcess(("west", "east"), LinkSpec(Shape(delay_s=0.0), ((0,), (0, 0))))
     await link.start()
     watch = asyncio.create_task(link.watch())

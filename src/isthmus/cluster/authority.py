@@ -23,9 +23,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import ConfigError
+from isthmus.cluster import messages
+from isthmus.cluster.sessions import disowned
+from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import Identity
-from isthmus.messenger.credentials import bare_context, load_private
+from isthmus.messenger.credentials import NAME, bare_context, load_private
 from isthmus.types import NodeId
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ Clock = Callable[[], float]
 
 
 class Authority:
-    """Signs certificates of one cluster."""
+    """Signs certificates of one cluster, for its head: who is believed to be which node, and who gets a certificate."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, clock: Clock = time.time) -> None:
         self._key, self.clock = key, clock
@@ -89,6 +91,25 @@ class Authority:
 
     def identity(self, node: NodeId | None) -> Identity:
         return Identity(self.cluster, node)
+
+    def objection(self, identity: Identity | None, node: NodeId) -> str:
+        """Why whoever is at the other end of a session is not `node`; empty when it is."""
+        return (
+            disowned(identity, node)
+            if identity is not None
+            else "it has no certificate yet: it must enrol first"
+        )
+
+    def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
+        """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
+        if not NAME.fullmatch(asked.node):
+            raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
+        if wrong := disowned(identity, asked.node):
+            raise ProtocolError(wrong)
+        try:
+            return messages.Enrolled(self.issue(asked.request, self.identity(asked.node)), self.certificate)
+        except ValueError as error:
+            raise ProtocolError(f"its request for a certificate: {error}") from None
 
     def issue(self, request: bytes, identity: Identity) -> bytes:
         """A certificate that whoever made `request` is `identity`. In PEM form. Raises ValueError."""

@@ -14,40 +14,14 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.sessions import NoPayloads, disowned
+from isthmus.cluster.sessions import NoPayloads
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Identity, Network, Session
-from isthmus.messenger.credentials import NAME
+from isthmus.messenger import Network, Session
 from isthmus.messenger.running import running_timeout
 from isthmus.types import NodeId
 
 if TYPE_CHECKING:
-    from isthmus.cluster.authority import Authority, NodeCredentials
-
-
-class Enrolment:
-    """The head's side: who is believed to be which node, and who gets a certificate."""
-
-    def __init__(self, authority: Authority) -> None:
-        self._authority = authority
-
-    def objection(self, identity: Identity | None, node: NodeId) -> str:
-        """Why whoever is at the other end of a session is not `node`; empty when it is."""
-        if identity is None:
-            return "it has no certificate yet: it must enrol first"
-        return disowned(identity, node)
-
-    def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
-        """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
-        if not NAME.fullmatch(asked.node):
-            raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
-        if wrong := disowned(identity, asked.node):
-            raise ProtocolError(wrong)
-        try:
-            certificate = self._authority.issue(asked.request, self._authority.identity(asked.node))
-        except ValueError as error:
-            raise ProtocolError(f"its request for a certificate: {error}") from None
-        return messages.Enrolled(certificate, self._authority.certificate)
+    from isthmus.cluster.authority import NodeCredentials
 
 
 async def enrol(

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -22,7 +22,6 @@ from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFail
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.donors import Donors
-from isthmus.cluster.enrolment import Enrolment
 from isthmus.cluster.joining import is_loopback
 from isthmus.cluster.launcher import process_name
 from isthmus.cluster.links import AddressBook, LinkStats, Offload
@@ -34,6 +33,9 @@ from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, Request
 from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.authority import Authority
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class Head:
         network: Network,
         recorder: Recorder | None = None,
         addresses: AddressBook | None = None,
-        enrolment: Enrolment | None = None,
+        enrolment: Authority | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         alias_of: Callable[[str], str] = str,
     ) -> None:

@@ -14,9 +14,11 @@ import logging
 import os
 import sys
 from abc import ABC, abstractmethod
+from asyncio import sleep
 from asyncio.subprocess import PIPE
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +34,7 @@ from isthmus.types import NodeId, Role
 
 log = logging.getLogger(__name__)
 
-RESTART_S = 1.0
+RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
 STOP_S = 5.0
 
 
@@ -136,14 +138,7 @@ class Launcher(ABC):
             if not self.ready:
                 raise StartError(f"node {process.name}: {trouble}")
             log.error("node %s ended: %s; starting it again", process.name, trouble)
-            started = False
-            while not started:
-                await asyncio.sleep(RESTART_S)
-                try:
-                    await self._start(process, join)
-                    started = True
-                except (OSError, StartError) as error:
-                    log.error("node %s cannot be started: %s; trying again", process.name, error)
+            await start_again(f"node {process.name}", partial(self._start, process, join))
 
     async def open(self) -> None:  # noqa: B027
         """Takes a place for each process, and waits until it has it. Raises StartError when one will not do."""
@@ -269,6 +264,18 @@ async def start_child(
 def tell_child(process: asyncio.subprocess.Process, message: Any) -> None:
     if process.stdin is not None and not process.stdin.is_closing():
         process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+
+async def start_again(what: str, start: Callable[[], Awaitable[None]]) -> None:
+    """Starts it one second later; after each failure waits twice as long, up to `LONGEST_RESTART_S`."""
+    wait_s = RESTART_S
+    while True:
+        await sleep(wait_s)
+        try:
+            return await start()
+        except (OSError, StartError) as error:
+            wait_s = min(2 * wait_s, LONGEST_RESTART_S)
+            log.error("%s cannot be started: %s; trying again in %g s", what, error, wait_s)
 
 
 async def ended(process: asyncio.subprocess.Process) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from asyncio import sleep
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from isthmus.cluster.launcher import RESTART_S, start_child, stop_child, tell_child
+from isthmus.cluster.launcher import start_again, start_child, stop_child, tell_child
 from isthmus.cluster.messages import LinkReport, Neighbours
 from isthmus.cluster.shaper import LinkSpec, Point
 from isthmus.conductor import LinkRule, LinkState
@@ -22,7 +21,6 @@ from isthmus.types import NS_PER_S, NodeId
 log = logging.getLogger(__name__)
 
 LINK_START_S = 30.0
-LONGEST_RESTART_S = 30.0
 
 
 class LinkProcess:
@@ -30,7 +28,7 @@ class LinkProcess:
     ports, since nodes know these, and with the same targets."""
 
     def __init__(self, between: tuple[str, str], spec: LinkSpec) -> None:
-        self.between = between
+        self.between, self._what = between, f"the link between {' and '.join(between)}"
         self._spec = spec
         self._process: asyncio.subprocess.Process | None = None
         self._spare = [list(towards) for towards in spec.ports]
@@ -50,9 +48,7 @@ class LinkProcess:
             self._spec = msgspec.json.decode(line, type=LinkSpec)
         except (msgspec.DecodeError, TimeoutError):
             await stop_child(process)
-            raise StartError(
-                f"the process of the link between {' and '.join(self.between)} did not start"
-            ) from None
+            raise StartError(f"{self._what} did not start") from None
         for port, target in self._targets.items():
             tell_child(process, Point(port, target))
 
@@ -79,21 +75,8 @@ class LinkProcess:
         while True:
             assert self._process is not None
             code = await self._process.wait()
-            log.error(
-                "the link between %s and %s ended: exit status %d; starting it again", *self.between, code
-            )
-            await self._start_again()
-
-    async def _start_again(self) -> None:
-        """One second later; after each failure twice as long, up to `LONGEST_RESTART_S`."""
-        wait_s = RESTART_S
-        while True:
-            await sleep(wait_s)
-            try:
-                return await self._start()
-            except (OSError, StartError) as error:
-                wait_s = min(2 * wait_s, LONGEST_RESTART_S)
-                log.error("%s; trying again in %g s", error, wait_s)
+            log.error("%s ended: exit status %d; starting it again", self._what, code)
+            await start_again(self._what, self._start)
 
     async def stop(self) -> None:
         if self._process is not None:

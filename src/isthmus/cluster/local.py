@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.cluster.enrolment import Enrolment
 from isthmus.cluster.head import Head
 from isthmus.cluster.joining import JoinToken, is_loopback, outward_host
 from isthmus.cluster.launcher import Launcher
@@ -63,7 +62,7 @@ class LocalCluster:
             network=network_of(config, self._token, credentials),
             addresses=self._addresses,
             alias_of=partial(opaque, secret=self._token),
-            enrolment=Enrolment(self._authority) if self._authority is not None else None,
+            enrolment=self._authority,
         )
 
     @contextlib.asynccontextmanager

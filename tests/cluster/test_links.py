@@ -66,43 +66,39 @@ async def passes(port: int, server: asyncio.Server, came: asyncio.Event) -> bool
     return said == b"!" and came.is_set()
 
 
-def test_a_link_comes_back_at_its_ports_with_its_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_comes_back_at_its_ports_with_its_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is opened and closed meanwhile counts, too; what is taken by somebody else is waited for, ever longer."""
+    came = asyncio.Event()
 
-    async def run() -> None:
-        came = asyncio.Event()
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        writer.write(b"!")
+        writer.close()
 
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            came.set()
-            writer.write(b"!")
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, watched(monkeypatch) as (link, waits):
-            kept, left = link.open("east", target), link.open("east", target)
-            assert kept is not None and left is not None and link.open("east", target) is None
-            assert await passes(kept, server, came) and await passes(left, server, came)
-            assert link._process is not None
-            link._process.kill()
-            assert await waits.next() == 1
-            link.close("east", left)
-            new = link.open("west", target)
-            assert new is not None
-            with socket.create_server(("127.0.0.1", kept)):
-                for wait_s in (2, 4, 8, 16, 30, 30):
-                    waits.go_on()
-                    assert await waits.next() == wait_s
-            waits.go_on()
-            before = link._process
-            while link._process is before or not await passes(kept, server, came):
-                await asyncio.sleep(0.01)
-            assert await passes(new, server, came) and not await passes(left, server, came)
-            assert link.open("east", target) == left and await passes(left, server, came)
-            link._process.kill()
-            assert await waits.next() == 1, "it begins anew after a good start"
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, watched(monkeypatch) as (link, waits):
+        kept, left = link.open("east", target), link.open("east", target)
+        assert kept is not None and left is not None and link.open("east", target) is None
+        assert await passes(kept, server, came) and await passes(left, server, came)
+        assert link._process is not None
+        link._process.kill()
+        assert await waits.next() == 1
+        link.close("east", left)
+        new = link.open("west", target)
+        assert new is not None
+        with socket.create_server(("127.0.0.1", kept)):
+            for wait_s in (2, 4, 8, 16, 30, 30):
+                waits.go_on()
+                assert await waits.next() == wait_s
+        waits.go_on()
+        before = link._process
+        while link._process is before or not await passes(kept, server, came):
+            await asyncio.sleep(0.01)
+        assert await passes(new, server, came) and not await passes(left, server, came)
+        assert link.open("east", target) == left and await passes(left, server, came)
+        link._process.kill()
+        assert await waits.next() == 1, "it begins anew after a good start"
 
 
 def test_a_link_that_is_stopped_while_it_is_away_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,6 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, served_length, store_opener
     from isthmus.cluster.vllm.opening import opened
-    from isthmus.cluster.vllm.server import Beside
     from isthmus.deploy import for_role
 
     folder, facts = Path(spec.model), _facts_of(spec, config)
@@ -183,13 +182,12 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
     assert layout is not None
     async with opened(
         for_role(config, facts.role),
-        folder,
+        spec,
         _options_of(spec, config, facts, join_s),
         _runtime_of(spec, config),
         revision_of=sampled_revision,
         layout=layout,
         max_length=served_length(config, folder, facts),
-        beside=Beside(spec.node, spec.host, spec.threads, spec.cores, spec.devices),
         store_of=lambda engine: store_opener(
             config, engine, engine.layout, spec.node, facts, ran_before=spec.start > 1
         ),

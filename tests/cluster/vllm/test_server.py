@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.vllm import server
-from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, own_folder, settle
+from isthmus.cluster.vllm.server import SWEEP_S, Ports, Server, Sockets, cause_of, own_folder, settle
 from isthmus.config import Config, load_config
 from isthmus.errors import StartError
+from isthmus.types import NodeId, Role
 
 WAITS = "from isthmus.cluster.vllm.server import own_folder\nwith own_folder() as at: print(at, flush=True); input()"
 
@@ -125,8 +127,8 @@ def server_config(python: Path, **vllm: str) -> Config:
 
 
 async def start(config: Config, folder: Path, within_s: float) -> None:
-    sockets, beside = Sockets(folder), Beside("mixed-0", "127.0.0.1", 1)
-    server = await Server.start(config, folder, "float32", 100, sockets, beside)
+    spec = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "", "", str(folder), 1, "")
+    server = await Server.start(config, spec, "float32", 100, Sockets(folder))
     try:
         await server.ready(within_s)
     finally:

@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 
 from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.cluster.vllm.client import Client, EngineError, body_of
 from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages, staged_of
 from isthmus.cluster.vllm.process import UNSEALED, AdapterProcess, ServedEngine
-from isthmus.cluster.vllm.server import Beside, Server, Sockets, own_folder
+from isthmus.cluster.vllm.server import Server, Sockets, own_folder
 from isthmus.config import Config
 from isthmus.errors import StartError
 from isthmus.node import events
@@ -37,20 +38,19 @@ PROBE_S = 10.0
 @contextlib.asynccontextmanager
 async def opened(
     config: Config,
-    model: Path,
+    spec: LaunchSpec,
     options: NodeOptions,
     runtime: Runtime,
     *,
     revision_of: Callable[[Path], str],
     layout: KVLayout,
     max_length: int,
-    beside: Beside,
     store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
     """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
     the model's KV; in which form, the server says.
     `max_length`: 0 where the server is to find what its memory holds. Raises StartError."""
-    given = config.engine.vllm
+    given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
         folder = given.sockets or stack.enter_context(own_folder())
         sockets = Sockets(Path(folder).expanduser())
@@ -62,7 +62,7 @@ async def opened(
                 raise StartError(
                     f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
                 ) from None
-        server = await Server.start(config, model, layout.dtype, max_length, sockets, beside)
+        server = await Server.start(config, spec, layout.dtype, max_length, sockets)
         try:
             await server.ready(config.limits.start_s)
             known = await _known(server.client, layout)

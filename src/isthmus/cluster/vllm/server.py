@@ -20,10 +20,10 @@ import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.private import private
 from isthmus.cluster.vllm.client import MODEL, Client, EngineError
 from isthmus.config import Config, child_environment, vllm_key
@@ -55,18 +55,6 @@ class Sockets:
         self.kv_events, self.replay = f"ipc://{folder / 'events'}", f"ipc://{folder / 'replay'}"
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Where a server is started: beside which node, reached at `host`, with so many threads on these cores, with these
-    GPUs ("": all that it finds)."""
-
-    node: str
-    host: str
-    threads: int
-    cores: Sequence[int] = ()
-    devices: str = ""
-
-
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
     """A new one for `Sockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
@@ -94,11 +82,11 @@ def _sweep(folder: Path) -> None:
 
 
 def arguments_of(
-    config: Config, model: Path, dtype: str, max_length: int, port: int, sockets: Sockets
+    config: Config, model: str, dtype: str, max_length: int, port: int, sockets: Sockets
 ) -> list[str]:
     """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already.
     `max_length`: 0 for what its memory holds."""
-    engine, found = config.engine, ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
+    engine, found = config.engine, ["--model", model, "--served-model-name", MODEL, "--dtype", dtype]
     found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
     kv_events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
@@ -131,18 +119,18 @@ def _transfer(config: Config, sockets: Sockets) -> str:
     return json.dumps(found)
 
 
-def environment_of(config: Config, beside: Beside, side_port: int) -> dict[str, str]:
-    """`side_port`: where other servers ask what is kept for them."""
-    found = child_environment(beside.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": beside.host}
+def environment_of(config: Config, spec: LaunchSpec, side_port: int) -> dict[str, str]:
+    """Of the server beside the node that is `spec`. `side_port`: where other servers ask what is kept for them."""
+    found = child_environment(spec.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": spec.host}
     found.pop("OMP_WAIT_POLICY", None)
     found.setdefault("VLLM_API_KEY", secrets.token_hex(16))  # other users of the machine reach its port, too
-    if config.engine.device == "cpu" and beside.cores:
+    if config.engine.device == "cpu" and spec.cores:
         # Two servers that take the same cores spin against each other.
-        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, beside.cores))
-    if beside.devices:
-        found["CUDA_VISIBLE_DEVICES"] = beside.devices
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores))
+    if spec.devices:
+        found["CUDA_VISIBLE_DEVICES"] = spec.devices
     if config.engine.vllm.transfer == "nixl":
-        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": beside.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     return found | config.engine.vllm.env
 
 
@@ -179,14 +167,13 @@ class Server:
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
-    async def start(
-        config: Config, model: Path, dtype: str, max_length: int, sockets: Sockets, beside: Beside
-    ) -> Server:
-        """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
+    async def start(config: Config, spec: LaunchSpec, dtype: str, max_length: int, sockets: Sockets) -> Server:
+        """Begins to start one beside the node that is `spec`, or to attach to one; `ready` waits for it. Raises
+        StartError."""
         given = config.engine.vllm
         if given.attach is not None:
             return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, vllm_key()), None)
-        logs = Path(given.logs).expanduser() / f"{beside.node}.log" if given.logs is not None else None
+        logs = Path(given.logs).expanduser() / f"{spec.node}.log" if given.logs is not None else None
         if logs is not None:
             try:
                 logs.parent.mkdir(parents=True, exist_ok=True)
@@ -195,13 +182,13 @@ class Server:
                 raise StartError(f"engine.vllm.logs {logs}: cannot be written: {error.strerror}") from None
         ports = Ports(2)
         port, side_port = ports.numbers
-        settings = environment_of(config, beside, side_port)
-        kept = beside.cores if config.engine.device == "cpu" else ()
+        settings = environment_of(config, spec, side_port)
+        kept = spec.cores if config.engine.device == "cpu" else ()
         python = str(Path(given.python).expanduser()) if given.python is not None else sys.executable
         try:
             process = await asyncio.create_subprocess_exec(
                 *(python, "-m", "vllm.entrypoints.openai.api_server"),
-                *arguments_of(config, model, dtype, max_length, port, sockets),
+                *arguments_of(config, spec.model, dtype, max_length, port, sockets),
                 stdin=DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isthmus.scheduler.eviction import EVICTIONS
-from isthmus.scheduler.tiers import Change, TierCache
+from isthmus.scheduler.tiers import Change, ReadAhead, TierCache
 from isthmus.types import BlockName
 
 Chain = tuple[BlockName, ...]
@@ -277,3 +277,14 @@ def test_check_notices_a_block_without_its_head() -> None:
     cache.dram.eviction.remove([cast(BlockName, "ab")])
     with pytest.raises(AssertionError, match="without its head"):
         cache.check()
+
+
+def test_what_is_read_ahead_is_kept_until_no_load_waits_or_its_tier_is_decided() -> None:
+    ahead, (a, ab, abc) = ReadAhead(), chain("abc")
+    for names in ((a, ab, abc), (a, ab)):
+        ahead.update(names)
+    assert ahead.unread((a, ab, abc)) == [abc] and ahead.keys() == {a, ab}
+    ahead.settle((ab, abc))
+    ahead.update((abc,))
+    assert ahead.unread((a, ab)) == [a], "it was decided where ab is"
+    assert ahead.unread((ab, abc)) == [abc] and not ahead

@@ -61,6 +61,17 @@ def _log_failure(task: Future[object]) -> None:
         log.error("the store could not do what was decided", exc_info=task.exception())
 
 
+async def not_left(work: asyncio.Future[Result]) -> Result:
+    """Awaits it; when cancelled, however often, not before it is done."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
+                await asyncio.wait([work])
+        raise
+
+
 class NodeCache:
     """Carries out what is decided about the blocks of a store. Any thread may call it."""
 
@@ -218,16 +229,9 @@ class NodeCache:
         return self._keep(bool)
 
     async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Does not
-        leave it behind when it is cancelled: a lease must be whole before it is released."""
-        future = asyncio.wrap_future(self._givers.submit(work, *arguments))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
-                    await asyncio.wait([future])
-            raise
+        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Done when it
+        returns, however it does: a lease must be whole before it is released."""
+        return await not_left(asyncio.wrap_future(self._givers.submit(work, *arguments)))
 
 
 class PrefixMissing(Exception):

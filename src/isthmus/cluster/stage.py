@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,7 +42,9 @@ class StageStepper:
         self._stage, self._mover, self._owner, self._later = stage, mover, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
         onward = None if self._is_last else self._pass_on
-        self.runs = Runs(engine, mover, lambda outputs: None, self._scored, time.monotonic_ns, onward)
+        self.runs = Runs(
+            engine, mover, lambda outputs: None, partial(later, owner.up), time.monotonic_ns, onward
+        )
         self._tasks: dict[RequestId, messages.Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
@@ -159,10 +162,6 @@ class StageStepper:
             sampled = zip(*good, strict=True) if good else ((), (), ())
             self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution
-
-    def _scored(self, scores: messages.Scores) -> None:
-        """Before the tokens of the same batch."""
-        self._later(self._owner.up, scores)
 
     def _pass_on(self, run: Run, hidden: Hidden) -> None:
         """It is for the stages that follow."""

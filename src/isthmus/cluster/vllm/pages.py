@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import NodeCache, not_left
 from isthmus.cluster.loans import Lease
 from isthmus.cluster.sessions import Tell
 from isthmus.cluster.vllm import wire
@@ -274,12 +274,8 @@ class Pages:
             if isinstance(message, wire.Over):
                 self._settle(RequestId(message.key))
                 continue
-            saving = asyncio.get_running_loop().create_task(self._save(worker, message))
-            try:
-                await asyncio.shield(saving)
-            except asyncio.CancelledError:  # its slots are on their way into the store
-                await asyncio.gather(saving, return_exceptions=True)
-                raise
+            try:  # when cancelled, too, its slots are on their way into the store
+                await not_left(asyncio.get_running_loop().create_task(self._save(worker, message)))
             except Exception:
                 log.exception("blocks of vLLM could not be saved")
             finally:

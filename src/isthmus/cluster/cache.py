@@ -229,8 +229,8 @@ class NodeCache:
         return self._keep(bool)
 
     async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Done when it
-        returns, however it does: a lease must be whole before it is released."""
+        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Done when
+        this returns, even if cancelled: a lease must be whole before it is released."""
         return await not_left(asyncio.wrap_future(self._givers.submit(work, *arguments)))
 
 

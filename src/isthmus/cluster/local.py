@@ -78,7 +78,10 @@ class LocalCluster:
                 )
                 yield
             finally:
-                await self._end()
+                if self._failure is not None:  # no node is started any more, and all are told to stop
+                    self._failure.cancel()
+                    await asyncio.gather(self._failure, return_exceptions=True)
+                await self.head.close()
         finally:
             await self._launcher.close()
             await asyncio.gather(*[link.stop() for link in self.links])
@@ -100,13 +103,6 @@ class LocalCluster:
 
     def _joining(self, address: str) -> JoinToken:
         return JoinToken(address, self._authority.pin if self._authority is not None else "", self._token)
-
-    async def _end(self) -> None:
-        """Starts no node any more, and tells all to stop."""
-        if self._failure is not None:
-            self._failure.cancel()
-            await asyncio.gather(self._failure, return_exceptions=True)
-        await self.head.close()
 
     async def _start_links(self) -> None:
         """Raises StartError."""

@@ -13,7 +13,6 @@ import pytest
 
 from isthmus.cluster import messages
 from isthmus.cluster.authority import CERTIFICATE_S, Authority, HeadCredentials, NodeCredentials
-from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
@@ -114,7 +113,7 @@ async def until(holds: Callable[[], object]) -> None:
 def test_who_has_the_join_token_gets_a_certificate_and_joins_under_its_name() -> None:
     async def work(some: Scene) -> None:
         credentials = some.guest(A)
-        await enrol(over(credentials), some.join, credentials, A, 0, LIMIT_S)
+        await credentials.enrol(over(credentials), some.join, 0, LIMIT_S)
         one = await some.dial(credentials, hello("a", Role.MIXED))
         await until(lambda: one.of(messages.Welcome))
         assert one.session.identity == some.authority.identity(None)
@@ -161,9 +160,9 @@ def test_a_name_that_is_here_is_given_to_nobody_else() -> None:
         async with some.node(A):
             second = some.guest(A)
             with pytest.raises(StartError, match="a node named a is here already"):
-                await enrol(over(second), some.join, second, A, 0, LIMIT_S)
+                await second.enrol(over(second), some.join, 0, LIMIT_S)
             assert not second.is_enrolled
-        await enrol(over(second), some.join, second, A, 0, LIMIT_S)
+        await second.enrol(over(second), some.join, 0, LIMIT_S)
         assert second.is_enrolled
 
     scene(work)
@@ -172,9 +171,9 @@ def test_a_name_that_is_here_is_given_to_nobody_else() -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "../head", "a" * 254, "a\n"])
 def test_a_name_that_could_be_read_as_another_is_not_certified(name: str) -> None:
     async def work(some: Scene) -> None:
-        asking = some.guest(A)
+        asking = some.guest(NodeId(name))
         with pytest.raises(ConnectionRefusedError, match="a node's name is"):
-            await enrol(over(asking), some.join, asking, NodeId(name), 0, LIMIT_S)
+            await asking.enrol(over(asking), some.join, 0, LIMIT_S)
 
     scene(work)
 
@@ -203,7 +202,7 @@ def test_who_does_not_know_the_secret_does_not_enrol() -> None:
     async def work(some: Scene) -> None:
         asking = some.guest(A)
         with pytest.raises(OSError, match="token"):
-            await enrol(over(asking, b"guessed"), some.join, asking, A, 0, LIMIT_S)
+            await asking.enrol(over(asking, b"guessed"), some.join, 0, LIMIT_S)
 
     scene(work)
 
@@ -217,7 +216,7 @@ def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> None:
             server, port = await over(credentials).listen("127.0.0.1", 0, messages.HeadBound, lambda: there)
             guest = some.guest(A)
             with pytest.raises(ConnectionRefusedError):
-                await enrol(over(guest), f"127.0.0.1:{port}", guest, A, 0, LIMIT_S)
+                await guest.enrol(over(guest), f"127.0.0.1:{port}", 0, LIMIT_S)
             if isinstance(credentials, NodeCredentials):
                 credentials = some.certified(A)
                 options = NodeOptions(facts("a", Role.DECODE), f"127.0.0.1:{port}", transfer_s=LIMIT_S)

@@ -6,7 +6,7 @@ import asyncio
 import random
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,6 @@ async def scene(folder: Path | None = None, prepare: Callable[[Scene], None] = b
             await asyncio.gather(*made.ends, return_exceptions=True)
 
 
-def run(work: Awaitable[None]) -> None:
-    async def main() -> None:
-        await work
-
-    asyncio.run(main())
-
-
 def threads() -> set[threading.Thread]:
     """Those that compute."""
     return {each for each in threading.enumerate() if each.name in ("worker", "stage")}
@@ -251,7 +244,7 @@ def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None
             await answer
 
     try:
-        run(work())
+        asyncio.run(work())
     finally:
         go.set()
 
@@ -268,23 +261,18 @@ async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int
         assert [fact for fact in told if not isinstance(fact, Woken)] == facts
 
 
-def test_each_stage_sends_its_layers_when_they_were_granted_to_it() -> None:
-    async def work() -> None:
-        async with scene() as some:
-            later, done = some.processes[1], list[Any]()
-            later.mover.do = done.append  # type: ignore[method-assign]
-            later.fact(Granted(A))
-            assert done == [Send(A, computed=False)]
-            del later.mover.do  # type: ignore[method-assign]
-            await some.answer("a", prompt_of(1, 100))
-            await some.until(
-                lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1])
-            )
-            sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
-            assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
-            assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
-
-    run(work())
+async def test_each_stage_sends_its_layers_when_they_were_granted_to_it() -> None:
+    async with scene() as some:
+        later, done = some.processes[1], list[Any]()
+        later.mover.do = done.append  # type: ignore[method-assign]
+        later.fact(Granted(A))
+        assert done == [Send(A, computed=False)]
+        del later.mover.do  # type: ignore[method-assign]
+        await some.answer("a", prompt_of(1, 100))
+        await some.until(lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]))
+        sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
+        assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
+        assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
 
 
 # What goes wrong.
@@ -318,29 +306,25 @@ async def test_a_process_whose_engine_fails_says_so(at: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None:
+async def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None:
     words = ["cannot reach the next pipeline stage at nobody:1", "cannot reach the next stage at nobody:1"]
+    made = Scene(None, MemoryNetwork())
+    enter = made.head._groups.enter
 
-    async def work() -> None:
-        made = Scene(None, MemoryNetwork())
-        enter = made.head._groups.enter
+    def elsewhere(stage: Any) -> None:
+        if stage.hello.stage == gone:
+            stage.hello = replace(stage.hello, address="nobody:1")
+        enter(stage)
 
-        def elsewhere(stage: Any) -> None:
-            if stage.hello.stage == gone:
-                stage.hello = replace(stage.hello, address="nobody:1")
-            enter(stage)
-
-        made.head._groups.enter = elsewhere  # type: ignore[method-assign]
-        started = asyncio.create_task(made.start())
-        async with asyncio.timeout(60):
-            await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
-            (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
-            assert words[gone - 1] in str(end)
-            started.cancel()
-            await made.head.close()
-            await asyncio.gather(*made.ends, started, return_exceptions=True)
-
-    run(work())
+    made.head._groups.enter = elsewhere  # type: ignore[method-assign]
+    started = asyncio.create_task(made.start())
+    async with asyncio.timeout(60):
+        await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
+        (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
+        assert words[gone - 1] in str(end)
+        started.cancel()
+        await made.head.close()
+        await asyncio.gather(*made.ends, started, return_exceptions=True)
 
 
 # The leader's side alone.

@@ -141,23 +141,23 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """However much it says, and all of that is kept where it was asked for."""
     python = script(tmp_path / "python", FAILS)
     cause = "vLLM ended with exit status 1: ModuleNotFoundError: No module named 'isthmus_vllm' "
     with pytest.raises(StartError, match=re.escape(cause + "(engine.vllm.logs keeps all it says)")):
-        asyncio.run(start(server_config(python), tmp_path, 60))
+        await start(server_config(python), tmp_path, 60)
     logs = tmp_path / "logs"
     with pytest.raises(StartError, match=re.escape(cause + f"(all it said: {logs}/mixed-0.log)")):
-        asyncio.run(start(server_config(python, logs=str(logs)), tmp_path, 60))
+        await start(server_config(python, logs=str(logs)), tmp_path, 60)
     found = (logs / "mixed-0.log").stat()
     assert found.st_size > 600_000 and found.st_mode & 0o777 == 0o600
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(StartError, match=r"vLLM at http://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
-        asyncio.run(start(server_config(python), tmp_path, 0.5))
+        await start(server_config(python), tmp_path, 0.5)
 
 
 @pytest.mark.parametrize(

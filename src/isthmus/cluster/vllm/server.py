@@ -266,11 +266,9 @@ class Server:
         """The end of what it says is kept for an error."""
         assert self._process is not None and self._process.stdout is not None
         rest = b""
-        logs, nothing = self._logs, contextlib.nullcontext()
-        with open(logs, "ab", buffering=0, opener=private) if logs is not None else nothing as kept:
+        with open(self._logs or os.devnull, "ab", buffering=0, opener=private) as kept:
             while data := await self._process.stdout.read(READ_BYTES):
-                if kept is not None:
-                    kept.write(data)
+                kept.write(data)
                 *lines, rest = (rest + data).split(b"\n")
                 self._tail += [line[:LINE_BYTES].decode("utf8", "replace").rstrip() for line in lines]
                 rest = rest[:LINE_BYTES]

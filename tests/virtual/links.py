@@ -41,7 +41,7 @@ from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import NodeId, RequestId
 from tests.virtual.carried import Carried
-from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
 
 ASKED = {Asked: "reserve", Claimed: "claim", Shrunk: "shrink", Left: "vacate"}
@@ -185,9 +185,7 @@ class VirtualLinks:
         slot, opened = node.slot, self.ether.gate.open
         match event:
             case None:
-                waiting = self._waiting.pop(slot, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
+                self.loop.set(0, ARRIVAL, self._look, slot)  # nodes report what came before its run ends with that
             case Granted():
                 opened(self._ends_of[event.key][1], slot, "grant", event.key)
             case Received():
@@ -213,6 +211,12 @@ class VirtualLinks:
                 opened(self.slots[name], slot, "returned", event.key, blocks * self._num_layers)
             case Severed() if event.reason.startswith("no KV crossed"):
                 mover.tell(event)  # links are not watched here
+
+    def _look(self, slot: int) -> None:
+        """At what its run waits for."""
+        waiting = self._waiting.pop(slot, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""

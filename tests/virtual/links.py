@@ -185,7 +185,9 @@ class VirtualLinks:
         slot, opened = node.slot, self.ether.gate.open
         match event:
             case None:
-                self.loop.set(0, ARRIVAL, self._look, slot)  # nodes report what came before its run ends with that
+                self.loop.set(
+                    0, ARRIVAL, self._look, slot
+                )  # nodes report what came before its run ends with that
             case Granted():
                 opened(self._ends_of[event.key][1], slot, "grant", event.key)
             case Received():

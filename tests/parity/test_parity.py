@@ -433,14 +433,20 @@ def test_a_holder_or_a_home_that_is_lost_is_the_same(faults: Faults) -> None:
     assert max(route.attempt for route in routes(log)) > 1 or not faults.nodes
 
 
+LONG = [VirtualRequest(0, tuple(range(900)), 100), VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200)]
+
+
+def test_tokens_of_a_run_whose_holder_is_lost_are_not_lost() -> None:
+    """The next attempts prefill them, and hand over all that they have: nobody is left to hold it."""
+    faults = Faults(nodes=(NodeFault("attention-0", 0.3, 0.5),))
+    log = same_logs(ATTENDED["1P2D1A"], LONG, faults).log
+    assert [route.holdings for route in routes(log) if route.attempt == 2] == [(), ()]
+
+
 def test_a_decode_node_that_is_lost_leaves_all_full_blocks_with_their_holder() -> None:
     """What the next attempt hands over is the block that is not full."""
     faults = Faults(nodes=(NodeFault("decode-0", 0.3, math.inf),))
-    requests = [
-        VirtualRequest(0, tuple(range(900)), 100),
-        VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200),
-    ]
-    flight = same_logs(ATTENDED["1P2D1A"], requests, faults)
+    flight = same_logs(ATTENDED["1P2D1A"], LONG, faults)
     moved = [size for each, size in flight.bytes_moved.items() if each.purpose == "handover"]
     assert len(moved) > 2 and max(moved) <= 16 * CURVE.kv_token_bytes
 

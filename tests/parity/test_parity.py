@@ -29,7 +29,7 @@ from isthmus.cost import Cost, Curve, to_mapping
 from isthmus.deploy import at_home
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
-from isthmus.types import Role
+from isthmus.types import Reuse, Role
 from tests.soak import matrix
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 
@@ -472,6 +472,51 @@ def test_a_prompt_longer_than_a_node_is_the_same() -> None:
     ]
     flight = same_logs({**NO_ROLES, "roles.mixed": 4, "engine.kv_memory": "1MiB"}, requests)
     assert carried(flight)["shipment"]
+
+
+# KV of other prompts. Packed prompts are not among these: the emulated engine keeps all of a prompt.
+
+REUSED = {"reuse.kept": "whole", "reuse.min_tokens": 100, "engine.token_budget": 2048, "network.node_gbps": 2}
+
+
+def documents(count: int, every_ns: int, reuse: Reuse, *, seed: int = 1) -> list[VirtualRequest]:
+    """Prompts of the same few texts in another order, and a question."""
+    draw = random.Random(seed)
+    texts = [tuple([draw.randrange(1000) for _ in range(draw.randrange(150, 260))]) for _ in range(6)]
+    requests = []
+    for at in range(count):
+        question = tuple([draw.randrange(1000) for _ in range(40)])
+        tokens = (*[5] * 32, *sum(draw.sample(texts, 3), ()), *question)
+        requests.append(VirtualRequest(at * every_ns, tokens, draw.randrange(1, 30), reuse=reuse))
+    return requests
+
+
+@matrix(
+    "reuse, selector, policy",
+    [Reuse.CHUNKS, Reuse.SEMANTIC],
+    ["cacheblend", "epic"],
+    ["round_robin", "isthmus"],
+)
+def test_prompts_assembled_from_others_are_the_same(reuse: Reuse, selector: str, policy: str) -> None:
+    knobs = {**REUSED, "reuse.selector": selector, "policy": policy, "cache.dram": "16MiB"}
+    flight = same_logs({**knobs, **SHAPES["3P2D"]}, documents(30, 8 * MS, reuse))
+    names = {route.assembly.selection.name for route in routes(flight.log) if route.assembly is not None}
+    assert names >= ({"semantic"} if reuse is Reuse.SEMANTIC else {selector})
+    assert any("~" in transfer.key for transfer in flight.bytes_moved), "no donor was fetched"
+
+
+@matrix(
+    "faults",
+    [
+        Faults(nodes=(NodeFault("prefill-1", 0.0611, 0.1417),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0411, 0.3, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0411, 0.3, 0.0137),)),
+    ],
+)
+def test_donors_that_are_lost_are_the_same(faults: Faults) -> None:
+    knobs = {**REUSED, **TIERS, "policy": "round_robin", "cache.ssd": "8MiB", **SHAPES["3P2D"]}
+    log = same_logs(knobs, documents(30, 8 * MS, Reuse.CHUNKS), faults).log
+    assert any(route.assembly is not None for route in routes(log))
 
 
 # Whatever a configuration says.

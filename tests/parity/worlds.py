@@ -117,6 +117,7 @@ def _workload(config: Config, deployment: Deployment, requests: Sequence[Virtual
                 priority=request.priority,
                 ttft_slo_ms=request.ttft_ms,
                 tbt_slo_ms=request.tbt_ms,
+                content=cluster.content(request),
                 answer=cluster.names(tokens, request.salt)[len(names) : full],
             )
         )

@@ -120,7 +120,7 @@ class LoopWorker:
         assert isinstance(engine, EmulatedEngine)
         execution = runs.start(run)
         started_ns, elapsed_ps, clock = self._loop.now_ns, 0, self._clock
-        shares = clock._asked is not None or clock._owed > 0
+        shares = clock._asked is not None or clock._owed > 0 or any(p.assembly for p in run.chunks)
         priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
         while True:
             if not mover.misses(run):

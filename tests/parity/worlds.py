@@ -84,7 +84,10 @@ def _wordless(entry: Entry) -> Entry:
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:
-    """Without what was measured or is in use, and which waits were up, after the last request had ended."""
+    """Without what was measured or is in use, and which waits were up, after the last request had ended; and without
+    failures of attempts that were over by then: both of its nodes may tell of one, and one of them may hear first that
+    it is."""
+    log = [entry for entry in log if not isinstance(entry.event, RequestFailed) or entry.actions]
     last = max(
         (
             at
@@ -114,6 +117,7 @@ def _workload(config: Config, deployment: Deployment, requests: Sequence[Virtual
                 priority=request.priority,
                 ttft_slo_ms=request.ttft_ms,
                 tbt_slo_ms=request.tbt_ms,
+                content=cluster.content(request),
                 answer=cluster.names(tokens, request.salt)[len(names) : full],
             )
         )

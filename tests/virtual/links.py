@@ -26,7 +26,7 @@ from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import NodeId, RequestId
 from tests.virtual.carried import Carried
-from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
 
 
@@ -150,9 +150,8 @@ class VirtualLinks:
         slot, opened = node.slot, self.ether.gate.open
         match event:
             case None:
-                waiting = self._waiting.pop(slot, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
+                # Nodes report what came before its run ends with that.
+                self.loop.set(0, ARRIVAL, self._look, slot)
             case Heard():
                 opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
@@ -161,6 +160,12 @@ class VirtualLinks:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
                 mover.load_now(event.key)
+
+    def _look(self, slot: int) -> None:
+        """At what its run waits for."""
+        waiting = self._waiting.pop(slot, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""

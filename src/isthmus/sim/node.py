@@ -122,6 +122,7 @@ class SimNode:
     def begin(self, run: Run, now: int) -> int:
         """Starts a run; returns when it ends if nothing cuts it short."""
         self.run, self._run_start = run, now
+        self.is_broken = False
         self.version += 1
         if self.decider.has_holders:
             self._asked = self.attending.asks(self, run)

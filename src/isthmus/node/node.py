@@ -336,13 +336,13 @@ class Node:
     def _lost_holder(
         self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
     ) -> None:
-        """Where nothing lies there yet, it only does not answer."""
-        peer = event.peer
-        if attempt.remote.claimed.get(peer, 0) is None:
+        """A holder that has nothing of it only does not answer."""
+        peer, remote = event.peer, attempt.remote
+        if remote.claimed.get(peer, 0) is None:
             self._found(peer, letters.Found(attempt.request, 0), now, actions)
-        elif peer in attempt.remote.asked and not attempt.remote.has_some(peer):
+        elif peer in remote.asked and not remote.has_some(peer):
             self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
-        else:
+        elif any(peer in holding.holders for holding in remote.planned):
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:

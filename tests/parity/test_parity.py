@@ -551,8 +551,6 @@ FAULTS = st.sampled_from(
         Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),)),
         Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0122, 0.3, math.inf),)),
         Faults(sessions=(SessionFault("prefill-1", "decode-0", 0.0153, 0.2, 0.0137),)),
-        Faults(nodes=(NodeFault("attention-0", 0.0413, 0.1417),)),
-        Faults(sessions=(SessionFault("decode-0", "attention-0", 0.0331, 0.3),)),
     ]
 )
 
@@ -577,7 +575,7 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     if knobs["scheduling.order"] == "promise":
         knobs = knobs | {"scheduling.partial_prefills": 1}
     knobs |= SLO if knobs["scheduling.admission"] != "none" or knobs["scheduling.chunking"] == "tbt" else {}
-    where: dict[str, Any] = LINKED if shape == "linked" else (SHAPES | ATTENDED)[shape]
+    where: dict[str, Any] = LINKED if shape == "linked" else SHAPES[shape]
     nodes = {facts.node for facts in deployed(config_of(where), COSTS).nodes}
     if not names_of(faults) <= nodes:
         faults = Faults()

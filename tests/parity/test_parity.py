@@ -539,8 +539,6 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "network.handover_gbps": st.sampled_from([None, 1]),
     "network.compression": st.sampled_from(["none", "lossless"]),
     "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
-    "lending.policy": st.sampled_from(["none", "none", "ledger", "greedy", "isthmus"]),
-    "lending.period_s": st.just(0.02),
     "auth.tenants": st.sampled_from([{}, {}, AUTH["auth.tenants"]]),
 }
 FAULTS = st.sampled_from(
@@ -575,7 +573,7 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     if knobs["scheduling.order"] == "promise":
         knobs = knobs | {"scheduling.partial_prefills": 1}
     knobs |= SLO if knobs["scheduling.admission"] != "none" or knobs["scheduling.chunking"] == "tbt" else {}
-    where: dict[str, Any] = LINKED if shape == "linked" else SHAPES[shape]
+    where: dict[str, Any] = LINKED if shape == "linked" else (SHAPES | ATTENDED)[shape]
     nodes = {facts.node for facts in deployed(config_of(where), COSTS).nodes}
     if not names_of(faults) <= nodes:
         faults = Faults()

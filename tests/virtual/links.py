@@ -8,6 +8,7 @@ from typing import Any
 
 from isthmus.attempts import key_of
 from isthmus.blocks import KVLayout
+from isthmus.cluster.landing import FRAME_BLOCKS
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
@@ -147,7 +148,7 @@ class VirtualLinks:
     def _came(self, purpose: str, source: SimNode, target: SimNode, key: RequestId) -> None:
         """What is shipped is there; what comes back, when its home is told."""
         if purpose == "shipment":
-            blocks = self._shipped.pop((source.slot, target.facts.node, key))
+            blocks = self._shipped[source.slot, target.facts.node, key]
             self.ether.gate.open(source.slot, target.slot, "shipment", key, blocks * self._num_layers)
 
     def mover_of(self, node: NodeId) -> VirtualMover:
@@ -207,7 +208,13 @@ class VirtualLinks:
             case Reserved() | Found() | Shipped():
                 holder = self.nodes[self.slots[event.holder]]
                 if holder.alive and not self.moves.sessions.are_cut(node, holder):  # else nobody said so
-                    opened(holder.slot, slot, ANSWERED[type(event)], event.key, 1)
+                    blocks = (
+                        self._shipped.pop((slot, event.holder, event.key), 1)
+                        if isinstance(event, Shipped)
+                        else 1
+                    )
+                    count = -(-blocks // FRAME_BLOCKS)  # a holder says so of each frame
+                    opened(holder.slot, slot, ANSWERED[type(event)], event.key, count)
             case Reclaimed(whole=True):
                 name, blocks = self._returns.pop((slot, event.key))
                 opened(self.slots[name], slot, "returned", event.key, blocks * self._num_layers)

@@ -546,8 +546,6 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "network.handover_gbps": st.sampled_from([None, 1]),
     "network.compression": st.sampled_from(["none", "lossless"]),
     "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
-    "lending.policy": st.sampled_from(["none", "none", "ledger", "greedy", "isthmus"]),
-    "lending.period_s": st.just(0.02),
     "auth.tenants": st.sampled_from([{}, {}, AUTH["auth.tenants"]]),
 }
 FAULTS = st.sampled_from(
@@ -558,8 +556,6 @@ FAULTS = st.sampled_from(
         Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),)),
         Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0122, 0.3, math.inf),)),
         Faults(sessions=(SessionFault("prefill-1", "decode-0", 0.0153, 0.2, 0.0137),)),
-        Faults(nodes=(NodeFault("attention-0", 0.0413, 0.1417),)),
-        Faults(sessions=(SessionFault("decode-0", "attention-0", 0.0331, 0.3),)),
     ]
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -96,7 +97,18 @@ def until_over(log: Sequence[Entry]) -> list[Entry]:
         ),
         default=-1,
     )
-    return list(log[: last + 1])
+    kept: list[Entry] = []
+    for told, group in groupby(log[: last + 1], _is_told):
+        entries = list(group)
+        if told is not None:  # in whatever order their timers were set
+            entries.sort(key=lambda entry: entry.event.node)  # type: ignore[union-attr]
+        kept += entries
+    return kept
+
+
+def _is_told(entry: Entry) -> int | None:
+    """Of entries in which nodes say alone what their memory is used for: when."""
+    return entry.at_ns if isinstance(entry.event, MemoryUsed) and not entry.actions else None
 
 
 def _workload(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> Workload:

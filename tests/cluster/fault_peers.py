@@ -16,7 +16,7 @@ from typing import Any
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import EngineCache
 from isthmus.cluster.fetches import Fetching
-from isthmus.cluster.messages import Enough, PeerMessage
+from isthmus.cluster.messages import PROTOCOL, PeerHello, PeerMessage
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.sessions import Peers
 from isthmus.engine.emulated import EmulatedMemory
@@ -24,13 +24,12 @@ from isthmus.messenger import MemoryNetwork, Network, Server, Session
 from isthmus.messenger.memory import Link, MemoryPort
 from isthmus.node import events
 from isthmus.node.extent import Extent
+from isthmus.node.letters import Granted, Landed
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 """Of the nodes here: small, and of more than one of everything but heads."""
-NOTHING = RequestId("")
-"""Nobody wants anything under this key."""
 OTHER = NodeId("other")
 """What each of two nodes calls the other."""
 
@@ -39,7 +38,7 @@ def store_of(layout: KVLayout, num_slots: int, log: Log | None = None) -> Store:
     return Store(Arena(Shape(layout.num_layers, layout.slice_bytes), num_slots), log)
 
 
-class Side(Peers):
+class Side:
     """One node, as the other one sees it, and its only session. `reasons`: why its sessions ended; `facts`: what it was
     told; `tokens`: that came with hand-overs.
 
@@ -51,20 +50,30 @@ class Side(Peers):
         self.memory = EmulatedMemory(layout, num_blocks)
         self.store = store
         self.cache = EngineCache(self.memory, store)
+        self.network: Network | None = None
+        self.addresses: dict[NodeId, str] = {}
+        self.hello = PeerHello(PROTOCOL, OTHER, "revision", layout)
+        self.peers = Peers(
+            self,  # type: ignore[arg-type]
+            self.hello,
+            lambda: self,
+            self.addresses.__getitem__,
+            lambda node, reason: self.mover.gone(node, reason),
+        )
         self.session: Session | None = None
         self.facts: list[events.Event] = []
         self.tokens: dict[RequestId, int] = {}
         self.reasons: list[str] = []
         self.failed = ""
         self.landed = False
+        self._moving: set[RequestId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.mover = KVMover(
             memory=self.memory,
             attends=lambda layer, asked, q, parts: q,
             first_layer=0,
             cache=self.cache,
-            peers=self,
-            address_of=str,
+            peers=self.peers,
             tell=self._told,
             spawn=self._spawn,
             shares_memory=shares_memory,
@@ -72,13 +81,9 @@ class Side(Peers):
             received=self.tokens.__setitem__,
         )
 
-    def open(self) -> None:
-        self.mover.open(asyncio.get_running_loop())
-
-    async def get(self, address: str) -> Session:
-        if self.session is None:
-            raise OSError("nobody is there")
-        return self.session
+    async def connect(self, *arguments: Any, **more: Any) -> Session:
+        assert self.network is not None
+        return await self.network.connect(*arguments, **more)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -90,23 +95,28 @@ class Side(Peers):
         self.cache.close()
         self.store.close()
 
+    def do(self, *actions: events.Action) -> None:
+        for action in actions:
+            self.mover.do(action)
+
     def _told(self, fact: events.Event) -> None:
         self.facts.append(fact)
         match fact:
             case events.Wanted(key, peer, names, start):
                 stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
-                self.mover.do(events.Give(key, peer, names, start, max(start, stop), 0))
+                self.do(events.Give(key, peer, names, start, max(start, stop), 0))
             case events.Came(key, stop) | events.FetchEnded(key, stop):
                 self._adopt(key, stop)
-            case events.Granted(key):
+            case events.Heard(_, Granted(key)):
                 self.mover.send(key)
             case events.Received(key):
                 self.landed = True
-                self.mover.do(events.Land(key, OTHER))
+                self.do(events.Tell(OTHER, Landed(key)))
             case events.Broken(key, reason):
                 self.give_up(key, reason)
-            case events.Severed(keys, reason):
-                for key in keys:
+            case events.Gone(_, reason):
+                self.do(*[events.EndFetch(key) for key in self.mover._fetches])
+                for key in list(self._moving):
                     self.give_up(key, reason)
 
     def fetch(self, order: events.Fetch) -> Fetching:
@@ -129,25 +139,35 @@ class Side(Peers):
             self.mover.do(events.Adopt(key, new))
 
     def send(self, key: RequestId, extent: Extent) -> None:
-        self.mover.do(events.Offer(key, OTHER, extent))
+        self._moving.add(key)
+        self.do(events.Offer(key, OTHER, extent))
 
     def expect(self, key: RequestId, extent: Extent, blocks: Sequence[int]) -> None:
         self.failed, self.landed = "", False
-        self.mover.do(events.Grant(key, OTHER, extent, tuple(blocks)))
+        self._moving.add(key)
+        self.do(events.Receive(key, OTHER, extent, tuple(blocks)), events.Tell(OTHER, Granted(key)))
 
     def give_up(self, key: RequestId, reason: str) -> None:
         """Ends a hand-over on this side. Its blocks may serve another request when this returns."""
         if not self.landed:
             self.failed = self.failed or reason
-        self.mover.do(events.Release(key))
+        self._moving.discard(key)
+        self.do(events.Release(key))
+
+    def heard(self, kind: type) -> list[Any]:
+        """Letters of this kind."""
+        letters = [fact.letter for fact in self.facts if isinstance(fact, events.Heard)]
+        return [letter for letter in letters if isinstance(letter, kind)]
 
     # What a session calls.
 
     def on_message(self, session: Session, message: PeerMessage) -> None:
-        if self.session is None:
-            self.session = session
-            self.mover.introduced(session, OTHER)
-        self.mover.on_peer(session, message)
+        if isinstance(message, PeerHello):
+            self.session = self.session or session
+            self.peers.entered(session, message)
+            session.answer_lines(self.mover.hosts.answer)
+        elif (peer := self.peers.node_of(session)) is not None:
+            self.mover.on_peer(session, peer, message)
 
     def place(self, session: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
         return self.mover.place(session, message, size)
@@ -157,17 +177,20 @@ class Side(Peers):
 
     def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
-        self.mover.lost(session, reason)
+        self.peers.ended(session, reason)
 
 
 async def join(network: Network, here: Side, there: Side) -> Server:
     """A session between the two, opened by `here`. It may be over already where the wire does harm."""
     here.session = there.session = None
-    here.open()
-    there.open()
+    for side in (here, there):
+        side.network = network
+        side.mover.open(asyncio.get_running_loop())
     server, port = await network.listen("127.0.0.1", 0, PeerMessage, lambda: there)
-    here.session = await network.connect(f"127.0.0.1:{port}", PeerMessage, here, timeout_s=60)
-    here.session.send(Enough(NOTHING))
+    here.addresses[OTHER] = f"127.0.0.1:{port}"
+    here.session = await network.connect(here.addresses[OTHER], PeerMessage, here, timeout_s=60)
+    here.session.send(here.hello)
+    here.peers.entered(here.session, there.hello)
     while there.session is None and not here.session.ended:
         await asyncio.sleep(0)
     return server

@@ -556,14 +556,9 @@ def test_nobody_to_ask() -> None:
     pair = Pair(4)
 
     async def work() -> None:
-        there, pair.target.session = pair.target.session, None
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0
-        assert there is not None
-        there.close()
-        await asyncio.sleep(0)
-        pair.target.session = there
+        assert pair.target.session is not None
+        pair.target.session.close()
+        pair.target.addresses.clear()
         with held(fetch := pair.fetch()):
             await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
@@ -744,10 +739,13 @@ def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_giv
         return True
 
     line.refuse = refuse  # type: ignore[method-assign]
-    pair.target.session = line  # type: ignore[assignment]
+
+    async def reach(node: NodeId) -> Any:
+        return line
 
     async def work() -> None:
-        pair.target.open()
+        pair.target.mover.open(asyncio.get_running_loop())
+        pair.target.mover.fetcher._reach = reach
         fetch = pair.fetch()
         running = asyncio.create_task(pair.target.fetching(fetch))
         while not line.sent:
@@ -777,10 +775,9 @@ def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> No
         fetcher.receive(stranger, begun.next)  # type: ignore[arg-type]
         fetcher.void(stranger, begun.next)  # type: ignore[arg-type]
         fetcher.answer(stranger, Ended(KEY, 3))  # type: ignore[arg-type]
-        fetcher.lost(stranger)  # type: ignore[arg-type]
         assert not answer.done() and not fetcher.bytes_in and not fetcher.seal_mismatches
         assert begun.place(begun.next) is None, "it is under way still"
-        fetcher.lost(begun.session)  # type: ignore[arg-type]
+        fetcher.cancel(KEY)
         assert answer.result() is None
 
     asyncio.run(work())

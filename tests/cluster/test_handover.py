@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import handover
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Incoming, Outgoing
-from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.cluster.messages import Sent, Slices
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
@@ -24,15 +24,15 @@ from isthmus.types import NodeId, RequestId, Span
 SIZE, LAYERS, BLOCKS = 4, 2, 12
 LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
 A = RequestId("a#1")
-OFFER = Offer(A, 0, LAYERS)
-FROM: dict[Incoming, Wire] = {}
-"""Over which session a receiver was offered its KV."""
+PEER = NodeId("there")
+FROM: Any = object()
+"""The session with it."""
 
 
 class Wire:
     """Stands for a Session: keeps what is sent; payloads as one string of bytes."""
 
-    closed = False
+    closed, peer = False, "somebody"
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []
@@ -89,17 +89,13 @@ def finish(outgoing: Outgoing, token: int = 77) -> None:
     outgoing.computed()
 
 
-def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory, Wire]:
-    kv, wire = memory(filled=False), Wire()
-    incoming = Incoming(A, extent(num_tokens), blocks, kv)
-    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
-    assert wire.messages == [Grant(A)]
-    FROM[incoming] = wire
-    return incoming, kv, wire
+def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory]:
+    kv = memory(filled=False)
+    return Incoming(events.Receive(A, PEER, extent(num_tokens), tuple(blocks)), kv), kv
 
 
 def place(incoming: Incoming, slices: Slices, size: int) -> list[memoryview] | None:
-    return incoming.place(FROM[incoming], slices, size)  # type: ignore[arg-type]
+    return incoming.place(FROM, slices, size)
 
 
 def arrive(incoming: Incoming, slices: Slices, payload: bytes) -> bool:
@@ -136,7 +132,7 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     spans = chunks_of(num_tokens, ends)
     grant_at = data.draw(st.integers(0, len(spans)))
     outgoing, source, wire = sender(num_tokens)
-    incoming, target, back = receiver(num_tokens, ours)
+    incoming, target = receiver(num_tokens, ours)
     outgoing.attach(wire)  # type: ignore[arg-type]
     frame_blocks = data.draw(st.sampled_from([1, 2, 256]))
     with pytest.MonkeyPatch.context() as patch:
@@ -147,12 +143,11 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
             for layer in range(LAYERS):
                 outgoing.ready(Span(layer, layer + 1), span, tuple(theirs))
         if grant_at == len(spans):
-            assert wire.messages == [OFFER], "something was sent before the grant"
+            assert not wire.messages, "something was sent before the grant"
             finish(outgoing)
             outgoing.send()
         else:
             finish(outgoing)
-    assert wire.messages[0] == OFFER
     assert wire.messages[-1] == Sent(A, 77)
     assert wire.messages.count(Sent(A, 77)) == 1
     for slices, payload in wire.slices:
@@ -168,8 +163,6 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     assert sorted(touched) == sorted(ours[: LAYOUT.blocks_for(num_tokens)]), (
         "another request's block was written"
     )
-    incoming.land()
-    assert back.messages == [Grant(A), Landed(A)]
 
 
 def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
@@ -203,97 +196,59 @@ def test_the_first_token_goes_when_all_kv_is_computed() -> None:
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.first_token(77)
-    assert wire.messages == [OFFER]
+    assert not wire.messages
     outgoing.computed()
     assert wire.messages[-1] == Sent(A, 77)
 
 
-def handovers() -> tuple[HandoverReceiver, list[Any], KVMemory]:
+def handovers(
+    num_tokens: int = 4, blocks: tuple[int, ...] = (0, 1), *, expects: bool = True
+) -> tuple[HandoverReceiver, list[Any], KVMemory, Wire]:
+    """With the session over which an attempt's KV is to come."""
     told: list[Any] = []
-    kv = memory(filled=False)
-    return HandoverReceiver(kv, told.append, lambda key, token: told.append((key, token))), told, kv
+    kv, wire = memory(filled=False), Wire()
+    nodes = {wire: PEER}
+    here = HandoverReceiver(kv, nodes.get, told.append, lambda key, token: told.append((key, token)))  # type: ignore[arg-type]
+    if expects:
+        here.expect(events.Receive(A, PEER, extent(num_tokens), blocks))
+    return here, told, kv, wire
 
 
-@pytest.mark.parametrize("offered_first", [True, False])
-def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: bool) -> None:
-    wire, (here, _, _) = Wire(), handovers()
-    grant = events.Grant(A, NodeId("there"), extent(4), (0, 1))
-    if offered_first:
-        here.offered(wire, OFFER)  # type: ignore[arg-type]
-        assert not wire.messages
-    here.grant(grant)
-    if not offered_first:
-        assert not wire.messages
-        here.offered(wire, OFFER)  # type: ignore[arg-type]
-    assert wire.messages == [Grant(A)]
+def sending(wire: Wire, num_tokens: int = 4) -> HandoverSender:
+    """A node that offered an attempt to another one."""
 
+    async def reach(node: NodeId) -> Any:
+        return wire
 
-def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "MAX_OFFERS", 3)
-    here, _, _ = handovers()
-    wires = [Wire() for _ in range(5)]
-    for number, wire in enumerate(wires):
-        here.offered(wire, Offer(RequestId(f"r{number}"), 0, LAYERS))  # type: ignore[arg-type]
-    for number in range(5):
-        here.grant(events.Grant(RequestId(f"r{number}"), NodeId("there"), extent(4), (0, 1)))
-    assert [len(wire.messages) for wire in wires] == [0, 0, 1, 1, 1]
+    tasks: list[Any] = []
+    made = HandoverSender(memory(filled=True), 0, reach, tasks.append)  # type: ignore[arg-type]
+    made.offer(events.Offer(A, PEER, extent(num_tokens)))
+    asyncio.run(tasks.pop())
+    return made
 
 
 def test_the_layers_may_come_over_several_sessions() -> None:
     """As from the stages of a pipeline group."""
     stages = [(memory(filled=True), Wire()) for _ in range(2)]
-    kv = memory(filled=False)
-    incoming = Incoming(A, extent(6), (7, 2), kv)
+    incoming, kv = receiver(6, (7, 2))
     for number, (whole, wire) in enumerate(stages):
         outgoing = Outgoing(A, extent(6), one_layer(whole, number), number)
         outgoing.attach(wire)  # type: ignore[arg-type]
-        assert wire.messages == [Offer(A, number, number + 1)]
-        incoming.grant(wire, Span(number, number + 1))  # type: ignore[arg-type]
         outgoing.send()
         outgoing.ready(Span(0, 1), Span(0, 6), (3, 1))
         ((slices, payload),) = wire.slices
         assert slices.layer == number
-        targets = incoming.place(wire, slices, len(payload))  # type: ignore[arg-type]
-        assert targets is not None
-        for target in targets:
-            target[:], payload = payload[: len(target)], payload[len(target) :]
-        assert incoming.receive(slices)
-        other = stages[1 - number][1]
-        assert incoming.place(other, slices, 6 * LAYOUT.token_bytes) is None, "not that session's layer"
+        assert arrive(incoming, slices, payload)
     incoming.sent = Sent(A, 5)
     assert incoming.complete
     for layer in range(LAYERS):
         assert kv_of(kv, layer, (7, 2), 6) == kv_of(stages[0][0], layer, (3, 1), 6)
-    incoming.land()
-    assert [wire.messages[-1] for _, wire in stages] == [Landed(A)] * 2
 
 
 def one_layer(kv: KVMemory, number: int) -> KVMemory:
     made = KVMemory(replace(LAYOUT, num_layers=1), BLOCKS, torch.device("cpu"))
     made.layers[0].copy_(kv.layers[number])
     return made
-
-
-@pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3)])
-def test_layers_that_are_not_the_models_are_refused(layers: tuple[int, int]) -> None:
-    here, _, _ = handovers()
-    with pytest.raises(ProtocolError):
-        here.offered(Wire(), Offer(A, *layers))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("granted", [False, True])
-def test_layers_are_offered_once(granted: bool) -> None:
-    here, _, _ = handovers()
-    wire, other = Wire(), Wire()
-    here.offered(wire, Offer(A, 0, 1))  # type: ignore[arg-type]
-    if granted:
-        here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
-    with pytest.raises(ProtocolError):
-        here.offered(other, OFFER)  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError):
-        here.offered(wire, Offer(A, 1, 2))  # type: ignore[arg-type]
-    here.offered(other, Offer(A, 1, 2))  # type: ignore[arg-type]
-    assert other.messages == [Grant(A)] * granted
 
 
 def test_what_is_given_up_is_not_sent() -> None:
@@ -310,56 +265,39 @@ def test_what_is_given_up_is_not_sent() -> None:
 
 def test_what_is_released_in_the_midst_is_taken_back() -> None:
     """Its blocks are another's when that returns."""
-    tasks: list[Any] = []
     wire = Wire()
-
-    async def reach(node: NodeId) -> Any:
-        return wire
-
-    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
-    sending.offer(events.Offer(A, NodeId("there"), extent(8)))
-    asyncio.run(tasks.pop())
-    sending.send(A, computed=False)
-    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
-    sending.release(A)
+    sender = sending(wire, 8)
+    sender.send(A, computed=False)
+    sender.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
+    sender.release(A)
     assert wire.num_cancelled == len(wire.slices) == LAYERS
-    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(4, 8), (0, 1))
-    sending.granted(wire, A)  # type: ignore[arg-type]
+    sender.on(A, Outgoing.ready, Span(0, LAYERS), Span(4, 8), (0, 1))
+    sender.send(A, computed=True)
     assert len(wire.slices) == LAYERS
-
-
-def test_it_has_not_landed_before_it_was_sent() -> None:
-    outgoing, _, wire = sender(4)
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
-    assert not outgoing.is_sent
-    outgoing.send()
-    assert outgoing.is_sent
+    assert sender.bytes_out == 4 * LAYERS * LAYOUT.token_bytes, "of those that are over too"
 
 
 # What must not be believed.
 
 
-@pytest.mark.parametrize("offers", [False, True])
-def test_slices_over_a_session_that_did_not_offer_them_harm_nobody(offers: bool) -> None:
-    """Without a payload they are not placed first. `offers`: other layers of the same attempt."""
+def test_slices_over_another_session_harm_nobody() -> None:
+    """Without a payload they are not placed first."""
     outgoing, there, wire = sender(4)
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 4), (5,))
     ((slices, payload),) = wire.slices
-    here, told, kv = handovers()
-    session, stranger = Wire(), Wire()
-    here.offered(session, Offer(A, 0, 1))  # type: ignore[arg-type]
-    if offers:
-        here.offered(stranger, Offer(A, 1, 2))  # type: ignore[arg-type]
-    here.grant(events.Grant(A, NodeId("there"), extent(4), (2,)))
+    here, told, kv, session = handovers(4, (2,))
+    stranger: Any = Wire()
     (target,) = here.place(session, slices, len(payload))  # type: ignore[arg-type]
     target[:] = payload
     for strange in (slices, replace(slices, seals=())):
-        with pytest.raises(ProtocolError, match="did not offer"):
-            here.receive(stranger, strange)  # type: ignore[arg-type]
-        here.void(stranger, strange)  # type: ignore[arg-type]
+        for refused in (here.receive, lambda *given: here.place(*given, len(payload))):
+            with pytest.raises(ProtocolError, match="comes from there, not from"):
+                refused(stranger, strange)
+        here.void(stranger, strange)
+    with pytest.raises(ProtocolError):
+        here.sent(stranger, Sent(A, 66))
     here.receive(session, slices)  # type: ignore[arg-type]
     assert told == [events.Moved(A)]
     assert (here.bytes_in, here.seal_mismatches) == (len(payload), 0)
@@ -374,7 +312,7 @@ def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), tuple(blocks))
-    incoming, _, _ = receiver(num_tokens, tuple(reversed(blocks)))
+    incoming, _ = receiver(num_tokens, tuple(reversed(blocks)))
     incoming.sent = Sent(A, 77)
     (first, good), (second, payload) = wire.slices
     assert arrive(incoming, first, good)
@@ -393,7 +331,7 @@ def test_blocks_that_change_places_are_found() -> None:
     outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
     ((slices, payload),) = wire.slices
-    incoming, _, _ = receiver(8, (0, 1, 2))
+    incoming, _ = receiver(8, (0, 1, 2))
     half = len(payload) // 2
     assert not arrive(incoming, slices, payload[half:] + payload[:half])
 
@@ -404,16 +342,17 @@ def expected_next() -> tuple[Incoming, Slices, int]:
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 4), (0, 1, 2))
-    incoming, _, _ = receiver(10, (3, 4, 5))
+    incoming, _ = receiver(10, (3, 4, 5))
     assert arrive(incoming, *wire.slices[0])
     return incoming, Slices(A, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
 
 
 def test_what_must_come_next_is_accepted() -> None:
     incoming, slices, size = expected_next()
-    assert place(incoming, slices, size) is not None
+    wire: Any = Wire()
+    assert incoming.place(wire, slices, size) is not None
     incoming.frames.refuse()
-    assert FROM[incoming].refused == [slices], "a session goes on writing into blocks that are free"
+    assert wire.refused == [slices], "a session goes on writing into blocks that are free"
 
 
 def test_what_is_not_next_does_not_count() -> None:
@@ -435,69 +374,25 @@ def test_two_frames_under_way_never_share_a_block() -> None:
     assert place(incoming, last, 2 * LAYOUT.token_bytes) is None
     other = replace(slices, layer=1, first_block=0, seals=(b"",) * 3)
     assert place(incoming, other, 10 * LAYOUT.token_bytes) is not None, "another layer"
-    incoming.frames.void(slices)
+    incoming.frames.void(Wire(), slices)  # type: ignore[arg-type]
+    assert place(incoming, again, size) is None, "of another session"
+    incoming.frames.void(FROM, slices)
     assert place(incoming, again, size) is not None
 
 
-def test_the_first_token_is_believed_once_and_from_a_sender_only() -> None:
-    here, told, _ = handovers()
-    wire, stranger = Wire(), Wire()
-    here.offered(wire, OFFER)  # type: ignore[arg-type]
-    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+def test_the_first_token_is_believed_once() -> None:
+    here, told, _, wire = handovers()
     outgoing, _, out = sender(4)
     outgoing.attach(out)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, 4), (5,))
-    here.sent(stranger, Sent(A, 66))  # type: ignore[arg-type]
     for slices, payload in out.slices:
         (target,) = here.place(wire, slices, len(payload))  # type: ignore[arg-type]
         target[:] = payload
         here.receive(wire, slices)  # type: ignore[arg-type]
-    assert (A, 66) not in told
     here.sent(wire, Sent(A, 77))  # type: ignore[arg-type]
     here.sent(wire, Sent(A, 88))  # type: ignore[arg-type]
     assert told[-2:] == [(A, 77), events.Received(A)]
-
-
-def test_grants_and_landings_are_believed_over_the_session_of_the_offer_only() -> None:
-    told: list[Any] = []
-    tasks: list[Any] = []
-    wire, stranger = Wire(), Wire()
-
-    async def reach(node: NodeId) -> Any:
-        return wire
-
-    sending = HandoverSender(memory(filled=True), 0, reach, told.append, tasks.append)  # type: ignore[arg-type]
-    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
-    asyncio.run(tasks.pop())
-    sending.granted(stranger, A)  # type: ignore[arg-type]
-    assert told == []
-    sending.granted(wire, A)  # type: ignore[arg-type]
-    assert told == [events.Granted(A)]
-    sending.send(A, computed=False)
-    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
-    sending.landed(stranger, A)  # type: ignore[arg-type]
-    assert told == [events.Granted(A)] and sending.lost(wire) == [A]  # type: ignore[arg-type]
-    assert sending.lost(stranger) == []  # type: ignore[arg-type]
-    sending.landed(wire, A)  # type: ignore[arg-type]
-    assert told[1:] == [events.Landed(A)] and sending.lost(wire) == []  # type: ignore[arg-type]
-    assert sending.bytes_out == 4 * LAYERS * LAYOUT.token_bytes
-
-
-def test_what_was_not_sent_cannot_have_landed() -> None:
-    tasks: list[Any] = []
-    wire = Wire()
-
-    async def reach(node: NodeId) -> Any:
-        return wire
-
-    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
-    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
-    asyncio.run(tasks.pop())
-    sending.send(A, computed=False)
-    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 3), (0,))
-    with pytest.raises(ProtocolError, match="landed before it was sent"):
-        sending.landed(wire, A)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -523,23 +418,19 @@ def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes:
 
 
 def test_nothing_is_accepted_before_the_grant() -> None:
-    """Not even from whom it was offered."""
-    here, _, _ = handovers()
-    wire, slices, size = Wire(), Slices(A, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes
-    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    here, told, _, wire = handovers(expects=False)
+    slices, size = Slices(A, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes
     before = here.place(wire, slices, size)  # type: ignore[arg-type]
     assert [len(part) for part in before] == [size], "it is read past"
-    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
-    with pytest.raises(ProtocolError):
-        here.place(Wire(), slices, size)  # type: ignore[arg-type]
+    here.receive(wire, slices)  # type: ignore[arg-type]
+    here.sent(wire, Sent(A, 77))  # type: ignore[arg-type]
+    assert not told
 
 
 def test_what_is_under_way_when_an_attempt_is_released_is_refused() -> None:
     """Its blocks are another's then."""
-    here, _, _ = handovers()
-    wire, slices = Wire(), Slices(A, 0, 0, 4, (b"",))
-    here.offered(wire, OFFER)  # type: ignore[arg-type]
-    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    here, _, _, wire = handovers()
+    slices = Slices(A, 0, 0, 4, (b"",))
     here.place(wire, slices, 4 * LAYOUT.token_bytes)  # type: ignore[arg-type]
     here.release(A)
     assert wire.refused == [slices]
@@ -552,7 +443,7 @@ def test_nothing_is_accepted_after_everything_came() -> None:
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
-    incoming, _, _ = receiver(8, (3, 4, 5))
+    incoming, _ = receiver(8, (3, 4, 5))
     ((slices, payload),) = wire.slices
     assert arrive(incoming, slices, payload)
     assert place(incoming, slices, len(payload)) is None
@@ -560,7 +451,7 @@ def test_nothing_is_accepted_after_everything_came() -> None:
 
 
 def test_without_its_first_token_a_request_is_not_complete() -> None:
-    incoming, _, _ = receiver(4, (0, 1))
+    incoming, _ = receiver(4, (0, 1))
     incoming.sent = Sent(A, 77)
     assert not incoming.complete
 
@@ -592,17 +483,10 @@ def hand_over(
         outgoing.ready(Span(0, LAYERS), Span(count * SIZE, (count + STATE_BLOCKS) * SIZE), source)
     finish(outgoing, 7)
     moved, here = stateful(num_tokens, filled=False, **how)
-    incoming, back = Incoming(A, moved, [5 + block for block in source], here), Wire()
-    incoming.grant(back, Span(0, LAYERS))  # type: ignore[arg-type]
+    incoming = Incoming(events.Receive(A, PEER, moved, tuple([5 + block for block in source])), here)
     for message, payload in wire.sent:
         if isinstance(message, Slices):
-            targets = incoming.place(back, message, len(payload))  # type: ignore[arg-type]
-            assert targets is not None
-            at = 0
-            for target in targets:
-                target[:] = payload[at : at + target.nbytes]
-                at += target.nbytes
-            assert incoming.receive(message)
+            assert arrive(incoming, message, payload)
         elif isinstance(message, Sent):
             incoming.sent = message
     return incoming, there, here, [message for message, _ in wire.slices]
@@ -630,12 +514,11 @@ def test_a_request_without_its_state_is_not_complete(num_tokens: int) -> None:
 
 def test_a_state_that_is_not_the_next_thing_is_refused() -> None:
     moved, here = stateful(SIZE + 1, filled=False)
-    incoming, wire = Incoming(A, moved, [5, 6, 7, 8], here), Wire()
-    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
+    incoming = Incoming(events.Receive(A, PEER, moved, (5, 6, 7, 8)), here)
     beyond = Slices(A, 0, 2, 5 * SIZE, (b"",) * 3)
-    assert incoming.place(wire, beyond, 3 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+    assert place(incoming, beyond, 3 * WITH_STATE.slice_bytes) is None
     half = Slices(A, 0, 1, 3 * SIZE, (b"",) * 2)
-    assert incoming.place(wire, half, 2 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+    assert place(incoming, half, 2 * WITH_STATE.slice_bytes) is None
 
 
 @pytest.mark.parametrize("handover_start", [1, 2])
@@ -651,49 +534,25 @@ def test_what_the_other_side_has_does_not_cross(handover_start: int) -> None:
             assert bytes(here.export(layer, slot + 5 * SIZE, slot + 5 * SIZE + 1)) == there_bytes
 
 
-def test_a_frame_that_its_sender_gave_up_may_come_again_over_a_session_that_offered_it() -> None:
-    here, _, _ = handovers()
-    wire, stranger = Wire(), Wire()
-    here.offered(wire, OFFER)  # type: ignore[arg-type]
-    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
-    slices = Slices(A, 0, 0, 4, (b"x",))
-    size = 4 * LAYOUT.token_bytes
+def test_a_frame_that_its_sender_gave_up_may_come_again() -> None:
+    here, _, _, wire = handovers()
+    slices, size = Slices(A, 0, 0, 4, (b"x",)), 4 * LAYOUT.token_bytes
+    again = replace(slices, seals=(b"y",))
     here.place(wire, slices, size)  # type: ignore[arg-type]
-    for session in (stranger, wire):
+    for session in (Wire(), wire):
         with pytest.raises(ProtocolError):
-            here.place(wire, replace(slices, seals=(b"y",)), size)  # type: ignore[arg-type]
+            here.place(wire, again, size)  # type: ignore[arg-type]
         here.void(session, slices)  # type: ignore[arg-type]
-    assert here.place(wire, replace(slices, seals=(b"y",)), size)  # type: ignore[arg-type]
-
-
-def test_over_a_session_that_is_closed_nothing_is_offered() -> None:
-    wire, told = Wire(), list[Any]()
-    wire.closed = True
-
-    async def reach(node: NodeId) -> Any:
-        return wire
-
-    tasks: list[Any] = []
-    sending = HandoverSender(memory(filled=True), 0, reach, told.append, tasks.append)  # type: ignore[arg-type]
-    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
-    asyncio.run(tasks.pop())
-    assert told == [events.Severed((A,), "cannot reach there, where it decodes: its session is closed")]
-    assert not wire.sent
+    assert here.place(wire, again, size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("computed", [True, False])
 def test_of_what_was_computed_before_the_grant_the_first_token_goes_with_it(computed: bool) -> None:
-    wire, tasks = Wire(), list[Any]()
-
-    async def reach(node: NodeId) -> Any:
-        return wire
-
-    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
-    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
-    asyncio.run(tasks.pop())
-    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0, 1))
-    sending.on(A, Outgoing.first_token, 77)
+    wire = Wire()
+    sender = sending(wire)
+    sender.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0, 1))
+    sender.on(A, Outgoing.first_token, 77)
     assert not wire.slices
-    sending.send(A, computed=computed)
+    sender.send(A, computed=computed)
     assert len(wire.slices) == LAYERS
     assert [said for said in wire.messages if isinstance(said, Sent)] == ([Sent(A, 77)] if computed else [])

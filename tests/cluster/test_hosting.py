@@ -1,4 +1,4 @@
-"""KV of a home at its holder: shares by heads, what is claimed of a home that is gone, and what is shipped again."""
+"""KV of a home at its holder: shares by heads, what goes on under another key, what is shipped again or comes home."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import msgspec
 import pytest
 
 from isthmus.attempts import Share
+from isthmus.blocks import seal
 from isthmus.cluster import messages
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.engine.interface import Asking, HolderLost
 from isthmus.messenger import MemoryNetwork, Priority, Session
 from isthmus.node import events
+from isthmus.node.letters import Vacate
 from isthmus.types import RequestId
 from tests.cluster.fault_peers import LAYOUT, OTHER, Side, join, kv_block, store_of
 
@@ -42,25 +44,27 @@ class Pair:
                 await asyncio.sleep(0.001)
         return found[-1]
 
-    async def reserve(self, key: RequestId, num_blocks: int, share: Share) -> None:
-        self.home.mover.do(events.Reserve(key, OTHER, num_blocks, share))
-        asked = await self.told(self.holder, events.Asked)
-        assert asked == events.Asked(key, OTHER, num_blocks, share)
-        self.holder.mover.do(events.Host(key, OTHER, ROOM))
-        assert (await self.told(self.home, events.Reserved)).granted
+    def host(self, key: RequestId = OLD, share: Share = HALF) -> None:
+        self.holder.do(events.Host(key, OTHER, share, ROOM))
 
-    async def ship(self, key: RequestId, first: int, blocks: Sequence[int]) -> None:
-        before = sum(isinstance(fact, events.Shipped) for fact in self.home.facts)
-        self.home.mover.do(events.Ship(key, OTHER, first, tuple(blocks)))
-        shipped = await self.told(self.home, events.Shipped, before + 1)
-        assert shipped == events.Shipped(key, OTHER, first + len(blocks))
+    async def ship(self, key: RequestId, first: int, blocks: Sequence[int], share: Share = HALF) -> None:
+        self.home.do(events.Ship(key, OTHER, first, tuple(blocks), share))
+        stowed = events.Stowed(key, OTHER, first + len(blocks))
+        async with asyncio.timeout(60):
+            while stowed not in self.holder.facts:
+                await asyncio.sleep(0.001)
 
-    async def claim(self, share: Share, old: RequestId = OLD) -> int:
-        self.home.mover.do(events.Claim(KEY, OTHER, old, share))
-        claimed = await self.told(self.holder, events.Claimed)
-        self.holder.mover.do(events.Rekey(old, claimed.key, claimed.peer))
-        found: events.Found = await self.told(self.home, events.Found)
-        return found.num_blocks
+    async def pass_by(self) -> None:
+        """All that was sent before came."""
+        self.home.do(events.Tell(OTHER, Vacate(RequestId("nobody"))))
+        self.holder.facts.clear()
+        await self.told(self.holder, events.Heard)
+
+    def frame(self, key: RequestId, layer: int, first: int) -> None:
+        """One of half the heads of block 0, as a home sends it."""
+        data = self.home.memory.export_heads(layer, 0, SIZE, HALF.part, HALF.parts)
+        assert self.home.session is not None
+        self.home.session.send(messages.Shipment(key, layer, first, (seal(data),)), data)
 
     def there(self, number: int, share: Share) -> list[bytes]:
         """What the holder has as this number of a share, layer by layer."""
@@ -93,126 +97,148 @@ def with_pair(test: Callable[[Pair], Any]) -> None:
 
 def test_a_block_of_all_heads_has_room_for_two_of_half_of_them() -> None:
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1, 7, 0))
         await pair.ship(OLD, 4, (3, 2))
         for number, block in enumerate((5, 1, 7, 0, 3, 2)):
             assert pair.there(number, HALF) == pair.here(block, HALF)
-        assert pair.home.mover.holders.bytes_shipped == 6 * TWO_HEADS.block_bytes // 2
+        size = 6 * TWO_HEADS.block_bytes // 2
+        assert pair.home.mover.gauges()["kv_bytes_shipped_total"] == size
+        assert pair.holder.mover.gauges()["kv_bytes_stowed_total"] == size
 
     with_pair(test)
 
 
-def test_what_is_claimed_is_whole_and_goes_on() -> None:
-    """Under another key; what is shipped again takes the place of what was there."""
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_flipped_bit_is_found_and_what_came_before_counts_on(layer: int) -> None:
+    async def test(pair: Pair) -> None:
+        pair.host()
+        await pair.ship(OLD, 0, (5, 1))
+        receive = pair.holder.mover.hosts.receive
+
+        def received(session: Session, head: messages.Shipment) -> None:
+            if head.layer == layer:
+                block = ROOM[1] * HALF.parts
+                pair.holder.memory.split(2).export(layer, block * SIZE, (block + 1) * SIZE)[3] ^= 1
+            receive(session, head)
+
+        pair.holder.mover.hosts.receive = received  # type: ignore[method-assign]
+        pair.home.do(events.Ship(OLD, OTHER, 2, (7, 4), HALF))
+        while events.Stowed(OLD, OTHER, 2, damaged=True) not in pair.holder.facts:
+            await asyncio.sleep(0.001)
+        await pair.pass_by()
+        assert not await asked(pair, OLD, 2 * SIZE) and await asked(pair, OLD, 2 * SIZE + 1) == NONE_HERE
+        assert pair.holder.mover.gauges()["seal_mismatches_total"] == 1
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_what_its_home_gave_up_in_the_midst_is_not_whole_though_more_came(layer: int) -> None:
+    async def test(pair: Pair) -> None:
+        pair.host()
+        await pair.ship(OLD, 0, (5, 1))
+        hosts, session = pair.holder.mover.hosts, pair.holder.session
+        assert session is not None
+        for at in range(LAYERS):
+            if at == layer:
+                head = messages.Shipment(OLD, at, 2, (b"x" * 16,))
+                hosts.place(session, head, TWO_HEADS.slice_bytes // 2)
+                hosts.void(session, head)
+            else:
+                pair.frame(OLD, at, 2)
+                pair.frame(OLD, at, 3)
+                await pair.pass_by()
+        assert not await asked(pair, OLD, 2 * SIZE) and await asked(pair, OLD, 2 * SIZE + 1) == NONE_HERE
+        await pair.ship(OLD, 2, (3, 7))
+        assert not await asked(pair, OLD, 4 * SIZE)
+
+    with_pair(test)
+
+
+def test_what_is_whole_goes_on_under_another_key() -> None:
+    """What is shipped again takes the place of what was there."""
 
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1, 7))
-        assert await pair.claim(HALF) == 3
-        pair.home.facts.clear()
-        pair.holder.facts.clear()
-        await pair.reserve(KEY, 6, HALF)
+        pair.holder.do(events.Rekey(OLD, KEY, OTHER, HALF, 3))
+        pair.host(KEY)
         await pair.ship(KEY, 2, (4, 6))
+        assert events.Stowed(KEY, OTHER, 2) in pair.holder.facts, "first what is written anew counts no more"
         for number, block in enumerate((5, 1, 4, 6)):
             assert pair.there(number, HALF) == pair.here(block, HALF)
-        assert pair.holder.mover._hosts._guests[KEY].stowed == 4
-        pair.home.mover.do(events.Ship(OLD, OTHER, 3, (0,)))  # the home before it has no room any more
-        await asyncio.sleep(0.01)
+        assert not await asked(pair, KEY, 4 * SIZE)
+        pair.home.do(events.Ship(OLD, OTHER, 3, (0,), HALF))  # the home before it has no room any more
+        await pair.pass_by()
         assert pair.there(3, HALF) == pair.here(6, HALF)
 
     with_pair(test)
 
 
-@pytest.mark.parametrize("share", [Share(2, 1, 2), Share(3, 0, 2), Share(3, 0, 1)])
-def test_nothing_is_found_of_another_share(share: Share) -> None:
+def test_what_was_being_written_anew_when_another_took_it_over_is_not_whole() -> None:
+    """The node may have decided before it heard of that."""
+
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1, 7))
-        assert await pair.claim(share) == 0
-        pair.home.facts.clear()
-        pair.holder.facts.clear()
-        await pair.reserve(KEY, 3, share)
-        await pair.ship(KEY, 0, (0, 3))
+        pair.frame(OLD, 0, 1)
+        await pair.pass_by()
+        pair.holder.do(events.Rekey(OLD, KEY, OTHER, HALF, 3))
+        await asyncio.sleep(0.01)
+        assert pair.holder.facts[-1] == events.Stowed(KEY, OTHER, 1)
+        assert not await asked(pair, KEY, SIZE) and await asked(pair, KEY, SIZE + 1) == NONE_HERE
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("share", [Share(2, 1, 2), Share(3, 0, 2), Share(3, 0, 1)])
+def test_its_room_is_for_another_share_too(share: Share) -> None:
+    async def test(pair: Pair) -> None:
+        pair.host()
+        await pair.ship(OLD, 0, (5, 1, 7))
+        pair.holder.do(events.Rekey(OLD, KEY, OTHER, share, 0))
+        assert await asked(pair, KEY, 1, share.parts) == NONE_HERE
+        await pair.ship(KEY, 0, (0, 3), share)
         assert pair.there(1, share) == pair.here(3, share)
 
     with_pair(test)
 
 
-def test_nothing_is_found_of_an_attempt_that_was_never_there() -> None:
+@pytest.mark.parametrize("leaves", ["home", "all"])
+def test_of_who_left_nothing_counts(leaves: str) -> None:
+    """Also what was on its way just then."""
+
     async def test(pair: Pair) -> None:
-        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
-        claimed = await pair.told(pair.holder, events.Claimed)
-        pair.holder.mover.do(events.Rekey(RequestId(""), claimed.key, claimed.peer))
-        assert (await pair.told(pair.home, events.Found)).num_blocks == 0
+        pair.host()
+        await pair.ship(OLD, 0, (5, 1))
+        for layer in range(LAYERS - 1):
+            pair.frame(OLD, layer, 2)
+        await pair.pass_by()
+        pair.holder.do(events.Unhost(OLD, OTHER))
+        if leaves == "all":
+            pair.holder.do(events.Unhost(OLD))
+        before = [bytes(layer) for layer in pair.holder.memory.layers]
+        pair.frame(OLD, LAYERS - 1, 2)
+        pair.home.do(events.Ship(OLD, OTHER, 0, (4,), HALF))
+        await pair.pass_by()
+        assert [bytes(layer) for layer in pair.holder.memory.layers] == before
+        assert not any(isinstance(fact, events.Stowed) for fact in pair.holder.facts)
+        assert pair.home.reasons == []
 
     with_pair(test)
 
 
-@pytest.mark.parametrize("parts", [0, 3])
-def test_heads_that_cannot_be_cut_so_end_the_session(parts: int) -> None:
+@pytest.mark.parametrize(("layer", "first"), [(-1, 0), (LAYERS, 0), (0, -1), (0, 1), (0, 6)], ids=str)
+def test_what_cannot_come_next_ends_the_session(layer: int, first: int) -> None:
+    """A gap, or what there is no room for."""
+
     async def test(pair: Pair) -> None:
-        pair.home.mover.do(events.Reserve(OLD, OTHER, 6, Share(0, 0, parts)))
-        assert not (await pair.told(pair.home, events.Reserved)).granted
-        assert any(f"KV of 2 heads has no {parts} parts" in reason for reason in pair.holder.reasons)
-
-    with_pair(test)
-
-
-def test_a_claim_over_no_session_finds_nothing() -> None:
-    async def test(pair: Pair) -> None:
-        session = pair.home.session
+        pair.host()
+        data, session = bytes(TWO_HEADS.slice_bytes // 2), pair.home.session
         assert session is not None
-        session.abort("gone")
-        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
-        assert (await pair.told(pair.home, events.Found)).num_blocks == 0
-
-    with_pair(test)
-
-
-def test_who_leaves_before_its_claim_is_heard_has_left() -> None:
-    """Else what it claimed would stay until its session ends."""
-
-    async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
-        await pair.ship(OLD, 0, (5, 1, 7))
-        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
-        await pair.told(pair.holder, events.Claimed)
-        pair.home.mover.do(events.Vacate(KEY, OTHER))
-        pair.home.mover.do(events.Reserve(RequestId("other#1"), OTHER, 1, HALF))  # comes after that
-        await pair.told(pair.holder, events.Asked, 2)
-        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
-        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
-        pair.holder.mover.do(events.Unhost(KEY))
-        assert KEY not in pair.holder.mover._hosts._guests and OLD not in pair.holder.mover._hosts._guests
-
-    with_pair(test)
-
-
-def test_room_that_nobody_heard_of_is_claimed_and_left() -> None:
-    """Its home was gone before it was told of it."""
-
-    async def test(pair: Pair) -> None:
-        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
-        await pair.told(pair.holder, events.Claimed)
-        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
-        assert (await pair.told(pair.home, events.Found)).num_blocks == 0
-        pair.home.mover.do(events.Vacate(KEY, OTHER))
-        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
-        assert KEY not in pair.holder.mover._hosts._guests
-
-    with_pair(test)
-
-
-def test_a_session_that_ends_while_more_room_is_wanted_takes_what_is_there_with_it() -> None:
-    async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
-        await pair.ship(OLD, 0, (5, 1, 7))
-        pair.home.mover.do(events.Reserve(OLD, OTHER, 8, HALF))
-        await pair.told(pair.holder, events.Asked, 2)
-        assert pair.home.session is not None
-        pair.home.session.abort("gone")
-        assert (await pair.told(pair.home, events.Broken)).key == OLD
+        session.send(messages.Shipment(OLD, layer, first, (b"x" * 16,)), memoryview(data))
+        assert "is not what must come next" in (await pair.told(pair.home, events.Gone)).reason
 
     with_pair(test)
 
@@ -221,24 +247,23 @@ def test_nothing_is_written_to_blocks_that_were_trimmed() -> None:
     """By a home that ships there and says that it needs them no more."""
 
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1))
-        hosts, session = pair.holder.mover._hosts, pair.holder.session
+        hosts, session = pair.holder.mover.hosts, pair.holder.session
         assert session is not None
         head = messages.Shipment(OLD, 0, 2, (b"", b""))
         hosts.place(session, head, TWO_HEADS.slice_bytes)
-        hosts.trim(events.Trim(OLD, 1))
+        pair.holder.do(events.Trim(OLD, 1))
         hosts.receive(session, head)
-        assert (
-            not hosts._guests[OLD].landing._frames._frames
-            and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
-        )
+        assert hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
+        assert not await asked(pair, OLD, SIZE) and await asked(pair, OLD, SIZE + 1) == NONE_HERE
 
     with_pair(test)
 
 
 async def asked(pair: Pair, key: RequestId, num_tokens: int, parts: int = HALF.parts) -> str:
     """What comes of a question; nothing if it is answered."""
+    pair.home.do(events.OpenLine(OTHER))
     remote, loop = pair.home.mover.holders.remote([key]), asyncio.get_running_loop()
     asking = Asking(OTHER, ((0, 1, num_tokens, 40, 12),), HALF.part, parts)
     try:
@@ -254,7 +279,7 @@ NONE_HERE = "it has no KV of this attempt"
 
 def test_nobody_attends_to_what_is_not_whole_or_another_share() -> None:
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1))
         assert not await asked(pair, OLD, 2 * SIZE)
         assert await asked(pair, OLD, 2 * SIZE + 1) == NONE_HERE
@@ -268,8 +293,9 @@ def test_nobody_attends_to_blocks_that_are_free() -> None:
     """Rows that are known by their number are of the guest that was there."""
 
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1))
+        pair.home.do(events.OpenLine(OTHER))
         remote, loop = pair.home.mover.holders.remote([OLD]), asyncio.get_running_loop()
         asking = Asking(OTHER, ((0, 1, SIZE, 40, 12),), HALF.part, HALF.parts)
         for is_there in (True, False):
@@ -284,45 +310,84 @@ def test_nobody_attends_to_blocks_that_are_free() -> None:
     with_pair(test)
 
 
+WHOLE = Share()
+
+
+def send_back(pair: Pair) -> None:
+    """The second and third block of what the holder has."""
+    pair.home.do(events.Reclaim(OLD, OTHER, (3, 0)))
+    pair.holder.do(events.Ship(OLD, OTHER, 0, ROOM[1:]))
+
+
 @pytest.mark.parametrize("damaged", range(LAYERS))
 def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
     """And may be asked back again at once."""
-    whole = Share(0, 0, 1)
 
     async def test(pair: Pair) -> None:
-        await pair.reserve(OLD, 3, whole)
-        await pair.ship(OLD, 0, (5, 1, 7))
-        returning = pair.home.mover.holders.returning
-        tell = returning._tell
+        pair.host(share=WHOLE)
+        await pair.ship(OLD, 0, (5, 1, 7), WHOLE)
+        returning = pair.home.mover.shipments
         receive, damages = returning.receive, [damaged]
 
-        def received(session: Session, head: messages.Reclaimed) -> None:
+        def received(head: messages.Shipment) -> None:
             if damages and head.layer == damages[0]:
                 damages.clear()
                 pair.home.memory.export(damaged, 3 * SIZE, 4 * SIZE)[7] ^= 1
-            receive(session, head)
-
-        def told(fact: events.Event) -> None:
-            tell(fact)
-            if fact == events.Reclaimed(OLD, whole=False) and not pair.home.reasons:
-                pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+            receive(head)
 
         returning.receive = received  # type: ignore[method-assign]
-        returning._tell = told
-        pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+        send_back(pair)
+        assert await pair.told(pair.home, events.Reclaimed) == events.Reclaimed(OLD, whole=False)
+        send_back(pair)
         assert await pair.told(pair.home, events.Reclaimed, 2) == events.Reclaimed(OLD, whole=True)
         assert returning.seal_mismatches == 1 and not pair.home.reasons
-        assert [pair.here(block, whole) for block in (3, 0)] == [pair.here(block, whole) for block in (1, 7)]
+        assert [pair.here(block, WHOLE) for block in (3, 0)] == [pair.here(block, WHOLE) for block in (1, 7)]
 
     with_pair(test)
 
 
-def test_questions_overtake_shipments() -> None:
-    """They go over a line of their own."""
+@pytest.mark.parametrize("how", ["released", "voided"])
+def test_a_return_that_ends_before_its_time_is_told_once_and_writes_nothing(how: str) -> None:
+    """The holder lets go of it in the midst, or home does."""
 
     async def test(pair: Pair) -> None:
+        home, returns, session = pair.home, pair.home.mover.shipments, pair.home.session
+        assert session is not None
+        home.do(events.Reclaim(OLD, OTHER, (3, 0)))
+        head = messages.Shipment(OLD, 0, 0, (b"x" * 16,))
+        home.mover.place(session, head, TWO_HEADS.slice_bytes)
+        if how == "voided":
+            home.mover.on_void(session, head)
+        for _ in range(2):
+            home.do(events.Release(OLD))
+        assert not returns.awaits(OTHER, head)
+        blocks = [pair.here(block, WHOLE) for block in (3, 0)]
+        pair.holder.do(events.Host(OLD, OTHER, WHOLE, ROOM), events.Ship(OLD, OTHER, 0, ROOM[1:]))
+        await asyncio.sleep(0.02)
+        told = [fact for fact in home.facts if isinstance(fact, events.Reclaimed)]
+        assert told == [events.Reclaimed(OLD, whole=False)]
+        assert [pair.here(block, WHOLE) for block in (3, 0)] == blocks and not returns.bytes_in
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("opened_by_holder", [False, True])
+def test_questions_overtake_shipments(opened_by_holder: bool) -> None:
+    """They go over a line of their own, whoever opened the session."""
+
+    async def test(pair: Pair) -> None:
+        if opened_by_holder:
+            pair.home, pair.holder = pair.holder, pair.home
+            _, port = await MemoryNetwork.listen(
+                pair.home.network,
+                "127.0.0.1",
+                0,
+                messages.PeerMessage,
+                lambda: pair.holder,  # type: ignore[arg-type]
+            )
+            pair.home.addresses[OTHER] = f"127.0.0.1:{port}"
         sent: list[tuple[type, Priority]] = []
-        session = pair.home.session
+        session = pair.home.peers.open_to(OTHER)
         assert session is not None
         send = session.send
 
@@ -331,16 +396,31 @@ def test_questions_overtake_shipments() -> None:
             return send(message, *payload, priority=priority, **rest)
 
         session.send = noted  # type: ignore[method-assign]
-        await pair.reserve(OLD, 6, HALF)
+        pair.host()
         await pair.ship(OLD, 0, (5, 1))
-        remote, loop = pair.home.mover.holders.remote([OLD]), asyncio.get_running_loop()
-        asking = Asking(OTHER, ((0, 1, 8, 40, 12),), HALF.part, HALF.parts)
-        await loop.run_in_executor(None, remote.ask, 1, asking, memoryview(b"queries!"))
-        answer = await loop.run_in_executor(None, remote.answer, 1, asking)
-        assert bytes(answer) == b"queries!"
-        assert [each for each in sent if each[0] is messages.Shipment] == [
-            (messages.Shipment, Priority.NORMAL)
-        ] * LAYERS
-        assert messages.Attend not in [kind for kind, _ in sent]
+        assert not await asked(pair, OLD, 8)
+        assert sent == [(messages.Shipment, Priority.NORMAL)] * LAYERS
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("how", ["nobody", "closed", "hung up"])
+def test_without_a_line_the_engine_hears_that_its_holder_is_lost_and_another_may_be_opened(how: str) -> None:
+    async def test(pair: Pair) -> None:
+        pair.host()
+        await pair.ship(OLD, 0, (5, 1))
+        holders, address = pair.home.mover.holders, pair.home.addresses[OTHER]
+        assert not await asked(pair, OLD, 1)
+        if how == "hung up":
+            holders.line_of(OTHER).asker.hang_up()
+        else:
+            for session in list(pair.home.peers._names):
+                session.close()
+            await pair.told(pair.holder, events.Gone)
+            pair.home.addresses[OTHER] = "127.0.0.1:9" if how == "nobody" else address
+        if how == "nobody":
+            assert await asked(pair, OLD, 1) == "there is no line to it"
+            pair.home.addresses[OTHER] = address
+        assert not await asked(pair, OLD, 1)
 
     with_pair(test)

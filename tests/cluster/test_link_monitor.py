@@ -15,7 +15,8 @@ from isthmus.types import NodeId
 from tests.virtual import ManualLoop
 
 LINK_S = 2.0
-NEAR, ALSO = {NodeId("n0"): "n0:1"}, {NodeId("n0"): "n0:1", NodeId("n1"): "n1:1"}
+N0, N1 = NodeId("n0"), NodeId("n1")
+NEAR, ALSO = {N0: "n0:1"}, {N0: "n0:1", N1: "n1:1"}
 
 
 class Line:
@@ -57,11 +58,11 @@ class Line:
 
 
 class Scene:
-    """A monitor, and the sessions that were opened: by address. `refuses`: nobody can be reached."""
+    """A monitor, and the sessions that were opened. `refuses`: nobody can be reached."""
 
     def __init__(self, link_s: float | None = LINK_S) -> None:
-        self.open: dict[str, Line] = {}
-        self.asked: list[str] = []
+        self.open: dict[NodeId, Line] = {}
+        self.asked: list[NodeId] = []
         self.refuses = False
         self.tasks: list[asyncio.Task[None]] = []
         self.monitor = LinkMonitor(self, link_s, self.spawn)  # type: ignore[arg-type]
@@ -70,17 +71,17 @@ class Scene:
         self.tasks.append(asyncio.get_running_loop().create_task(work))
         return self.tasks[-1]
 
-    def open_to(self, address: str) -> Line | None:
-        line = self.open.get(address)
+    def open_to(self, node: NodeId) -> Line | None:
+        line = self.open.get(node)
         return None if line is None or line.closed else line
 
-    async def get(self, address: str) -> Line:
-        self.asked.append(address)
+    async def get(self, node: NodeId) -> Line:
+        self.asked.append(node)
         await asyncio.sleep(LOOK_S / 4)
         if self.refuses:
             raise ConnectionRefusedError("nobody listens")
-        self.open[address] = Line()
-        return self.open[address]
+        self.open[node] = Line()
+        return self.open[node]
 
     def linked(self, addresses: dict[NodeId, str], cluster: str = "far") -> None:
         self.monitor.linked(Neighbours(cluster, addresses))
@@ -107,19 +108,19 @@ async def near(some: Scene) -> Line:
     """A link over which a session was opened."""
     some.linked(NEAR)
     await asyncio.sleep(3 * LOOK_S)
-    return some.open["n0:1"]
+    return some.open[N0]
 
 
 def test_there_is_always_a_session_and_it_is_asked_for_a_sign_of_life() -> None:
     async def work(some: Scene) -> None:
         line = await near(some)
-        assert some.asked == ["n0:1"]
+        assert some.asked == [N0]
         for asked in range(1, 6):
             await asyncio.sleep(KEEP_S)
             assert line.num_probes == asked and len(line.probes) == 1
             await asyncio.sleep(2 * LOOK_S)
             line.answer()
-        assert some.asked == ["n0:1"] and not line.aborted
+        assert some.asked == [N0] and not line.aborted
         assert some.report.up
 
     scene(work)
@@ -146,7 +147,7 @@ def test_one_sign_of_life_is_awaited_at_a_time_and_says_how_far_it_is() -> None:
 def test_the_nearest_session_says_how_far_a_cluster_is() -> None:
     async def work(some: Scene) -> None:
         line, other = await near(some), Line()
-        some.open["n1:1"] = other
+        some.open[N1] = other
         some.linked(ALSO)
         while not (line.probes and other.probes):
             await asyncio.sleep(LOOK_S)
@@ -168,7 +169,7 @@ def test_a_session_that_stands_still_is_ended_and_another_is_opened() -> None:
         assert not line.aborted
         await asyncio.sleep(8 * LOOK_S)
         assert line.aborted == [f"nothing crossed the link to far for {LINK_S:g} s"]
-        assert some.open["n0:1"] is not line and not some.open["n0:1"].closed
+        assert some.open[N0] is not line and not some.open[N0].closed
         assert some.report.up
 
     scene(work)
@@ -216,7 +217,7 @@ def test_what_crosses_is_counted_over_sessions_that_ended_too() -> None:
         await asyncio.sleep(2 * LOOK_S)
         report = some.report
         assert (report.sent_bytes, report.queued_bytes, report.retransmits) == (300, 0, 3)
-        again = some.open["n0:1"]
+        again = some.open[N0]
         again.bytes_out, again.retransmits = 50, 2
         await asyncio.sleep(2 * LOOK_S)
         assert (some.report.sent_bytes, some.report.retransmits) == (350, 5)
@@ -259,11 +260,11 @@ def test_a_link_is_down_when_its_last_session_ends_and_nobody_can_be_reached() -
         await asyncio.sleep(4 * LOOK_S)
         assert not some.report.up
         await asyncio.sleep(6)
-        assert some.asked[:3] == ["n0:1"] * 3 and 5 <= len(some.asked) <= 6 / KEEP_S + 2, "again and again"
+        assert some.asked[:3] == [N0] * 3 and 5 <= len(some.asked) <= 6 / KEEP_S + 2, "again and again"
         assert not some.report.up
         some.refuses = False
         await asyncio.sleep(3 * KEEP_S)
-        assert some.report.up and some.open["n0:1"].probes
+        assert some.report.up and some.open[N0].probes
 
     scene(work)
 
@@ -273,7 +274,7 @@ def test_nodes_are_tried_in_turn_one_at_a_time() -> None:
         some.refuses = True
         some.linked(ALSO)
         await asyncio.sleep(5)
-        assert set(some.asked) == {"n0:1", "n1:1"}
+        assert set(some.asked) == {N0, N1}
         assert all(one != other for one, other in zip(some.asked, some.asked[1:], strict=False))
         assert len(some.asked) <= 5 / KEEP_S + 1
 
@@ -283,7 +284,7 @@ def test_nodes_are_tried_in_turn_one_at_a_time() -> None:
 def test_one_of_several_sessions_keeps_a_link_up() -> None:
     async def work(some: Scene) -> None:
         line, other = await near(some), Line()
-        some.open["n1:1"] = other
+        some.open[N1] = other
         some.linked(ALSO)
         await asyncio.sleep(2 * LOOK_S)
         line.end()
@@ -330,7 +331,7 @@ def test_a_cluster_without_nodes_is_not_down() -> None:
         some.linked({})
         line.end()
         await asyncio.sleep(1)
-        assert some.report.up and some.asked == ["n0:1"]
+        assert some.report.up and some.asked == [N0]
 
     scene(work)
 
@@ -342,7 +343,7 @@ def test_several_clusters_are_apart_and_watched_once() -> None:
         some.linked(NEAR)
         assert len(some.tasks) == 1
         await asyncio.sleep(4 * LOOK_S)
-        some.open["m0:1"].queued = 10
+        some.open[NodeId("m0")].queued = 10
         await asyncio.sleep(2 * LOOK_S)
         assert [(one.target, one.queued_bytes) for one in some.monitor.report()] == [("far", 0), ("other", 10)]
 

@@ -13,16 +13,17 @@ import pytest
 
 from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.messages import Enough, Given, Landed, Offer, Slices, Want
+from isthmus.cluster.messages import Enough, Given, Slices, Want
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import MemoryNetwork, Network
 from isthmus.node import events
 from isthmus.node.extent import Extent
+from isthmus.node.letters import Granted, Landed, Vacate
 from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
-from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
+from isthmus.types import BlockName, RequestId, Span, Tier
 from tests.cluster.fault_peers import (
     LAYOUT,
     OTHER,
@@ -61,6 +62,10 @@ class Kit:
             while len(found := [fact for fact in side.facts if isinstance(fact, kind)]) < count:
                 await asyncio.sleep(0.001)
         return found[-1]
+
+    async def heard(self, side: Side, kind: type) -> None:
+        """A letter of this kind."""
+        await self.until(lambda: bool(side.heard(kind)))
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -134,32 +139,32 @@ def is_whole(kit: Kit) -> bool:
     )
 
 
-@pytest.mark.parametrize("order", ["offered first", "granted first", "granted last"])
-def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
+@pytest.mark.parametrize("granted_last", [False, True])
+def test_kv_is_handed_over(run: Callable[..., None], granted_last: bool) -> None:
     async def work(kit: Kit) -> None:
         here, there = kit.here, kit.there
-        if order == "granted first":
-            here.expect(KEY, EXTENT, OURS)
         there.send(KEY, EXTENT)
-        if order == "offered first":
-            await kit.until(lambda: KEY in here.mover._receiver._offers)
+        if not granted_last:
             here.expect(KEY, EXTENT, OURS)
-            await kit.told(there, events.Granted)
+            await kit.heard(there, Granted)
         await asyncio.to_thread(compute, there)  # as a worker does
         there.mover.first_token(KEY, 77)
-        there.mover.do(events.Finish(KEY))
-        await asyncio.sleep(0.01)
-        if order == "granted last":
-            assert not any(isinstance(fact, events.Granted) for fact in there.facts)
+        there.do(events.Finish(KEY))
+        if granted_last:
+            await asyncio.sleep(0.01)
+            assert not here.mover.gauges()["kv_bytes_in_total"]
             here.expect(KEY, EXTENT, OURS)
-        await kit.told(there, events.Landed)
+        await kit.heard(there, Landed)
         assert is_whole(kit)
         assert here.tokens == {KEY: 77}
         assert [type(fact) for fact in here.facts].count(events.Received) == 1
         assert events.Moved(KEY) in here.facts
+        there.do(events.Release(KEY))
         moved = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
-        assert here.mover.gauges()["kv_bytes_in_total"] == moved
-        assert there.mover.gauges()["kv_bytes_out_total"] == moved
+        totals = [
+            side.mover.gauges()[f"kv_bytes_{way}_total"] for side in (here, there) for way in ("in", "out")
+        ]
+        assert totals == [moved, 0, 0, moved], "they outlive their attempt"
 
     run(work)
 
@@ -186,7 +191,7 @@ def test_what_is_released_before_it_began_takes_nothing(run: Callable[..., None]
 
     async def work(kit: Kit) -> None:
         kit.there.send(KEY, EXTENT)
-        grant = events.Grant(KEY, OTHER, EXTENT, OURS)
+        grant = events.Receive(KEY, OTHER, EXTENT, OURS)
         if from_thread:
             thread = threading.Thread(target=kit.here.mover.do, args=(grant,))
             thread.start()
@@ -194,6 +199,7 @@ def test_what_is_released_before_it_began_takes_nothing(run: Callable[..., None]
         else:
             kit.here.mover.do(grant)
         kit.here.mover.do(events.Release(KEY))
+        kit.there.mover.send(KEY)
         compute(kit.there)
         await asyncio.sleep(0.01)
         assert read(kit.here, OURS[0]) == [bytes(WIDTH)] * LAYOUT.num_layers
@@ -237,7 +243,6 @@ def test_a_damaged_slice_ends_it(run: Callable[..., None]) -> None:
         here, there = kit.here, kit.there
         here.expect(KEY, EXTENT, OURS)
         assert there.session is not None
-        there.session.send(Offer(KEY, 0, LAYOUT.num_layers))
         there.session.send(Slices(KEY, 1, 0, SIZE, (b"x" * 16,)), memoryview(bytes(WIDTH)))
         there.session.send(Slices(KEY, 2, 0, SIZE, (b"x" * 16,)), memoryview(bytes(WIDTH)))  # is read past
         broken = await kit.told(here, events.Broken)
@@ -250,61 +255,50 @@ def test_a_damaged_slice_ends_it(run: Callable[..., None]) -> None:
     run(work)
 
 
-def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> None:
+def test_a_lost_session_is_told_once_to_either_side(run: Callable[..., None]) -> None:
+    """And whatever comes of what is done for that, is done."""
+
     async def work(kit: Kit) -> None:
         here, there = kit.here, kit.there
-        waits = RequestId("b#1")
-        there.send(KEY, EXTENT)
-        there.send(waits, EXTENT)
-        here.mover._told = here.facts.append  # releases nothing
         here.expect(KEY, EXTENT, OURS)
-        await kit.told(there, events.Granted)
+        there.send(KEY, EXTENT)
+        await kit.heard(there, Granted)
+        there.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
+        await kit.told(here, events.Wanted)
         assert there.session is not None
         there.session.abort("killed")
-        severed = await kit.told(here, events.Severed)
-        assert sorted(severed.keys) == [KEY, waits] and "the session with other ended" in severed.reason
-        assert sorted((await kit.told(there, events.Severed)).keys) == [KEY, waits]
-        assert not here.mover._receiver._offers
+        assert await kit.told(there, events.Gone) == events.Gone(OTHER, "killed")
+        assert await kit.told(there, events.FetchEnded) == events.FetchEnded(KEY, 0)
+        await kit.told(here, events.Gone)
+        await asyncio.sleep(0.01)
+        for side in (here, there):
+            assert side.failed and [type(fact) for fact in side.facts].count(events.Gone) == 1
 
     run(work)
 
 
-def test_what_was_not_sent_has_not_landed(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        kit.there.send(KEY, EXTENT)
-        await kit.until(lambda: KEY in kit.here.mover._receiver._offers)
-        assert kit.here.session is not None
-        kit.here.session.send(Landed(KEY))
-        await kit.told(kit.there, events.Severed)
-        assert "landed before it was sent" in kit.there.reasons[0]
-        assert not any(isinstance(fact, events.Landed) for fact in kit.there.facts)
-
-    run(work)
-
-
-@pytest.mark.parametrize("error", [OSError("it is gone"), KeyError("nobody")], ids=repr)
-def test_a_node_of_no_address_is_as_one_whose_session_is_lost(
-    run: Callable[..., None], error: Exception
+@pytest.mark.parametrize("is_known", [False, True])
+def test_of_a_node_that_cannot_be_reached_all_that_needs_it_ends(
+    run: Callable[..., None], is_known: bool
 ) -> None:
     async def work(kit: Kit) -> None:
-        def nowhere(node: NodeId) -> str:
-            raise error
-
-        kit.there.mover._address_of = nowhere
-        kit.there.send(KEY, EXTENT)
-        assert "cannot reach other" in (await kit.told(kit.there, events.Severed)).reason
-        kit.there.mover.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
-        assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
-
-    run(work)
-
-
-def test_a_node_that_cannot_be_reached_is_as_one_whose_session_is_lost(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        session, kit.there.session = kit.there.session, None
-        kit.there.send(KEY, EXTENT)
-        assert "cannot reach other" in (await kit.told(kit.there, events.Severed)).reason
-        kit.there.session = session
+        there = kit.there
+        assert there.session is not None
+        there.session.close()
+        await kit.told(there, events.Gone)
+        there.addresses.clear()
+        if is_known:
+            there.addresses[OTHER] = "127.0.0.1:9"
+        for action in (
+            events.Tell(OTHER, Vacate(KEY)),
+            events.Offer(KEY, OTHER, EXTENT),
+            events.Fetch(KEY, OTHER, NAMES[:2], 0),
+        ):
+            before = len([fact for fact in there.facts if isinstance(fact, events.Gone)])
+            there.do(action)
+            assert "cannot be reached" in (await kit.told(there, events.Gone, before + 1)).reason
+        assert await kit.told(there, events.FetchEnded) == events.FetchEnded(KEY, 0)
+        await kit.until(lambda: not there._tasks)
 
     run(work)
 
@@ -419,15 +413,6 @@ def test_a_fetch_that_is_ended_says_so(run: Callable[..., None], begun: bool) ->
             await kit.told(kit.here, events.Wanted)
         kit.there.mover.do(events.EndFetch(KEY))
         assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
-
-    run(work)
-
-
-def test_blocks_are_wanted_only_by_whom_one_knows(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        assert kit.there.session is not None
-        with pytest.raises(ProtocolError, match="opened here"):
-            kit.there.mover.on_peer(kit.there.session, Want(KEY, NAMES[:1], 0, False, 1))
 
     run(work)
 
@@ -596,11 +581,11 @@ def test_what_was_staged_for_nothing_is_given_back(run: Callable[..., None], end
 
 def test_without_a_cache() -> None:
     async def main() -> None:
-        facts: list[events.Event] = []
+        facts, kit = list[events.Event](), Side(store_of(LAYOUT, 1), LAYOUT, 1)
         mover = KVMover(
-            memory=EmulatedMemory(LAYOUT, 2), first_layer=0, cache=None, peers=None, address_of=str,  # type: ignore[arg-type]
+            memory=EmulatedMemory(LAYOUT, 2), first_layer=0, cache=None, peers=kit.peers,
             tell=facts.append, spawn=asyncio.create_task, shares_memory=False, received=lambda key, token: None,
-            attends=lambda layer, asked, q: q, answer_s=30.0,
+            attends=lambda layer, asked, q, parts: q, answer_s=30.0,
         )  # fmt: skip
         mover.open(asyncio.get_running_loop())
         mover.do(events.Fetch(KEY, OTHER, NAMES[:2], 1))
@@ -610,14 +595,14 @@ def test_without_a_cache() -> None:
         assert facts == [events.FetchEnded(KEY, 1)]
         assert not {"kv_bytes_fetched_total", "kv_bytes_given_total"} & set(mover.gauges())
         session: Any = object()
-        mover.introduced(session, OTHER)
         for said, words in (
             (Want(KEY, NAMES[:1], 0, False, 1), "blocks are wanted from a node without a cache"),
             (Given(KEY, 0, 0, (b"",)), "blocks came to a node without a cache"),
         ):
             with pytest.raises(ProtocolError, match=words):
-                mover.on_peer(session, said)
+                mover.on_peer(session, OTHER, said)
         await mover.close()
+        kit.close()
 
     asyncio.run(main())
 
@@ -627,23 +612,5 @@ def test_payloads_come_with_slices_and_given_blocks_only(run: Callable[..., None
         session: Any = kit.here.session
         with pytest.raises(ProtocolError, match=r"a Landed from .* carried 7 bytes"):
             kit.here.mover.place(session, Landed(KEY), 7)
-
-    run(work)
-
-
-def test_totals_of_bytes_outlive_their_attempts(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        here, there = kit.here, kit.there
-        here.expect(KEY, EXTENT, OURS)
-        there.send(KEY, EXTENT)
-        await kit.told(there, events.Granted)
-        compute(there)
-        there.mover.first_token(KEY, 77)
-        there.mover.do(events.Finish(KEY))
-        await kit.until(lambda: here.landed)
-        there.mover.do(events.Release(KEY))
-        size = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
-        assert there.mover.gauges()["kv_bytes_out_total"] == here.mover.gauges()["kv_bytes_in_total"] == size
-        assert there.mover.gauges()["kv_bytes_in_total"] == here.mover.gauges()["kv_bytes_out_total"] == 0
 
     run(work)

@@ -97,7 +97,7 @@ class Nobody(Peers):
     def __init__(self) -> None:
         pass
 
-    async def get(self, address: str) -> Session:
+    async def get(self, node: NodeId) -> Session:
         raise OSError("nobody is there")
 
 
@@ -111,7 +111,6 @@ class Watched(KVMover):
             first_layer=engine.layers[0],
             cache=cache,
             peers=Nobody(),
-            address_of=str,
             tell=owner.fact,
             spawn=lambda work: work.close(),
             shares_memory=False,

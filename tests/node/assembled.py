@@ -18,10 +18,10 @@ from isthmus.node.events import (
     Cut,
     EndFetch,
     FetchEnded,
-    Grant,
     Load,
     Missing,
     Offer,
+    Receive,
     Save,
     Shorten,
     Wake,
@@ -166,10 +166,10 @@ class AssembledWorld(World):
 
     def _carry_out(self, place: Place, action: Any) -> None:
         match action:
-            case Offer() | Grant():
+            case Offer() | Receive():
                 self._extent(action.key, action.extent)
-                if isinstance(action, Grant):
-                    self._granted(action)
+                if isinstance(action, Receive):
+                    self._receives(action)
             case Admitted():
                 book = self.books.get((place.name, action.request))
                 if book is not None:
@@ -196,13 +196,13 @@ class AssembledWorld(World):
         assert (extent.start, extent.num_tokens) == (start * SIZE, asked.num_tokens)
         assert self.extents.setdefault(key, extent) == extent, "its nodes do not mean the same"
 
-    def _granted(self, grant: Grant) -> None:
-        assembly = self._assembly(self.asked[grant.key])
+    def _receives(self, receive: Receive) -> None:
+        assembly = self._assembly(self.asked[receive.key])
         dropped = assembly.packing.num_dropped if assembly is not None and assembly.packing is not None else 0
-        real = grant.blocks[dropped:]
-        assert grant.blocks[:dropped] == (0,) * dropped and len(set(real)) == len(real)
-        if grant.extent.stop == grant.extent.num_tokens:  # it has no states
-            assert len(real) == -(-(self.asked[grant.key].num_tokens + 1) // SIZE) - dropped
+        real = receive.blocks[dropped:]
+        assert receive.blocks[:dropped] == (0,) * dropped and len(set(real)) == len(real)
+        if receive.extent.stop == receive.extent.num_tokens:  # it has no states
+            assert len(real) == -(-(self.asked[receive.key].num_tokens + 1) // SIZE) - dropped
 
     def _admitted(self, place: Place, book: Book, admitted: Admitted) -> None:
         if book.fate is Fate.COMING:  # the last came with this fact

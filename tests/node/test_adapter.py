@@ -19,8 +19,10 @@ from isthmus.attempts import (
     PrefillFinished,
     RequestFailed,
     RoleChanged,
+    Share,
 )
 from isthmus.node import adapter as adapter_module
+from isthmus.node import early
 from isthmus.node.adapter import SETTLE_NS, SEVERED_NS, Adapter, handover_key
 from isthmus.node.events import (
     Action,
@@ -40,23 +42,22 @@ from isthmus.node.events import (
     Filled,
     Forget,
     Give,
+    Gone,
+    Heard,
     Held,
-    Land,
-    Landed,
     Lost,
     Moved,
     Over,
-    Pass,
-    Passed,
     Recovered,
     Release,
     Settled,
-    Severed,
     Submit,
+    Tell,
     Wake,
     Wanted,
     Woken,
 )
+from isthmus.node.letters import Claim, Found, Landed, Letter, Passed, Reserve, Reserved, Shrink
 from isthmus.scheduler import TierCache
 from isthmus.types import BlockName, NodeId, RequestId, Role, Tenant
 
@@ -80,6 +81,10 @@ def kept(node: Adapter, names: tuple[BlockName, ...], now: int = 0) -> None:
     """They are in its cache."""
     node.on(Filled(RequestId("before"), names), now)
     assert node.tiers is not None and node.tiers.match(names)[0] == len(names)
+
+
+def told(node: Adapter, peer: NodeId, letter: Letter, now: int) -> list[Action]:
+    return node.on(Heard(peer, letter), now)
 
 
 def kinds(actions: list[Action]) -> list[str]:
@@ -156,29 +161,29 @@ def test_a_prompt_whose_blocks_are_saved_before_its_answer_comes_waits_for_nothi
     node = node_of(P0)
     node.on(begin(Role.PREFILL), 1)
     assert node.on(Settled(KEY), 2) == []
-    assert node.on(Answered(KEY, 3), 3) == [Pass(KEY, D0, 3)]
+    assert node.on(Answered(KEY, 3), 3) == [Tell(D0, Passed(KEY, 3))]
 
 
 def test_engines_hand_over_themselves_without_a_cache() -> None:
     node = node_of(P0, None)
     assert node.on(begin(Role.PREFILL), 1) == [Submit(KEY, 0)]
-    assert node.on(Answered(KEY, 5, PARAMS), 2) == [Pass(KEY, D0, 5, PARAMS)]
+    assert node.on(Answered(KEY, 5, PARAMS), 2) == [Tell(D0, Passed(KEY, 5, PARAMS))]
     assert node.on(Answered(KEY, 5, PARAMS), 3) == []
-    assert node.on(Landed(KEY), 4) == [PrefillFinished(RequestId("r"), 1), Release(KEY)]
+    assert told(node, D0, Landed(KEY), 4) == [PrefillFinished(RequestId("r"), 1), Release(KEY)]
     node.check_idle()
 
 
 def test_its_last_blocks_are_saved_before_it_is_passed() -> None:
     node = node_of(P0)
     node.on(begin(Role.PREFILL), 1)
-    assert node.on(Landed(KEY), 2) == [], "it was not passed"
+    assert told(node, D0, Landed(KEY), 2) == [], "it was not passed"
     assert node.on(Answered(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
     assert node.num_running == 0
     assert node.on(Filled(RequestId("fill"), NAMES), 4)[0] == Adopt(RequestId("fill"), NAMES)
-    assert node.on(Settled(KEY), 5) == [Pass(KEY, D0, 5)]
+    assert node.on(Settled(KEY), 5) == [Tell(D0, Passed(KEY, 5))]
     assert node.on(Settled(KEY), 6) == []
     assert node.on(Woken(), 4 + SETTLE_NS) == [], "it is not passed twice"
-    assert sorted(kinds(node.on(Landed(KEY), 7 + SETTLE_NS))) == ["PrefillFinished", "Release"]
+    assert sorted(kinds(told(node, D0, Landed(KEY), 7 + SETTLE_NS))) == ["PrefillFinished", "Release"]
     node.check_idle()
 
 
@@ -187,7 +192,7 @@ def test_it_is_passed_without_its_last_blocks_when_they_take_too_long() -> None:
     node.on(begin(Role.PREFILL), 1)
     node.on(Answered(KEY, 5), 3)
     assert node.on(Woken(), 2 + SETTLE_NS) == []
-    assert node.on(Woken(), 3 + SETTLE_NS) == [Pass(KEY, D0, 5)]
+    assert node.on(Woken(), 3 + SETTLE_NS) == [Tell(D0, Passed(KEY, 5))]
     assert node.on(Settled(KEY), 4 + SETTLE_NS) == []
 
 
@@ -198,15 +203,16 @@ def test_what_is_given_is_the_decode_nodes_until_that_answers_for_it(unread: boo
     assert node.on(Forget(KEY), 10) == [Release(KEY)]
     with pytest.raises(AssertionError, match="never answered"):
         node.check_idle()
-    assert node.on(Landed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
-    assert node.on(Landed(KEY, unread), 12) == []
+    assert told(node, D0, Landed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
+    assert told(node, D0, Landed(KEY, unread), 12) == []
     node.check_idle()
 
 
 @pytest.mark.parametrize("forgotten_first", [False, True])
 def test_what_was_given_to_a_node_that_is_gone_is_let_go_of(forgotten_first: bool) -> None:
     """Once the head says so too: until then its engine may be reading."""
-    node, gone = brought_to(PASSED, None), Severed((KEY,), "broken pipe")
+    node, gone = brought_to(PASSED, None), Gone(D0, "broken pipe")
+    assert node.on(Gone(P1, "another"), 9) == []
     if forgotten_first:
         assert node.on(Forget(KEY), 10) == [Release(KEY)]
         assert node.on(gone, 11) == [Discard(PARAMS)]
@@ -221,14 +227,17 @@ def test_what_was_given_to_a_node_that_is_gone_is_let_go_of(forgotten_first: boo
 def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[int, int] | None) -> None:
     node = node_of(P0, tiers)
     node.on(begin(Role.PREFILL), 1)
-    assert node.on(Severed((KEY,), "early"), 1) == [], "it was not passed"
+    assert node.on(Gone(D0, "early"), 1) == [], "it was not passed"
     node.on(Answered(KEY, 5, b"" if tiers else PARAMS), 2)
     node.on(Settled(KEY), 2)
     assert SEVERED_NS == 250_000_000
-    assert node.on(Severed((RequestId("gone#1"), KEY), "broken pipe"), 10) == [Wake(10 + SEVERED_NS)]
+    assert node.on(Gone(D0, "broken pipe"), 10) == [Wake(10 + SEVERED_NS)]
     assert node.on(Woken(), 9 + SEVERED_NS) == []
     actions = node.on(Woken(), 10 + SEVERED_NS)
-    assert actions == [Release(KEY), RequestFailed(RequestId("r"), 1, "p0: broken pipe")]
+    assert actions == [
+        Release(KEY),
+        RequestFailed(RequestId("r"), 1, "p0: the session with d0 ended: broken pipe"),
+    ]
     node.check_idle()
 
 
@@ -238,12 +247,12 @@ def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[in
 @pytest.mark.parametrize("early", [False, True])
 def test_what_engines_hand_over_goes_to_the_engine_as_it_comes(early: bool) -> None:
     """The word of it may come before the head's."""
-    node, facts = node_of(D0, None), [begin(Role.DECODE), Passed(KEY, 7, PARAMS)]
+    node, facts = node_of(D0, None), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7, PARAMS))]
     first, second = reversed(facts) if early else facts
     assert node.on(first, 1) == []
     assert node.on(second, 2) == [Submit(KEY, 0, PARAMS, 7)]
-    assert node.on(Passed(KEY, 7, PARAMS), 3) == [], "params are used once"
-    assert node.on(Answered(KEY), 4) == [Land(KEY, P0)]
+    assert told(node, P0, Passed(KEY, 7, PARAMS), 3) == [], "params are used once"
+    assert node.on(Answered(KEY), 4) == [Tell(P0, Landed(KEY))]
     assert node.on(Answered(KEY), 5) == []
     assert node.on(Over(KEY), 6) == [Release(KEY)]
     node.check_idle()
@@ -251,14 +260,14 @@ def test_what_engines_hand_over_goes_to_the_engine_as_it_comes(early: bool) -> N
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) -> None:
-    node, facts = node_of(D0), [begin(Role.DECODE), Passed(KEY, 7)]
+    node, facts = node_of(D0), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7))]
     kept(node, NAMES[:1])
     first, second = reversed(facts) if early else facts
     assert node.on(first, 1) == []
     handover = handover_key(KEY)
     assert node.on(second, 2) == [Fetch(handover, P0, NAMES, 1)]
     node.on(Came(handover, 3), 3)
-    assert node.on(FetchEnded(handover, 4), 4)[-2:] == [Land(KEY, P0), Submit(KEY, 4, cached_tokens=7)]
+    assert node.on(FetchEnded(handover, 4), 4)[-2:] == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=7)]
     assert node.tiers is not None and node.tiers.num_pinned == 4
     assert node.on(Answered(KEY), 5) == []
     assert node.tiers.num_pinned == 0
@@ -269,15 +278,18 @@ def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) 
 def test_what_of_a_hand_over_did_not_come_is_computed() -> None:
     node = node_of(D0)
     node.on(begin(Role.DECODE), 1)
-    node.on(Passed(KEY, 0), 2)
-    assert node.on(FetchEnded(handover_key(KEY), 2), 3)[-2:] == [Land(KEY, P0), Submit(KEY, 2, cached_tokens=0)]
+    told(node, P0, Passed(KEY, 0), 2)
+    assert node.on(FetchEnded(handover_key(KEY), 2), 3)[-2:] == [
+        Tell(P0, Landed(KEY)),
+        Submit(KEY, 2, cached_tokens=0),
+    ]
 
 
 def test_nothing_is_fetched_of_a_hand_over_that_is_here() -> None:
     node = node_of(D0)
     kept(node, NAMES)
     node.on(begin(Role.DECODE), 1)
-    assert node.on(Passed(KEY, 3), 2) == [Land(KEY, P0), Submit(KEY, 4, cached_tokens=3)]
+    assert told(node, P0, Passed(KEY, 3), 2) == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=3)]
 
 
 @pytest.mark.parametrize("recalled", [0, 2])
@@ -285,7 +297,7 @@ def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
     node = node_of(D0)
     recall = FetchOrder(P1, 0, 2)
     assert node.on(begin(Role.DECODE, handover_start=2, recall=recall), 1) == [Fetch(KEY, P1, NAMES[:2], 0)]
-    assert node.on(Passed(KEY, 3), 2) == []
+    assert told(node, P0, Passed(KEY, 3), 2) == []
     assert node.on(FetchEnded(KEY, recalled), 3)[-1] == Fetch(handover_key(KEY), P0, NAMES, recalled)
 
 
@@ -308,7 +320,7 @@ def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
     if state is PASSED:
         node.on(Settled(KEY), 3)
     if state in (FETCHING, SUBMITTED):
-        node.on(Passed(KEY, 1, params), 2)
+        told(node, P0, Passed(KEY, 1, params), 2)
     if state is SUBMITTED:
         node.on(FetchEnded(handover_key(KEY), 4), 3)
     assert node._attempts[KEY].state is state
@@ -328,16 +340,18 @@ def test_what_is_forgotten_takes_nothing_with_it(state: str, tiers: tuple[int, i
     expected: list[Action] = [EndFetch(fetch)] if fetch else []
     expected.append(Release(KEY))
     if state is FETCHING or (state is SUBMITTED and tiers is None):
-        expected.insert(0, Land(KEY, P0))  # its engine tells the other one itself
+        expected.insert(0, Tell(P0, Landed(KEY)))  # its engine tells the other one itself
     assert actions == expected
     assert node.on(Forget(KEY), 11) == []
     if fetch:
         assert node.on(FetchEnded(fetch, 1), 12)[0] == Adopt(fetch, NAMES[:1]), "what came is kept"
     if state in (GATHERING, AWAITING):
-        assert node.on(Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [Land(KEY, P0, unread=True)]
-        assert node.on(Passed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
+        assert told(node, P0, Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [
+            Tell(P0, Landed(KEY, unread=True))
+        ]
+        assert told(node, P0, Passed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
     if state is PASSED:
-        node.on(Landed(KEY), 12)
+        told(node, D0, Landed(KEY), 12)
     node.check_idle()
     assert node.on(Woken(), 13 + SETTLE_NS) == []
 
@@ -346,27 +360,27 @@ def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> 
     """It waits for what its route fetches."""
     node = node_of(D0)
     node.on(begin(Role.DECODE, recall=FetchOrder(P1, 0, 2), handover_start=2), 1)
-    assert node.on(Passed(KEY, 1), 2) == []
-    assert node.on(Forget(KEY), 3) == [Land(KEY, P0, unread=True), EndFetch(KEY), Release(KEY)]
+    assert told(node, P0, Passed(KEY, 1), 2) == []
+    assert node.on(Forget(KEY), 3) == [Tell(P0, Landed(KEY, unread=True)), EndFetch(KEY), Release(KEY)]
     node.on(FetchEnded(KEY, 0), 4)
     node.check_idle()
 
 
 def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
-    keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_EARLY + 1)]
+    keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_REFUSED + 1)]
     for key in keys:
         node.on(msgspec.structs.replace(begin(Role.DECODE), key=key), 1)
         node.on(Forget(key), 2)
-    assert node.on(Passed(keys[0], 1, PARAMS), 3) == []
-    assert node.on(Passed(keys[1], 1, PARAMS), 3) == [Land(keys[1], P0, unread=True)]
+    assert told(node, P0, Passed(keys[0], 1, PARAMS), 3) == []
+    assert told(node, P0, Passed(keys[1], 1, PARAMS), 3) == [Tell(P0, Landed(keys[1], unread=True))]
 
 
 def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
-    node.on(Passed(KEY, 1, PARAMS), 1)
-    for number in range(adapter_module.MAX_EARLY):
-        node.on(Passed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
+    told(node, P0, Passed(KEY, 1, PARAMS), 1)
+    for number in range(early.MAX_EARLY):
+        told(node, P0, Passed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
     assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
 
 
@@ -384,9 +398,9 @@ def test_what_the_engine_never_answered_was_not_read() -> None:
     """Where its prefill node's engine keeps the KV, that lets go of it."""
     node = brought_to(SUBMITTED, None)
     failed = RequestFailed(RequestId("r"), 1, "d0: why")
-    assert node.on(Broken(KEY, "why"), 10) == [Land(KEY, P0, unread=True), Release(KEY), failed]
+    assert node.on(Broken(KEY, "why"), 10) == [Tell(P0, Landed(KEY, unread=True)), Release(KEY), failed]
     node = brought_to(SUBMITTED, None)
-    assert node.on(Answered(KEY), 10) == [Land(KEY, P0)]
+    assert node.on(Answered(KEY), 10) == [Tell(P0, Landed(KEY))]
     assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
 
 
@@ -399,9 +413,45 @@ def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(D0), RequestId("gone#1")
-    for fact in (Came(key, 3), FetchEnded(key, 3), Landed(key), Broken(key, "x"), Severed((key,), "x"), Forget(key),
-                 Enough(key, P0), Moved(key, fetched=True), Answered(key), Settled(key), Over(key)):  # fmt: skip
+    for fact in (Came(key, 3), FetchEnded(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
+                 Forget(key), Enough(key, P0), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
+                 Heard(P0, Shrink(key, 1))):  # fmt: skip
         assert node.on(fact, 1) == []
+    node.check_idle()
+
+
+def test_nobody_has_kv_in_its_engines_memory() -> None:
+    node = node_of(D0)
+    assert told(node, P0, Reserve(KEY, 1), 1) == [Tell(P0, Reserved(KEY, False))]
+    assert told(node, P0, Claim(KEY, RequestId("r#0"), Share()), 2) == [Tell(P0, Found(KEY, 0))]
+
+
+@pytest.mark.parametrize("tiers", [None, (30, 0)])
+def test_only_the_other_node_of_an_attempt_is_believed(tiers: tuple[int, int] | None) -> None:
+    node = brought_to(PASSED, tiers)
+    assert told(node, P1, Landed(KEY), 4) == []
+    assert "PrefillFinished" in kinds(told(node, D0, Landed(KEY), 5))
+    for passed_first in (False, True):
+        node, params = node_of(D0, tiers), b"" if tiers else PARAMS
+        facts = [begin(Role.DECODE), Heard(P1, Passed(KEY, 7, params))]
+        for fact in reversed(facts) if passed_first else facts:
+            assert node.on(fact, 1) == []
+        assert kinds(told(node, P0, Passed(KEY, 7, params), 2)) == ["Fetch" if tiers else "Submit"]
+    node = node_of(D0, tiers)
+    node.on(begin(Role.DECODE), 1)
+    node.on(Forget(KEY), 2)
+    assert told(node, P1, Passed(KEY, 7), 3) == [], "it is nobody's to give back"
+
+
+def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
+    node = node_of(P0)
+    kept(node, NAMES[:2])
+    node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 2, 4)), 1)
+    node.on(Wanted(RequestId("f"), P1, NAMES, 0), 2)
+    assert node.on(Gone(D0, "cut"), 3) == []
+    assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY)]
+    node.on(FetchEnded(KEY, 0), 5)
+    node.on(Over(KEY), 6)
     node.check_idle()
 
 
@@ -483,11 +533,11 @@ class Random:
                     self.fetching.add(action.key)
                 case EndFetch():
                     assert action.key in self.fetching
-                case Submit() | Pass():
-                    assert action.key in self.live
-                    assert not (self.tiers and action.params)
-                    if isinstance(action, Pass):
-                        self.given.add(action.key)
+                case Submit(key, _, params) | Tell(_, Passed(key, _, params)):
+                    assert key in self.live and not (self.tiers and params)
+                    if isinstance(action, Tell):
+                        assert action.peer == D0
+                        self.given.add(key)
                 case Discard():
                     assert action.params.decode() in self.keys
                 case BlocksStored():
@@ -514,7 +564,7 @@ class Random:
             fields["recall" if part is Role.DECODE else "fetch"] = order
         key = RequestId(f"r{self.number}#1")
         if not self.draw.randrange(4):
-            self.tell(Passed(key, 1, self.params(key)))
+            self.tell(Heard(D0, Passed(key, 1, self.params(key))))
         if not self.draw.randrange(9):
             self.tell(Forget(key))
         self.live.add(key)
@@ -556,14 +606,14 @@ class Random:
             [
                 self.begin, self.begin, self.fetch_ended, self.fetch_ended, self.held, self.dropped, self.cleared,
                 lambda: self.tell(Forget(key)),
-                lambda: self.tell(Passed(key, 1, self.params(key))),
+                lambda: self.tell(Heard(draw.choice([P1, D0]), Passed(key, 1, self.params(key)))),
                 lambda: self.tell(Answered(key, 1, self.params(key))),
                 lambda: self.tell(Answered(key, 1, self.params(key))),
                 lambda: self.tell(Settled(key)),
                 lambda: self.tell(Over(key)) if self.node.num_running else None,
                 lambda: self.tell(Broken(key, "why")) if self.node.num_running else None,
-                lambda: self.tell(Landed(key, bool(draw.randrange(2)))),
-                lambda: self.tell(Severed((key,), "why")),
+                lambda: self.tell(Heard(draw.choice([P1, D0]), Landed(key, bool(draw.randrange(2))))),
+                lambda: self.tell(Gone(draw.choice([P1, D0]), "why")),
                 lambda: self.tell(Came(other, 0)),
                 lambda: self.tell(Moved(other, fetched=True)),
                 lambda: self.tell(Filled(RequestId("fill"), self.chain())),
@@ -584,7 +634,7 @@ class Random:
         while self.fetching:
             self.fetch_ended()
         for key in sorted(self.given):
-            self.tell(Landed(key))
+            self.tell(Heard(D0, Landed(key)))
         self.check()
         self.node.check_idle()
         assert not self.live and set(self.ends.values()) <= {1}

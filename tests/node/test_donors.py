@@ -18,15 +18,15 @@ from isthmus.node.events import (
     Fetch,
     FetchEnded,
     Forget,
-    Grant,
+    Gone,
     Load,
     Missing,
     Move,
     Moved,
     Offer,
+    Receive,
     Release,
     Return,
-    Severed,
     Shorten,
     Woken,
 )
@@ -219,7 +219,7 @@ def test_what_comes_for_one_that_is_over_is_kept(how: str) -> None:
     node.on(begin(Role.PREFILL, donor(start=0), donor(OTHER, 0, 0)), 1)
     node.on(FetchEnded(SECOND, 6), 2)
     if how == "severed":
-        node.on(Severed((KEY,), "cut"), 3)
+        node.on(Gone(PEER, "cut"), 3)
     actions = node.on({"forgotten": Forget(KEY), "severed": Woken(), "broken": Broken(KEY, "x")}[how], 10**9)
     assert EndFetch(FIRST) in actions and EndFetch(SECOND) not in actions and Release(KEY) in actions
     assert KEY not in node
@@ -266,7 +266,7 @@ def _of(event: Begin) -> tuple[Any, ...]:
 def test_both_nodes_mean_the_same_by_a_route(fields: dict[str, Any], packed: bool) -> None:
     """Holders, or a recall, and what is packed do not go together: it is computed as ever, and nothing is packed."""
     offers = of_kind(node_of(DONOR).on(begin(Role.PREFILL, donor(), **fields), 1), Offer)
-    grants = of_kind(node_of(NAMES[:3]).on(begin(Role.DECODE, donor(), **fields), 1), Grant)
+    grants = of_kind(node_of(NAMES[:3]).on(begin(Role.DECODE, donor(), **fields), 1), Receive)
     assert [offer.extent for offer in offers] == [grant.extent for grant in grants]
     assert PACKING is not None
     assert (offers[0].extent.start == PACKING.num_dropped * SIZE) == packed

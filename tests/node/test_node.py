@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import Holding, RequestFailed, RoleChanged, Route, Share, Spread
+from isthmus.attempts import Holding, RequestFailed, RoleChanged, Route, Spread
 from isthmus.node import Node
-from isthmus.node.events import Asked as NodeAsked
 from isthmus.node.events import (
     Become,
     Begin,
@@ -21,9 +20,9 @@ from isthmus.node.events import (
     FetchEnded,
     Forget,
     Give,
-    Granted,
-    Landed,
-    Left,
+    Gone,
+    Heard,
+    Host,
     Loaded,
     Move,
     Moved,
@@ -33,12 +32,14 @@ from isthmus.node.events import (
     Release,
     Return,
     Sampled,
-    Severed,
-    Shrunk,
+    Stowed,
+    Tell,
     Trim,
+    Unhost,
     Wanted,
     Woken,
 )
+from isthmus.node.letters import Found, Granted, Landed, Reserve, Reserved, SendBack, Shipped, Shrink, Vacate
 from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
 from isthmus.types import NOBODY, NodeId, RequestId, Role, Tenant
 
@@ -121,7 +122,7 @@ def test_whatever_comes_all_ends_and_adds_up(
         if kind == 0 and under_way:
             world.forget(under_way[draw(len(under_way))])
         elif kind == 1 and under_way:
-            world.sever(under_way[draw(len(under_way))])
+            world.sever(*under_way[draw(len(under_way))].ends)
         elif kind == 2 and tiers[0]:
             world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
     world.drain()
@@ -161,7 +162,7 @@ def test_kv_lies_with_holders_whatever_comes(
         elif kind == 4:
             world.part(asked, (H0, H1, H2)[draw(3)])
         elif kind == 5:
-            world.sever(asked)
+            world.sever(*asked.ends)
         elif kind == 6:
             for lost in world.die((P0, P1, D0)[draw(3)]):
                 ask_again(world, draw, lost)
@@ -237,21 +238,6 @@ def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) 
     world.ask(Asked(route_of(f"r{number}", prefill, decode, **fields), num_tokens, 1 + draw(12), names))
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_lost_session_costs_nothing_until_the_head_had_its_time(late: bool) -> None:
-    draw = Drawn(1)
-    world = world_of(draw, dram=0, disk=0)
-    asked = Asked(route_of("r", P0, D0), 9, 4, names_of(0, 2))
-    world.ask(asked)
-    world.sever(asked)
-    assert not asked.over
-    world.now += 240_000_000 if not late else 260_000_000
-    assert [key for key in (RequestId("r#1"),) if key in world.places[P0].node]
-    while world.pending and not asked.over:
-        world.step()
-    assert asked.over.startswith("failed") == late or asked.over == "finished"
-
-
 def node_of(**limits: int) -> Node:
     made = limits_of(40, 0)
     scheduler = Scheduler(made, TierCache(30), BlockPool(40), node=D0)
@@ -323,9 +309,13 @@ def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(), RequestId("gone#1")
-    for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Granted(key), Landed(key),
-                 Broken(key, "x"), Severed((key,), "x"), Forget(key), Enough(key, P0), Moved(key)):  # fmt: skip
+    for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Broken(key, "x"), Gone(P0, "x"),
+                 Forget(key), Enough(key, P0), Moved(key), Stowed(key, P0, 3), Stowed(key, P0, 0, damaged=True),
+                 Reclaimed(key, whole=True)):  # fmt: skip
         assert node.on(fact, 1) == []
+    for letter in (Granted(key), Landed(key), Reserved(key, True), Found(key, 3), Shipped(key, 3),
+                   Shipped(key, 0, damaged=True), SendBack(key, 0, 1), Shrink(key, 1), Vacate(key)):  # fmt: skip
+        assert node.on(Heard(P0, letter), 1) == []
 
 
 def test_the_last_stage_may_answer_before_the_first_says_that_it_is_through() -> None:
@@ -373,21 +363,16 @@ def test_of_two_that_want_the_same_room_one_gets_it_and_a_refusal_changes_nothin
     holder = Node(
         dict.fromkeys(Role, limits_of(10, 0)), Scheduler(limits_of(10, 0), pool=BlockPool(10), node=H0)
     )
-    share, hosts = Share(0, 0, 1), []
-    for key, home in (("a#1", P0), ("b#1", P1)):
-        hosts += holder.on(NodeAsked(RequestId(key), home, 7, share), 0)
-    assert [len(host.blocks) for host in hosts] == [7, 0]
+    one, other = RequestId("a#1"), RequestId("b#1")
+    host, reserved = holder.on(Heard(P0, Reserve(one, 7)), 0)
+    assert isinstance(host, Host) and len(host.blocks) == 7 and reserved == Tell(P0, Reserved(one, True))
+    assert holder.on(Heard(P1, Reserve(other, 7)), 0) == [Tell(P1, Reserved(other, False))]
     assert holder.num_hosted == 7 and holder.scheduler.pool.available == 3
-    assert holder.on(Left(RequestId("b#1"), P1), 1) == []
-    [trim] = holder.on(Shrunk(RequestId("a#1"), P0, 2), 2)
-    assert trim == Trim(RequestId("a#1"), 2) and holder.scheduler.pool.available == 8
-    for vain in (
-        Shrunk(RequestId("a#1"), P1, 1),
-        Shrunk(RequestId("a#1"), P0, 2),
-        Shrunk(RequestId("c#1"), P0, 1),
-    ):
-        assert holder.on(vain, 3) == [] and holder.scheduler.pool.available == 8
-    holder.on(Left(RequestId("a#1"), P0), 4)
+    assert holder.on(Heard(P1, Vacate(other)), 1) == []
+    assert holder.on(Heard(P0, Shrink(one, 2)), 2) == [Trim(one, 2)]
+    for peer, vain in ((P1, Shrink(one, 1)), (P0, Shrink(one, 2)), (P0, Shrink(RequestId("c#1"), 1))):
+        assert holder.on(Heard(peer, vain), 3) == [] and holder.scheduler.pool.available == 8
+    assert holder.on(Heard(P0, Vacate(one)), 4) == [Unhost(one, P0), Unhost(one)]
     holder.check_idle()
 
 

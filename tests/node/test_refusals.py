@@ -7,27 +7,35 @@ from typing import Any
 import pytest
 
 from isthmus.attempts import BlocksStored, RequestFailed
-from isthmus.node import Node
+from isthmus.node import Node, early
 from isthmus.node import node as node_module
 from isthmus.node.events import (
     Begin,
     Broken,
+    EndFetch,
     Fetch,
+    FetchEnded,
     Forget,
-    Granted,
-    Landed,
+    Gone,
+    Heard,
     Load,
     Loaded,
+    Received,
     Release,
     Save,
     Send,
+    Wake,
+    Wanted,
+    Woken,
 )
-from isthmus.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
+from isthmus.node.letters import Granted, Landed
+from isthmus.node.node import SEVERED_NS
+from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
 from isthmus.types import NodeId, RequestId, Role
 
 from .world import fetch_of, limits_of, route_of
 
-HERE, PEER = NodeId("here"), NodeId("peer")
+HERE, PEER, OTHER = NodeId("here"), NodeId("peer"), NodeId("other")
 KEY = RequestId("r#1")
 NAMES = tuple(range(5))
 
@@ -54,22 +62,89 @@ def failures(actions: list[Any]) -> list[str]:
     return [action.reason for action in actions if isinstance(action, RequestFailed)]
 
 
-def test_room_is_granted_once() -> None:
+def test_room_is_granted_once_and_by_its_decode_node_alone() -> None:
     node = node_of()
     [offer, *_] = node.on(begin(Role.PREFILL), 1)
-    assert node.on(Granted(KEY), 2) == [Send(KEY, offer.peer, offer.extent, False)]
-    assert node.on(Granted(KEY), 3) == []
+    assert node.on(Heard(OTHER, Granted(KEY)), 2) == []
+    assert node.on(Heard(PEER, Granted(KEY)), 3) == [Send(KEY, PEER, offer.extent, False)]
+    assert node.on(Heard(PEER, Granted(KEY)), 4) == []
 
 
-def test_a_hand_over_has_not_landed_before_it_is_computed() -> None:
+def test_a_grant_may_come_before_the_heads_word_and_counts_from_its_decode_node_alone() -> None:
+    for peer in (OTHER, PEER):
+        node = node_of()
+        assert node.on(Heard(peer, Granted(KEY)), 1) == []
+        assert ("Send" in kinds(node.on(begin(Role.PREFILL), 2))) == (peer == PEER)
+
+
+def test_letters_of_attempts_that_never_begin_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MAX_EARLY", 2)
+    node, known = node_of(), []
+    for number in range(3):
+        node.on(Heard(PEER, Granted(RequestId(f"r#{number}"))), 1)
+    for number in range(3):
+        known.append("Send" in kinds(node.on(begin(Role.PREFILL, number), 2)))
+        node.on(Forget(RequestId(f"r#{number}")), 3)
+        node.on(Stepped(0), 4)
+    assert known == [False, True, True]
+
+
+def test_a_hand_over_has_not_landed_before_it_is_computed_and_where_nobody_decodes_it() -> None:
     """Its blocks would go to somebody else while they are written."""
     node = node_of()
     node.on(begin(Role.PREFILL), 1)
-    node.on(Granted(KEY), 2)
+    node.on(Heard(PEER, Granted(KEY)), 2)
     free = node.scheduler.pool.available
-    assert node.on(Landed(KEY), 3) == []
+    assert node.on(Heard(PEER, Landed(KEY)), 3) == []
     assert KEY in node and node.scheduler.pool.available == free
-    node.check()
+    assert "Finish" in kinds([*node.on(Stepped(1), 4), *node.on(Stepped(1), 5)])
+    assert node.on(Heard(OTHER, Landed(KEY)), 6) == []
+    assert kinds(node.on(Heard(PEER, Landed(KEY)), 7)) == ["PrefillFinished", "Release"]
+    node.on(Saved(KEY), 8)
+    node.check_idle()
+
+
+@pytest.mark.parametrize("part", [Role.PREFILL, Role.DECODE])
+def test_a_lost_peer_costs_nothing_until_the_head_had_its_time(part: Role) -> None:
+    """It is sent nothing meanwhile."""
+    node = node_of()
+    node.on(begin(part), 1)
+    assert node.on(Gone(OTHER, "cut"), 2) == []
+    assert node.on(Gone(PEER, "cut"), 3) == [Wake(3 + SEVERED_NS)]
+    assert node.on(Gone(PEER, "cut again"), 4) == []
+    told = [*node.on(Heard(PEER, Granted(KEY)), 5), *node.on(Woken(), 2 + SEVERED_NS)]
+    if part is Role.PREFILL:
+        told += [*node.on(Stepped(1), 6), *node.on(Stepped(1), 7)]
+    assert not {"Send", "Finish", "RequestFailed"} & {*kinds(told)}
+    assert failures(node.on(Woken(), 3 + SEVERED_NS)) == ["here: the session with peer ended: cut"]
+    if part is Role.PREFILL:
+        node.on(Saved(KEY), 4 + SEVERED_NS)
+    node.check_idle()
+
+
+def test_a_lost_peer_costs_nothing_that_has_no_need_of_it_any_more() -> None:
+    """What is computed here alone, and what decodes with all of its KV."""
+    node = node_of()
+    node.on(begin(Role.MIXED), 1)
+    assert node.on(Gone(HERE, "cut"), 2) == node.on(Gone(PEER, "cut"), 3) == []
+    node = node_of()
+    node.on(begin(Role.DECODE), 1)
+    node.on(Received(KEY), 2)
+    assert node.on(Gone(PEER, "cut"), 3) == []
+
+
+def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
+    """And nobody else's."""
+    node = node_of(3)
+    node.on(begin(Role.MIXED, fetch=fetch_of(PEER, 3, 5)), 1)
+    for peer in (PEER, OTHER):
+        node.on(Wanted(RequestId("f"), peer, NAMES[:2], 0), 2)
+    assert node.on(Gone(OTHER, "cut"), 3) == []
+    assert node.on(Gone(PEER, "cut"), 4) == [EndFetch(KEY)]
+    node.on(Forget(KEY), 5)
+    node.on(FetchEnded(KEY, 0), 6)
+    node.on(Stepped(0), 7)
+    node.check_idle()
 
 
 @pytest.mark.parametrize(("held", "own"), [(0, 2), (1, 2), (1, 3)])
@@ -78,7 +153,7 @@ def test_a_prefix_that_is_not_here_any_more_is_not_counted_on(held: int, own: in
     node = node_of(held)
     actions = node.on(begin(Role.DECODE, handover_start=own, recall=fetch_of(HERE, 0, own)), 1)
     assert failures(actions) == ["here: a prefix it was to take from its cache is not there"]
-    assert "Grant" not in kinds(actions) and KEY not in node
+    assert "Receive" not in kinds(actions) and KEY not in node
     node.check_idle()
 
 

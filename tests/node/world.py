@@ -1,8 +1,8 @@
 """Nodes whose actions are carried out in whatever order chance says, with nothing moved: an executor that has no time.
 
 What follows from an action is a fact that waits until it is drawn. So grants come before and after prompts are
-computed, fetches end before and after they are needed, sessions break in between. Each world keeps its own books of
-what a node may do, and believes nothing.
+computed, fetches end before and after they are needed, sessions break in between. Letters and KV between two nodes keep
+their order. Each world keeps its own books of what a node may do, and believes nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from isthmus.attempts import (
     key_of,
 )
 from isthmus.blocks import state_names
-from isthmus.node import Node, events
+from isthmus.node import Node
 from isthmus.node.events import (
     Adopt,
     Begin,
     Broken,
-    Claim,
     Cut,
     Demote,
     Drop,
@@ -43,45 +42,40 @@ from isthmus.node.events import (
     FetchEnded,
     Finish,
     Forget,
-    Found,
     Give,
-    Grant,
-    Granted,
+    Gone,
+    Heard,
     Host,
-    Land,
-    Landed,
-    Left,
     Load,
     Loaded,
     Lost,
     Missing,
     Move,
     Offer,
+    OpenLine,
     Promote,
     Read,
+    Receive,
     Received,
     Reclaim,
     Reclaimed,
+    Rekey,
     Release,
-    Reserve,
-    Reserved,
     Return,
     Sampled,
     Save,
     Send,
-    Severed,
     Ship,
-    Shipped,
     Shorten,
-    Shrink,
-    Shrunk,
+    Stowed,
+    Tell,
     Trim,
     Unhost,
-    Vacate,
     Wake,
     Wanted,
     Woken,
 )
+from isthmus.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Vacate
 from isthmus.scheduler import (
     Admitted,
     BlockPool,
@@ -135,10 +129,12 @@ class Place:
         self.fetching: dict[RequestId, Fetch] = {}
         self.ordered: set[RequestId] = set()  # fetches that are not over
         self.hosted: dict[RequestId, tuple[int, ...]] = {}
-        self.stowed: dict[RequestId, dict[int, Stowed]] = {}  # by the number at the holder
+        self.stowed: dict[RequestId, list[Part]] = {}  # of those that are hosted: what is whole
+        self.homes: dict[RequestId, set[NodeId]] = {}  # who may ship it
         self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
+        self.lines: set[NodeId] = set()
         self.shipping: dict[RequestId, Shipping] = {}
-        self.coming: dict[RequestId, tuple[int, ...]] = {}  # what is written there comes back
+        self.coming: dict[RequestId, Reclaim] = {}  # what is written there comes back
         self.spread: dict[RequestId, tuple[Holding, ...]] = {}  # as the conductor was told
         self.usage: dict[RequestId, Entry] = {}  # and what it was told of memory
         self.shares: dict[RequestId, Share] = {}  # of those that are hosted
@@ -150,7 +146,7 @@ class Place:
 VOID = -1
 
 
-class Stowed(NamedTuple):
+class Part(NamedTuple):
     """Block `number` of a request, a part of its heads; VOID: of tokens that it never had."""
 
     number: int
@@ -186,6 +182,11 @@ class Asked:
     def key(self) -> RequestId:
         return key_of(self.route.request, self.route.attempt)
 
+    @property
+    def ends(self) -> tuple[NodeId, NodeId]:
+        """The two nodes of its hand-over, if there is one."""
+        return self.route.prefill, self.route.decode
+
 
 class Came(NamedTuple):
     """Blocks of a fetch on their way, up to `stop`."""
@@ -194,12 +195,24 @@ class Came(NamedTuple):
     stop: int
 
 
-class WantedBack(NamedTuple):
-    """A `Reclaim`, at the holder."""
+class Freight(NamedTuple):
+    """KV on its way to a holder: what is there from `first` on is void as soon as the first of it comes. Nothing of it
+    comes any more when its home has let go of `shipping`."""
 
     key: RequestId
-    reclaim: Reclaim
     home: Place
+    shipping: Shipping
+    first: int
+    parts: list[Part]
+    begun: bool = False
+
+
+class Homeward(NamedTuple):
+    """KV on its way back from a holder."""
+
+    key: RequestId
+    holder: Place
+    numbers: list[int]
 
 
 class World:
@@ -216,6 +229,9 @@ class World:
         self.loaded: dict[RequestId, int] = {}
         self.spread: set[RequestId] = set()  # whose KV was to lie with others, ever
         self.broken: set[tuple[NodeId, RequestId, str]] = set()  # where what was said to be broken
+        self.cut: set[tuple[NodeId, NodeId]] = (
+            set()
+        )  # whose session with whom ended, and who has not heard that
         self.index: dict[NodeId, dict[BlockName, Tier]] = {place.name: {} for place in places}
 
     # What happens to it.
@@ -235,10 +251,13 @@ class World:
     def forget(self, asked: Asked) -> None:
         self._end(asked, "cancelled")
 
-    def sever(self, asked: Asked) -> None:
-        for name in (asked.route.prefill, asked.route.decode):
-            self.broken.add((name, asked.key, "cut"))
-            self.tell(self.places[name], Severed((asked.key,), "cut"))
+    def sever(self, one: NodeId, other: NodeId) -> None:
+        """The session between two nodes ends, and what is on its way over it is lost."""
+        ways = {(one, other): None, (other, one): None}
+        self.pending = [each for each in self.pending if each[0] not in ways]
+        for name, peer in ways:
+            self.cut.add((name, peer))
+            self._later(name, Gone(peer, "cut"), peer)
 
     def lose(self, name: NodeId, block: BlockName) -> None:
         """The bytes of a block are gone."""
@@ -257,38 +276,18 @@ class World:
     def part(self, asked: Asked, holder: NodeId) -> None:
         """The sessions with a holder of it are gone."""
         for name in dict.fromkeys((asked.route.prefill, asked.route.decode)):
-            place = self.places[name]
-            if holder in place.holds.get(asked.key, {}):
-                self.pending = [
-                    each for each in self.pending if each[0] not in ((name, holder), (holder, name))
-                    or getattr(each[2], "key", None) != asked.key
-                ]  # fmt: skip
-                self._later(holder, Left(asked.key, name, lost=True), name)
-                place.shipping.pop(asked.key, None)
-                if asked.key in place.coming:
-                    self._later(name, Reclaimed(asked.key, whole=False))
-                self.broken.add((name, asked.key, "parted"))
-                self.tell(place, Broken(asked.key, "parted"))
+            if holder in self.places[name].holds.get(asked.key, {}):
+                self.sever(name, holder)
 
     def die(self, name: NodeId) -> list[Asked]:
         """A node is gone, and another of its name is there. Returns the attempts that it cost."""
-        gone, fresh = self.places[name], Place(name, *self.places[name].made)
-        self.places[name], self.index[name] = fresh, {}
-        said, self.pending = [each for each in self.pending if each[1] is not gone], []
-        for channel, place, fact in said:  # what it said is not heard, but what follows from its end
-            if not isinstance(channel, tuple) or channel[0] != name or isinstance(fact, Enough):
-                self.pending.append((channel, place, fact))
-            elif isinstance(fact, Left):
-                self.pending.append((channel, place, Left(fact.key, name, lost=True)))
-        for key, rooms in gone.holds.items():
-            for holder in rooms:
-                self._later(holder, Left(key, name, lost=True), name)
-        for key, fetch in gone.fetching.items():
-            self._later(fetch.source, Enough(key, name), name)
-        for place in self.places.values():
-            for key in [key for key, fetch in place.fetching.items() if fetch.source == name]:
-                fetch = place.fetching.pop(key)
-                self._later(place.name, Came(fetch, fetch.start))
+        gone = self.places[name]
+        for other in self.places:
+            if other != name:
+                self.sever(name, other)
+        self.pending = [each for each in self.pending if each[1] is not gone]
+        self.cut = {(here, there) for here, there in self.cut if here != name}
+        self.places[name], self.index[name] = Place(name, *gone.made), {}
         cost = []
         for asked in self.asked.values():
             route = asked.route
@@ -296,13 +295,6 @@ class World:
             if not asked.over and (route.decode == name or (route.prefill == name and not handed_over)):
                 self._end(asked, "its node is gone")
                 cost.append(asked)
-        for place in self.places.values():
-            for key in [key for key, rooms in place.holds.items() if name in rooms]:
-                place.shipping.pop(key, None)
-                if key in place.coming:
-                    self._later(place.name, Reclaimed(key, whole=False))
-                self.broken.add((place.name, key, "parted"))
-                self.tell(place, Broken(key, "parted"))
         return cost
 
     def step(self) -> bool:
@@ -319,28 +311,47 @@ class World:
             channel = self.pending[drawn - len(runs)][0]
             first = next(at for at, (other, _, _) in enumerate(self.pending) if other == channel)
             _, place, fact = self.pending.pop(first)
-            if isinstance(fact, WantedBack):
-                self._give_back(place, fact)
-                return True
             if isinstance(fact, Came):
                 fact = FetchEnded(fact.fetch.key, self._take_in(place, fact))
-            if isinstance(fact, Reserved) and fact.holder in place.holds.get(fact.key, {}):
-                room = place.holds[fact.key][fact.holder]
-                room.given |= fact.granted
-                if not fact.granted:
-                    self.broken.add((place.name, fact.key, f"{fact.holder} has no room for its KV"))
-                    if not room.given:
-                        self._leave(place, fact.key, fact.holder)
-            if isinstance(fact, Shipped) and fact.key in place.shipping:
-                place.shipping[fact.key].left.discard(fact.holder)
-                if not place.shipping[fact.key].left:
-                    del place.shipping[fact.key]
-            if isinstance(fact, Reclaimed):
-                if fact.key not in place.coming:
-                    return True  # it was over before
-                del place.coming[fact.key]
+            match fact:
+                case Freight():
+                    self._arrives(place, fact)
+                    return True
+                case Homeward():
+                    self._comes_home(place, fact)
+                    return True
+                case Gone(peer):
+                    self._lost(place, peer)
+                case Heard(peer, letter):
+                    self._read(place, peer, letter)
             self.tell(place, fact)
         return True
+
+    def _lost(self, place: Place, peer: NodeId) -> None:
+        """What may fail now, for that reason."""
+        self.cut.discard((place.name, peer))
+        place.lines.discard(peer)
+        for key in self.asked:
+            if key in place.node:
+                for reason in (
+                    f"the session with {peer} ended: cut",
+                    f"{peer}, which has its KV, is gone: cut",
+                ):
+                    self.broken.add((place.name, key, reason))
+                self.broken.add((place.name, key, f"{peer} has no room for its KV"))
+
+    def _read(self, place: Place, peer: NodeId, letter: Letter) -> None:
+        """What follows from a letter for the books of who gets it."""
+        room = place.holds.get(letter.key, {}).get(peer)
+        match letter:
+            case Reserved(key, granted) if room is not None:
+                room.given |= granted
+                if not granted:
+                    self.broken.add((place.name, key, f"{peer} has no room for its KV"))
+            case Shipped(key, _, damaged) if key in place.shipping and not damaged:
+                place.shipping[key].left.discard(peer)
+                if not place.shipping[key].left:
+                    del place.shipping[key]
 
     def drain(self, limit: int = 20_000) -> None:
         for _ in range(limit):
@@ -358,7 +369,8 @@ class World:
         for place in self.places.values():
             place.node.check_idle()
             assert not (place.offered or place.sending or place.receiving or place.loading or place.fetching)
-            assert not (place.hosted or place.stowed or place.holds or place.shipping or place.coming)
+            assert not (place.hosted or place.stowed or place.homes or place.shares)
+            assert not (place.holds or place.shipping or place.coming)
             assert not place.usage, "the conductor believes in memory that is free"
             tiers = place.node.tiers
             if tiers is not None:
@@ -372,7 +384,7 @@ class World:
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
-        landed = isinstance(fact, Landed) and fact.key in place.node
+        landed = isinstance(fact, Heard) and isinstance(fact.letter, Landed) and fact.letter.key in place.node
         ends = isinstance(fact, FetchEnded) and self._ends_fetches(place, fact.key)
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
@@ -382,13 +394,13 @@ class World:
         for action in actions:
             self._carry_out(place, action)
         place.node.check()
+        assert place.node.num_hosted == sum(map(len, place.hosted.values())), "room that nobody has"
+        for key, stowed in place.stowed.items():
+            assert place.node.num_stowed(key) <= len(stowed), "KV counts that is not there"
+        said = {type(action.letter) for action in actions if isinstance(action, Tell)}
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
-        waits = waits and not any(isinstance(action, Claim) for action in actions)
-        if (
-            waits
-            or frees
-            or any(isinstance(action, (Land, RequestFailed, PrefillFinished)) for action in actions)
-        ):
+        ends = any(isinstance(action, (RequestFailed, PrefillFinished)) for action in actions)
+        if (waits and Claim not in said) or frees or Landed in said or ends:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"
             )
@@ -418,6 +430,11 @@ class World:
         channel = (source, name) if source is not None else object()
         self.pending.append((channel, self.places[name], fact))
 
+    def _over(self, place: Place, peer: NodeId, fact: Any) -> None:
+        """It goes over the session with another node, which may be over."""
+        if (place.name, peer) not in self.cut:
+            self._later(peer, fact, place.name)
+
     def _take_in(self, place: Place, came: Came) -> int:
         """Another node gave blocks, to be adopted or not. Returns how many of the prefix are here now."""
         fetch = came.fetch
@@ -436,11 +453,10 @@ class World:
                 place.is_cut = True
             case Offer():
                 place.offered.add(action.key)
-            case Grant():
+            case Receive():
                 assert action.key not in place.receiving
                 place.receiving.add(action.key)
                 place.content[action.key] = {block: number for number, block in enumerate(action.blocks)}
-                self._later(action.peer, Granted(action.key), place.name)
             case Send():
                 assert action.key in place.offered, "what was not offered is sent"
                 place.offered.discard(action.key)
@@ -450,10 +466,8 @@ class World:
             case Finish():
                 assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
                 self._arrive(place, action.key)
-            case Land():
-                place.receiving.remove(action.key)
-                place.whole.add(action.key)
-                self._later(action.peer, Landed(action.key), place.name)
+            case Tell():
+                self._say(place, action.peer, action.letter)
             case Load():
                 place.loading[action.key] = action
                 if action.told:
@@ -487,53 +501,34 @@ class World:
                 place.fetching[action.key] = action
                 place.ordered.add(action.key)
                 wanted = Wanted(action.key, place.name, action.names, action.start, action.whole)
-                self._later(action.source, wanted, place.name)
+                self._over(place, action.source, wanted)
             case EndFetch():
-                fetch = place.fetching.pop(action.key, None)
-                if fetch is not None:
-                    self._later(fetch.source, Enough(action.key, place.name), place.name)
-                    self._later(place.name, Came(fetch, fetch.start))
+                self._end_fetch(place, action.key)
             case Give():
                 self._give(place, action)
-            case Reserve():
-                holds = place.holds.setdefault(action.key, {})
-                room = holds.setdefault(action.holder, Room(action.share))
-                assert room.share == action.share, "it has something else there"
-                self.spread.add(action.key)
-                asked_for = events.Asked(action.key, place.name, action.num_blocks, action.share)
-                self._later(action.holder, asked_for, place.name)
-            case Host():
-                if action.blocks:
-                    known = place.hosted.get(action.key, ())
-                    assert action.blocks[: len(known)] == known, "what lies here is elsewhere now"
-                    place.hosted[action.key] = action.blocks
-                    place.stowed.setdefault(action.key, {})
-                    rooms = self.places[action.peer].holds.get(action.key, {})
-                    if place.name in rooms:  # else who asked is gone
-                        place.shares.setdefault(action.key, rooms[place.name].share)
-                self._later(action.peer, Reserved(action.key, place.name, bool(action.blocks)), place.name)
-            case Claim():
-                place.holds.setdefault(action.key, {})[action.holder] = Room(action.share)
-                self._later(action.holder, events.Claimed(action.key, place.name, action.old), place.name)
-            case events.Rekey():
+            case Host(key, peer, share, blocks):
+                known = place.hosted.get(key, ())
+                assert blocks[: len(known)] == known, "what lies here is elsewhere now"
+                assert place.shares.setdefault(key, share) == share
+                place.hosted[key] = blocks
+                place.stowed.setdefault(key, [])
+                place.homes.setdefault(key, set()).add(peer)
+            case Rekey():
                 self._rekey(place, action)
+            case OpenLine():
+                place.lines.add(action.peer)
             case Ship():
                 self._ship(place, action)
-            case Vacate():
-                self._leave(place, action.key, action.holder)
-                self._later(action.holder, Left(action.key, place.name), place.name)
             case Reclaim():
-                self._reclaim(place, action)
-            case Shrink():
-                shrunk = Shrunk(action.key, place.name, action.num_blocks)
-                self._later(action.holder, shrunk, place.name)
-            case Trim():
-                place.hosted[action.key] = place.hosted[action.key][: action.num_blocks]
-                stowed = place.stowed[action.key]
-                place.stowed[action.key] = {at: stowed[at] for at in range(action.num_blocks)}
-            case Unhost():
-                del place.hosted[action.key], place.stowed[action.key]
-                place.shares.pop(action.key, None)
+                assert place.holds[action.key][action.holder].given and action.key not in place.coming
+                place.coming[action.key] = action
+            case Trim(key, num_blocks):
+                place.hosted[key] = place.hosted[key][:num_blocks]
+                del place.stowed[key][num_blocks:]
+            case Unhost(key, None):
+                del place.hosted[key], place.stowed[key], place.homes[key], place.shares[key]
+            case Unhost(key, peer):
+                place.homes[key].remove(peer)
             case Shorten():
                 pass
             case Preempted():
@@ -568,7 +563,23 @@ class World:
         damaged = not self._choose(8)
         if damaged:
             self.broken.add((asked.route.decode, key, "damaged"))
-        self._later(asked.route.decode, Broken(key, "damaged") if damaged else Received(key))
+        self._over(place, asked.route.decode, Broken(key, "damaged") if damaged else Received(key))
+
+    def _say(self, place: Place, peer: NodeId, letter: Letter) -> None:
+        key, rooms = letter.key, place.holds
+        match letter:
+            case Landed():
+                place.receiving.remove(key)
+                place.whole.add(key)
+            case Reserve(share=share):
+                room = rooms.setdefault(key, {}).setdefault(peer, Room(share))
+                assert room.share == share, "it has something else there"
+                self.spread.add(key)
+            case Claim(share=share):
+                rooms.setdefault(key, {})[peer] = Room(share)
+            case Vacate():
+                self._leave(place, key, peer)
+        self._over(place, peer, Heard(place.name, letter))
 
     @staticmethod
     def _leave(place: Place, key: RequestId, holder: NodeId) -> None:
@@ -577,65 +588,76 @@ class World:
             place.holds.pop(key, None)
 
     def _ship(self, place: Place, ship: Ship) -> None:
-        """The bytes are there at once; that they are is heard later."""
-        key, holder, room = ship.key, self.places[ship.holder], place.holds[ship.key][ship.holder]
+        """Home ships to a holder, or a holder home."""
+        key, peer = ship.key, ship.peer
+        if key in place.hosted:
+            assert peer in place.homes[key] and ship.first == 0
+            first = place.hosted[key].index(ship.blocks[0])
+            assert place.hosted[key][first : first + len(ship.blocks)] == ship.blocks
+            parts = place.stowed[key][first : first + len(ship.blocks)]
+            assert len(parts) == len(ship.blocks), "what is not whole is sent back"
+            self._over(place, peer, Homeward(key, place, [part.number for part in parts]))
+            return
+        room = place.holds[key][peer]
         assert room.given, "it has no room there"
-        if key not in place.shipping:
-            place.shipping[key] = Shipping(ship.blocks)
-        if key not in holder.stowed:  # another attempt has it
-            assert self.asked[key].over, "its room is gone"
-            return
-        shipping, stowed = place.shipping[key], holder.stowed[key]
-        assert shipping.blocks == ship.blocks and ship.holder not in shipping.left, "one after the other"
-        shipping.left.add(ship.holder)
-        stop = ship.first + len(ship.blocks)
-        assert len(stowed) >= ship.first and stop <= len(holder.hosted[key]) * room.share.parts
-        for at in range(ship.first, len(stowed)):  # what was there is void
-            del stowed[at]
+        shipping, share = place.shipping.setdefault(key, Shipping(ship.blocks)), room.share
+        assert shipping.blocks == ship.blocks and peer not in shipping.left, "one after the other"
+        shipping.left.add(peer)
         computed = (self.asked[key].num_tokens + self.asked[key].generated - 1) // SIZE
-        for at, block in enumerate(ship.blocks, ship.first):
-            number = place.content[key][block]
-            assert number == room.share.first + at, "it is no share of that"
-            assert number < computed, "it is not computed"
-            stowed[at] = Stowed(number, room.share.part, room.share.parts)
-        self._later(place.name, Shipped(key, ship.holder, stop), ship.holder)
+        numbers = [place.content[key][block] for block in ship.blocks]
+        assert numbers == [share.first + ship.first + at for at in range(len(numbers))], (
+            "it is no share of that"
+        )
+        assert numbers[-1] < computed, "it is not computed"
+        parts = [Part(number, share.part, share.parts) for number in numbers]
+        self._over(place, peer, Freight(key, place, shipping, ship.first, parts))
 
-    def _rekey(self, place: Place, rekey: events.Rekey) -> None:
-        """It does not know of what tokens it has KV; here that is known."""
-        key = rekey.key
-        if rekey.old:
-            stowed = place.stowed[key] = place.stowed.pop(rekey.old)
-            place.hosted[key] = place.hosted.pop(rekey.old)
-            share = place.shares.pop(rekey.old, None)
-            rooms = self.places[rekey.peer].holds.get(key, {})
-            if place.name in rooms:
-                if share != rooms[place.name].share:
-                    stowed.clear()
-                place.shares[key] = rooms[place.name].share
-            known = self.asked[key].num_tokens // SIZE
-            for at, each in stowed.items():
-                if each.number >= known:
-                    stowed[at] = each._replace(number=VOID)
-        self._later(rekey.peer, Found(key, place.name, len(place.stowed.get(key, ()))), place.name)
-
-    def _reclaim(self, place: Place, reclaim: Reclaim) -> None:
-        """The bytes come at once; that they did is heard later, if they all were right."""
-        key = reclaim.key
-        assert place.holds[key][reclaim.holder].given and key not in place.coming
-        place.coming[key] = reclaim.blocks
-        self._later(reclaim.holder, WantedBack(key, reclaim, place), place.name)
-
-    def _give_back(self, holder: Place, wanted: WantedBack) -> None:
-        key, reclaim, home = wanted
-        if home.coming.get(key) != reclaim.blocks or holder.name not in home.holds.get(key, {}):
-            return  # it was released
-        if key not in holder.stowed:  # another attempt has it
-            assert self.asked[key].over, "its room is gone"
+    def _arrives(self, place: Place, freight: Freight) -> None:
+        """First what is to be written over counts no more, then all is there. Of who left nothing is written."""
+        key, home, shipping, first, parts, begun = freight
+        if home.shipping.get(key) is not shipping or home.name not in place.homes.get(key, ()):
             return
-        assert reclaim.first + len(reclaim.blocks) == len(holder.stowed[key]), "only the last comes back"
-        first = home.holds[key][holder.name].share.first + reclaim.first
-        home.content[key] |= {block: first + at for at, block in enumerate(reclaim.blocks)}
-        self._later(home.name, Reclaimed(key, whole=bool(self._choose(6))), holder.name)
+        stowed = place.stowed[key]
+        assert first + len(parts) <= len(place.hosted[key]) * place.shares[key].parts
+        if begun:
+            damaged = not self._choose(16)
+            if damaged:
+                reason = f"a KV block came to {place.name} damaged (seal mismatch)"
+                self.broken.add((home.name, key, reason))
+            else:
+                stowed += parts
+            self.tell(place, Stowed(key, home.name, len(stowed), damaged))
+            return
+        assert first <= len(stowed), "it has a gap"
+        self.pending.insert(0, ((home.name, place.name), place, freight._replace(begun=True)))
+        if first < len(stowed):
+            del stowed[first:]
+            self.tell(place, Stowed(key, home.name, first))
+
+    def _comes_home(self, home: Place, freight: Homeward) -> None:
+        """The holder may have let go of it meanwhile, and home of what it is for."""
+        key, holder, numbers = freight
+        reclaim = home.coming.get(key)
+        if reclaim is None or reclaim.holder != holder.name:
+            return
+        assert len(numbers) == len(reclaim.blocks)
+        there = [part.number for part in holder.stowed.get(key, ())]
+        whole = there[-len(numbers) :] == numbers and bool(self._choose(6))
+        del home.coming[key]
+        if whole:
+            home.content[key] |= dict(zip(reclaim.blocks, numbers, strict=True))
+        self.tell(home, Reclaimed(key, whole))
+
+    def _rekey(self, place: Place, rekey: Rekey) -> None:
+        """It does not know of what tokens it has KV; here that is known."""
+        key, old = rekey.key, rekey.old
+        place.hosted[key], place.homes[key] = place.hosted.pop(old), {rekey.peer}
+        stowed = place.stowed.pop(old) if place.shares.pop(old) == rekey.share else []
+        del place.homes[old]
+        assert rekey.num_blocks == len(stowed)
+        known = self.asked[key].num_tokens // SIZE
+        place.shares[key] = rekey.share
+        place.stowed[key] = [part if part.number < known else part._replace(number=VOID) for part in stowed]
 
     def _used(self, place: Place, used: MemoryUsed) -> None:
         """What is told of a node's memory is so, and adds up."""
@@ -656,11 +678,14 @@ class World:
         for holding in piece.remote:
             for part, holder in enumerate(holding.holders):
                 assert place.holds[piece.request][holder].given, "a holder was left"
+                if (place.name, holder) in self.cut:
+                    return  # what comes of it is for nobody
+                assert holder in place.lines, "it cannot be asked"
                 if self.asked[piece.request].over and piece.request not in self.places[holder].stowed:
                     return  # another attempt has it: nobody hears what comes of this one
                 there = self.places[holder].stowed[piece.request]
-                found = [there[number] for number in range(holding.num_blocks)]
-                expected = [Stowed(count + at, part, len(holding.holders)) for at in range(holding.num_blocks)]
+                found = there[: holding.num_blocks]
+                expected = [Part(count + at, part, len(holding.holders)) for at in range(holding.num_blocks)]
                 assert found == expected, "KV lies elsewhere than is said"
             count += holding.num_blocks
         assert count * SIZE <= piece.start, "what is computed is not at home"
@@ -668,16 +693,23 @@ class World:
         shipping = place.shipping.get(piece.request)
         shipped = shipping.blocks if shipping is not None else ()
         assert piece.blocks[: len(shipped)] == shipped, "what is shipped was let go of before it was there"
-        coming = place.coming.get(piece.request, ())
-        assert not set(coming) & set(piece.blocks), "what is not back is attended to"
+        coming = place.coming.get(piece.request)
+        assert coming is None or not set(coming.blocks) & set(piece.blocks), "what is not back is attended to"
 
     def _give(self, place: Place, give: Give) -> None:
+        if (place.name, give.peer) in self.cut:
+            return
         target = self.places[give.peer]
         fetch = target.fetching.pop(give.key, None)
-        if fetch is None:
-            return
-        self._later(place.name, Enough(give.key, give.peer))
-        self._later(give.peer, Came(fetch, give.stop))
+        if fetch is not None:
+            self._later(place.name, Enough(give.key, give.peer))
+            self._later(give.peer, Came(fetch, give.stop))
+
+    def _end_fetch(self, place: Place, key: RequestId) -> None:
+        fetch = place.fetching.pop(key, None)
+        if fetch is not None:
+            self._over(place, fetch.source, Enough(key, place.name))
+            self._later(place.name, Came(fetch, fetch.start))
 
     def _release(self, place: Place, key: RequestId) -> None:
         for books in (place.sending, place.loading):
@@ -685,12 +717,9 @@ class World:
         place.offered.discard(key)
         place.receiving.discard(key)
         place.shipping.pop(key, None)
-        if key in place.coming:  # nothing more is written there
+        if place.coming.pop(key, None) is not None:  # nothing more is written there
             self._later(place.name, Reclaimed(key, whole=False))
-        fetch = place.fetching.pop(key, None)
-        if fetch is not None:
-            self._later(fetch.source, Enough(key, place.name), place.name)
-            self._later(place.name, Came(fetch, fetch.start))
+        self._end_fetch(place, key)
 
     def _failed(self, place: Place, report: RequestFailed) -> None:
         asked = self.asked.get(key_of(report.request, report.attempt))
@@ -701,8 +730,9 @@ class World:
     def _is_true(self, place: Place, report: RequestFailed, asked: Asked | None) -> bool:
         """Whether what a node says of an attempt that it gave up is so."""
         key, reason = key_of(report.request, report.attempt), report.reason.removeprefix(f"{place.name}: ")
-        if asked is None or reason in ("cut", "damaged", "parted") or reason.endswith("has no room for its KV"):
-            return (place.name, key, reason) in self.broken
+        if (place.name, key, reason) in self.broken:
+            return True
+        assert asked is not None
         if reason == "a prefix it was to take from its cache is not there":
             recall, tiers = asked.route.recall, place.node.tiers
             assert recall is not None and tiers is not None

@@ -326,7 +326,7 @@ class Fetcher:
         """The sender gave up in the midst of it."""
         fetch = self._found(given.key, session)
         if fetch is not None:
-            fetch.frames.void(given)
+            fetch.frames.void(session, given)
             fetch.answered(None)
 
     def answer(self, session: Session, answer: Lent | Ended) -> None:

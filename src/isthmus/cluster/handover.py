@@ -263,9 +263,9 @@ class HandoverReceiver:
 
     def void(self, session: Session, slices: Slices) -> None:
         """The sender gave up in the midst of a frame."""
-        incoming = self._from(session, slices.key)
+        incoming = self._incoming.get(slices.key)
         if incoming is not None:
-            incoming.frames.void(slices)
+            incoming.frames.void(session, slices)
 
     def release(self, key: RequestId) -> None:
         """Nothing more is written into its blocks when this returns."""

@@ -65,19 +65,20 @@ class Holders:
         if line is not None and (not line.done() or _works(line)):
             return
         opened = self._lines[holder] = Future()
-        self._spawn(self._open(holder, opened))
+        # Nobody waits for what is not opened any more.
+        self._spawn(self._open(holder, opened)).add_done_callback(lambda _: opened.cancel())
 
     async def _open(self, holder: NodeId, opened: Future[_Line]) -> None:
         try:
-            session = await self._peers.get(holder)
+            session = await self._peers.dialled(holder)
             opened.set_result(_Line(await session.line(self._answer_s)))
         except (OSError, TimeoutError) as error:
             opened.set_exception(LineLost(str(error)))
-        finally:
-            opened.cancel()  # nobody waits for what is not opened any more
 
     def lost(self, holder: NodeId) -> None:
-        self._lines.pop(holder, None)  # it was hung up
+        line = self._lines.pop(holder, None)
+        if line is not None and line.done() and _works(line):
+            line.result().asker.hang_up()
 
     # Attention there.
 

@@ -15,7 +15,7 @@ import msgspec
 
 from isthmus.attempts import Share
 from isthmus.cluster.messages import KNOWN_ROWS, Attend, Shipment
-from isthmus.cluster.sessions import Peers, Tell
+from isthmus.cluster.sessions import Tell
 from isthmus.cluster.shipments import Landing, Shipments
 from isthmus.engine.interface import Asked, KVBytes
 from isthmus.errors import ProtocolError
@@ -38,7 +38,7 @@ class _Guest:
         self.share, self.landing = share, Landing(memory, ())
         self.give(room)
         self.stowed = stowed
-        self.landing.stops = [stowed] * memory.layout.num_layers
+        self.landing.go_on(stowed)
         self.peers: set[NodeId] = set()
 
     @property
@@ -66,12 +66,12 @@ class Hosts:
     def __init__(
         self,
         memory: KVBytes,
-        peers: Peers,
+        node_of: Callable[[Session], NodeId | None],
         attends: Attends,
         tell: Tell,
         shipments: Shipments,
     ) -> None:
-        self._memory, self._peers, self._attends, self._tell = memory, peers, attends, tell
+        self._memory, self._node_of, self._attends, self._tell = memory, node_of, attends, tell
         self._shipments = shipments
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
@@ -84,13 +84,7 @@ class Hosts:
         if guest is None:
             guest = self._guests[host.key] = _Guest(self._memory_of(host.share.parts), host.share)
         guest.give(host.blocks)
-        self._let_in(guest, host.peer)
-
-    def _let_in(self, guest: _Guest, peer: NodeId) -> None:
-        guest.peers.add(peer)
-        session = self._peers.open_to(peer)
-        if session is not None:  # else the node hears that it is gone
-            session.answer_lines(self.answer)
+        guest.peers.add(host.peer)
 
     def _memory_of(self, parts: int) -> KVBytes:
         """The memory as blocks with a `parts`-th of the heads."""
@@ -99,13 +93,17 @@ class Hosts:
         return self._split[parts]
 
     def rekey(self, rekey: events.Rekey) -> None:
-        """Nothing is written in the name of the old attempt any more when this returns."""
+        """Nothing is written in the name of the old attempt any more when this returns. What of it was being written
+        anew just now is not whole."""
         old, share = self._guests.pop(rekey.old), rekey.share
         old.landing.refuse()
         self._shipments.stop(rekey.old)
         memory = self._memory_of(share.parts)
-        guest = self._guests[rekey.key] = _Guest(memory, share, old.room, rekey.num_blocks)
-        self._let_in(guest, rekey.peer)
+        stowed = min(rekey.num_blocks, old.stowed)
+        guest = self._guests[rekey.key] = _Guest(memory, share, old.room, stowed)
+        guest.peers.add(rekey.peer)
+        if stowed < rekey.num_blocks:
+            self._tell(events.Stowed(rekey.key, rekey.peer, stowed))
 
     def trim(self, trim: events.Trim) -> None:
         """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
@@ -113,7 +111,7 @@ class Hosts:
         guest, count = self._guests[trim.key], trim.num_blocks
         guest.landing.refuse()
         guest.stowed = min(guest.stowed, count)
-        guest.landing.stops = [min(stop, count) for stop in guest.landing.stops]
+        guest.landing.go_on(guest.stowed)
         guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
     def unhost(self, unhost: events.Unhost) -> None:
@@ -130,7 +128,7 @@ class Hosts:
 
     def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
-        guest, peer = self._guests.get(head.key), self._peers.node_of(session)
+        guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
             return self._shipments.place(session, head, size)
         if guest is None or peer not in guest.peers:
@@ -142,26 +140,26 @@ class Hosts:
         return placed
 
     def receive(self, session: Session, head: Shipment) -> None:
-        guest, peer = self._guests.get(head.key), self._peers.node_of(session)
+        guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
             self._shipments.receive(head)
             return
-        if guest is None or peer is None or (matches := guest.landing.take(head)) is None:
+        if guest is None or peer not in guest.peers or (matches := guest.landing.take(head)) is None:
             return
         self.bytes_in += len(head.seals) * guest.landing.memory.layout.slice_bytes
         if not matches:
             self.seal_mismatches += 1
             self._tell(events.Stowed(head.key, peer, guest.stowed, damaged=True))
-        elif guest.landing.is_whole(head):
-            guest.stowed = head.first + len(head.seals)
+        elif guest.landing.num_whole > guest.stowed:
+            guest.stowed = guest.landing.num_whole
             self._tell(events.Stowed(head.key, peer, guest.stowed))
 
     def void(self, session: Session, head: Shipment) -> None:
         """The sender gave up in the midst of it."""
-        if self._shipments.awaits(self._peers.node_of(session), head):
+        if self._shipments.awaits(self._node_of(session), head):
             self._shipments.void(head)
         elif head.key in self._guests:
-            self._guests[head.key].landing.void(head)
+            self._guests[head.key].landing.void(session, head)
 
     # Attention.
 

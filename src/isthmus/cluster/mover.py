@@ -50,15 +50,13 @@ class BlockMover(NoPayloads):
     ) -> None:
         self._cache, self._peers, self._spawn, self._told = cache, peers, spawn, tell
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._unsaid: dict[NodeId, list[Letter]] = {}
-        """Letters to nodes that are being reached."""
         self._fetcher: Fetcher | None = None
         self._loans = Loans(cache, spawn)
         if cache is not None:
             self._fetcher = Fetcher(cache, peers.get, self._tell, shares_memory=shares_memory)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._handlers: dict[type, Callable[[Any], None]] = {
-            events.Tell: lambda action: self._post(self._say, action.peer, action.letter),
+            events.Tell: lambda action: self._post(peers.say, action.peer, action.letter),
             events.Adopt: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
@@ -130,27 +128,6 @@ class BlockMover(NoPayloads):
     def lost_bytes(self, names: Iterable[BlockName]) -> None:
         """These are in no tier. From any thread."""
         self._tell(events.Lost(tuple(names)))
-
-    # Letters.
-
-    def _say(self, peer: NodeId, letter: Letter) -> None:
-        session = self._peers.open_to(peer)
-        if peer in self._unsaid:
-            self._unsaid[peer].append(letter)
-        elif session is not None:
-            session.send(letter)
-        else:
-            self._unsaid[peer] = [letter]
-            self._spawn(self._reach(peer))
-
-    async def _reach(self, peer: NodeId) -> None:
-        try:
-            with contextlib.suppress(OSError, TimeoutError):  # the node hears that it is gone
-                session = await self._peers.get(peer)
-                for letter in self._unsaid[peer]:
-                    session.send(letter)
-        finally:
-            del self._unsaid[peer]
 
     # Cached blocks.
 
@@ -261,7 +238,7 @@ class KVMover(BlockMover):
         self._receiver = HandoverReceiver(memory, peers.node_of, self._tell, partial(self._later, received))
         self.holders = Holders(peers, self._spawn, answer_s)
         self.shipments = Shipments(memory, peers, self._tell)
-        self._hosts = Hosts(memory, peers, attends, self._tell, self.shipments)
+        self.hosts = Hosts(memory, peers.node_of, attends, self._tell, self.shipments)
         self._loads: dict[RequestId, Loading] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
@@ -278,32 +255,32 @@ class KVMover(BlockMover):
             events.Ship: lambda action: self._post(self.shipments.ship, action),
             events.OpenLine: lambda action: self._post(self.holders.open_line, action.peer),
             events.Reclaim: lambda action: self._post(self.shipments.reclaim, action),
-            events.Host: lambda action: self._post(self._hosts.host, action),
-            events.Rekey: lambda action: self._post(self._hosts.rekey, action),
-            events.Trim: lambda action: self._post(self._hosts.trim, action),
-            events.Unhost: lambda action: self._post(self._hosts.unhost, action),
+            events.Host: lambda action: self._post(self.hosts.host, action),
+            events.Rekey: lambda action: self._post(self.hosts.rekey, action),
+            events.Trim: lambda action: self._post(self.hosts.trim, action),
+            events.Unhost: lambda action: self._post(self.hosts.unhost, action),
             Preempted: lambda action: self._let_go(action.request),
         }
         self._heard[messages.Sent] = self._receiver.sent
         self._takers |= {
             messages.Slices: self._receiver,
-            messages.Shipment: self._hosts,
+            messages.Shipment: self.hosts,
         }
 
     def gauges(self) -> dict[str, float]:
         found = super().gauges()
         found["seal_mismatches_total"] += self._receiver.seal_mismatches
-        found["seal_mismatches_total"] += self._hosts.seal_mismatches + self.shipments.seal_mismatches
+        found["seal_mismatches_total"] += self.hosts.seal_mismatches + self.shipments.seal_mismatches
         return found | {
             "kv_bytes_in_total": self._receiver.bytes_in,
             "kv_bytes_out_total": self._sender.bytes_out,
             "kv_bytes_shipped_total": self.shipments.bytes_out,
-            "kv_bytes_stowed_total": self._hosts.bytes_in,
+            "kv_bytes_stowed_total": self.hosts.bytes_in,
             "kv_bytes_returned_total": self.shipments.bytes_in,
             "attention_asked_total": self.holders.num_asked,
             "attention_bytes_asked_total": self.holders.bytes_asked,
             "attention_bytes_answered_total": self.holders.bytes_answered,
-            "attention_answered_total": self._hosts.num_attended,
+            "attention_answered_total": self.hosts.num_attended,
         }
 
     # Cached blocks: to the engine and from it.

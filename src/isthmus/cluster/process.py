@@ -354,6 +354,10 @@ class EngineProcess(MemberProcess):
         mover_of = partial(handover, memory=memory, attends=engine.attend, answer_s=answer_s)
         super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, mover_of)
 
+    def introduced(self, session: Session, hello: messages.PeerHello) -> None:
+        super().introduced(session, hello)
+        session.answer_lines(self.mover.hosts.answer)
+
     @abstractmethod
     def received(self, key: RequestId, token: int) -> None:
         """The first token of an attempt that was handed over."""

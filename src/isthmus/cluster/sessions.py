@@ -61,11 +61,12 @@ def check_peer(session: Session, node: NodeId | None) -> None:
 
 
 class Peers:
-    """Sessions with other nodes, one with each, whichever of the two opened it. Of two that were opened at once the one
-    counts that the node with the lesser name opened; what went over the other still counts.
+    """Sessions with other nodes. Letters and shipments to a node go over one, in their order, whichever of the two
+    opened it; a second one there is where both did at once, and for lines, which its opener alone can open. All that
+    there are end together, for what was said over one may rest on what was said over another.
 
     `address_of`: raises OSError or LookupError for a node that is gone. `gone`: hears of a node that cannot be reached,
-    or a session with which ended.
+    or a session with which ended: once, and before anything is said to it again.
     """
 
     def __init__(
@@ -78,64 +79,103 @@ class Peers:
     ) -> None:
         self._network, self._hello, self._handler_of = network, hello, handler_of
         self._address_of, self._gone = address_of, gone
-        self._sessions: dict[NodeId, Session] = {}
-        self._dialling: dict[NodeId, asyncio.Task[Session]] = {}
         self._names: dict[Session, NodeId] = {}
+        self._sessions: dict[NodeId, Session] = {}
+        self._dialled: dict[NodeId, Session] = {}
+        self._dialling: dict[NodeId, asyncio.Task[Session]] = {}
+        self._unsaid: dict[NodeId, list[Any]] = {}
+        """Letters to nodes that are being dialled."""
+
+    def say(self, node: NodeId, letter: Any) -> None:
+        """After all that was said to it before."""
+        session = self.open_to(node)
+        if session is not None:
+            session.send(letter)
+            return
+        self._unsaid.setdefault(node, []).append(letter)
+        self._dial(node)
 
     async def get(self, node: NodeId) -> Session:
         """Raises OSError or TimeoutError."""
-        session = self.open_to(node)
-        if session is not None:
-            return session
-        if node not in self._dialling:
-            self._dialling[node] = asyncio.get_running_loop().create_task(self._dial(node))
-        return await asyncio.shield(self._dialling[node])
+        try:
+            session = self.open_to(node)
+            return session if session is not None else await self.dialled(node)
+        except OSError:
+            if (other := self.open_to(node)) is not None:
+                return other
+            raise
+
+    async def dialled(self, node: NodeId) -> Session:
+        """The one that was opened here. Raises OSError or TimeoutError."""
+        self._end_closed(node)
+        session = self._dialled.get(node)
+        return session if session is not None else await asyncio.shield(self._dial(node))
 
     def open_to(self, node: NodeId) -> Session | None:
-        """The session with this node, if there is one."""
-        session = self._sessions.get(node)
-        return None if session is None or session.closed else session
+        """Over which letters go to this node, if it has been reached."""
+        self._end_closed(node)
+        return self._sessions.get(node)
 
-    async def _dial(self, node: NodeId) -> Session:
+    def _end_closed(self, node: NodeId) -> None:
+        """Of a session that is closing `on_close` may come late."""
+        for session in (self._sessions.get(node), self._dialled.get(node)):
+            if session is not None and session.closed:
+                self.ended(session, "its session is closed")
+
+    def _dial(self, node: NodeId) -> asyncio.Task[Session]:
+        task = self._dialling.get(node)
+        if task is None:
+            task = self._dialling[node] = asyncio.get_running_loop().create_task(self._reach(node))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `gone` hears of it
+        return task
+
+    async def _reach(self, node: NodeId) -> Session:
         try:
             address = self._address_of(node)
-            handler = self._handler_of()
-            session = await self._network.connect(address, PeerMessage, handler, timeout_s=CONNECT_S)
+            session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
             check_peer(session, node)
             if session.closed:
                 raise ConnectionError("its session is closed")
         except (OSError, TimeoutError, LookupError) as error:
-            if (other := self.open_to(node)) is not None:
-                return other
-            self._gone(node, f"it cannot be reached: {error or 'it is silent'}")
+            if self.open_to(node) is None:
+                self._unsaid.pop(node, None)
+                self._gone(node, f"it cannot be reached: {error or 'it is silent'}")
             raise ConnectionError(f"{node} cannot be reached: {error}") from error
         finally:
             del self._dialling[node]
         session.send(self._hello)
-        self._names[session] = node
-        if self.open_to(node) is None or self._hello.node < node:
-            self._sessions[node] = session
-        return self._sessions[node]
+        self._dialled[node] = session
+        self._open(node, session)
+        return session
 
     def entered(self, session: Session, hello: PeerHello) -> None:
         """Another node opened this session."""
-        node = hello.node
-        self._names[session] = node
         if hello.stage:
-            return
-        if self.open_to(node) is None or node < self._hello.node:
+            self._names[session] = hello.node
+        else:
+            self._open(hello.node, session)
+
+    def _open(self, node: NodeId, session: Session) -> None:
+        self._names[session] = node
+        if self.open_to(node) is None:
             self._sessions[node] = session
+            for letter in self._unsaid.pop(node, ()):
+                session.send(letter)
 
     def node_of(self, session: Session) -> NodeId | None:
         """With whom it is; None for one that is not open to letters yet, or any more."""
         return self._names.get(session)
 
     def ended(self, session: Session, reason: str) -> None:
-        node = self._names.pop(session, None)
-        if node is not None:
-            if self._sessions.get(node) is session:
-                del self._sessions[node]
-            self._gone(node, reason)
+        node = self._names.get(session)
+        if node is None:
+            return
+        self._sessions.pop(node, None)
+        self._dialled.pop(node, None)
+        for other in [other for other, name in self._names.items() if name == node]:
+            del self._names[other]
+            other.close("another session with this node ended")
+        self._gone(node, reason)
 
 
 def network_of(config: Config, token: str, credentials: Credentials | None = None) -> TcpNetwork:

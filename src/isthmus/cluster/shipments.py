@@ -31,18 +31,27 @@ def framed(blocks: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, S
 
 
 class Landing:
-    """Where it arrives: `blocks` of the engine's memory. `stops`: how many of them each layer has, or has on its way
-    into its place."""
+    """Where it arrives: `blocks` of the engine's memory. `placed`: how many of them each layer has, or has on its way
+    into its place; `whole`: how many it has, without a gap."""
 
     def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
         self.memory, self.blocks = memory, blocks
-        self.stops = [0] * memory.layout.num_layers
+        self.go_on(0)
         self._frames = Frames(memory.layout)
+
+    def go_on(self, num_whole: int) -> None:
+        """So many are whole, and nothing is on its way."""
+        self.placed, self.whole = ([num_whole] * self.memory.layout.num_layers for _ in range(2))
+
+    @property
+    def num_whole(self) -> int:
+        """In all layers."""
+        return min(self.whole)
 
     def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
         """Where a frame goes. Raises ProtocolError for what is not expected."""
         layout, first, stop = self.memory.layout, head.first, head.first + len(head.seals)
-        fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.stops[head.layer]
+        fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.placed[head.layer]
         if not (fits and first < stop <= len(self.blocks)):
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
         tokens = Span(first * layout.block_size, stop * layout.block_size)
@@ -50,7 +59,10 @@ class Landing:
         placed = self._frames.place(head, session, NONE, tokens, targets, size)
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
-        self.stops[head.layer] = stop
+        self.placed[head.layer] = stop
+        if first < self.num_whole:  # the other layers of it are of what was there before
+            self.whole = [min(whole, first) for whole in self.whole]
+        self.whole[head.layer] = min(self.whole[head.layer], first)
         return placed
 
     def take(self, head: Shipment) -> bool | None:
@@ -61,33 +73,24 @@ class Landing:
         first, stop = head.first, head.first + len(head.seals)
         for run, buffer in zip(self._runs(Span(first * size, stop * size)), targets, strict=True):
             memory.land(head.layer, *run, buffer)
-        return all(
+        matches = all(
             seal(memory.export(head.layer, block * size, (block + 1) * size)) == expected
             for block, expected in zip(self.blocks[first:stop], head.seals, strict=True)
         )
+        if matches and self.whole[head.layer] == first:
+            self.whole[head.layer] = stop
+        return matches
 
     def _runs(self, tokens: Span) -> Iterator[tuple[int, int]]:
         return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
 
-    def is_whole(self, head: Shipment) -> bool:
-        """Whether with this frame all blocks up to its end are whole: layers come in their order."""
-        return head.layer == len(self.stops) - 1 and min(self.stops) >= head.first + len(head.seals)
-
-    def void(self, head: Shipment) -> None:
+    def void(self, session: Session, head: Shipment) -> None:
         """It will not come."""
-        self._frames.void(head)
+        self._frames.void(session, head)
 
     def refuse(self) -> None:
         """Nothing more is written when this returns."""
         self._frames.refuse()
-
-
-class _Return:
-    """KV that comes home. `is_damaged`: a seal did not match, and what follows is awaited, so that it is not taken for
-    another return."""
-
-    def __init__(self, reclaim: events.Reclaim, memory: KVBytes) -> None:
-        self.holder, self.landing, self.is_damaged = reclaim.holder, Landing(memory, reclaim.blocks), False
 
 
 class Shipments:
@@ -96,7 +99,7 @@ class Shipments:
     def __init__(self, memory: KVBytes, peers: Peers, tell: Tell) -> None:
         self._memory, self._peers, self._tell = memory, peers, tell
         self._sendings: dict[RequestId, dict[NodeId, list[Sending]]] = {}
-        self._returns: dict[RequestId, _Return] = {}
+        self._returns: dict[RequestId, tuple[NodeId, Landing]] = {}  # and where they come from
         self.bytes_out = self.bytes_in = self.seal_mismatches = 0
 
     def ship(self, ship: events.Ship) -> None:
@@ -135,7 +138,7 @@ class Shipments:
     # What comes home.
 
     def reclaim(self, reclaim: events.Reclaim) -> None:
-        self._returns[reclaim.key] = _Return(reclaim, self._memory)
+        self._returns[reclaim.key] = reclaim.holder, Landing(self._memory, reclaim.blocks)
 
     def release(self, key: RequestId) -> None:
         """Nothing more is read from its blocks, or written to those of what comes back, when this returns."""
@@ -145,29 +148,29 @@ class Shipments:
     def _end(self, key: RequestId, *, whole: bool) -> None:
         found = self._returns.pop(key, None)
         if found is not None:
-            found.landing.refuse()
+            found[1].refuse()
             self._tell(events.Reclaimed(key, whole))
 
     def awaits(self, peer: NodeId | None, head: Shipment) -> bool:
         """Whether this is a part of what comes home."""
-        found = self._returns.get(head.key)
-        return found is not None and found.holder == peer
+        holder, _ = self._returns.get(head.key, (None, None))
+        return holder is not None and holder == peer
 
     def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
-        return self._returns[head.key].landing.place(session, head, size)
+        return self._returns[head.key][1].place(session, head, size)
 
     def receive(self, head: Shipment) -> None:
-        found = self._returns[head.key]
-        matches = found.landing.take(head)
+        """What came damaged lies with its holder still; what follows is awaited, so that it is not taken for another
+        return."""
+        _, landing = self._returns[head.key]
+        matches, count = landing.take(head), len(landing.blocks)
         if matches is None:
             return
         self.bytes_in += len(head.seals) * self._memory.layout.slice_bytes
-        if not matches and not found.is_damaged:
-            self.seal_mismatches += 1
-            found.is_damaged = True  # it lies with its holder still
-        if head.first + len(head.seals) == len(found.landing.blocks) and found.landing.is_whole(head):
-            self._end(head.key, whole=not found.is_damaged)
+        self.seal_mismatches += not matches
+        if head.layer == len(landing.whole) - 1 and head.first + len(head.seals) == count:
+            self._end(head.key, whole=landing.num_whole == count)
 
     def void(self, head: Shipment) -> None:
         """The holder gave up in the midst of it."""

@@ -100,9 +100,11 @@ class Frames:
             return None
         return frame.targets
 
-    def void(self, head: Head) -> None:
-        """It will not come."""
-        self._frames.pop(head, None)
+    def void(self, session: Session, head: Head) -> None:
+        """It will not come over this session."""
+        frame = self._frames.get(head)
+        if frame is not None and frame.session is session:
+            del self._frames[head]
 
     def refuse(self) -> None:
         """Nothing more is written when this returns."""

@@ -81,12 +81,13 @@ class Guests:
         guest = self._guests.get(event.key)
         if guest is None or event.peer not in guest.needed:
             return
-        is_more, guest.num_stowed = event.stop > guest.num_stowed, event.stop
+        stop = min(event.stop, len(guest.blocks) * guest.share.parts)  # it may have shrunk meanwhile
+        is_more, guest.num_stowed = stop > guest.num_stowed, stop
         if is_more or event.damaged:
-            actions.append(events.Tell(event.peer, Shipped(event.key, event.stop, event.damaged)))
+            actions.append(events.Tell(event.peer, Shipped(event.key, stop, event.damaged)))
 
     def send_back(self, peer: NodeId, wanted: SendBack, actions: Actions) -> None:
-        """Blocks go home; where they are not whole here, as after a lost session, the home hears that it lost them."""
+        """Blocks go home, where they are whole here: who asks was told so, or the session with it ended since."""
         guest, stop = self._guests.get(wanted.key), wanted.first + wanted.num_blocks
         if guest is None or peer not in guest.needed or guest.share.parts > 1:
             return

@@ -234,7 +234,7 @@ class Node:
         else:
             if part is PREFILL:
                 actions.append(events.Offer(key, route.decode, attempt.extent))
-                attempt.granted = self._attempts.take_early(route.decode, key) is not None
+                attempt.granted |= self._attempts.take_early(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -393,7 +393,7 @@ class Node:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
         if attempt.packs:
             self._send(attempt, actions)
-        elif attempt.granted and attempt.is_whole:
+        elif attempt.granted and attempt.is_whole and not attempt.given_up_ns:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from isthmus.cluster.landing import FRAME_BLOCKS
+from isthmus.cluster.shipments import FRAME_BLOCKS
 
 from isthmus.attempts import key_of
 from isthmus.blocks import KVLayout

@@ -393,7 +393,7 @@ class Node:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
         if attempt.packs:
             self._send(attempt, actions)
-        elif attempt.granted and attempt.is_whole and not attempt.given_up_ns:
+        elif attempt.granted and attempt.is_whole and not attempt.due_ns:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:

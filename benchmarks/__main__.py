@@ -155,6 +155,9 @@ def accuracy(
     model: Annotated[
         str | None, typer.Option(help="Model folder or hub id; default: llama-256x8, random.")
     ] = None,
+    emulated: Annotated[
+        bool, typer.Option("--emulated", help="Emulated engines, at the curve's speed.")
+    ] = False,
     requests: Annotated[int, typer.Option(min=10, help="Requests of the load.")] = 150,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 4.0,
     cost_file: Annotated[
@@ -170,7 +173,13 @@ def accuracy(
 
     check_writable("--json", json_file)
     plan = bench.Plan(
-        find_model(model)[0] if model else None, requests, rate, threads=threads, seed=seed, cost=cost_file
+        find_model(model)[0] if model else None,
+        requests,
+        rate,
+        emulated=emulated,
+        threads=threads,
+        seed=seed,
+        cost=cost_file,
     )
     found = bench.run(plan, _say)
     show(bench.table(found))

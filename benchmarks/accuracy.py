@@ -1,9 +1,9 @@
 """`python -m benchmarks accuracy`: how far the simulator is from a live cluster on this machine.
 
-One prefill and one decode node with the torch engine, each on a core of its own where there are as many, serve a
-Poisson load over HTTP while the conductor records it.
-The recording then runs through the simulator: the same arrivals, lengths and block names, the same limits, and the
-curve of `isthmus profile`. Both are measured alike: from a request to its first token, and from token to token.
+One prefill and one decode node, each on a core of its own where there are as many, serve a Poisson load over HTTP while
+the conductor records it. The recording then runs through the simulator: the same arrivals, lengths and block names, the
+same limits, and the curve that `isthmus profile` measured on such a core. Both are measured alike: from a request to
+its first token, and from token to token. Emulated engines wait as long as the curve says: what is left is not theirs.
 
 The simulator has no HTTP, tokenizer, event loop or client, and none of them competes with its engines for a core.
 What a request takes beyond the model when nothing else runs is measured: some idle requests go first, and the
@@ -37,11 +37,11 @@ from isthmus.config import load_config
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import RequestRecord, Status
 from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 from isthmus.sim.workloads import Request, Workload, load
 from isthmus.types import NS_PER_S
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, NUM_NODES = 16, 2
 KV_MEMORY = 256 << 20
 NUM_WARM, NUM_IDLE = 3, 9
 """Requests one after another before the load: the first only warm up, of the others the overhead is taken."""
@@ -63,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True):
     output: str = "lognormal(p50=40,p99=120)"
     prefixes: int = 10
     prefix_tokens: int = 128
+    emulated: bool = False
     threads: int = 1
     seed: int = 0
     cost: Path | None = None
@@ -151,15 +152,17 @@ def _random_model(folder: Path) -> Path:
 
 
 def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
-    """The curve of this machine's engine, measured in a process of its own, with a node's threads."""
+    """The curve of this machine's engine, measured in a process of its own, with a node's threads and core."""
     report(f"profiling the engine, {plan.threads} threads")
     curve = folder / "curve.yaml"
     arguments = ("--model", str(plan.model), "--threads", str(plan.threads), "--kv-memory", str(KV_MEMORY))
+    core = cores_for(NUM_NODES)[:1]
     done = subprocess.run(
         [sys.executable, "-m", "isthmus", "profile", "--out", str(curve), *arguments],
         capture_output=True,
         text=True,
         check=False,
+        preexec_fn=(lambda: os.sched_setaffinity(0, core)) if core else None,
     )
     if done.returncode:
         raise BenchError(f"isthmus profile failed: {last_line(done.stderr)}")
@@ -174,6 +177,7 @@ def _write_config(plan: Plan, folder: Path, curve: Path) -> Path:
         "port": 0,
         "roles": {"prefill": 1, "decode": 1},
         "engine": {
+            "kind": "emulated" if plan.emulated else "torch",
             "threads": plan.threads,
             "block_size": BLOCK_SIZE,
             "kv_memory": KV_MEMORY,
@@ -217,10 +221,16 @@ async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[T
 def _pin(pid: int) -> None:
     """A core of its own for each node, where there are as many; what else runs takes what they leave. Linux."""
     with contextlib.suppress(OSError):
-        children, cores = _children(pid), sorted(os.sched_getaffinity(0))
-        for child, core in zip(children, cores, strict=False) if len(children) <= len(cores) else ():
+        children = _children(pid)
+        for child, core in zip(children, cores_for(len(children)), strict=False):
             for thread in Path(f"/proc/{child}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
+
+
+def cores_for(count: int) -> list[int]:
+    """A core for each of so many nodes; none where there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[:count] if count <= len(cores) else []
 
 
 def _children(pid: int) -> list[str]:

@@ -14,8 +14,8 @@ import msgspec
 from rich.table import Table
 
 from isthmus.papers.sarathi.models import on_a100
-from isthmus.sim.one_node import Asked, BatchLimits, serve
-from isthmus.sim.summary import nearest_rank
+from isthmus.papers.sarathi.one_node import Asked, BatchLimits, serve
+from isthmus.sim.spread import nearest_rank
 from isthmus.types import NS_PER_MS, NS_PER_S
 
 NUM_REQUESTS = 400

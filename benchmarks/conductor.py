@@ -41,7 +41,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.errors import ConfigError
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
 
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isthmus.cost.fit import least_squares
+from isthmus.bench.least_squares import least_squares
 
 
 @dataclass(frozen=True)

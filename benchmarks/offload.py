@@ -19,7 +19,8 @@ from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import Faults, LinkFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import nearest_rank, threshold_use, within_limits
+from isthmus.sim.spread import nearest_rank
+from isthmus.sim.summary import threshold_use, within_limits
 from isthmus.sim.workloads import load
 from isthmus.types import NS_PER_S
 

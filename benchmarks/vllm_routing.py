@@ -31,11 +31,12 @@ from rich.table import Table
 from benchmarks.peers.servers import Running, Side, running
 from benchmarks.served import last_line, reserved_port, served
 from isthmus.bench import BenchError
-from isthmus.cluster.hosts import cores_of
-from isthmus.cluster.vllm.server import Beside, environment_of, settle
+from isthmus.cluster.launcher import LaunchSpec, cores_of
+from isthmus.cluster.vllm.server import environment_of, settle
 from isthmus.config import Config
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, load
+from isthmus.types import NodeId, Role
 
 PREFILLS = 2
 PROXY = "proxy"
@@ -238,7 +239,9 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 def _server(plan: Plan, config: Config, number: int, meets: int) -> Side:
     """`meets`: the port at which decode servers find it."""
     cores = cores_of(number, 1)
-    settings = environment_of(config, Beside(f"prefill-{number}", "127.0.0.1", 1, cores), meets)
+    name = NodeId(f"prefill-{number}")
+    spec = LaunchSpec(name, Role.PREFILL, "", "", str(plan.model), 1, "", cores=cores)
+    settings = environment_of(config, spec, meets)
     settings["VLLM_API_KEY"] = ""  # the proxy has none
     command = (
         "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import random
 from collections import defaultdict
@@ -41,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # Hypothesis draws numbers and texts that it finds in the modules loaded so far, so that without this a test's
         # examples would depend on which tests its worker ran before.
         providers._get_local_constants = providers.Constants
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,10 +12,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,14 +23,14 @@ import uvloop
 from isthmus.cli.node import SWITCH_S, process_of
 from isthmus.cli.serve import assemble
 from isthmus.cluster.head import Head
-from isthmus.cluster.hosts import Hosts, LaunchSpec, Process
+from isthmus.cluster.launcher import Launcher, LaunchSpec, Process
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import EngineProcess
 from isthmus.config import Config, load_config
 from isthmus.gateway.server import bind, serve_http
 from isthmus.messenger import network
 from isthmus.messenger.tcp import TcpPort
-from isthmus.types import BlockName, NodeId, Tier
+from isthmus.types import BlockName, Tier
 from tests.pace import paced
 from tests.served import LIMIT_S, POLL_S, Client
 
@@ -45,24 +44,12 @@ _DEFAULTS = {
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
 
 
-class TaskHosts(Hosts):
+class TaskLauncher(Launcher):
     """Starts each process of each node as a task. One that ended stays away."""
 
     def __init__(self) -> None:
         self.processes: list[EngineProcess] = []
         self._tasks: dict[str, asyncio.Task[str]] = {}
-
-    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
-        """There is room."""
-
-    def threads(self) -> int:
-        return 1
-
-    async def open(self) -> None:
-        """There is room."""
-
-    def missing(self) -> str:
-        return ""
 
     async def start(self, process: Process, spec: LaunchSpec) -> None:
         self.processes.append(process_of(spec))
@@ -215,7 +202,7 @@ class Inside(Client):
 
     def _strange(self, process: NodeProcess) -> list[str]:
         """How the conductor's index, the node's books and its store differ."""
-        view = self.head._conductor.view
+        view = self.head._desk.conductor.view
         bit = view.nodes[process.node.node].bit
         believed = {
             name: Tier.DISK if view.index._disk.get(name, 0) & bit else Tier.MEMORY
@@ -336,14 +323,14 @@ async def _hang_up(ports: list[TcpPort]) -> None:
 
 
 async def _serve(config: Config, key: str | None, opened: Future[Inside]) -> None:
-    hosts = TaskHosts()
-    cluster, app = assemble(config, hosts)
+    launcher = TaskLauncher()
+    cluster, app = assemble(config, launcher)
     bound, end = bind(config.host, 0), asyncio.Event()
     url = f"http://{config.host}:{bound.getsockname()[1]}"
     async with cluster.run():
         http = asyncio.create_task(serve_http(app, bound, end, drain_s=1))
         await cluster.wait_ready()
         loop = asyncio.get_running_loop()
-        cluster_inside = await asyncio.to_thread(Inside, url, cluster.head, hosts.processes, loop, end, key)
+        cluster_inside = await asyncio.to_thread(Inside, url, cluster.head, launcher.processes, loop, end, key)
         opened.set_result(cluster_inside)
         await http

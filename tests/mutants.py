@@ -23,13 +23,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tests.mutations import Mutant, mutant, places
+from isthmus.yaml_file import read_document
+from tests.mutations import Mutant, places
 from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
@@ -44,37 +43,34 @@ ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "messenger": ("messenger", (), ("tests/messenger",)),
     "executors": (
         "cluster",
-        ("hosts.py", "launcher.py", "local.py", "process.py", "ray_hosts.py"),
+        ("launcher.py", "local.py", "process.py", "ray_launcher.py"),
         ("tests/node", *(f"tests/cluster/test_{name}.py" for name in QUICK.split())),
     ),
 }
-KEPT = yaml.safe_load((ROOT / "tests/mutants.yaml").read_text())
+KEPT = {(what, path) for what, row in read_document(ROOT / "tests/mutants.yaml").values.items() for path in row}
 CPU_S, WALL_S, MEMORY_BYTES = 60, 240, 8 << 30
 
 
-def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mutant]:
+def draw(room: str, seed: int, known: set[tuple[str, str]]) -> Iterator[Mutant]:
     folder, left_out, _ = ROOMS[room]
     chance = random.Random(f"{room} {seed}")
     paths = [
         path for path in sorted((ROOT / "src/isthmus" / folder).rglob("*.py")) if path.name not in left_out
     ]
-    every = [(str(path.relative_to(ROOT)), place) for path in paths for place in places(path)]
+    every = [place for path in paths for place in places(path)]
     chance.shuffle(every)
-    for path, place in every:
-        drawn = mutant(path, *chance.choice(place))
-        if drawn.key not in known and drawn.can_be_read:
+    for place in every:
+        drawn = Mutant(place, chance.choice(place.others))
+        if (drawn.what, drawn.path) not in known:
             yield drawn
 
 
 def again(room: str, missed: list[dict[str, Any]]) -> Iterator[Mutant]:
     """Those mutants of the room once more, wherever their lines stand by now."""
-    mine = [one for one in missed if one["room"] == room]
-    wanted = {(one["path"], one["old"], one["new"]) for one in mine}
-    kinds = {(one["path"], one["operator"]) for one in mine}
-    for path in sorted({path for path, _ in kinds}):
-        for operator, occurrence in chain.from_iterable(places(ROOT / path)):
-            if (path, operator) in kinds and (one := mutant(path, operator, occurrence)).key in wanted:
-                yield one
+    wanted = {(one["what"], one["path"]) for one in missed if one["room"] == room}
+    for path in sorted({path for _, path in wanted}):
+        every = (Mutant(place, node) for place in places(ROOT / path) for node in place.others)
+        yield from (one for one in every if (one.what, path) in wanted)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -126,16 +122,15 @@ def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[
     """One record for each mutant; the tests must pass without any."""
     if outcome(ROOMS[room][2], scratch) != "survived":
         raise SystemExit(f"{room}: its tests fail without a mutant\n" + (scratch / "said.txt").read_text())
-    equivalent = {(kept["path"], kept["old"], kept["new"]) for kept in KEPT}
     for one in mutants:
-        same = one.key in equivalent
+        same = (one.what, one.path) in KEPT
         start_s = time.monotonic()
         code = (scratch / one.path).read_text()
-        (scratch / one.path).write_text(one.code)
+        (scratch / one.path).write_text(one.code())
         end = "equivalent" if same else by_room(room, one.path, scratch)
         (scratch / one.path).write_text(code)
         said = {"room": room, "outcome": end, "seconds": round(time.monotonic() - start_s, 1)}
-        yield said | {name: value for name, value in one._asdict().items() if name != "code"}
+        yield said | {"path": one.path, "line": one.line, "what": one.what}
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -165,7 +160,7 @@ def main() -> None:
         "--again", type=Path, help="try again what survived in this file, instead of a new sample"
     )
     asked = parser.parse_args()
-    known = {(one["path"], one["old"], one["new"]) for path in asked.not_in for one in lines_of(path)}
+    known = {(one["what"], one["path"]) for path in asked.not_in for one in lines_of(path)}
     missed = [one for one in lines_of(asked.again) if one["outcome"] == "survived"] if asked.again else []
     records = []
     asked.out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,9 +173,7 @@ def main() -> None:
             for record in tried(room, mutants, scratch) if mutants else ():
                 records.append(record)
                 print(json.dumps(record), file=out, flush=True)
-                print(
-                    "{outcome:10} {seconds:5} s {path}:{line} {old!r} -> {new!r}".format(**record), flush=True
-                )
+                print("{outcome:10} {seconds:5} s {path}:{line} {what}".format(**record), flush=True)
     print(table(records))
 
 

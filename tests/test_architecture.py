@@ -12,7 +12,7 @@ import pytest
 from isthmus.attempts import Route
 from isthmus.conductor.policies import POLICIES
 from isthmus.config import POLICIES as NAMES
-from isthmus.deploy.policies import make_known
+from isthmus.deploy.rules import make_known
 from isthmus.errors import ConfigError
 from tests.cli.conftest import isthmus as isthmus
 from tests.parity.test_parity import COSTS, config_of, workload

@@ -49,8 +49,7 @@ engine.prompt_batch engine.max_sequences engine.max_length engine.batches
 engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach engine.vllm.served_model_name
 engine.vllm.sockets engine.vllm.transfer
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
-scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
-scheduling.decode_s scheduling.load_limit scheduling.seed
+scheduling.reserve scheduling.balancing_threshold scheduling.decode_s scheduling.load_limit
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.mode tls.folder tls.certificate tls.key tls.authority

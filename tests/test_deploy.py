@@ -20,6 +20,7 @@ from isthmus.deploy import (
     gpus_of,
     hardware_of,
     links_of,
+    nodes_of,
     rooted,
     rules_of,
 )
@@ -52,11 +53,9 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "limits.max_attempts": 2,
             "scheduling.admission": "early",
             "scheduling.reserve": 0.2,
-            "scheduling.sticky_blocks": 3,
             "scheduling.balancing_threshold": 4.0,
             "scheduling.decode_s": 5.0,
             "scheduling.load_limit": 0.9,
-            "scheduling.seed": 6,
             "network.compression": "int8",
             "slo.ttft_ms": 100,
             "slo.tbt_ms": 10,
@@ -222,3 +221,39 @@ def test_what_a_role_has_of_its_own_is_its_engine_s() -> None:
     assert (engine.gpus, engine.kv_memory, engine.max_sequences) == (2, 2 << 30, 9)
     assert "kv_memory" in engine.model_fields_set
     assert for_role(config, Role.PREFILL).engine == config.engine
+
+
+HANDLING = {
+    "load_byte_s": 1e-9,
+    "save_byte_s": 2e-9,
+    "send_layer_s": 1e-3,
+    "send_byte_s": 4e-9,
+    "receive_byte_s": 8e-9,
+}
+ROLES = {"roles.prefill": 1, "roles.decode": 1, "roles.mixed": 1, "engine.kv_memory": "64MiB"}
+
+
+@pytest.mark.parametrize(("cache", "saved_s"), [({}, 0.0), ({"cache.dram": "1MiB"}, 2e-9)])
+def test_where_cores_are_shared_prefill_takes_what_handing_over_and_saving_do(
+    cache: dict, saved_s: float
+) -> None:
+    def prefill_s(shares_core: bool) -> dict[Role, float]:
+        handling = {"handling": HANDLING | {"shares_core": shares_core}}
+        config = load_config(None, {"engine.cost": CURVE | handling, **ROLES, **cache})
+        costs = {node.role: compile_cost(node.cost) for node in nodes_of(config, 16)}
+        return {role: cost.prefill_ns(100, 0) / 1e9 for role, cost in costs.items()}
+
+    alone, shared = prefill_s(False), prefill_s(True)
+    assert set(alone.values()) == {1e-3}
+    saves = 100 * 1024 * saved_s
+    assert shared[Role.PREFILL] == pytest.approx(1e-3 + 4 * 1e-3 + 100 * 1024 * 4e-9 + saves)
+    assert shared[Role.MIXED] == shared[Role.DECODE] == pytest.approx(1e-3 + saves)
+
+
+def test_links_are_as_fast_as_the_core_that_kv_passes_through() -> None:
+    config = load_config(
+        None, {"engine.cost": CURVE | {"handling": HANDLING}, "network.node_gbps": 100, **ROLES}
+    )
+    rates = nodes_of(config, 16)[0].rates
+    assert (rates.network, rates.handover) == (125_000_000, 0)
+    assert rates.memory == 1_000_000_000

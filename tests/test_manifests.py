@@ -17,7 +17,7 @@ import yaml
 
 from isthmus.cli.main import app
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.joining import check_joining
+from isthmus.cluster.local import check_joining
 from isthmus.config import Config, api_key, cluster_token, key_digest, load_config
 from isthmus.gateway.app import create_app
 from isthmus.gateway.settings import ApiKey, GatewaySettings

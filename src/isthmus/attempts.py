@@ -1,16 +1,17 @@
 """What the conductor says to nodes of an attempt, and what they report: the same values in every room and on the wire.
 
-A leaf below all that decides. `conductor` answers with a `Route` and hears the reports; `node` is told the route and
-reports; the live cluster sends both as they are.
+A leaf below all that decides. `conductor` answers with a `Route` and hears the reports; `node` is told the route, in
+a `Begin`, and reports; the live cluster sends both as they are.
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from isthmus.reuse import Packing, Selection
 from isthmus.reuse.passages import Passage
-from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
+from isthmus.types import DECODE, NOBODY, BlockName, NodeId, RequestId, Role, Sampling, Tenant, Tier
 
 
 def key_of(request: RequestId, attempt: int) -> RequestId:
@@ -141,6 +142,90 @@ def num_left_out(route: Route, num_tokens: int, block_size: int) -> int:
     packing = assembly.packing if assembly is not None else None
     return route.handover_start + away + (packing.num_dropped if packing is not None else 0)
 
+
+# What nodes are told.
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
+
+    `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
+    does both here. `names`: of the prompt's full blocks. `tenant`: in whose share of the node it is computed and kept.
+
+    The rest is for who computes; whoever decides has none of it, nor has the simulator. `now_ns`: the clock of the
+    head, of which the times in `route` are. `tokens`: prompt and what earlier attempts generated; the first
+    `num_prompt` are the client's prompt. `salt`: of the request's caches. `donors`: to assemble the prompt, of each of
+    the route's donors the tokens of the blocks that are needed.
+    """
+
+    key: RequestId
+    part: Role
+    route: Route
+    num_tokens: int
+    stop_length: int
+    names: tuple[BlockName, ...] = ()
+    tenant: Tenant = NOBODY
+    now_ns: int = 0
+    tokens: tuple[int, ...] = ()
+    num_prompt: int = 0
+    sampling: Sampling = Sampling()
+    salt: str = ""
+    donors: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def fetch(self) -> FetchOrder | None:
+        """What is fetched from another node for this part."""
+        if self.part is not DECODE:
+            return self.route.fetch
+        recall = self.route.recall
+        return recall if recall is not None and recall.source != self.route.decode else None
+
+    @property
+    def peer(self) -> NodeId:
+        """The other node of its hand-over."""
+        return self.route.prefill if self.part is DECODE else self.route.decode
+
+    def to_decide(self, now_ns: int) -> Begin:
+        """What the one who decides is told at a node whose clock says `now_ns`: times by that clock, no tokens."""
+        ahead, route, fetch = now_ns - self.now_ns, self.route, self.route.fetch
+        if fetch is not None:
+            fetch = replace(fetch, until_ns=fetch.until_ns + ahead)
+        deadline = max(1, route.deadline_ns + ahead) if route.deadline_ns else 0
+        route = replace(route, fetch=fetch, deadline_ns=deadline)
+        parts = self.key, self.part, route, self.num_tokens, self.stop_length, self.names, self.tenant
+        return Begin(*parts)
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Drop an attempt and free its blocks."""
+
+    key: RequestId
+
+
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """So many more of an attempt's leading blocks are to lie with `holder` from now on, if that has room."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
+class Return(msgspec.Struct, frozen=True, tag=True):
+    """The last `num_blocks` of an attempt's blocks that lie with `holder`, which has the last of its holdings, are to
+    come home, if there is memory for them here."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
+class Become(msgspec.Struct, frozen=True, tag=True):
+    """Take this role. Nothing of the old one is under way here."""
+
+    role: Role
+
+
+Order = Begin | Forget | Move | Return | Become
 
 # What nodes report.
 

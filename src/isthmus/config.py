@@ -480,14 +480,14 @@ class SloConfig(_Section):
 
 
 class SchedulingConfig(_Section):
-    """The knobs beside `policy`. Each of the last five belongs to the policy or admission it names.
+    """The knobs beside `policy`. Each of the last three belongs to the policy or admission it names.
 
     `chunking`: how many prompt tokens an iteration with decodes takes, `engine.token_budget` or as many within it as
     keep `slo.tbt_ms`; `partial_prefills`: prompts that a node computes in parts at the same time, above 1 with
     `order: fcfs` only;
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
-    promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
-    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`.
+    promising; `balancing_threshold`: of `mooncake`; `decode_s`: of `predictive`, how long every request decodes;
+    `load_limit`: of all admissions.
     """
 
     admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
@@ -495,11 +495,9 @@ class SchedulingConfig(_Section):
     chunking: Literal["fixed", "tbt"] = "fixed"
     partial_prefills: int = Field(1, ge=1, le=64)
     reserve: float = Field(0.0, ge=0, lt=1)
-    sticky_blocks: int = Field(2, ge=1)
     balancing_threshold: float = Field(1.0, ge=0)
     decode_s: float = Field(10.0, gt=0)
     load_limit: float = Field(1.0, gt=0)
-    seed: int = 0
 
 
 class RayConfig(_Section):

@@ -126,6 +126,11 @@ class Tenant(msgspec.Struct, frozen=True):
 NOBODY = Tenant()
 
 
+def sharing(name: str, weight: float) -> Tenant:
+    """Whose share a request of this tenant is computed in."""
+    return Tenant(name, weight) if weight else NOBODY
+
+
 class Shares(msgspec.Struct, frozen=True):
     """Of `tenants` with a weight of their own, and the weight of all others, `default`; 0: nobody has a share."""
 
@@ -135,10 +140,6 @@ class Shares(msgspec.Struct, frozen=True):
     def weight_of(self, tenant: str | None) -> float:
         own = (each.weight for each in self.tenants if each.name == tenant)
         return next(own, self.default) if tenant else 0.0
-
-    def owner_of(self, tenant: str) -> Tenant:
-        weight = self.weight_of(tenant)
-        return Tenant(tenant, weight) if weight else NOBODY
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -161,11 +162,6 @@ class Job(msgspec.Struct, frozen=True):
     tbt_ms: int | None = None
     reuse: Reuse = Reuse.EXACT
     weight: float = 0.0
-
-    @property
-    def owner(self) -> Tenant:
-        """Whose share it is computed in."""
-        return Tenant(self.tenant, self.weight) if self.weight else NOBODY
 
 
 class Generated(msgspec.Struct, frozen=True):

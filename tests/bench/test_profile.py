@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.models import make_random_model
 from isthmus.bench.profile import DECODE_STEPS, Case, cases_of, fit_profile, profile_engine
 from isthmus.cost import Curve, compile_cost, curve_of, to_mapping
 from isthmus.engine.engine import EngineOptions
+from tests.engine.hybrids import save_tiny
 
 TRUTH = Curve(
     kv_token_bytes=2048,
@@ -75,3 +78,32 @@ def test_a_real_engine_is_measured(tmp_path: Path) -> None:
     assert (found.curve.query_elements, found.curve.query_heads) == (2 * 2 * 16, 2 * 2)
     assert compile_cost(found.curve).prefill_ns(64, 0) > 0
     assert tmp_path.name in found.curve.origin
+
+
+def test_what_moving_kv_takes_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_random_model(
+        tmp_path,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        dtype="bfloat16",
+        max_position_embeddings=128,
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(torch.get_num_threads() + 1))
+    spare = profile_engine(tmp_path, EngineOptions(kv_bytes=4 << 20), rounds=1).curve.handling
+    assert not spare.shares_core
+    sends, receives = spare.send_layer_s + spare.send_byte_s, spare.receive_layer_s + spare.receive_byte_s
+    assert min(spare.load_byte_s, spare.save_byte_s, sends, receives, spare.message_s) > 0
+    assert spare.zstd is not None and spare.int8 is not None
+    assert 0.3 < spare.zstd.kept < 1.1
+    assert spare.int8.kept == pytest.approx(18 / 32, rel=0.02)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(torch.get_num_threads()))
+    assert profile_engine(tmp_path, EngineOptions(kv_bytes=4 << 20), rounds=1).curve.handling.shares_core
+
+
+def test_rows_of_a_model_with_recurrent_layers_have_states_of_their_own(tmp_path: Path) -> None:
+    save_tiny("qwen3_next", tmp_path)
+    found = profile_engine(tmp_path, EngineOptions(kv_bytes=4 << 20, max_length=128), rounds=1)
+    assert max(case.num_decodes for case in found.cases) > 1
+    assert found.curve.handling.send_layer_s + found.curve.handling.send_byte_s > 0

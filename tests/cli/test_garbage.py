@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli import node, serve
-from isthmus.cluster.hosts import LaunchSpec
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.errors import StartError
 from isthmus.gateway import server
 from isthmus.types import NodeId, Role

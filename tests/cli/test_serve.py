@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli.serve import assemble, say_if_exact, say_if_mute
-from isthmus.cluster.hosts import LocalHosts
+from isthmus.cluster.launcher import LocalLauncher
 from isthmus.config import Config, load_config, with_keys
 from isthmus.gateway import GatewaySettings, GatewayTokenizer
 from isthmus.types import Reuse
@@ -57,7 +57,7 @@ def test_what_tenants_chose_reaches_the_gateway(
     config: Config = load_config(
         None, {**emulated, **ONE, "auth.keys": [{"tenant": "acme", "sha256": "0" * 64}]}
     )
-    assemble(with_keys(config, ["sk-own"]), LocalHosts(config))
+    assemble(with_keys(config, ["sk-own"]), LocalLauncher())
     [settings] = given
     assert (settings.reuse, settings.tenant_reuse["default"]) == (Reuse.EXACT, Reuse.CHUNKS)
     said = capsys.readouterr().err

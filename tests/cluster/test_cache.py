@@ -59,6 +59,17 @@ class Kit:
         into = memoryview(bytearray(LAYOUT.block_bytes))
         return bytes(into) if self.store.get(name, into) else None
 
+    def put_on_disk(self, count: int) -> None:
+        """The first blocks, in no slot."""
+        put_chain(self.store, NAMES[:count], BLOCKS[:count])
+        self.store.flush()
+        self.store.demote(NAMES[:count])
+
+    def close(self) -> None:
+        self.check()
+        self.cache.close()
+        self.store.close()
+
     def settle(self) -> None:
         """What was asked for so far about keeping is done, and what is being read is here or given back."""
         self.cache.kept().result(WAIT_S)
@@ -107,13 +118,39 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     log = Log(tmp_path / "log", SHAPE, 1 << 20, b"test")
     made = Kit(memory_of(request.param), store_of(LAYOUT, 10, log))
     yield made
-    made.check()
-    made.cache.close()
-    made.store.close()
+    made.close()
 
 
 def over(load: Loading) -> None:
     assert load.over.wait(WAIT_S), "a load does not end"
+
+
+def loaded(load: Loading, num_blocks: int) -> None:
+    """All layers of its first blocks are there, and nothing more comes."""
+    load.wait(LAST, num_blocks)
+    over(load)
+
+
+def ends_after(load: Loading, num_blocks: int) -> None:
+    """Only so many of its blocks are there, and nothing more comes."""
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, len(load.names))
+    assert raised.value.num_blocks == num_blocks
+    loaded(load, num_blocks)
+
+
+class Gate:
+    """Calls of a method that wait until they are let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> None:
+        self.began, self._open, self._call = threading.Event(), threading.Event(), getattr(target, name)
+        monkeypatch.setattr(target, name, self._wait)
+        self.go_on = self._open.set
+
+    def _wait(self, *arguments: Any) -> Any:
+        self.began.set()
+        assert self._open.wait(WAIT_S)
+        return self._call(*arguments)
 
 
 # Loads.
@@ -139,57 +176,37 @@ def test_a_block_that_is_nowhere_shortens_the_prefix(kit: Kit, missing: int) -> 
     put_chain(kit.store, NAMES[:6], BLOCKS[:6])
     kit.store.drop([NAMES[missing]])
     load = kit.cache.load(NAMES[:6], range(6))
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, 6)
-    assert raised.value.num_blocks == missing
-    load.wait(LAST, missing)
-    over(load)
+    ends_after(load, missing)
     assert kit.lost == [NAMES[missing]]
     assert [kit.block(at) for at in range(missing)] == BLOCKS[:missing]
 
 
 def test_a_block_damaged_on_disk_shortens_the_prefix(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
-    kit.store.flush()
-    kit.store.demote(NAMES[:6])
+    kit.put_on_disk(6)
     read = kit.store.read
     monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[3] and read(name, *more))
     load = kit.cache.load(NAMES[:6], range(6))
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, 6)
-    assert raised.value.num_blocks == 3
-    over(load)
-    load.wait(LAST, 3)
+    ends_after(load, 3)
     assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
 
 
 def test_large_slices_are_read_a_few_layers_at_a_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit.cache, "_read_layers", 2)  # of 3
-    put_chain(kit.store, NAMES[:4], BLOCKS[:4])
-    kit.store.flush()
-    kit.store.demote(NAMES[:4])
+    kit.put_on_disk(4)
     load = kit.cache.load(NAMES[:4], range(4))
-    load.wait(LAST, 4)
-    over(load)
+    loaded(load, 4)
     assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
 
 
 def test_a_block_dropped_while_it_is_loaded_is_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot is pinned, so that nothing else gets it."""
     put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    fill, began, go_on = kit.memory.fill, threading.Event(), threading.Event()
-
-    def slow(*arguments: Any) -> None:
-        began.set()
-        assert go_on.wait(WAIT_S)
-        fill(*arguments)
-
-    monkeypatch.setattr(kit.memory, "fill", slow)
+    gate = Gate(monkeypatch, kit.memory, "fill")
     load = kit.cache.load(NAMES[:3], range(3))
-    assert began.wait(WAIT_S)
+    assert gate.began.wait(WAIT_S)
     kit.store.drop(NAMES[:3])
     put_chain(kit.store, NAMES[3:], BLOCKS[3:])  # wants every slot that is left
-    go_on.set()
+    gate.go_on()
     over(load)
     assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
 
@@ -202,32 +219,22 @@ def test_a_fault_in_a_load_means_that_the_prompt_is_computed(kit: Kit, monkeypat
 
     monkeypatch.setattr(kit.memory, "fill", broken)
     load = kit.cache.load(NAMES[:3], range(3))
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(0, 1)
-    assert raised.value.num_blocks == 0
-    over(load)
+    ends_after(load, 0)
 
 
 def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    fill, began, go_on = kit.memory.fill, threading.Event(), threading.Event()
-    written = []
-
-    def slow(layer: int, *arguments: Any) -> None:
-        began.set()
-        assert go_on.wait(WAIT_S)
-        fill(layer, *arguments)
-        written.append(layer)
-
-    monkeypatch.setattr(kit.memory, "fill", slow)
+    fill, written = kit.memory.fill, []
+    monkeypatch.setattr(kit.memory, "fill", lambda layer, *more: (fill(layer, *more), written.append(layer)))
+    gate = Gate(monkeypatch, kit.memory, "fill")
     load = kit.cache.load(NAMES[:3], range(3))
-    assert began.wait(WAIT_S)
+    assert gate.began.wait(WAIT_S)
     cancelled = threading.Thread(target=load.cancel)
     cancelled.start()
     while not load.cancelled:
         time.sleep(0.001)
     assert not load.over.is_set()
-    go_on.set()
+    gate.go_on()
     cancelled.join(WAIT_S)
     assert load.over.is_set() and written == [0], "it went on after the layer under way"
 
@@ -288,10 +295,7 @@ def test_a_fetch_that_ends_early_shortens_the_prefix(kit: Kit) -> None:
     for layer in range(LAYOUT.num_layers):
         arrive(fetch, layer, 0, 3 - layer)
     fetch.end()
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, 4)
-    assert raised.value.num_blocks == 1
-    over(load)
+    ends_after(load, 1)
     assert end(kit, fetch) == []
     assert kit.stored(NAMES[0]) == BLOCKS[0] and kit.stored(NAMES[1]) is None
 
@@ -325,8 +329,7 @@ def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits
     load = kit.cache.load(NAMES[:3], range(3))
     assert not load.over.wait(0.01)
     go_on.set()
-    load.wait(LAST, 3)
-    over(load)
+    loaded(load, 3)
     assert end(kit, fetch) == lost == []
     assert [kit.stored(name) for name in NAMES[:3]] == [kit.block(at) for at in range(3)] == BLOCKS[:3]
 
@@ -380,9 +383,7 @@ def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(order: list[tup
     assert fetch.num_whole == min(landed)
     expected = [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
     assert [kit.stored(name) for name in NAMES[:8]] == expected
-    kit.check()
-    kit.cache.close()
-    kit.store.close()
+    kit.close()
 
 
 # Saves.
@@ -433,17 +434,11 @@ def test_without_room_the_tail_is_not_kept(kit: Kit) -> None:
 def test_what_is_evicted_while_it_is_saved_does_not_come_back(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, go_on = kit.memory.save, threading.Event()
-
-    def slow(*arguments: Any) -> None:
-        assert go_on.wait(WAIT_S)
-        save(*arguments)
-
-    monkeypatch.setattr(kit.memory, "save", slow)
+    gate = Gate(monkeypatch, kit.memory, "save")
     done = threading.Event()
     kit.cache.save(NAMES[:2], [None, NAMES[0]], [0, 1], 0, [], lambda lost: done.set())
     kit.cache.drop(NAMES[:2])
-    go_on.set()
+    gate.go_on()
     assert done.wait(WAIT_S)
     kit.settle()
     assert [kit.store.tier(name) for name in NAMES[:2]] == [None, None]
@@ -452,19 +447,12 @@ def test_what_is_evicted_while_it_is_saved_does_not_come_back(
 def test_what_is_being_saved_can_be_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler counts on it from the moment it decides."""
     kit.write(0, BLOCKS[0])
-    save, go_on = kit.memory.save, threading.Event()
-
-    def slow(*arguments: Any) -> None:
-        assert go_on.wait(WAIT_S)
-        save(*arguments)
-
-    monkeypatch.setattr(kit.memory, "save", slow)
+    gate = Gate(monkeypatch, kit.memory, "save")
     kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
     load = kit.cache.load(NAMES[:1], [5])
     assert not load.over.is_set()
-    go_on.set()
-    load.wait(LAST, 1)
-    over(load)
+    gate.go_on()
+    loaded(load, 1)
     assert kit.block(5) == BLOCKS[0]
 
 
@@ -496,9 +484,7 @@ def test_what_is_for_the_disk_alone_passes_through_few_slots(tmp_path: Path, sta
     assert kit.save(NAMES[:9], range(9), early, num_sunk=7) == []
     assert [kit.store.tier(name) for name in NAMES[:9]] == [Tier.MEMORY] * 2 + [Tier.DISK] * 7
     assert [kit.stored(name) for name in NAMES[:9]] == BLOCKS[:9]
-    kit.check()
-    kit.cache.close()
-    kit.store.close()
+    kit.close()
 
 
 def test_a_fault_on_the_way_through_few_slots_loses_none_of_them(
@@ -516,9 +502,7 @@ def test_a_fault_on_the_way_through_few_slots_loses_none_of_them(
 
     monkeypatch.setattr(kit.memory, "save", breaks)
     assert kit.save(NAMES[:9], range(9), num_sunk=9) == NAMES[6:9]
-    kit.check()
-    kit.cache.close()
-    kit.store.close()
+    kit.close()
 
 
 def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit) -> None:
@@ -555,9 +539,7 @@ def test_what_follows_a_block_that_is_gone_is_not_saved(kit: Kit) -> None:
 def on_disk(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
     """Six blocks are on disk; read from there since: by name, as whole blocks or layers."""
     monkeypatch.setattr(cache, "AHEAD", 2)
-    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
-    kit.store.flush()
-    kit.store.demote(NAMES[:6])
+    kit.put_on_disk(6)
     read, done = kit.store.read, list[BlockName]()
 
     def noted(name: BlockName, *more: Any) -> bool:
@@ -571,8 +553,7 @@ def on_disk(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
 def test_what_was_read_ahead_is_not_read_again(kit: Kit, on_disk: list[BlockName]) -> None:
     kit.cache.read(NAMES[:4])
     load = kit.cache.load(NAMES[:4], range(4))  # waits for what is being read
-    load.wait(LAST, 4)
-    over(load)
+    loaded(load, 4)
     assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
     assert sorted(on_disk) == NAMES[:4]
     kit.cache.unread(NAMES[:4])
@@ -598,8 +579,7 @@ def test_no_more_is_read_ahead_than_there_is_room_to_spare(kit: Kit, on_disk: li
     kit.cache.read(NAMES[:4])
     kit.cache.read(NAMES[3:6])  # one is there already, and one more fits
     load = kit.cache.load(NAMES[:6], range(6))
-    load.wait(LAST, 6)
-    over(load)
+    loaded(load, 6)
     assert [kit.block(at) for at in range(6)] == BLOCKS[:6]
     assert kit.store.stat().memory.num_blocks == 5
     kit.cache.unread(NAMES[:6])
@@ -652,10 +632,7 @@ def test_a_block_that_cannot_be_read_ahead_shortens_the_prefix(
     monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[2] and read(name, *more))
     kit.cache.read(NAMES[:4])
     load = kit.cache.load(NAMES[:4], range(4))
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, 4)
-    assert raised.value.num_blocks == 2
-    over(load)
+    ends_after(load, 2)
     kit.cache.unread(NAMES[:4])
 
 
@@ -724,11 +701,6 @@ def placed(
     return frames.place(head, None, codec, Span(0, num_tokens), targets, size)  # type: ignore[arg-type]
 
 
-def fits(codec: str, num_tokens: int, size: int) -> bool:
-    head = Given(RequestId("a#1"), 0, 0, ())
-    return placed(wire.Frames(LAYOUT), head, codec, num_tokens, size, []) is not None
-
-
 def test_two_frames_for_the_same_bytes_are_refused() -> None:
     """Whichever came last would be under the seals of the other. When the first is void, the second may come."""
     frames, size = wire.Frames(LAYOUT), LAYOUT.slice_bytes
@@ -743,9 +715,10 @@ def test_two_frames_for_the_same_bytes_are_refused() -> None:
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_frames_of_a_size_that_cannot_be_are_refused(codec: str) -> None:
-    most = codecs.encoded_bytes(codec, LAYOUT, 6)
-    assert fits(codec, 6, most) and not fits(codec, 6, most + 1)
-    assert fits(codec, 6, most - 1) == (codec == codecs.ZSTD)
+    most, head = codecs.encoded_bytes(codec, LAYOUT, 6), Given(RequestId("a#1"), 0, 0, ())
+    sizes = [most - 1, most, most + 1]
+    fits = [placed(wire.Frames(LAYOUT), head, codec, 6, size, []) is not None for size in sizes]
+    assert fits == [codec == codecs.ZSTD, True, False]
 
 
 def test_chains_end_where_no_block_follows() -> None:
@@ -766,21 +739,14 @@ def test_gauges_tell_both_tiers(kit: Kit) -> None:
 def test_what_is_being_read_is_waited_for_though_somebody_else_wants_it_too(
     kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, go = kit.store.read, threading.Event()
-
-    def slow(name: BlockName, *more: Any) -> bool:
-        assert go.wait(WAIT_S)
-        return read(name, *more)
-
-    monkeypatch.setattr(kit.store, "read", slow)
+    gate = Gate(monkeypatch, kit.store, "read")
     for _ in range(2):
         kit.cache.read(NAMES[:2])
     kit.cache.kept().result(WAIT_S)
     load = kit.cache.load(NAMES[:2], range(2))
     assert not load.over.wait(0.05)
-    go.set()
-    load.wait(LAST, 2)
-    over(load)
+    gate.go_on()
+    loaded(load, 2)
     assert sorted(on_disk) == NAMES[:2], "it was read once more"
     for _ in range(2):
         kit.cache.unread(NAMES[:2])
@@ -806,41 +772,29 @@ def test_what_was_saved_and_went_to_disk_is_waited_for_when_it_is_read_ahead(
     assert kit.save(NAMES[6:7], [6]) == []
     kit.store.flush()
     kit.cache.demote(NAMES[6:7])
-    read, go = kit.store.read, threading.Event()
-
-    def slow(name: BlockName, *more: Any) -> bool:
-        assert go.wait(WAIT_S)
-        return read(name, *more)
-
-    monkeypatch.setattr(kit.store, "read", slow)
+    gate = Gate(monkeypatch, kit.store, "read")
     kit.cache.read(NAMES[6:7])
     kit.cache.kept().result(WAIT_S)
     load = kit.cache.load(NAMES[6:7], [0])
-    go.set()
-    load.wait(LAST, 1)
-    over(load)
+    gate.go_on()
+    loaded(load, 1)
     assert kit.block(0) == BLOCKS[6] and on_disk == NAMES[6:7], "it was read twice"
     kit.cache.unread(NAMES[6:7])
 
 
-def test_a_cache_that_is_closed_has_done_what_was_under_way(tmp_path: Path) -> None:
+def test_a_cache_that_is_closed_has_done_what_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its store is closed next, and its arena unmapped."""
     kit = Kit(memory_of("emulated"), store_of(LAYOUT, 10, Log(tmp_path / "log", SHAPE, 1 << 20, b"test")))
     kit.write(0, BLOCKS[0])
-    save, began, go = kit.memory.save, threading.Event(), threading.Event()
-
-    def slow(*arguments: Any) -> None:
-        began.set()
-        assert go.wait(WAIT_S)
-        save(*arguments)
-
-    kit.memory.save = slow  # type: ignore[method-assign]
+    gate = Gate(monkeypatch, kit.memory, "save")
     kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
-    assert began.wait(WAIT_S)
+    assert gate.began.wait(WAIT_S)
     closing = threading.Thread(target=kit.cache.close)
     closing.start()
     assert closing.is_alive() and not kit.store.contains(NAMES[0])
-    go.set()
+    gate.go_on()
     closing.join(WAIT_S)
     assert kit.stored(NAMES[0]) == BLOCKS[0]
     kit.store.close()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+from isthmus.attempts import Become
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import MemoryTape
-from isthmus.conductor import Convert, RoleChanged, Route
+from isthmus.conductor import RoleChanged, Route, Tell
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.messenger import MemoryNetwork
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
+from tests.tape import MemoryTape
 
 RECIPE = Recipe("model", layout_of(16), 1000)
 CURVE = Curve(kv_token_bytes=2048, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-5)
@@ -42,7 +43,7 @@ async def serve() -> tuple[MemoryTape, list[list[int]], NodeProcess, dict[NodeId
             group.create_task(node.run())
         await head.wait_for([NodeId(name) for name in ROLES])
         answers = [await answer(head, f"before-{index}", PROMPTS[index]) for index in range(4)]
-        head._act(Convert(NodeId("p-1"), Role.DECODE), 0)
+        head._act(Tell(NodeId("p-1"), Become(Role.DECODE)), 0)
         while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
             await asyncio.sleep(0.001)
         roles = {node: role for node, (role, *_) in head.nodes().items()}

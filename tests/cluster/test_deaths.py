@@ -19,7 +19,6 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.messages import PeerMessage
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.conductor import NodeJoined, NodeLeft, RequestArrived, RequestFailed, Route
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
@@ -27,9 +26,10 @@ from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
 from isthmus.errors import UnavailableError
 from isthmus.messenger import Handler, MemoryNetwork, Session
-from isthmus.node.node import SEVERED_NS
+from isthmus.node import SEVERED_NS
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from tests.served import Served, node_pid, serve, streamed
+from tests.tape import Entry, MemoryTape
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE: dict[str, Any] = {

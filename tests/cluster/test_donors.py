@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from isthmus.attempts import Assembly, Donor, Route
-from isthmus.cluster.donors import PART_ROWS, Donors, Signer, parts_of, scope_of
+from isthmus.cluster.donors import PART_ROWS, Donors, parts_of, scope_of
 from isthmus.cluster.messages import Directions
 from isthmus.engine.interface import SIGNATURE_BITS
 from isthmus.errors import ProtocolError
@@ -33,7 +33,7 @@ def ready() -> Donors:
 
 def test_a_table_comes_in_parts_and_in_order() -> None:
     first, second = parts_of(TABLE.tobytes())
-    signer = Signer(VOCAB_SIZE)
+    signer = Donors(CARD)
     with pytest.raises(ProtocolError, match=f"from {PART_ROWS} on follow 0"):
         signer.take(second)
     signer.take(first)
@@ -47,9 +47,7 @@ def test_a_table_comes_in_parts_and_in_order() -> None:
 
 
 def test_signatures_are_of_distinct_tokens_and_alike_as_prompts_are() -> None:
-    signer = Signer(VOCAB_SIZE)
-    for part in parts_of(TABLE.tobytes()):
-        signer.take(part)
+    signer = ready()
     one, other = list(range(200)), list(range(3000, 3200))
     assert signer.sign(one) == signer.sign(one[::-1] * 3) and len(signer.sign(one)) == SIGNATURE_BITS // 8
     alike = similarity(signer.sign(one), signer.sign(one[:190] + other[:10]))
@@ -79,7 +77,7 @@ def test_tenants_and_salts_are_scopes_and_pieces_of_other_salts_never_match() ->
 def test_tokens_of_the_blocks_that_are_needed_go_with_a_task() -> None:
     donors = ready()
     donors.block_size = 4
-    donors.keep(job(list(range(20)), request="d", salt="x"), 4)
+    donors.keep(job(list(range(20)), request="d", salt="x"))
     route = Route(RequestId("r"), 1, NodeId("n"), NodeId("n"))
     assert donors.of(route, job([1])) == ()
     assembly = Assembly(CACHEBLEND, (Donor(RequestId("d"), (b"0", b"1", b"2"), 1),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 
 from isthmus.cluster import messages
 from isthmus.cluster.authority import CERTIFICATE_S, Authority, HeadCredentials, NodeCredentials
-from isthmus.cluster.enrolment import Enrolment, enrol
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
@@ -52,7 +51,7 @@ class Scene:
             silence_s=LIMIT_S,
             rejoin_s=LIMIT_S,
             network=network,
-            enrolment=Enrolment(self.authority),
+            enrolment=self.authority,
         )
         self.join = ""
 
@@ -89,18 +88,16 @@ class Scene:
             await until(lambda: not self.head.nodes())
 
 
-def scene(work: Callable[[Scene], Awaitable[None]]) -> None:
-    async def main() -> None:
-        made = Scene()
-        made.join = await made.head.open("127.0.0.1", 0)
-        async with asyncio.timeout(LIMIT_S):
-            await work(made)
-        await made.head.close()
-        server = made.head._server
-        assert isinstance(server, Listener)
-        await server.wait_closed()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    made = Scene()
+    made.join = await made.head.open("127.0.0.1", 0)
+    async with asyncio.timeout(LIMIT_S):
+        yield made
+    await made.head.close()
+    server = made.head._server
+    assert isinstance(server, Listener)
+    await server.wait_closed()
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -111,18 +108,16 @@ async def until(holds: Callable[[], object]) -> None:
 # The head.
 
 
-def test_who_has_the_join_token_gets_a_certificate_and_joins_under_its_name() -> None:
-    async def work(some: Scene) -> None:
+async def test_who_has_the_join_token_gets_a_certificate_and_joins_under_its_name() -> None:
+    async with scene() as some:
         credentials = some.guest(A)
-        await enrol(over(credentials), some.join, credentials, A, 0, LIMIT_S)
+        await credentials.enrol(over(credentials), some.join, 0, LIMIT_S)
         one = await some.dial(credentials, hello("a", Role.MIXED))
         await until(lambda: one.of(messages.Welcome))
         assert one.session.identity == some.authority.identity(None)
         assert some.head._members[A].session.identity == Identity(some.authority.cluster, A)
         one.session.close()
         await until(lambda: one.reasons)
-
-    scene(work)
 
 
 WRONG: dict[str, tuple[NodeId | None, Any, str]] = {
@@ -134,90 +129,74 @@ WRONG: dict[str, tuple[NodeId | None, Any, str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_node_is_who_its_certificate_says(wrong: str) -> None:
+async def test_a_node_is_who_its_certificate_says(wrong: str) -> None:
     node, said, told = WRONG[wrong]
-
-    async def work(some: Scene) -> None:
+    async with scene() as some:
         stranger = await some.dial(some.guest(A) if node is None else some.certified(node), said)
         await until(lambda: stranger.reasons)
         assert told in stranger.of(messages.Turned)[0].reason
         assert not some.head.nodes() and not list(some.head._groups.followers())
 
-    scene(work)
-
 
 @pytest.mark.parametrize("said", [messages.Beat({}), messages.Directions(0, b""), "Outputs"], ids=str)
-def test_without_a_certificate_nothing_but_a_request_for_one_is_heard(said: Any) -> None:
-    async def work(some: Scene) -> None:
+async def test_without_a_certificate_nothing_but_a_request_for_one_is_heard(said: Any) -> None:
+    async with scene() as some:
         stranger = await some.dial(some.guest(A), messages.Outputs(()) if said == "Outputs" else said)
         await until(lambda: stranger.reasons)
         assert not stranger.heard and "before Hello" in stranger.reasons[0]
 
-    scene(work)
 
-
-def test_a_name_that_is_here_is_given_to_nobody_else() -> None:
-    async def work(some: Scene) -> None:
+async def test_a_name_that_is_here_is_given_to_nobody_else() -> None:
+    async with scene() as some:
         async with some.node(A):
             second = some.guest(A)
             with pytest.raises(StartError, match="a node named a is here already"):
-                await enrol(over(second), some.join, second, A, 0, LIMIT_S)
+                await second.enrol(over(second), some.join, 0, LIMIT_S)
             assert not second.is_enrolled
-        await enrol(over(second), some.join, second, A, 0, LIMIT_S)
+        await second.enrol(over(second), some.join, 0, LIMIT_S)
         assert second.is_enrolled
-
-    scene(work)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../head", "a" * 254, "a\n"])
-def test_a_name_that_could_be_read_as_another_is_not_certified(name: str) -> None:
-    async def work(some: Scene) -> None:
-        asking = some.guest(A)
+async def test_a_name_that_could_be_read_as_another_is_not_certified(name: str) -> None:
+    async with scene() as some:
+        asking = some.guest(NodeId(name))
         with pytest.raises(ConnectionRefusedError, match="a node's name is"):
-            await enrol(over(asking), some.join, asking, NodeId(name), 0, LIMIT_S)
-
-    scene(work)
+            await asking.enrol(over(asking), some.join, 0, LIMIT_S)
 
 
-def test_a_session_without_a_certificate_ends_with_the_certificate() -> None:
-    async def work(some: Scene) -> None:
+async def test_a_session_without_a_certificate_ends_with_the_certificate() -> None:
+    async with scene() as some:
         asking = some.guest(A)
         one = await some.dial(asking, messages.Enrol(A, 0, asking.request()))
         await until(lambda: one.reasons)
         assert len(one.of(messages.Enrolled)) == len(one.heard) == 1
 
-    scene(work)
 
-
-def test_a_node_gets_certificates_of_its_own_name_only() -> None:
-    async def work(some: Scene) -> None:
+async def test_a_node_gets_certificates_of_its_own_name_only() -> None:
+    async with scene() as some:
         known = some.certified(A)
         one = await some.dial(known, messages.Enrol(B, 0, some.guest(B).request()))
         await until(lambda: one.reasons)
         assert "node/a, not that of b" in one.reasons[0] and not one.heard
 
-    scene(work)
 
-
-def test_who_does_not_know_the_secret_does_not_enrol() -> None:
-    async def work(some: Scene) -> None:
+async def test_who_does_not_know_the_secret_does_not_enrol() -> None:
+    async with scene() as some:
         asking = some.guest(A)
         with pytest.raises(OSError, match="token"):
-            await enrol(over(asking, b"guessed"), some.join, asking, A, 0, LIMIT_S)
-
-    scene(work)
+            await asking.enrol(over(asking, b"guessed"), some.join, 0, LIMIT_S)
 
 
-def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> None:
+async def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> None:
     """Its certificate is good in all but that it is a node's, or another authority's."""
-
-    async def work(some: Scene) -> None:
+    async with scene() as some:
         there = Someone()
         for credentials in (some.certified(B), HeadCredentials(Authority.made())):
             server, port = await over(credentials).listen("127.0.0.1", 0, messages.HeadBound, lambda: there)
             guest = some.guest(A)
             with pytest.raises(ConnectionRefusedError):
-                await enrol(over(guest), f"127.0.0.1:{port}", guest, A, 0, LIMIT_S)
+                await guest.enrol(over(guest), f"127.0.0.1:{port}", 0, LIMIT_S)
             if isinstance(credentials, NodeCredentials):
                 credentials = some.certified(A)
                 options = NodeOptions(facts("a", Role.DECODE), f"127.0.0.1:{port}", transfer_s=LIMIT_S)
@@ -229,13 +208,10 @@ def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> None:
             await server.wait_closed()
             assert not there.heard
 
-    scene(work)
 
-
-def test_a_session_is_joined_by_its_owner_only() -> None:
+async def test_a_session_is_joined_by_its_owner_only() -> None:
     """Its name is no secret among nodes."""
-
-    async def work(some: Scene) -> None:
+    async with scene() as some:
         one = await some.dial(some.certified(A))
         server = some.head._server
         assert isinstance(server, Listener)
@@ -254,8 +230,6 @@ def test_a_session_is_joined_by_its_owner_only() -> None:
         one.session.close()
         await until(lambda: one.reasons)
 
-    scene(work)
-
 
 # All ports.
 
@@ -270,12 +244,11 @@ STRANGERS = ["no certificate", "another authority", "operator's files", "expired
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("port", ["head's", "node's"])
-def test_strangers_are_turned_away_before_anything_is_decoded(
+async def test_strangers_are_turned_away_before_anything_is_decoded(
     stranger: str, port: str, foreign: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The secret is known to all of them; `guess` does not know it where a head takes guests."""
-
-    async def work(some: Scene) -> None:
+    async with scene() as some:
         sessions: list[Any] = []
         monkeypatch.setattr("isthmus.messenger.network.Session", lambda *given: sessions.append(given))
         serving: Credentials = HeadCredentials(some.authority) if port == "head's" else some.certified(B)
@@ -309,8 +282,6 @@ def test_strangers_are_turned_away_before_anything_is_decoded(
         await server.wait_closed()
         assert not sessions
 
-    scene(work)
-
 
 class _Bold:
     """Shows the certificate of `own` and takes whatever the other side shows."""
@@ -333,37 +304,31 @@ class _Bold:
 
 
 @pytest.mark.parametrize("node", [NodeId("p"), A])
-def test_a_node_hears_those_that_are_whom_they_say_to_be(node: NodeId) -> None:
-    async def work(some: Scene) -> None:
-        async with some.node(B) as (process, address):
-            heard = list[Any]()
-            process.mover._told = heard.append
-            one = await some.dial(
-                some.certified(node), INTRODUCTION, LETTER, address=address, types=messages.PeerMessage
-            )
-            await until(lambda: one.reasons or heard)
-            assert bool(heard) is (node == INTRODUCTION.node) is not bool(one.reasons)
-            one.session.close()
-            await until(lambda: one.reasons)
-
-    scene(work)
+async def test_a_node_hears_those_that_are_whom_they_say_to_be(node: NodeId) -> None:
+    async with scene() as some, some.node(B) as (process, address):
+        heard = list[Any]()
+        process.mover._told = heard.append
+        one = await some.dial(
+            some.certified(node), INTRODUCTION, LETTER, address=address, types=messages.PeerMessage
+        )
+        await until(lambda: one.reasons or heard)
+        assert bool(heard) is (node == INTRODUCTION.node) is not bool(one.reasons)
+        one.session.close()
+        await until(lambda: one.reasons)
 
 
-def test_a_certificate_is_renewed_while_its_sessions_go_on() -> None:
-    async def work(some: Scene) -> None:
-        async with some.node(A) as (process, address):
-            session, credentials = process._head, process._credentials
-            assert session is not None and credentials is not None
-            before = serial_of(await some.dial(some.certified(B), address=address, types=messages.PeerMessage))
-            first = credentials.context(server=True)
-            some.now.now += RENEWAL_S
-            await until(lambda: credentials.context(server=True) is not first)
-            again = await some.dial(some.certified(B), address=address, types=messages.PeerMessage)
-            assert process.gauges()["tls_certificate_seconds"] > CERTIFICATE_S - 60
-            assert process._head is session and not session.closed and some.head.nodes()
-            assert before != serial_of(again)
-
-    scene(work)
+async def test_a_certificate_is_renewed_while_its_sessions_go_on() -> None:
+    async with scene() as some, some.node(A) as (process, address):
+        session, credentials = process._head, process._credentials
+        assert session is not None and credentials is not None
+        before = serial_of(await some.dial(some.certified(B), address=address, types=messages.PeerMessage))
+        first = credentials.context(server=True)
+        some.now.now += RENEWAL_S
+        await until(lambda: credentials.context(server=True) is not first)
+        again = await some.dial(some.certified(B), address=address, types=messages.PeerMessage)
+        assert process.gauges()["tls_certificate_seconds"] > CERTIFICATE_S - 60
+        assert process._head is session and not session.closed and some.head.nodes()
+        assert before != serial_of(again)
 
 
 def serial_of(one: Someone) -> Any:

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from isthmus import conductor
 from isthmus.attempts import RoleChanged
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
-from isthmus.cluster.recorder import MemoryTape
+from isthmus.cluster.links import AddressBook
 from isthmus.conductor import LinkRule, LinksMeasured
 from isthmus.errors import OverloadedError, RequestError, UnavailableError
 from isthmus.node import events
 from isthmus.types import NS_PER_MS, Job, NodeId, RequestId, Role, Sampling
-from tests.cluster.test_addresses import FakeLink
+from tests.cluster.test_links import FakeLink
 from tests.cluster.test_trust import CARD, OWN, Scene, Someone, facts, hello, output, scene, stage
+from tests.tape import MemoryTape
 
 LINKS = (LinkRule("west", "east", 1000), LinkRule("east", "west", 1000))
 P, D, M = NodeId("p"), NodeId("d"), NodeId("m")
@@ -76,7 +76,7 @@ def test_nothing_is_taken_before_a_node_is_there() -> None:
         with pytest.raises(UnavailableError, match="no node can serve this now"):
             some.submit("a")
         await some.enter(hello("m", Role.MIXED))
-        assert some.submit("a").attempt == 1
+        assert some.submit("a") and some.attempt("a") == 1
 
     scene(work)
 
@@ -87,9 +87,9 @@ def test_what_comes_before_the_first_node_waits_for_it() -> None:
     async def work(some: Scene) -> None:
         stream = some.submit("a")
         await asyncio.sleep(1)
-        assert stream.error is None and stream.attempt == 0
+        assert stream.error is None and some.attempt("a") == 0
         await some.enter(hello("m", Role.MIXED))
-        assert stream.attempt == 1 and stream.names == ()
+        assert some.attempt("a") == 1 and not some.view_of("a").arrived.names
         await asyncio.sleep(2)
         assert stream.error is None
 
@@ -138,12 +138,12 @@ def test_an_attempt_is_told_to_each_of_its_nodes_once() -> None:
         some.submit("a", salt="mine")
         await some.settle()
         for one, part in ((p, Role.PREFILL), (d, Role.DECODE)):
-            (task,) = one.of(messages.Task)
-            assert (task.begin.part, task.salt, task.tokens) == (part, "mine", tuple(range(40)))
+            (begin,) = one.of(events.Begin)
+            assert (begin.part, begin.salt, begin.tokens) == (part, "mine", tuple(range(40)))
         d.session.abort("killed")
         p.session.abort("killed")
         m = await some.enter(hello("m", Role.MIXED))
-        assert [task.begin.part for task in m.of(messages.Task)] == [Role.MIXED]
+        assert [begin.part for begin in m.of(events.Begin)] == [Role.MIXED]
 
     scene(work)
 
@@ -221,7 +221,7 @@ def test_what_passes_between_clusters_is_shown_where_there_are_links() -> None:
 def test_a_node_that_is_to_take_another_role_is_told_and_shown() -> None:
     async def work(some: Scene) -> None:
         p = await some.enter(hello("p", Role.PREFILL))
-        some.head._act(conductor.Convert(P, Role.DECODE), 0)
+        some.head._act(conductor.Tell(P, events.Become(Role.DECODE)), 0)
         await some.settle()
         assert p.of(events.Become) == [events.Become(Role.DECODE)]
         assert some.head.nodes()[P][0] is Role.PREFILL, "not before it did"
@@ -229,7 +229,7 @@ def test_a_node_that_is_to_take_another_role_is_told_and_shown() -> None:
         await some.settle()
         assert some.head.nodes()[P][0] is Role.DECODE
         assert some.head._offload.conversions == 1
-        assert some.head._conductor.view.nodes[P].role is Role.DECODE
+        assert some.head._desk.conductor.view.nodes[P].role is Role.DECODE
 
     scene(work)
 
@@ -263,7 +263,8 @@ def measured(tape: MemoryTape) -> list[tuple[int, tuple[Any, ...]]]:
 def test_the_conductor_hears_of_links_once_all_nodes_are_there() -> None:
     async def work(some: Scene) -> None:
         two_clusters(some)
-        tape = some.head._recorder = MemoryTape()
+        tape = MemoryTape()
+        some.head._desk.log = tape.record
         waiting = asyncio.create_task(some.head.wait_for([P, D]))
         p = await some.enter(placed("p", Role.PREFILL, "west"))
         await asyncio.sleep(0.5)
@@ -279,7 +280,8 @@ def test_the_conductor_hears_of_links_once_all_nodes_are_there() -> None:
 
 def test_where_nothing_depends_on_links_the_conductor_hears_of_none() -> None:
     async def work(some: Scene) -> None:
-        tape = some.head._recorder = MemoryTape()
+        tape = MemoryTape()
+        some.head._desk.log = tape.record
         await some.enter(hello("m", Role.MIXED))
         await some.head.wait_for([M])
         await asyncio.sleep(2)
@@ -296,9 +298,9 @@ def test_attempts_that_cross_a_link_are_counted() -> None:
         route = conductor.Route(RequestId("a"), 1, P, D)
         some.submit("a")
         before = some.head._offload.requests
-        some.head._route(route, 0)
+        some.head._act(route, 0)
         assert some.head._offload.requests == before + 1
-        some.head._route(replace(route, prefill=D), 0)
+        some.head._act(replace(route, prefill=D), 0)
         assert some.head._offload.requests == before + 1
 
     scene(work, links=LINKS, threshold=1)

@@ -16,10 +16,9 @@ from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.cli.serve import assemble, say_if_plain
 from isthmus.cluster.authority import Authority, kept_token
-from isthmus.cluster.hosts import LocalHosts
-from isthmus.cluster.join_token import JoinToken
-from isthmus.cluster.joining import JoinedCluster
-from isthmus.cluster.local import signs
+from isthmus.cluster.joining import JoinToken
+from isthmus.cluster.launcher import LocalLauncher
+from isthmus.cluster.local import JoinedCluster, signs
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.served import LIMIT_S, Client, command, refused, wait_until_ready
@@ -135,10 +134,10 @@ def test_what_cannot_be_joined_is_refused(
 
 
 def test_nodes_of_other_machines_take_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.cluster.hosts.available_bytes", lambda: 0)
+    monkeypatch.setattr("isthmus.cluster.launcher.available_bytes", lambda: 0)
     overrides = {f"engine.{name}": value for name, value in EMULATED.items()}
     config = load_config(None, {**overrides, "placement": "join", "token": "secret"})
-    assert isinstance(assemble(config, LocalHosts(config))[0], JoinedCluster)
+    assert isinstance(assemble(config, LocalLauncher())[0], JoinedCluster)
 
 
 FILES = {"tls.certificate": "a", "tls.key": "b", "tls.authority": "c"}

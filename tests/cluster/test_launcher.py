@@ -1,122 +1,95 @@
-"""Which processes a launcher starts, and how one of a link comes back."""
+"""Which processes a launcher starts and where; what is asked of whoever has not installed Ray."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isthmus.cluster import launcher
-from isthmus.cluster.hosts import planned_processes
-from isthmus.cluster.launcher import LinkProcess
-from isthmus.cluster.shaper import LinkSpec, Shape
-from isthmus.config import Config
-from tests.served import LIMIT_S
+from isthmus.cluster.launcher import (
+    Launcher,
+    LocalLauncher,
+    Process,
+    devices_of,
+    launcher_of,
+    trouble_of,
+    with_ray,
+)
+from isthmus.config import Config, load_config
+from isthmus.errors import ConfigError, StartError
+
+
+def processes(settings: dict[str, Any]) -> Sequence[Process]:
+    launcher, config = LocalLauncher(), load_config(None, settings)
+    Launcher.prepare(launcher, config, Path(), {})
+    return launcher._processes
 
 
 def test_a_pipeline_group_is_a_process_for_each_stage() -> None:
-    config = Config.model_validate({"roles": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1}})
-    found = [(process.name, process.place.node, process.stage) for process in planned_processes(config)]
-    assert found == [
-        ("prefill-0", "prefill-0", 0),
-        ("prefill-0.1", "prefill-0", 1),
-        ("decode-0", "decode-0", 0),
-    ]
+    found = processes({"roles": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1}})
+    names = [("prefill-0", "prefill-0", 0), ("prefill-0.1", "prefill-0", 1), ("decode-0", "decode-0", 0)]
+    assert [(process.name, process.place.node, process.stage) for process in found] == names
 
 
-class Waits:
-    """In place of sleeping: how long somebody wants to, until it may go on."""
-
-    def __init__(self) -> None:
-        self.asked: asyncio.Queue[float] = asyncio.Queue()
-        self._go_on = asyncio.Semaphore(0)
-
-    async def sleep(self, wait_s: float) -> None:
-        self.asked.put_nowait(wait_s)
-        await self._go_on.acquire()
-
-    async def next(self) -> float:
-        return await asyncio.wait_for(self.asked.get(), LIMIT_S)
-
-    def go_on(self) -> None:
-        self._go_on.release()
+def test_nodes_are_on_this_machine_unless_it_is_said() -> None:
+    assert isinstance(launcher_of(Config()), LocalLauncher)
 
 
-@contextlib.asynccontextmanager
-async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[LinkProcess, Waits]]:
-    waits = Waits()
-    monkeypatch.setattr(launcher, "sleep", waits.sleep)
-    link = LinkProcess(("west", "east"), LinkSpec(Shape(delay_s=0.0), ((0,), (0, 0))))
-    await link.start()
-    watch = asyncio.create_task(link.watch())
-    try:
-        yield link, waits
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await link.stop()
-        assert link._process is not None and link._process.returncode is not None
+def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "isthmus.cluster.ray_launcher", raising=False)
+    monkeypatch.delattr("isthmus.cluster.ray_launcher", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError) as caught:
+        launcher_of(Config(placement="ray"))
+    said = "placement: ray needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
+    assert str(caught.value) == said
+    with pytest.raises(ConfigError, match=r"^--ray needs Ray"):
+        with_ray("--ray")
 
 
-async def passes(port: int, server: asyncio.Server, came: asyncio.Event) -> bool:
-    """Whether a connection to this port reaches the server."""
-    came.clear()
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        said = await asyncio.wait_for(reader.read(1), LIMIT_S)
-    except ConnectionError:
-        return False
-    writer.close()
-    return said == b"!" and came.is_set()
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        (b'noise\n{"error":"no model"}\n', 3, "no model"),
+        (b"", 1, "exit status 1"),
+        (b"noise", -9, "exit status -9 (killed; is there enough memory?)"),
+    ],
+)
+def test_why_a_node_ended(output: bytes, code: int, said: str) -> None:
+    assert trouble_of(output, code) == said
 
 
-def test_a_link_comes_back_at_its_ports_with_its_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is opened and closed meanwhile counts, too; what is taken by somebody else is waited for, ever longer."""
-
-    async def run() -> None:
-        came = asyncio.Event()
-
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            came.set()
-            writer.write(b"!")
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, watched(monkeypatch) as (link, waits):
-            kept, left = link.open("east", target), link.open("east", target)
-            assert kept is not None and left is not None and link.open("east", target) is None
-            assert await passes(kept, server, came) and await passes(left, server, came)
-            assert link._process is not None
-            link._process.kill()
-            assert await waits.next() == 1
-            link.close("east", left)
-            new = link.open("west", target)
-            assert new is not None
-            with socket.create_server(("127.0.0.1", kept)):
-                for wait_s in (2, 4, 8, 16, 30, 30):
-                    waits.go_on()
-                    assert await waits.next() == wait_s
-            waits.go_on()
-            before = link._process
-            while link._process is before or not await passes(kept, server, came):
-                await asyncio.sleep(0.01)
-            assert await passes(new, server, came) and not await passes(left, server, came)
-            assert link.open("east", target) == left and await passes(left, server, came)
-            link._process.kill()
-            assert await waits.next() == 1, "it begins anew after a good start"
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+VLLM = {
+    "engine": {"kind": "vllm", "gpus": 2, "vllm": {"transfer": "nixl"}},
+    "roles": {"prefill": 1, "decode": 1},
+}
+GPUS = [
+    (None, ["0,1", "2,3"]),
+    ("4,5,6,7", ["4,5", "6,7"]),
+    ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+]
 
 
-def test_a_link_that_is_stopped_while_it_is_away_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with watched(monkeypatch) as (link, waits):
-            assert link._process is not None
-            link._process.kill()
-            await waits.next()
+@pytest.mark.parametrize(("given", "expected"), GPUS)
+def test_each_vllm_node_has_gpus_of_its_own(
+    given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    found = devices_of(processes(VLLM))
+    assert found == dict(zip(["prefill-0", "decode-0"], expected, strict=True))
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+def test_with_too_few_gpus_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(StartError, match="2 nodes need 4 GPUs, CUDA_VISIBLE_DEVICES names 3: give more"):
+        devices_of(processes(VLLM))
+
+
+def test_on_cpus_nobody_is_given_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_of(processes({**VLLM, "engine.device": "cpu"})) == {}

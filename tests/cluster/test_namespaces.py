@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from isthmus.cli.models import bytes_folder
 from isthmus.cluster.authority import Authority
-from isthmus.cluster.join_token import JoinToken
+from isthmus.cluster.joining import JoinToken
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.attempts import BlocksEvicted, BlocksStored, FetchOrder, Route
 from isthmus.cluster.head import Head
-from isthmus.cluster.messages import Gathered, Output, Scores, Task
+from isthmus.cluster.messages import Gathered, Output, Scores
 from isthmus.cluster.node import NodeProcess, ThreadWorker
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import MemoryTape
 from isthmus.cluster.runs import Runs
 from isthmus.conductor import Rules
 from isthmus.cost import Curve, compile_cost
@@ -29,8 +29,9 @@ from isthmus.messenger import MemoryNetwork
 from isthmus.node import Node
 from isthmus.node.events import Begin, Cut, Event, Forget, Wake, Woken
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
-from isthmus.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling
+from isthmus.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling, Tenant
 from tests.cluster.test_trust import CARD, RECIPE, facts
+from tests.tape import MemoryTape
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
 HERE = NodeId("here")
@@ -72,7 +73,8 @@ class Owner:
         route = Route(RequestId(name), 1, HERE, HERE)
         begin = Begin(RequestId(f"{name}#1"), Role.MIXED, route, num_tokens, stop_length)
         with self.worker.lock:
-            self.runs.begin(Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling(temperature=0)))
+            text = {"tokens": tuple(range(num_tokens)), "num_prompt": num_tokens}
+            self.runs.begin(replace(begin, sampling=Sampling(temperature=0), **text))
             self.tell(begin)
 
     def tell(self, fact: Event) -> None:
@@ -96,9 +98,9 @@ class Owner:
             self.tell(fact)
 
     def hear(self, outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            self.outputs.setdefault(output.request, []).append(output.token.token)
-            if output.token.finish is FinishReason.LENGTH:
+        for request, _, token in outputs:
+            self.outputs.setdefault(request, []).append(token.token)
+            if token.finish is FinishReason.LENGTH:
                 with self.ended:
                     self.num_ended += 1
                     self.ended.notify()
@@ -297,8 +299,7 @@ def test_gauges_tell_what_a_node_holds() -> None:
             process._handlers[Run] = process.worker.submit
             for name in "abcdef":  # four may run at once
                 key, route = RequestId(f"{name}#1"), Route(RequestId(name), 1, NodeId("m"), NodeId("m"))
-                begin = Begin(key, Role.MIXED, route, 16, 100)
-                process.task(Task(begin, 0, tuple(range(16)), 16, Sampling()))
+                process.begin(Begin(key, Role.MIXED, route, 16, 100, tokens=tuple(range(16)), num_prompt=16))
             found = process.gauges()
             assert found["node_requests_running"] + found["node_requests_waiting"] == 6
             assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
@@ -374,9 +375,10 @@ def test_the_heads_times_become_this_clocks() -> None:
             for deadline, now, until in ((0, 1000, 0), (700, 1000, 4700), (700, 5000, 700), (3, 9000, 1)):
                 fetch = FetchOrder(NodeId("other"), 0, 1, 900)
                 route = Route(RequestId("a"), 1, NodeId("m"), NodeId("m"), fetch, deadline_ns=deadline)
-                begin = Begin(RequestId("a#1"), Role.MIXED, route, 16, 100)
-                process.task(Task(begin, now, tuple(range(16)), 16, Sampling()))
-                moved = told.pop().route
+                begin = Begin(RequestId("a#1"), Role.MIXED, route, 16, 100, tenant=Tenant("t"))
+                process.begin(replace(begin, now_ns=now, tokens=tuple(range(16)), num_prompt=16, salt="s"))
+                moved = told[-1].route
+                assert told.pop() == replace(begin, route=moved), "who decides is told of no tokens"
                 assert moved.deadline_ns == until and moved.fetch.until_ns == 900 + 5000 - now
 
     asyncio.run(work())

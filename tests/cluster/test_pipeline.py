@@ -6,7 +6,7 @@ import asyncio
 import random
 import shutil
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -145,104 +145,85 @@ async def scene(folder: Path | None = None, prepare: Callable[[Scene], None] = b
             await asyncio.gather(*made.ends, return_exceptions=True)
 
 
-def run(work: Awaitable[None]) -> None:
-    async def main() -> None:
-        await work
-
-    asyncio.run(main())
-
-
 def threads() -> set[threading.Thread]:
     """Those that compute."""
     return {each for each in threading.enumerate() if each.name in ("worker", "stage")}
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(kept: bool, tmp_path: Path) -> None:
-    async def work() -> None:
-        before = threads()
-        async with scene(tmp_path if kept else None) as some:
-            prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 65, 200))]
-            for name, prompt in enumerate(prompts):
-                assert await some.answer(f"first {name}", prompt) == 0
-            await some.until(lambda: some.processes[0].gauges()["kv_blocks_available"] == 64)
-            stages = some.processes[:STAGES]  # an answer may be there before the last one counts what made it
-            expected = {
-                "iterations": [1 + 1 + 2 + 4] * STAGES,
-                "tokens_computed": [sum(map(len, prompts))] * STAGES,
-                "tokens_sampled": [0, 0, len(prompts)],
-            }
-            await some.until(
-                lambda: expected == {name: [each.runs.counters[name] for each in stages] for name in expected}
-            )
-            assert await asyncio.gather(
-                *[some.answer(f"again {name}", prompt) for name, prompt in enumerate(prompts)]
-            ) == [0, 15 if kept else 0, 64, 192]
-            assert len(threads() - before) == STAGES + 1
-            for process in some.processes:
-                await some.until(lambda mover=process.mover: not (mover._loads or mover._staged))
-        assert [end.result() for end in some.ends] == ["stopped by the head"] * (STAGES + 1)
-        assert not threads() - before
+async def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(
+    kept: bool, tmp_path: Path
+) -> None:
+    before = threads()
+    async with scene(tmp_path if kept else None) as some:
+        prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 65, 200))]
+        for name, prompt in enumerate(prompts):
+            assert await some.answer(f"first {name}", prompt) == 0
+        await some.until(lambda: some.processes[0].gauges()["kv_blocks_available"] == 64)
+        stages = some.processes[:STAGES]  # an answer may be there before the last one counts what made it
+        expected = {
+            "iterations": [1 + 1 + 2 + 4] * STAGES,
+            "tokens_computed": [sum(map(len, prompts))] * STAGES,
+            "tokens_sampled": [0, 0, len(prompts)],
+        }
+        await some.until(
+            lambda: expected == {name: [each.runs.counters[name] for each in stages] for name in expected}
+        )
+        assert await asyncio.gather(
+            *[some.answer(f"again {name}", prompt) for name, prompt in enumerate(prompts)]
+        ) == [0, 15 if kept else 0, 64, 192]
+        assert len(threads() - before) == STAGES + 1
+        for process in some.processes:
+            await some.until(lambda mover=process.mover: not (mover._loads or mover._staged))
+    assert [end.result() for end in some.ends] == ["stopped by the head"] * (STAGES + 1)
+    assert not threads() - before
 
-    run(work())
 
-
-def test_blocks_outlive_the_group(tmp_path: Path) -> None:
+async def test_blocks_outlive_the_group(tmp_path: Path) -> None:
     """What all stages find on their disks is used again; what one misses, all drop."""
     prompt, other = prompt_of(1, 200), prompt_of(2, 100)
-
-    async def work() -> None:
-        async with scene(tmp_path) as some:
-            await some.answer("a", prompt)
-            await some.answer("b", other)
-            for process in some.processes[:STAGES]:
-                assert process._cache is not None
-                process._cache.kept().result(20)
-                assert process._cache.store.flush(20)
-        async with scene(tmp_path) as some:
-            assert await some.answer("c", prompt) == 192
-        shutil.rmtree(tmp_path / "1")  # a disk that was replaced
-        async with scene(tmp_path) as some:
-            assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
-            assert await some.answer("f", prompt) == 192, "it was not stored again"
-
-    run(work())
+    async with scene(tmp_path) as some:
+        await some.answer("a", prompt)
+        await some.answer("b", other)
+        for process in some.processes[:STAGES]:
+            assert process._cache is not None
+            process._cache.kept().result(20)
+            assert process._cache.store.flush(20)
+    async with scene(tmp_path) as some:
+        assert await some.answer("c", prompt) == 192
+    shutil.rmtree(tmp_path / "1")  # a disk that was replaced
+    async with scene(tmp_path) as some:
+        assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
+        assert await some.answer("f", prompt) == 192, "it was not stored again"
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
+async def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or its group would seem to be whole while another stage still reads its disk."""
     names = tuple(bytes([number]) for number in range(count))
-
-    async def work() -> None:
-        async with scene() as some:
-            later, said = some.processes[1], list[StageFound]()
-            assert isinstance(later, StageNode)
-            monkeypatch.setattr(messages, "MAX_NAMES", 2)
-            later._found = [(name, None) for name in names]
-            later.up = said.append  # type: ignore[method-assign, assignment]
-            await later._join_up(messages.StageOpen(later._introduction, 1, 0, 0, 0, ()))
-            monkeypatch.undo()
-            assert sum([each.names for each in said], ()) == names
-            assert [each.last for each in said] == [False] * (len(said) - 1) + [True]
-
-    run(work())
+    async with scene() as some:
+        later, said = some.processes[1], list[StageFound]()
+        assert isinstance(later, StageNode)
+        monkeypatch.setattr(messages, "MAX_NAMES", 2)
+        later._found = [(name, None) for name in names]
+        later.up = said.append  # type: ignore[method-assign, assignment]
+        await later._join_up(messages.StageOpen(later._introduction, 1, 0, 0, 0, ()))
+        monkeypatch.undo()
+        assert sum([each.names for each in said], ()) == names
+        assert [each.last for each in said] == [False] * (len(said) - 1) + [True]
 
 
-def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
+async def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
     meeting = Meeting()
 
     def prepare(some: Scene) -> None:
         for number, engine in enumerate(some.engines[:2]):
             engine.iteration, engine.attends = 1 - number, meeting.attend
 
-    async def work() -> None:
-        async with scene(prepare=prepare) as some:
-            await some.answer("a", prompt_of(1, 200))  # four chunks
-
-    run(work())
+    async with scene(prepare=prepare) as some:
+        await some.answer("a", prompt_of(1, 200))  # four chunks
 
 
 def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None:
@@ -263,101 +244,82 @@ def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None
             await answer
 
     try:
-        run(work())
+        asyncio.run(work())
     finally:
         go.set()
 
 
 @pytest.mark.parametrize("at", range(1, STAGES))
-def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
-    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Gone(P, "its session ended")]
-
-    async def work() -> None:
-        async with scene() as some:
-            leader, later, told = some.processes[0], some.processes[at], list[Any]()
-            leader._group._tell = told.append  # type: ignore[attr-defined]
-            for fact in facts:
-                later.fact(fact)
-            await some.until(lambda: facts[-1] in told)
-            assert [fact for fact in told if not isinstance(fact, Woken)] == facts
-
-    run(work())
+async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
+    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Gone(NodeId("decode-0"), "its session ended")]
+    async with scene() as some:
+        leader, later, told = some.processes[0], some.processes[at], list[Any]()
+        leader._group._tell = told.append  # type: ignore[attr-defined]
+        for fact in facts:
+            later.fact(fact)
+        await some.until(lambda: facts[-1] in told)
+        assert [fact for fact in told if not isinstance(fact, Woken)] == facts
 
 
-def test_each_stage_sends_its_layers_over_a_session_of_its_own() -> None:
-    async def work() -> None:
-        async with scene() as some:
-            await some.answer("a", prompt_of(1, 100))
-            await some.until(
-                lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1])
-            )
-            sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
-            assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
-            assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
-
-    run(work())
+async def test_each_stage_sends_its_layers_when_the_leader_says_so() -> None:
+    async with scene() as some:
+        await some.answer("a", prompt_of(1, 100))
+        await some.until(lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]))
+        sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
+        assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
+        assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
 
 
 # What goes wrong.
 
 
 @pytest.mark.parametrize("lost", range(STAGES))
-def test_a_group_ends_as_a_whole(lost: int) -> None:
-    async def work() -> None:
-        async with scene() as some:
-            await some.answer("a", prompt_of(1, 100))
-            some.processes[lost].end("killed")
-            ends = await asyncio.gather(*some.ends[:STAGES])
-            assert ends.pop(lost) == "killed"
-            assert all("stopped by the head" in end or "session with" in end for end in ends)
-            await some.until(lambda: P not in some.head.nodes())
-            assert not some.ends[-1].done() and not list(some.head._groups.followers())
-
-    run(work())
+async def test_a_group_ends_as_a_whole(lost: int) -> None:
+    async with scene() as some:
+        await some.answer("a", prompt_of(1, 100))
+        some.processes[lost].end("killed")
+        ends = await asyncio.gather(*some.ends[:STAGES])
+        assert ends.pop(lost) == "killed"
+        assert all("stopped by the head" in end or "session with" in end for end in ends)
+        await some.until(lambda: P not in some.head.nodes())
+        assert not some.ends[-1].done() and not list(some.head._groups.followers())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("at", [0, 1, STAGES - 1, STAGES])
-def test_a_process_whose_engine_fails_says_so(at: int) -> None:
+async def test_a_process_whose_engine_fails_says_so(at: int) -> None:
     def fail() -> None:
         raise ValueError("broken")
 
     def prepare(some: Scene) -> None:
         some.engines[at].iteration, some.engines[at].attends = 0, fail
 
-    async def work() -> None:
-        async with scene(prepare=prepare) as some:
-            some.head.submit(Job(RequestId("a"), prompt_of(1, 40), 10, Sampling(temperature=0.0)))
-            with pytest.raises(StartError, match="the node failed: ValueError: broken"):
-                await some.ends[at]
-
-    run(work())
+    async with scene(prepare=prepare) as some:
+        some.head.submit(Job(RequestId("a"), prompt_of(1, 40), 10, Sampling(temperature=0.0)))
+        with pytest.raises(StartError, match="the node failed: ValueError: broken"):
+            await some.ends[at]
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None:
+async def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None:
     words = ["cannot reach the next pipeline stage at nobody:1", "cannot reach the next stage at nobody:1"]
+    made = Scene(None, MemoryNetwork())
+    enter = made.head._groups.enter
 
-    async def work() -> None:
-        made = Scene(None, MemoryNetwork())
-        enter = made.head._groups.enter
+    def elsewhere(stage: Any) -> None:
+        if stage.hello.stage == gone:
+            stage.hello = replace(stage.hello, address="nobody:1")
+        enter(stage)
 
-        def elsewhere(stage: Any) -> None:
-            if stage.hello.stage == gone:
-                stage.hello = replace(stage.hello, address="nobody:1")
-            enter(stage)
-
-        made.head._groups.enter = elsewhere  # type: ignore[method-assign]
-        started = asyncio.create_task(made.start())
-        async with asyncio.timeout(60):
-            await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
-            (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
-            assert words[gone - 1] in str(end)
-            started.cancel()
-            await made.head.close()
-            await asyncio.gather(*made.ends, started, return_exceptions=True)
-
-    run(work())
+    made.head._groups.enter = elsewhere  # type: ignore[method-assign]
+    started = asyncio.create_task(made.start())
+    async with asyncio.timeout(60):
+        await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
+        (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
+        assert words[gone - 1] in str(end)
+        started.cancel()
+        await made.head.close()
+        await asyncio.gather(*made.ends, started, return_exceptions=True)
 
 
 # The leader's side alone.

@@ -13,16 +13,7 @@ import pytest
 
 from isthmus.attempts import FetchOrder
 from isthmus.cluster.private import private
-from isthmus.cluster.recorder import (
-    Entry,
-    Header,
-    LiveRecorder,
-    Recorder,
-    node_recorder,
-    opaque,
-    read,
-    replay,
-)
+from isthmus.cluster.recorder import Header, LiveRecorder, Recorder, node_recorder, opaque, read, replay
 from isthmus.conductor import (
     Abort,
     BlocksStored,
@@ -63,6 +54,7 @@ from isthmus.scheduler import BlockPool, Saved, Stepped
 from isthmus.types import NS_PER_S, NodeId, RequestId, Role
 from tests.inside import inside
 from tests.served import LIMIT_S
+from tests.tape import Entry
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -90,8 +82,11 @@ EVENTS: list[Event] = [
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
+    return record(tmp_path / "flight.jsonl")
+
+
+def record(path: Path) -> Path:
     """A recording of EVENTS: line 1 is the header, event number i (from 0) is on line i + 2."""
-    path = tmp_path / "flight.jsonl"
     recorder, conductor = Recorder(path, Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
@@ -126,11 +121,7 @@ def test_a_recording_replays_identically(recording: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> None:
-    recorder, conductor = Recorder(tmp_path / "again", Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
-    for now, event in enumerate(EVENTS):
-        recorder.record(now, event, conductor.on(event, now))
-    recorder.close()
-    assert (tmp_path / "again").read_bytes() == recording.read_bytes()
+    assert record(tmp_path / "again").read_bytes() == recording.read_bytes()
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
@@ -175,29 +166,25 @@ def test_other_rules_decide_otherwise(recording: Path) -> None:
     assert difference is not None and difference.line == 10
 
 
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"garbage", b"{}", b"[1, 2]", b"17", b'{"at_ns": 1, "event": {"type": "Nothing"}, "actions": []}',
-     b'{"at_ns": "soon", "event": {"type": "NodeLeft", "node": "x"}, "actions": []}', b"\x00\x01"],
-)  # fmt: skip
-def test_a_garbage_line_is_refused_with_its_number(recording: Path, text: bytes) -> None:
-    rewrite(recording, 6, text)
-    with pytest.raises(ConfigError, match=r"line 6 cannot be read") as caught:
+GARBAGE = [b"", b"garbage", b"{}", b"[1, 2]", b"17", b'{"at_ns": 1, "event": {"type": "Nothing"}, "actions": []}',
+           b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}',
+           b'{"at_ns": "soon", "event": {"type": "NodeLeft", "node": "x"}, "actions": []}', b"\x00\x01"]  # fmt: skip
+HEADERS = [
+    b"garbage",
+    b"{}",
+    b'{"format": "x", "rules": {}}',
+    b"",
+    b'{"format": 2, "rules": {"policy": "\xff"}}',
+]
+
+
+@pytest.mark.parametrize(("line", "text"), [*[(6, text) for text in GARBAGE], *[(1, text) for text in HEADERS]])
+def test_a_garbage_line_is_refused_with_its_number(recording: Path, line: int, text: bytes) -> None:
+    rewrite(recording, line, text)
+    told = "line 6 cannot be read" if line > 1 else "line 1 is no recording header"
+    with pytest.raises(ConfigError, match=told) as caught:
         replay(recording)
     assert str(caught.value).startswith(f"{recording}: ") and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (1, b'{"format": 2, "rules": {"policy": "\xff"}}'),
-        (6, b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}'),
-    ],
-)
-def test_a_line_that_is_no_utf8_is_refused(recording: Path, line: int, text: bytes) -> None:
-    rewrite(recording, line, text)
-    with pytest.raises(ConfigError, match=f"line {line} "):
-        replay(recording)
 
 
 def test_a_recording_of_an_unknown_policy_is_refused(recording: Path) -> None:
@@ -213,13 +200,6 @@ def test_a_truncated_line_is_refused_with_its_number(recording: Path) -> None:
         replay(recording)
 
 
-@pytest.mark.parametrize("text", [b"garbage", b"{}", b'{"format": "x", "rules": {}}', b""])
-def test_a_garbage_header_is_refused(recording: Path, text: bytes) -> None:
-    rewrite(recording, 1, text)
-    with pytest.raises(ConfigError, match="line 1 is no recording header"):
-        replay(recording)
-
-
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "flight").write_bytes(b"")
     with pytest.raises(ConfigError, match="empty"):
@@ -228,7 +208,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
     rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
-    with pytest.raises(ConfigError, match="recording format 1; this version reads 6"):
+    with pytest.raises(ConfigError, match=f"recording format 1; this version reads {RECORDING_FORMAT}"):
         replay(recording)
 
 
@@ -303,7 +283,7 @@ def told(node: Node) -> Iterator[NodeEvent]:
     yield Woken()
 
 
-def record_node(path: Path, start: int = 1) -> tuple[Path, Recorder, list[tuple[Action, ...]]]:
+def record_node(path: Path, start: int = 1) -> tuple[Path, list[tuple[Action, ...]]]:
     """Event number i (from 0) is on line i + 2."""
     before = set(path.parent.iterdir())
     recorder = node_recorder(path, FACTS, 0.25, start)
@@ -313,12 +293,12 @@ def record_node(path: Path, start: int = 1) -> tuple[Path, Recorder, list[tuple[
         actions = node.on(event, now)
         recorder.record(now, event, actions)
         answers.append(tuple(actions))
-    return made, recorder, answers
+    recorder.close()
+    return made, answers
 
 
 def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
-    path, recorder, answers = record_node(tmp_path / "flight.jsonl")
-    recorder.close()
+    path, answers = record_node(tmp_path / "flight.jsonl")
     assert path.name == "flight.p1.jsonl"
     assert replay(path) == (len(answers), None)
     assert read(path)[0] == Header(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
@@ -330,8 +310,7 @@ def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
 
 
 def test_a_changed_answer_of_a_node_is_found_with_its_line(tmp_path: Path) -> None:
-    path, recorder, _ = record_node(tmp_path / "flight.jsonl")
-    recorder.close()
+    path, _ = record_node(tmp_path / "flight.jsonl")
     for number, line in enumerate(path.read_bytes().splitlines()[1:], start=2):
         plain = msgspec.json.decode(line)
         if not plain["actions"]:
@@ -345,8 +324,7 @@ def test_a_changed_answer_of_a_node_is_found_with_its_line(tmp_path: Path) -> No
 
 
 def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path: Path) -> None:
-    path, recorder, _ = record_node(tmp_path / "flight.jsonl")
-    recorder.close()
+    path, _ = record_node(tmp_path / "flight.jsonl")
     rewrite(path, 4, msgspec.json.encode(Entry(1, NodeLeft(D1), ())))
     with pytest.raises(ConfigError, match=r"line 4 cannot be read") as caught:
         replay(path)
@@ -362,12 +340,10 @@ def test_a_header_of_neither_or_both_is_refused(recording: Path, header: Header)
 
 
 def test_a_node_started_again_leaves_what_it_recorded(tmp_path: Path) -> None:
-    first, recorder, answers = record_node(tmp_path / "flight.jsonl")
-    recorder.close()
+    first, answers = record_node(tmp_path / "flight.jsonl")
     before = first.read_bytes()
     for start in (2, 3):
-        again, recorder, _ = record_node(tmp_path / "flight.jsonl", start)
-        recorder.close()
+        again, _ = record_node(tmp_path / "flight.jsonl", start)
         assert again.name == f"flight.p1.{start}.jsonl" and again.read_bytes() == before
     assert first.read_bytes() == before and replay(first) == replay(again) == (len(answers), None)
 

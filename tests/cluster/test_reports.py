@@ -10,7 +10,6 @@ from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, OnLost, Runtime
-from isthmus.cluster.recorder import MemoryTape
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences, rules_of
@@ -18,6 +17,7 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, lay
 from isthmus.messenger import MemoryNetwork
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, Job, ModelCard, NodeId, RequestId, Role, Sampling, Tier
+from tests.tape import MemoryTape
 
 RECIPE = Recipe("model", layout_of(16), 1000)
 CURVE = Curve(kv_token_bytes=2048, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-5)
@@ -51,7 +51,7 @@ class Picture:
     """Of one node: as the conductor sees it, as it was decided there, and as its store has it."""
 
     def __init__(self, head: Head, process: NodeProcess) -> None:
-        self._view, self._process = head._conductor.view, process
+        self._view, self._process = head._desk.conductor.view, process
 
     def conductor(self) -> Where:
         index = self._view.index

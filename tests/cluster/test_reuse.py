@@ -321,7 +321,9 @@ def test_a_packed_answer_goes_on_after_its_home_died(model: Path) -> None:
                     tokens += len(json.loads(event)["choices"][0]["token_ids"])
                 if tokens >= 5 and not killed.is_set():
                     [home] = served.call(
-                        lambda: [each.decode.node for each in served.head._conductor.view.requests.values()]
+                        lambda: [
+                            each.decode.node for each in served.head._desk.conductor.view.requests.values()
+                        ]
                     )
                     served.kill(home)
                     killed.set()

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster.cache import PrefixMissing
-from isthmus.cluster.messages import Output, Scores, Task
+from isthmus.cluster.messages import Output, Scores
 from isthmus.cluster.runs import Runs
 from isthmus.node.events import Begin, Broken, Load, Missing, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -68,8 +68,9 @@ class Kit:
 
     def begin(self, key: RequestId, num_tokens: int, part: Role = Role.MIXED, **asked: Any) -> None:
         route = Route(RequestId(key[0]), 1, HERE, HERE if part is Role.MIXED else NodeId("there"))
-        begin = Begin(key, part, route, num_tokens, 100)
-        self.runs.begin(Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling(temperature=0, **asked)))
+        text = {"tokens": tuple(range(num_tokens)), "num_prompt": num_tokens}
+        sampling = Sampling(temperature=0, **asked)
+        self.runs.begin(Begin(key, part, route, num_tokens, 100, sampling=sampling, **text))
 
     def run(self, *pieces: Piece) -> list[Missing | Stepped]:
         execution = self.runs.start(Run(pieces, 0, 0, 1, list))
@@ -81,8 +82,8 @@ class Kit:
 def test_a_prefix_that_could_not_be_loaded_is_no_hit() -> None:
     """Only once counted, though the attempt is pre-empted and admitted again."""
     owner, key = Owner(), RequestId("a#1")
-    begin = Begin(key, Role.MIXED, Route(RequestId("a"), 1, HERE, HERE), 20, 30)
-    owner.runs.begin(Task(begin, 0, tuple(range(20)), 20, Sampling()))
+    route = Route(RequestId("a"), 1, HERE, HERE)
+    owner.runs.begin(Begin(key, Role.MIXED, route, 20, 30, tokens=tuple(range(20)), num_prompt=20))
     counters = owner.runs.counters
     for _ in range(2):
         owner.runs.admitted(Admitted(key, 16, (), ()))
@@ -146,7 +147,7 @@ def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteratio
     assert not kit.outputs and not kit.mover.done and kit.runs.counters["iterations"] == 0
     kit.runs.shortened(Shorten(B, 4))
     assert kit.run(pieces[0], Piece(B, 4, 6, (3, 4, 5), True)) == [Stepped(1, (), ())]
-    assert [output.request for output in kit.outputs] == ["a", "b"] and kit.mover.done == [A, B]
+    assert [request for request, _, _ in kit.outputs] == ["a", "b"] and kit.mover.done == [A, B]
 
 
 def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
@@ -169,7 +170,7 @@ def test_of_a_prompt_whole_blocks_leave_as_they_are_computed_and_the_rest_at_its
     kit.run(Piece(A, 9, 1, (0, 1, 2), True))
     layers = [Span(layer, layer + 1) for layer in range(LAYERS)]
     assert kit.mover.ready == [(A, layer, Span(0, stop)) for stop in (8, 10) for layer in layers]
-    assert kit.mover.first == [(A, kit.outputs[-1].token.token)]
+    assert kit.mover.first == [(A, kit.outputs[-1][2].token)]
 
 
 @pytest.mark.parametrize(("known", "new"), [(0, 0), (1, 0), (0, 4)])
@@ -181,8 +182,8 @@ def test_an_answer_says_how_much_of_the_prompt_was_cached_with_its_first_token_o
     kit.runs.admitted(Admitted(A, known + new, (), ()))
     kit.run(Piece(A, 0, 5, (0, 1), True))
     kit.run(Piece(A, 5, 1, (0, 1), True))
-    assert [output.token.cached_tokens for output in kit.outputs] == [known + new, None]
-    assert [output.token.index for output in kit.outputs] == [0, 1]
+    assert [token.cached_tokens for _, _, token in kit.outputs] == [known + new, None]
+    assert [token.index for _, _, token in kit.outputs] == [0, 1]
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_and_not_again_when_its_answer_has_begun() -> None:
@@ -218,7 +219,7 @@ def test_what_no_token_can_be_chosen_for_breaks_and_what_is_computed_beside_it_g
     assert isinstance(broken, Broken) and broken.key == B and not broken.distrust
     assert "grammar" in broken.reason
     assert stepped == Stepped(1, ())
-    assert [each.request for each in kit.outputs] == [RequestId("a")]
+    assert [request for request, _, _ in kit.outputs] == [RequestId("a")]
 
 
 def test_a_run_is_over_when_something_breaks() -> None:

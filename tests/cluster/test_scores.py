@@ -123,16 +123,22 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.again: Counter[RequestId] = Counter()
         self.attempts: dict[RequestId, set[int]] = {}
-        original = Stream.score
+        self._ended: Counter[RequestId] = Counter()
+        original, end_attempt = Stream.score, Stream.end_attempt
+
+        def ended(stream: Stream) -> None:
+            self._ended[stream.job.request] += 1
+            end_attempt(stream)
 
         def score(stream: Stream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
             name = stream.job.request
             self.again[name] += first < len(stream._scores)
-            self.attempts.setdefault(name, set()).add(stream.attempt)
+            self.attempts.setdefault(name, set()).add(self._ended[name] + 1)
             assert not stream.generated, "scored again though the first token was there"
             original(stream, first, logprobs)
 
         monkeypatch.setattr(Stream, "score", score)
+        monkeypatch.setattr(Stream, "end_attempt", ended)
 
 
 def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,18 +21,7 @@ from benchmarks.wan import serve
 from isthmus.bench.child import Child
 from isthmus.bench.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.cluster import shaper
-from isthmus.cluster.shaper import (
-    BACKLOG_S,
-    TICK_S,
-    LinkPorts,
-    LinkSpec,
-    Pipe,
-    Point,
-    Port,
-    Proxy,
-    Shape,
-    shape_of,
-)
+from isthmus.cluster.shaper import BACKLOG_S, TICK_S, LinkSpec, Pipe, Point, Port, Proxy, Shape, shape_of
 from isthmus.cluster.shaper import Direction as LinkDirection
 from tests.served import command
 
@@ -170,7 +159,7 @@ class Ends:
 
 
 class LinkChild:
-    def __init__(self, process: subprocess.Popen[bytes], ports: LinkPorts) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], ports: LinkSpec) -> None:
         self.process, self.ports = process, ports
 
     def say(self, point: Point) -> None:
@@ -187,7 +176,7 @@ def link_process(shape: Shape) -> Iterator[LinkChild]:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(LinkSpec(shape, ((0,), (0, 0)))) + b"\n")
         process.stdin.flush()
-        ports = msgspec.json.decode(process.stdout.readline(), type=LinkPorts)
+        ports = msgspec.json.decode(process.stdout.readline(), type=LinkSpec)
         yield LinkChild(process, ports)
         process.stdin.close()
         assert process.wait(WAIT_S) == 0, "it must end with its launcher"

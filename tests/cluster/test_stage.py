@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from isthmus.attempts import Route
 from isthmus.cluster import pipeline
 from isthmus.cluster.cache import EngineCache, Loading
-from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.messages import StageRun, StageSampled, StageSaved
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.sessions import Peers
@@ -41,9 +41,9 @@ def engine_of(layers: tuple[int, int]) -> EmulatedEngine:
     return EmulatedEngine(MODEL, COST, 16, max_length=1000, layers=layers)
 
 
-def task(key: RequestId, num_tokens: int) -> Task:
-    begin = Begin(key, Role.PREFILL, ROUTE, num_tokens, 100, NAMES[: num_tokens // SIZE])
-    return Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling())
+def begin(key: RequestId, num_tokens: int) -> Begin:
+    names, tokens = NAMES[: num_tokens // SIZE], tuple(range(num_tokens))
+    return Begin(key, Role.PREFILL, ROUTE, num_tokens, 100, names, tokens=tokens, num_prompt=num_tokens)
 
 
 def load(key: RequestId, blocks: tuple[int, ...], first: int = 0) -> Load:
@@ -190,8 +190,8 @@ def token_of(num_tokens: int) -> int:
 
 
 def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
-    stage.receive(task(A, 10))
-    stage.receive(task(B, 7))
+    stage.receive(begin(A, 10))
+    stage.receive(begin(B, 7))
     stage.run(1, Piece(A, 0, 6, (0, 1, 2), False), whole(B, 7, (5, 6)))
     stage.run(2, whole(A, 10, (0, 1, 2), start=6))
     stage.owner.wait_for(StageSampled)
@@ -205,9 +205,9 @@ def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
 
 def test_a_prompt_that_no_token_can_be_chosen_for_breaks_alone(stage: Stage) -> None:
     """Its leader gives it up."""
-    wrong = task(A, 10)
+    wrong = begin(A, 10)
     stage.receive(replace(wrong, sampling=Sampling(grammar="there is no tokenizer here")))
-    stage.receive(task(B, 7))
+    stage.receive(begin(B, 7))
     stage.run(1, whole(A, 10, (0, 1, 2)), whole(B, 7, (5, 6)))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (B,), (token_of(7),), (None,))
     broken = stage.owner.wait_for(Broken)
@@ -217,7 +217,7 @@ def test_a_prompt_that_no_token_can_be_chosen_for_breaks_alone(stage: Stage) -> 
 def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:
     middle = Stage((1, 2))
     middle.stepper.start()
-    middle.receive(task(A, 10))
+    middle.receive(begin(A, 10))
     middle.run(1, whole(A, 10, (0, 1, 2)))
     onward = middle.owner.wait_for(StageRun)
     last = engine_of((2, LAYERS))
@@ -228,12 +228,12 @@ def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:
 
 
 def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
-    stage.receive(task(A, 10))
+    stage.receive(begin(A, 10))
     stage.run(1, whole(A, 10, (0, 1, 2)))
     stage.receive(save(A, (0, 1)))
     assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
     stage.receive(Release(A))
-    stage.receive(task(B, 10))
+    stage.receive(begin(B, 10))
     stage.receive(load(B, (7, 8)))
     stage.first.relay(stage.first.build([Chunk(range(8), 0, (7, 8), False)]))
     stage.run(2, whole(B, 10, (7, 8, 9), start=8))
@@ -243,8 +243,8 @@ def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
 
 def poisoned(stage: Stage) -> None:
     """A prefix of two blocks of which nothing is here, beside a request that needs none."""
-    stage.receive(task(A, 10))
-    stage.receive(task(B, 7))
+    stage.receive(begin(A, 10))
+    stage.receive(begin(B, 7))
     stage.receive(load(A, (0, 1)))
     stage.first.relay(stage.first.build([Chunk(range(8), 0, (0, 1), False)]))
     stage.run(1, whole(A, 10, (0, 1, 2), start=8), whole(B, 7, (5, 6)))
@@ -268,7 +268,7 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     assert stage.owner.told.index(Lost(NAMES[:2])) < stage.owner.told.index(StageSaved(1, A))
     assert not any(map(stage.store.contains, NAMES))
     stage.receive(Release(A))
-    stage.receive(task(C, 8))
+    stage.receive(begin(C, 8))
     stage.run(2, whole(C, 8, (0, 1)))
     stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
@@ -279,14 +279,14 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
 
 
 def test_poison_of_a_stage_before_goes_on(stage: Stage) -> None:
-    stage.receive(task(A, 10))
+    stage.receive(begin(A, 10))
     stage.run(1, whole(A, 10, (0, 1, 2)), poisoned=(A,))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (), (), ())
     assert stage.mover.released == [A] and not stage.mover.ready
 
 
 def test_a_prefix_that_the_leader_misses_too_is_no_failure(stage: Stage) -> None:
-    stage.receive(task(A, 10))
+    stage.receive(begin(A, 10))
     stage.receive(load(A, (0, 1)))
     stage.receive(Shorten(A, 0))
     stage.run(1, whole(A, 10, (0, 1, 2)))
@@ -301,13 +301,7 @@ class Held(EmulatedEngine):
         super().__init__(MODEL, COST, 16, max_length=1000, layers=(1, LAYERS))
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def step(
-        self,
-        batch: Any,
-        rows: Any,
-        *hooks: Any,
-        **named: Any,
-    ) -> Any:
+    def step(self, batch: Any, rows: Any, *hooks: Any, **named: Any) -> Any:
         self.begun.set()
         assert self.go.wait(20)
         return super().step(batch, rows, *hooks, **named)
@@ -356,9 +350,9 @@ def test_a_load_waits_for_what_still_writes_its_blocks(held: Stage) -> None:
     """The leader gave up one attempt and gave its blocks to another, while the first is still computed here."""
     held.put(0, 1)
     loads = Loads(held.cache)
-    held.receive(task(A, 10))
+    held.receive(begin(A, 10))
     held.run(1, whole(A, 10, (0, 1, 2)))
-    held.receive(Release(A), task(B, 10), task(C, 10), load(B, (1, 2)), load(C, (7, 8)))
+    held.receive(Release(A), begin(B, 10), begin(C, 10), load(B, (1, 2)), load(C, (7, 8)))
     assert loads.blocks == [(7, 8)], "only a load of blocks that nothing else touches may begin at once"
     go(held)
     assert loads.blocks == [(7, 8), (1, 2)]
@@ -370,9 +364,9 @@ def test_a_load_waits_for_what_still_writes_its_blocks(held: Stage) -> None:
 def test_a_load_waits_for_the_save_that_brings_its_blocks(held: Stage) -> None:
     """The next one with the same prefix comes before this stage has computed it: nothing is missing."""
     loads = Loads(held.cache)
-    held.receive(task(A, 10))
+    held.receive(begin(A, 10))
     held.run(1, whole(A, 10, (0, 1, 2)))
-    held.receive(save(A, (0, 1)), task(B, 10), load(B, (7, 8)))
+    held.receive(save(A, (0, 1)), begin(B, 10), load(B, (7, 8)))
     assert loads.blocks == []
     go(held)
     held.first.relay(held.first.build([Chunk(range(8), 0, (7, 8), False)]))
@@ -386,10 +380,10 @@ def test_loads_into_the_same_blocks_keep_their_order(held: Stage) -> None:
     """The first has not begun when it is given up: it must not be what lies there in the end."""
     held.put(2, 3)
     loads = Loads(held.cache)
-    held.receive(task(A, 10))
+    held.receive(begin(A, 10))
     held.run(1, whole(A, 10, (0, 1, 2)))
-    held.receive(save(A, (0, 1)), task(B, 10), load(B, (7, 8)), Release(B))
-    held.receive(task(C, 20), load(C, (7, 8), first=2))
+    held.receive(save(A, (0, 1)), begin(B, 10), load(B, (7, 8)), Release(B))
+    held.receive(begin(C, 20), load(C, (7, 8), first=2))
     assert loads.blocks == []
     go(held)
     assert [each.names for each in loads.begun] == [NAMES[:2], NAMES[2:4]]
@@ -401,7 +395,7 @@ def test_a_load_follows_the_pre_emption_before_it(held: Stage) -> None:
     """Or that would take it back."""
     held.put(0, 1)
     loads = Loads(held.cache)
-    held.receive(task(A, 10), task(B, 10), load(B, (7, 8)))
+    held.receive(begin(A, 10), begin(B, 10), load(B, (7, 8)))
     loads.begun[0].over.wait(20)
     held.run(1, whole(A, 10, (0, 1, 2)))
     assert isinstance(held.engine, Held) and held.engine.begun.wait(20)

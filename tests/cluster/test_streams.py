@@ -16,9 +16,7 @@ JOB = Job(RequestId("a"), (1, 2, 3), 100, Sampling())
 
 
 def stream(cancel: object = None) -> Stream:
-    made = Stream(JOB, (), cancel or (lambda request: None))  # type: ignore[arg-type]
-    made.start_attempt(1, ())
-    return made
+    return Stream(JOB, cancel or (lambda request: None))  # type: ignore[arg-type]
 
 
 def answer(length: int) -> list[Generated]:
@@ -79,7 +77,7 @@ def test_a_new_attempt_goes_on_after_what_the_client_has() -> None:
     one.deliver(tokens[0])
     one.deliver(tokens[1])
     one.deliver(tokens[3])  # 2 was lost with the node
-    one.start_attempt(2, ())
+    one.end_attempt()
     assert one.generated == (100, 101)
     again = [Generated(2, 7), Generated(3, 8), Generated(4, 9, FinishReason.LENGTH)]
     assert [one.deliver(token) for token in again] == [False, False, True]
@@ -103,8 +101,7 @@ def scores(seed: int, first: int, stop: int) -> list[TokenLogprobs]:
 
 
 def scored(*told: tuple[int, list[TokenLogprobs]]) -> Stream:
-    made = Stream(SCORED, (), lambda request: None)
-    made.start_attempt(1, ())
+    made = Stream(SCORED, lambda request: None)
     for each in told:
         made.score(*each)
     return made
@@ -125,7 +122,7 @@ def test_a_prompt_that_is_computed_anew_is_scored_anew() -> None:
     assert asyncio.run(everything(one))[0].prompt_logprobs == tuple(scores(2, 0, 4))
     again = scored((0, scores(1, 0, 4)))
     again.deliver(answer(2)[1])  # the first token was lost with the node
-    again.start_attempt(2, ())
+    again.end_attempt()
     again.score(0, scores(2, 0, 4))
     again.deliver(answer(1)[0])
     assert asyncio.run(everything(again))[0].prompt_logprobs == tuple(scores(2, 0, 4))
@@ -134,14 +131,14 @@ def test_a_prompt_that_is_computed_anew_is_scored_anew() -> None:
 def test_an_attempt_that_goes_on_from_tokens_brings_no_scores_again() -> None:
     one, tokens = scored((0, scores(1, 0, 4))), answer(3)
     one.deliver(tokens[0])
-    one.start_attempt(2, ())
+    one.end_attempt()
     one.deliver(tokens[1])
     one.deliver(tokens[2])
     assert [each.prompt_logprobs is None for each in asyncio.run(everything(one))] == [False, True, True]
 
 
 def test_a_prompt_of_one_token_has_no_scores_and_says_so() -> None:
-    one = Stream(replace(SCORED, tokens=(1,)), (), lambda request: None)
+    one = Stream(replace(SCORED, tokens=(1,)), lambda request: None)
     one.deliver(answer(1)[0])
     assert asyncio.run(everything(one))[0].prompt_logprobs == ()
 
@@ -152,13 +149,6 @@ def test_scores_that_are_missing_are_the_nodes_fault() -> None:
     for few in (0, 3, 5):
         with pytest.raises(ProtocolError, match=f"{few} scores of the prompt, not 4"):
             scored((0, scores(1, 0, few))).deliver(answer(1)[0])
-
-
-def test_each_attempt_is_prefilled_once() -> None:
-    one = stream()
-    assert [one.prefilled() for _ in range(2)] == [True, False]
-    one.start_attempt(2, ())
-    assert [one.prefilled() for _ in range(2)] == [True, False]
 
 
 def test_a_failure_is_raised_after_the_tokens_that_came() -> None:

@@ -82,7 +82,7 @@ def test_an_answer_is_the_same_and_whole_when_its_decode_node_dies(tmp_path: Pat
                 for seed in seeds
             ]  # fmt: skip
             assert begun.wait(LIMIT_S)
-            views = served.head._conductor.view.requests
+            views = served.head._desk.conductor.view.requests
             served.kill(served.call(lambda: next(iter(views.values())).decode.node))
             killed.set()
             assert [answer.result() for answer in answers] == undisturbed

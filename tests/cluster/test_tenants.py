@@ -64,7 +64,7 @@ def test_400_prompts_of_one_tenant_leave_another_about_half_of_what_fits(
 def test_a_tenant_behind_another_s_flood_is_answered_in_its_turn(roles: dict[str, int]) -> None:
     engine = {**EMULATED["engine"], "max_sequences": 4}
     with inside({"engine": engine, "roles": roles, "auth": {"keys": KEYS}}, key=ACME) as served:
-        tenant_of, order, on = dict[str, str](), list[str](), served.head._conductor.on
+        tenant_of, order, on = dict[str, str](), list[str](), served.head._desk.conductor.on
 
         def heard(event: Event, now: int) -> Any:
             if isinstance(event, RequestArrived):
@@ -74,7 +74,7 @@ def test_a_tenant_behind_another_s_flood_is_answered_in_its_turn(roles: dict[str
             return on(event, now)
 
         with (
-            mock.patch.object(served.head._conductor, "on", heard),
+            mock.patch.object(served.head._desk.conductor, "on", heard),
             served.together(66),
             ThreadPoolExecutor(2) as pool,
         ):

@@ -20,7 +20,7 @@ from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.sessions import REFUSED
 from isthmus.cluster.stage import StageNode
-from isthmus.conductor import Rules
+from isthmus.conductor import RequestView, Rules
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
@@ -116,6 +116,13 @@ class Scene:
     def members(self) -> list[str]:
         return [str(node) for node in self.head.nodes()]
 
+    def attempt(self, name: str) -> int:
+        """At this request, its last one."""
+        return self.view_of(name).attempt
+
+    def view_of(self, name: str) -> RequestView:
+        return self.head._desk.conductor.view.requests[RequestId(name)]
+
     def submit(self, name: str, **others: Any) -> Any:
         given = {"sampling": Sampling()} | others
         return self.head.submit(Job(RequestId(name), tuple(range(40)), 10, **given))
@@ -201,7 +208,7 @@ def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
 
 SAID = [
     messages.Beat({}),
-    messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 7)),)),
+    messages.Outputs(((RequestId("a"), 1, Generated(0, 7)),)),
     messages.Scores(RequestId("a"), 1, 0, ()),
     RequestFailed(RequestId("a"), 1, "it is mean"),
     BlocksStored(NodeId("p"), (b"name",)),
@@ -215,8 +222,8 @@ def test_nothing_is_heard_of_somebody_who_did_not_say_hello(said: Any) -> None:
         stream = some.submit("a")
         stranger = await some.enter(said)
         assert "a message came before Hello" in stranger.reasons[0]
-        assert not stream.generated and stream.error is None and stream.attempt == 1
-        assert not some.head._conductor.view.index.num_blocks
+        assert not stream.generated and stream.error is None and some.attempt("a") == 1
+        assert not some.head._desk.conductor.view.index.num_blocks
         assert not p.reasons and not d.reasons
 
     scene(work)
@@ -247,7 +254,7 @@ LIES = {
     "role of its own": RoleChanged(NodeId("liar"), Role.PREFILL),
     "memory": MemoryUsed(NodeId("d"), -1, -1, 0, 0),
     "stored": BlocksStored(NodeId("d"), (bytes(16),)),
-    "token": messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 70)),)),
+    "token": messages.Outputs(((RequestId("a"), 1, Generated(0, 70)),)),
     "scores": messages.Scores(RequestId("a"), 1, 0, ()),
     "failed": RequestFailed(RequestId("a"), 1, "I say so", final=True),
     "handed over": PrefillFinished(RequestId("a"), 1),
@@ -268,7 +275,7 @@ def test_a_node_speaks_of_itself_and_of_its_own_requests_only(lie: str) -> None:
         assert len(liar.reasons) == 1 and some.members() == ["p", "d"]
         p.say(output(1, 0))
         await some.settle()
-        assert stream.generated == (70,) and stream.attempt == 1 and some.head.healthy
+        assert stream.generated == (70,) and some.attempt("a") == 1 and some.head.healthy
 
     scene(work)
 
@@ -398,7 +405,7 @@ def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
 
 
 def output(attempt: int, index: int, **others: Any) -> messages.Outputs:
-    return messages.Outputs((messages.Output(RequestId("a"), attempt, Generated(index, 70 + index, **others)),))
+    return messages.Outputs(((RequestId("a"), attempt, Generated(index, 70 + index, **others)),))
 
 
 def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
@@ -410,10 +417,10 @@ def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
         await some.settle()
         d.say(output(1, 1))
         await some.settle()
-        assert stream.generated == (70,) and stream.attempt == 2
-        task = d.of(messages.Task)[-1]
-        assert (task.tokens, task.num_prompt) == ((*range(40), 70), 40)
-        assert task.begin.stop_length == 50
+        assert stream.generated == (70,) and some.attempt("a") == 2
+        begin = d.of(events.Begin)[-1]
+        assert (begin.tokens, begin.num_prompt) == ((*range(40), 70), 40)
+        assert begin.stop_length == 50
         assert [each.key for each in p.of(events.Forget)] == ["a#1"] == [e.key for e in d.of(events.Forget)]
         p.say(output(2, 1))
         await some.settle()
@@ -443,7 +450,7 @@ def test_scores_of_an_attempt_that_is_over_are_void() -> None:
         await some.settle()
         [first] = await anext(aiter(stream))
         assert first.prompt_logprobs == scores(2, 0, 39).logprobs
-        assert [task.begin.names for task in p.of(messages.Task)] == [(), ()]
+        assert [begin.names for begin in p.of(events.Begin)] == [(), ()]
         p.say(scores(2, 0, 39))  # of a request that is over or nobody knows of: no fault of theirs
         stream.cancel()
         p.say(scores(2, 0, 39))
@@ -479,7 +486,7 @@ def test_tokens_that_still_come_while_a_request_waits_for_a_node_are_void() -> N
         await some.enter(hello("d", Role.DECODE))
         p.say(output(2, 0))
         await some.settle()
-        assert stream.generated == (70,) and stream.attempt == 2
+        assert stream.generated == (70,) and some.attempt("a") == 2
 
     scene(work)
 
@@ -504,7 +511,7 @@ def test_two_requests_of_one_name_are_not_mixed() -> None:
         first = some.submit("a")
         with pytest.raises(RequestError, match="is in progress"):
             some.submit("a")
-        assert first.error is None and first.attempt == 1
+        assert first.error is None and some.attempt("a") == 1
 
     scene(work)
 
@@ -512,7 +519,7 @@ def test_two_requests_of_one_name_are_not_mixed() -> None:
 def test_refusals_change_nothing_and_are_counted() -> None:
     async def work(some: Scene) -> None:
         m = await some.enter(hello("m", Role.MIXED))
-        first, view = some.submit("a"), some.head._conductor.view
+        first, view = some.submit("a"), some.head._desk.conductor.view
         node = view.nodes[NodeId("m")]
         before = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
         for number in range(3):
@@ -521,7 +528,7 @@ def test_refusals_change_nothing_and_are_counted() -> None:
         await some.settle()
         assert some.head.refusals() == {"prefill": 3}
         after = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
-        assert after[:-1] == before[:-1] and len(m.of(messages.Task)) == 1
+        assert after[:-1] == before[:-1] and len(m.of(events.Begin)) == 1
         assert list(view.requests) == [first.job.request] == list(some.head._streams)
 
     scene(work, max_requests=1)
@@ -552,7 +559,7 @@ def test_a_cancelled_request_is_forgotten_everywhere() -> None:
         stream.cancel()
         await some.settle()
         assert [each.key for each in (*p.of(events.Forget), *d.of(events.Forget))] == ["a#1", "a#1"]
-        assert not some.head._streams and not some.head._conductor.view.requests
+        assert not some.head._streams and not some.head._desk.conductor.view.requests
 
     scene(work)
 
@@ -572,7 +579,7 @@ def test_closing_ends_what_is_under_way_and_stops_the_nodes() -> None:
 
 
 def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
-    """The head's time goes with each task."""
+    """The head's time goes with each begin."""
 
     async def work(some: Scene) -> None:
         m = await some.enter(hello("m", Role.MIXED))
@@ -580,9 +587,9 @@ def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
         m.say(messages.Beat({}))
         some.submit("a", ttft_ms=200)
         await some.settle()
-        (task,) = m.of(messages.Task)
-        assert task.now_ns == 1_500_000_000
-        assert task.begin.route.deadline_ns == 1_700_000_000
+        (begin,) = m.of(events.Begin)
+        assert begin.now_ns == 1_500_000_000
+        assert begin.route.deadline_ns == 1_700_000_000
 
     scene(work)
 
@@ -779,7 +786,9 @@ def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, i
 def test_salts_part_the_names_of_tenants_in_the_head() -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("m", Role.MIXED))
-        names = [some.submit(name, salt=salt).names for name, salt in (("a", "x"), ("b", "y"), ("c", "x"))]
+        for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+            some.submit(name, salt=salt)
+        names = [some.view_of(name).arrived.names for name in "abc"]
         assert names[0] == names[2] and not set(names[0]) & set(names[1]) and len(names[0]) == 2
 
     scene(work)
@@ -793,7 +802,7 @@ def test_where_a_request_went_wrong_it_may_go_again_and_no_further() -> None:
             m.say(RequestFailed(RequestId("a"), attempt, "it broke"))
             await some.settle()
         assert str(stream.error) == "it broke (attempt 3 of 3)"
-        routes = [task.begin.route for task in m.of(messages.Task)]
+        routes = [begin.route for begin in m.of(events.Begin)]
         assert [route.attempt for route in routes if isinstance(route, Route)] == [1, 2, 3]
 
     scene(work)

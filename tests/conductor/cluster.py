@@ -39,24 +39,11 @@ from isthmus.conductor import (
     ThresholdSet,
 )
 from isthmus.conductor.conductor import MAX_LOSSES
+from isthmus.conductor.view import WAITING
 from isthmus.cost import Curve
-from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
 
-from .views import arrival
-
-BLOCK_SIZE = 4
-MS = NS_PER_MS
-CURVE = Curve(
-    kv_token_bytes=250,  # a block has 1,000 bytes
-    num_layers=1,
-    prefill_token_s=1e-3,
-    decode_fixed_s=10e-3,
-    decode_sequence_s=1e-3,
-    decode_context_s=1e-6,
-)
-"""1 ms per prompt token; a decode step of B sequences with C tokens takes 10 ms + B ms + C us."""
-LINK = Paths(network=1_000_000, handover=1_000_000)
-"""One block takes 1 ms from node to node, and 4 ms to compute."""
+from .views import BLOCK_SIZE, CURVE, LINK, MS, arrival
 
 
 class Cluster:
@@ -152,7 +139,7 @@ class Cluster:
         actions = self.on(LinksMeasured(links))
         for request, copy, attempt in copying:
             if requests.get(request.arrived.request) is request and request.attempt == attempt:
-                cut = request.on_hold or (copy.across is not None and not copy.across.up)
+                cut = request.state is WAITING or (copy.across is not None and not copy.across.up)
                 assert (copy not in request.copies) == cut, (
                     "a fetch goes on over a link that is down, or is given up"
                 )
@@ -259,7 +246,7 @@ class Cluster:
         for request in sorted(self.waiting):
             self.cancel(request)
         view = self.conductor.view
-        assert not any(self.told.values()), "a node was never told to forget a request"
+        assert not self.told, "an attempt never ended"
         assert not view.requests
         for node in view.nodes.values():
             assert not (node.prefills or node.decodes or node.link_in.copies or node.link_out.copies)
@@ -287,10 +274,9 @@ class Cluster:
             case Refuse():
                 self._on_refuse(action, event, waited)
             case Abort():
-                assert action.nodes and len(set(action.nodes)) == len(action.nodes)
-                assert set(action.nodes) <= set(self.joined), "a node that left was told something"
-                assert self.told[action.request, action.attempt] <= set(action.nodes)
-                self.told[action.request, action.attempt] = set()
+                assert len(set(action.nodes)) == len(action.nodes)
+                left = self.told.pop((action.request, action.attempt))  # once, each attempt
+                assert left == set(action.nodes), "somebody is not told, or has left"
             case Hold() if action.attempt == 0:
                 assert action.request not in self.routes and action.request not in self.waiting
                 assert action.wait_ms == self.rules.wait_ms > 0
@@ -340,7 +326,7 @@ class Cluster:
             assert prefill.role is Role.MIXED or facts.max_tokens == 1
         length = facts.num_tokens + facts.max_tokens
         assert length <= prefill.capacity_tokens and length <= decode.capacity_tokens
-        assert not self.told.get((route.request, route.attempt - 1)), "two attempts are under way"
+        assert (route.request, route.attempt - 1) not in self.told, "two attempts are under way"
         self._judge_cached(route, facts)
         ttft_ms = self.rules.ttft_ms if facts.ttft_ms is None else facts.ttft_ms
         promised = 0 if ttft_ms is None else at + int(ttft_ms * MS * (1 - self.rules.reserve))

@@ -8,7 +8,7 @@ from isthmus.conductor.view import Placement, View
 from isthmus.cost import Curve, compile_cost
 from isthmus.types import NodeId, Role
 
-from .small_world import GBPS, H20, H200, both_ways
+from .case_study import GBPS, H20, H200, both_ways
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -98,4 +98,4 @@ def test_in_one_cluster_what_is_computed_counts() -> None:
     capacity = Capacity(view, Rules())
     for cached, uncached in ((0, 1000), (10, 360), (100, 1)):
         capacity.add(1000, Placement(view.prefills[0], cached, cached, 1, 1))
-        assert capacity._uncached[-1] == uncached and capacity._cached[-1] == 1000 - uncached
+        assert capacity._latest[-1] == (uncached, 1000 - uncached)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.blocks import state_names
 from isthmus.conductor import (
@@ -22,6 +23,7 @@ GB = 1_000_000_000
 SLOW, FAST = Paths(network=GB // 2, handover=GB // 2), Paths(network=100 * GB, handover=100 * GB)
 CURVE = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-5, decode_fixed_s=1e-2)
 """A token computes in 10 us and takes 200 us on the slow link."""
+SLOW_NODE = replace(CURVE, prefill_token_s=1e-3)
 NAMES = tuple(range(100))
 
 
@@ -79,8 +81,7 @@ def test_a_link_between_clusters_is_spared_once_it_owes_more_than_computing_hide
 
 def test_what_is_owed_to_others_is_waited_for_and_not_what_is_owed_to_itself() -> None:
     """Each computes in 1.6 s and crosses in 0.32 s: a sixth that comes after five has no more time to hide in."""
-    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
-    codecs = over_a_link(GB // 2, 6, slow)
+    codecs = over_a_link(GB // 2, 6, SLOW_NODE)
     assert codecs == ["none"] * 5 + ["int8"]
 
 
@@ -93,8 +94,7 @@ def test_a_slow_link_is_spared(codecs: tuple[str, ...], codec: str) -> None:
 
 def test_a_link_that_is_faster_than_computing_is_not() -> None:
     assert route(FAST, ("zstd", "int8")).codec == "none"
-    slow_node = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
-    assert route(SLOW, ("zstd", "int8"), curve=slow_node).codec == "none"
+    assert route(SLOW, ("zstd", "int8"), curve=SLOW_NODE).codec == "none"
 
 
 def test_nothing_is_encoded_where_links_or_numbers_are_unknown() -> None:
@@ -103,18 +103,16 @@ def test_nothing_is_encoded_where_links_or_numbers_are_unknown() -> None:
 
 
 def test_a_fetch_over_a_slow_link_too() -> None:
-    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
-    found = route(SLOW, ("zstd",), curve=slow, stored=True)
+    found = route(SLOW, ("zstd",), curve=SLOW_NODE, stored=True)
     assert found.fetch is not None and found.prefill == NodeId("p1")
     assert found.fetch.codec == "zstd", "0.32 s of transfer for a millisecond of computing"
-    found = route(FAST, ("zstd",), curve=slow, stored=True)
+    found = route(FAST, ("zstd",), curve=SLOW_NODE, stored=True)
     assert found.fetch is not None and found.fetch.codec == "none"
 
 
 def test_a_fetch_with_a_recurrent_state_keeps_every_bit() -> None:
-    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
     for state_blocks, codec in ((0, "int8"), (2, "zstd")):
-        found = route(SLOW, ("zstd", "int8"), curve=slow, stored=True, state_blocks=state_blocks)
+        found = route(SLOW, ("zstd", "int8"), curve=SLOW_NODE, stored=True, state_blocks=state_blocks)
         assert found.fetch is not None and found.fetch.codec == codec
 
 

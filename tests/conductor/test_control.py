@@ -3,10 +3,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from isthmus.conductor import LinkRule, LinkState, Rules
 from isthmus.conductor.capacity import ENOUGH, Capacity
@@ -22,14 +24,17 @@ from isthmus.conductor.control import (
 )
 from isthmus.conductor.copies import ClusterLink
 from isthmus.cost.offload import Threshold
+from isthmus.sim.faults import Faults, LinkFault, NodeFault
+from isthmus.sim.records import Result, Status
 from isthmus.types import NS_PER_S
 
+from .case_study import GBPS, both_ways, prompts, study, thresholds
 from .cluster import Cluster
-from .small_world import GBPS, H20, World, both_ways, case_study, prompts
 from .test_routing import LINKS, down, two, up
 
 S = NS_PER_S
 RATE = 10 * GBPS
+CASE = Rules(policy="isthmus", links=both_ways(100), max_requests=10_000)
 
 
 def watch() -> LinkControl:
@@ -215,12 +220,11 @@ def test_without_control_the_link_is_what_it_says() -> None:
 
 def test_the_threshold_is_solved_when_enough_prompts_were_seen() -> None:
     """The published case study at 0.7 of its highest rate: 19,400 +- what a sample of 1,000 prompts allows."""
-    world = case_study(Rules(policy="isthmus", links=both_ways(100), max_requests=10_000))
-    world.run(prompts(2.2, 600), 600)
-    assert world.thresholds[0] == (1.0, 0)
-    assert 20 < world.thresholds[1][0] < 45  # 64 prompts
-    assert world.thresholds[-1][1] == pytest.approx(19_400, rel=0.1)
-    assert len(world.thresholds) <= 10
+    told = thresholds(study(CASE, prompts(2.2, 600)), 600)
+    assert told[0] == (1.0, 0)
+    assert 20 < told[1][0] < 45  # 64 prompts
+    assert told[-1][1] == pytest.approx(19_400, rel=0.1)
+    assert len(told) <= 10
 
 
 def test_the_threshold_is_solved_again_when_it_is_time_or_the_rate_changed(
@@ -247,51 +251,42 @@ def test_the_threshold_is_solved_again_when_it_is_time_or_the_rate_changed(
 
 
 def test_the_threshold_counts_nodes_anew() -> None:
-    world = case_study(Rules(policy="isthmus", links=both_ways(100), max_requests=10_000))
-    world.run(prompts(2.0, 200), 200)
-    before = world.conductor._router.threshold
-    assert before is not None
-    for number in range(3):
-        world.join(f"more-p{number}", world.conductor.view.prefills[0].role, H20, cluster="near")
-    world._measure()
-    after = world.conductor._router.threshold
-    assert after is not None and after > 1.3 * before
+    """Three of six prefill nodes at home join after 200 s."""
+    late = Faults(nodes=tuple([NodeFault(f"near-prefill-{number}", 0, 200) for number in (3, 4, 5)]))
+    told = thresholds(study(CASE, prompts(2.0, 260), num_prefill=6, faults=late), 260)
+    before = [threshold for at, threshold in told if at < 200][-1]
+    after = told[-1][1]
+    assert before is not None and after is not None and after > 1.3 * before
 
 
-def dropped(world: World, start_s: int, stop_s: int, share: float) -> World:
-    for wire in world.wires.values():
-        rate = wire.rates[0][1]
-        wire.rates = [(0, rate), (start_s * S, rate * share), (stop_s * S, rate)]
-    return world
+def offloaded(result: Result, start_s: float, stop_s: float) -> list[bool]:
+    """Whether requests that came in this time were prefilled elsewhere."""
+    clusters = [node.cluster for node in result.nodes]
+    some = [each for each in result.records if start_s * S <= each.arrival_ns < stop_s * S]
+    return [clusters[each.prefill] != clusters[each.decode] for each in some]
 
 
 def test_a_link_at_a_fifth_for_a_minute() -> None:
     """The threshold moves little and comes back; prompts that would wait for the link stay at home meanwhile."""
-    good = {}
+    good, slow = {}, Faults((LinkFault("far", "near", 200, 260, 0.2),))
     for control in (False, True):
-        rules = Rules(
-            policy="isthmus", links=both_ways(20), threshold=19_400, control=control, max_requests=10_000
-        )
-        world = dropped(case_study(rules), 200, 260, 0.2)
-        world.run(prompts(2.0, 400), 400)
-        good[control] = sum(ready < 15 for ready in world.ready_s.values())
+        rules = replace(CASE, links=both_ways(20), threshold=19_400, control=control)
+        result = study(rules, prompts(2.0, 400), faults=slow)
+        good[control] = sum(each.landed_ns - each.arrival_ns < 15 * S for each in result.records)
         if control:
-            assert len(world.thresholds) <= 4 and world.thresholds[-1][1] == 19_400
-            during = [away for at, _, away in world.offloaded if 210 < at < 260]
-            after = [away for at, _, away in world.offloaded if at > 330]
+            told = thresholds(result, 400)
+            assert len(told) <= 4 and told[-1][1] == 19_400
+            during, after = offloaded(result, 210, 260), offloaded(result, 330, 400)
             assert sum(during) / len(during) < 0.36 and sum(after) / len(after) > 0.4
     assert good[True] > good[False]
 
 
 def test_a_link_cut_for_a_minute_loses_no_request() -> None:
-    rules = Rules(policy="isthmus", links=both_ways(100), threshold=19_400, control=True, max_requests=10_000)
-    world = dropped(case_study(rules), 100, 160, 0.0)
-    world.run(prompts(1.2, 300), 420)
-    assert len(world.ended) == len(world.arrived)
-    away = [at for at, _, far in world.offloaded if far]
-    assert not [at for at in away if 101 <= at < 160 + RETURN_NS / S]
-    assert [at for at in away if 165 < at < 180]
-    assert [threshold for _, threshold in world.thresholds] == [19_400, None, 19_400]
+    rules = replace(CASE, threshold=19_400, control=True)
+    result = study(rules, prompts(1.2, 300), faults=Faults((LinkFault("far", "near", 100, 160, 0.0),)))
+    assert all(each.status is Status.COMPLETED for each in result.records)
+    assert not any(offloaded(result, 101, 160 + RETURN_NS / S)) and any(offloaded(result, 166, 180))
+    assert [threshold for _, threshold in thresholds(result, 420)] == [19_400, None, 19_400]
 
 
 @settings(max_examples=20)
@@ -331,11 +326,11 @@ def test_cache_mode_follows_the_use_of_links_with_hysteresis() -> None:
 
 
 def test_priced_offloading_needs_no_threshold() -> None:
-    rules = Rules(policy="isthmus", links=both_ways(100), control=True, priced=True, max_requests=10_000)
-    world = case_study(rules)
-    world.run(prompts(2.4, 300), 300)
-    assert world.thresholds == [(1.0, 0)]
-    fixed = case_study(Rules(policy="isthmus", links=both_ways(100), threshold=19_400, max_requests=10_000))
-    fixed.run(prompts(2.4, 300), 300)
-    mean = [sum(run.ttft_s.values()) / len(run.ttft_s) for run in (world, fixed)]
+    load = prompts(2.4, 300)
+    priced, fixed = (
+        study(replace(CASE, **rules), load)
+        for rules in ({"control": True, "priced": True}, {"threshold": 19_400})
+    )
+    assert thresholds(priced, 300) == [(1.0, 0)]
+    mean = [fmean([each.first_token_ns - each.arrival_ns for each in run.records]) for run in (priced, fixed)]
     assert mean[0] < 0.95 * mean[1]

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import Convert, NodeLeft, RoleChanged, Rules
+from isthmus.sim.records import Result
 from isthmus.types import NS_PER_S, NodeId, Role
 
+from .case_study import both_ways, prompts, study, thresholds
 from .cluster import Cluster
-from .small_world import World, both_ways, case_study, prompts
 from .test_routing import two
 
 S = NS_PER_S
@@ -27,33 +28,29 @@ def rules(**more: object) -> Rules:
     return Rules(**{**values, **more})  # type: ignore[arg-type]
 
 
-def split(world: World) -> tuple[int, int]:
-    near = [node for node in world.conductor.view.nodes.values() if node.cluster.name == "near"]
-    return sum(node.role is P for node in near), sum(node.role is D for node in near)
+def turned(result: Result, until_s: float) -> list[tuple[float, Role]]:
+    """(seconds, new role) of each node that changed it."""
+    found = [(each.at_ns / S, each.role) for each in result.conversions]
+    return [each for each in found if each[0] <= until_s]
 
 
 def test_too_little_decode_gets_more_and_stays_so() -> None:
     """6/2 bears 1.56 requests a second; 2.4 come: two nodes turn, and no more."""
-    world = case_study(rules(links=both_ways(100)), 6, 2)
-    world.run(prompts(2.4, 600), 600)
-    assert split(world) == (4, 4) and len(world.conversions) == 2
-    (first, _), (second, _) = world.conversions
-    assert second - first >= 60
-    last = world.thresholds[-1][1]
+    result = study(rules(links=both_ways(100)), prompts(2.4, 600), 6, 2)
+    (first, one), (second, other) = turned(result, 600)
+    assert one is other is D and second - first >= 60
+    last = thresholds(result, 600)[-1][1]
     assert last is not None and last > 19_400  # four prefill nodes at home: more stays
 
 
 def test_too_little_prefill_gets_more_without_another_cluster() -> None:
-    world = case_study(rules(), 6, 6, 0)
-    world.run(prompts(1.9, 900), 900)
-    assert split(world) == (9, 3) and len(world.conversions) == 3
+    assert [role for _, role in turned(study(rules(), prompts(1.9, 900), 6, 6, 0), 900)] == [P, P, P]
 
 
 def test_a_good_split_or_a_low_load_is_left_alone() -> None:
     for num_prefill, num_decode, rate in ((3, 5, 2.6), (7, 1, 0.3), (1, 7, 0.5)):
-        world = case_study(rules(links=both_ways(100)), num_prefill, num_decode)
-        world.run(prompts(rate, 300), 300)
-        assert not world.conversions
+        result = study(rules(links=both_ways(100)), prompts(rate, 300), num_prefill, num_decode)
+        assert not turned(result, 300)
 
 
 @settings(max_examples=6)
@@ -66,12 +63,13 @@ def test_random_loads_turn_nodes_no_faster_than_the_cool_down_and_settle(
     loads: list[float], seed: int, num_prefill: int
 ) -> None:
     """Half of the case study's nodes. Each load lasts for 100 s, the last one goes on."""
-    world = case_study(rules(links=both_ways(100), cool_down_s=30.0), num_prefill, 4 - num_prefill, 2)
-    world.run(prompts(lambda at: loads[min(2, int(at / 100))], 500, seed), 500)
-    times = [at for at, _ in world.conversions]
+    load = prompts(lambda at: loads[min(2, int(at / 100))], 500, seed)
+    result = study(rules(links=both_ways(100), cool_down_s=30.0), load, num_prefill, 4 - num_prefill, 2)
+    times = [at for at, _ in turned(result, 500)]
     assert all(later - at >= 30 for at, later in itertools.pairwise(times))
     assert len([at for at in times if at > 350]) <= 1
-    assert min(split(world)) >= 1
+    roles = [role for _, role in turned(result, 500)]
+    assert 1 <= num_prefill + roles.count(P) - roles.count(D) <= 3
 
 
 # Draining.

@@ -91,13 +91,7 @@ EVENTS = [
 ]
 DONORS = (Donor(RequestId("b"), NAMES, 1), Donor(RequestId("c"), NAMES, 0, FetchOrder(N, 1, 2, 10**9)))
 ACTIONS = [
-    Route(
-        A,
-        1,
-        N,
-        N,
-        assembly=Assembly(SEMANTIC, DONORS, (Passage(32, 40, 1, 7),), 60, 2, Packing(5, (4, 3))),
-    ),
+    Route(A, 1, N, N, assembly=Assembly(SEMANTIC, DONORS, (Passage(32, 40, 1, 7),), 60, 2, Packing(5, (4, 3)))),
     Remember(A),
     Unremember(A),
     Route(A, 1, N, NodeId("decode-0")),

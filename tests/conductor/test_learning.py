@@ -175,12 +175,6 @@ def test_few_answers_count_at_once_enough_to_be_of_use() -> None:
     assert outputs.survival(50) == pytest.approx(0.5, abs=0.1)
 
 
-def test_old_answers_are_forgotten() -> None:
-    outputs = learned([1000] * 30_000 + [10] * 60_000)
-    assert outputs.survival(100) < 0.03
-    assert outputs.mean < 40
-
-
 def test_lengths_beyond_all_bins_are_counted() -> None:
     outputs = learned([2**40] * 20)
     assert outputs.survival(2**30) > 0

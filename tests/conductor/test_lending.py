@@ -21,10 +21,8 @@ from isthmus.conductor import (
     RequestEnded,
     Rules,
 )
-from isthmus.conductor.debts import ledger, repayments
-from isthmus.conductor.greedy import best, greedy, rate
+from isthmus.conductor.debts import Memory, Resident, best, greedy, ledger, rate, repayments
 from isthmus.conductor.lending import POLICIES
-from isthmus.conductor.memory import Memory, Resident
 from isthmus.conductor.view import NodeView, RequestView, View
 from isthmus.cost import Curve
 from isthmus.types import NodeId, RequestId, Role
@@ -101,8 +99,7 @@ def test_of_the_greedy_rule_no_move_makes_tokens_fewer(seed: int) -> None:
         for creditor in memories:
             may = debtor is not creditor and debtor.waiting and debtor.lacking and not debtor.lent
             if may and debtor.residents:
-                resident = max(debtor.residents, key=lambda each: each.num_blocks)
-                room = min(creditor.room(BLOCKS // 10), resident.movable)
+                room = min(creditor.room(0.1), debtor.longest.movable)
                 assert best(debtor, creditor, room) == (0, 0), "one more move would have added some"
 
 

@@ -38,7 +38,7 @@ def test_lower_priorities_go_first_and_of_one_the_newest() -> None:
 
 def test_who_is_in_service_or_got_a_token_stays() -> None:
     view = queued(0, 0, 0)
-    view.requests[RequestId("1")].streaming = True  # a second attempt
+    view.requests[RequestId("1")].answering = 1  # a second attempt
     assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
     view.first_token(view.requests[RequestId("0")], 0)
     assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
@@ -146,7 +146,7 @@ def test_early_admission_turns_nobody_away_for_decode_that_it_does_not_count() -
     for name in "ab":
         some.arrives(name, 10)
         some.first_token(name)
-    some.conductor.view.requests[RequestId("a")].streaming = True
+    some.conductor.view.requests[RequestId("a")].answering = 1
     for name in "cd":
         some.arrives(name, 10, tbt_ms=1000)
     assert ends(some.arrives("e", 10, priority=1)) == [("Refuse", "e")]

@@ -67,12 +67,7 @@ def arrival(
 
 
 def accept(
-    view: View,
-    request: RequestArrived,
-    prefill: NodeView,
-    decode: NodeView,
-    work_ms: float,
-    now: int = 0,
+    view: View, request: RequestArrived, prefill: NodeView, decode: NodeView, work_ms: float, now: int = 0
 ) -> RequestView:
     """Books a request by hand: at the end of the prefill node's queue."""
     wait = max(0, prefill.free_ns - now)

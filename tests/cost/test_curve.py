@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from isthmus.cost import Curve, compile_cost, curve_of, to_mapping
+from isthmus.cost import Curve, Handling, compile_cost, curve_of, to_mapping
+from isthmus.cost.transfer import CodecSpeed
 from isthmus.errors import ConfigError
 
 MOONCAKE = Curve(
@@ -31,6 +33,13 @@ TABLE = Curve(
 )
 POINTS = Curve(2048, 4, prefill_points=((1024, 0.44), (8192, 0.72), (32_768, 1.84)))
 seconds = st.floats(0, 1, allow_nan=False)
+HANDLED = replace(
+    MOONCAKE,
+    handling=Handling(
+        save_byte_s=4e-10, send_layer_s=1e-4, send_byte_s=1e-9, shares_core=True, int8=CodecSpeed(0.5, 1e9, 2e9)
+    ),
+)
+
 fitted_curves = st.builds(
     Curve,
     kv_token_bytes=st.integers(1, 10**6),
@@ -148,7 +157,7 @@ def test_more_tokens_are_never_less_time_of_a_measured_curve(curve: Curve, n: in
     assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + p, 0) + 1
 
 
-@pytest.mark.parametrize("curve", [MOONCAKE, TABLE, POINTS])
+@pytest.mark.parametrize("curve", [MOONCAKE, TABLE, POINTS, HANDLED])
 def test_a_file_is_read_back(curve: Curve) -> None:
     assert curve_of(to_mapping(curve)) == curve
 
@@ -161,6 +170,12 @@ def test_a_file_is_read_back(curve: Curve) -> None:
         ({"prefill_token_s": -1.0}, "prefill_token_s is -1.0; it must be a number, 0 or more"),
         ({"prefill_token_s": float("nan")}, "it must be a number, 0 or more"),
         ({"num_layers": 0}, "num_layers and kv_token_bytes must be above 0"),
+        ({"handling": {"send_bytes_s": 1e-9}}, "unknown field `send_bytes_s`"),
+        ({"handling": {"save_byte_s": -1}}, "handling: save_byte_s must be a number, 0 or more"),
+        (
+            {"handling": {"zstd": {"kept": 0, "encode_bytes_per_s": 1, "decode_bytes_per_s": 1}}},
+            "kept of a codec",
+        ),
         ({"decode_points": [[1, 0.1]]}, "give decode_points, or decode_fixed_s"),
         ({"decode_context_points": [[1, 0.1]]}, "give decode_context_points or decode_context_s"),
         ({"prefill_points": [[1, 0.1], [9, 0.2]]}, "give prefill_points, or prefill_fixed_s"),
@@ -190,3 +205,20 @@ def test_a_missing_key_is_named() -> None:
         curve_of({"kv_token_bytes": 1, "prefill_token_s": 1.0})
     with pytest.raises(ConfigError, match="give prefill_token_s or prefill_points"):
         curve_of({"kv_token_bytes": 1, "num_layers": 1})
+
+
+@pytest.mark.parametrize("curve", [MOONCAKE, POINTS])
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_engine_without_a_core_of_its_own_waits_for_what_is_done_to_kv(
+    curve: Curve, leaves: bool, saved: bool
+) -> None:
+    handled = replace(curve, handling=HANDLED.handling)
+    plain, shared = (compile_cost(each) for each in (curve, handled.with_kv_work(leaves=leaves, saved=saved)))
+    for num_tokens in (4096, 10_000):
+        byte_s = leaves * 1e-9 + saved * 4e-10
+        more_s = leaves * curve.num_layers * 1e-4 + num_tokens * curve.kv_token_bytes * byte_s
+        found = shared.prefill_ns(num_tokens, 0) - plain.prefill_ns(num_tokens, 0)
+        assert found == pytest.approx(1e9 * more_s, abs=3)
+    spare = replace(handled, handling=replace(handled.handling, shares_core=False))
+    assert spare.with_kv_work(leaves=leaves, saved=saved) == spare

@@ -5,7 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.cost.transfer import INT8, NONE, ZSTD, CodecSpeed, Transfer, arrival_ns, choose_codec, codec_speeds
+from isthmus.cost.transfer import (
+    INT8,
+    NONE,
+    UNKNOWN,
+    ZSTD,
+    CodecSpeed,
+    Handling,
+    Transfer,
+    after_ns,
+    arrival_ns,
+    choose_codec,
+    codec_speeds,
+)
+from isthmus.errors import ConfigError
 from isthmus.types import NS_PER_S
 
 GBPS = 1e9 / 8
@@ -98,3 +111,72 @@ def test_arrival_by_hand() -> None:
 @pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", 18 / 32), ("float16", 18 / 32), ("float32", 18 / 64)])
 def test_int8_keeps_a_byte_a_number_and_two_a_channel_of_a_block(dtype: str, kept: float) -> None:
     assert codec_speeds(dtype, 16)[INT8].kept == kept
+
+
+ENDS = Handling(
+    send_layer_s=2e-3,
+    send_byte_s=1e-9,
+    receive_layer_s=1e-3,
+    receive_byte_s=4e-9,
+    message_s=5e-3,
+    zstd=SPEEDS[ZSTD],
+)
+seconds = st.floats(0, 1e-3)
+handlings = st.builds(
+    Handling,
+    send_layer_s=seconds,
+    send_byte_s=st.floats(0, 1e-6),
+    receive_layer_s=seconds,
+    receive_byte_s=st.floats(0, 1e-6),
+    message_s=seconds,
+)
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 128), st.integers(0, 1 << 40))
+def test_what_nobody_measured_takes_no_time(num_bytes: int, num_layers: int, took_ns: int) -> None:
+    assert after_ns(num_bytes, num_layers, took_ns, None) == 0
+
+
+def test_after_the_link_by_hand() -> None:
+    """100 MB in 10 layers: 20 ms and 100 ms to send them, 10 ms and 400 ms to receive them."""
+    last, message = 53, 5
+    assert after_ns(100_000_000, 10, NS_PER_S, None, ENDS, ENDS) == (last + message) * 1_000_000
+    # Over a link that took 150 ms, to receive them takes 260 ms more.
+    assert after_ns(100_000_000, 10, 150_000_000, None, ENDS, ENDS) == (260 + last + message) * 1_000_000
+    assert after_ns(100_000_000, 10, NS_PER_S, None, UNKNOWN, ENDS) == 41_000_000
+
+
+def test_of_encoded_kv_less_is_sent_and_received() -> None:
+    half = CodecSpeed(kept=0.5, encode_bytes_per_s=1e9, decode_bytes_per_s=2e9)
+    # 20 + 50 ms and 100 ms of encoding; 10 + 200 ms and 50 ms of decoding.
+    assert after_ns(100_000_000, 10, NS_PER_S, half, ENDS, ENDS) == (17 + 26 + 5) * 1_000_000
+
+
+@given(handlings, handlings, st.integers(0, 1 << 32), st.integers(1, 128), st.integers(0, 1 << 40))
+def test_more_kv_is_never_sooner_of_use_and_no_slower_link_waits_longer_for_it(
+    source: Handling, target: Handling, num_bytes: int, num_layers: int, took_ns: int
+) -> None:
+    after = after_ns(num_bytes, num_layers, took_ns, None, source, target)
+    assert 0 <= after <= after_ns(2 * num_bytes, num_layers, took_ns, None, source, target)
+    later = after_ns(num_bytes, num_layers, took_ns + 1000, None, source, target)
+    assert later <= after <= later + 1000
+
+
+def test_measured_codecs_are_believed_and_of_others_what_was_published_is() -> None:
+    measured = CodecSpeed(0.7, 5e8, 6e8)
+    speeds = Handling(zstd=measured).speeds("bfloat16", 16)
+    assert speeds == {ZSTD: measured, INT8: SPEEDS[INT8]}
+
+
+def test_a_link_is_no_faster_than_the_slower_of_what_its_node_does_with_kv() -> None:
+    assert ENDS.narrowed(10**10) == 250_000_000
+    assert ENDS.narrowed(1000) == 1000
+    assert UNKNOWN.narrowed(10**15) == 10**15
+
+
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+def test_seconds_that_cannot_be_are_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="send_byte_s must be a number, 0 or more"):
+        Handling(send_byte_s=value)
+    with pytest.raises(ConfigError, match="kept of a codec must be a number above 0"):
+        CodecSpeed(value, 1.0, 1.0)

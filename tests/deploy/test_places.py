@@ -79,10 +79,7 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
             config_of({"east": PAIR, "west": {"roles": {"prefill": {"count": 3, "pipeline": 2}}}}),
             "clusters.west.roles.prefill: 3 nodes make no groups of 2",
         ),
-        (
-            Config.model_validate({"roles": {"attention": 2}}),
-            "roles: no request could be served",
-        ),
+        (Config.model_validate({"roles": {"attention": 2}}), "roles: no request could be served"),
         (Config.model_validate({"roles": {"prefill": 2}}), "roles: no request could be served"),
         (
             Config.model_validate({"roles": {"attention": {"count": 2, "pipeline": 2}}}),

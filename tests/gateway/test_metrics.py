@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from isthmus.cluster.link_stats import Offload
+from isthmus.cluster.links import Offload
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.gateway.node_metrics import NODE_METRICS
 from isthmus.types import FinishReason, Generated

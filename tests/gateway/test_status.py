@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.blocks import KVLayout
-from isthmus.cluster.link_stats import Offload
+from isthmus.cluster.links import Offload
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.status import cluster_status
 from isthmus.store import Stat, TierStat

@@ -10,7 +10,7 @@ from isthmus.papers.sarathi import anchors, throughput
 from isthmus.papers.sarathi.balance import peak
 from isthmus.papers.sarathi.bubbles import piped
 from isthmus.papers.sarathi.gain import Shape, apart, decode_speed_up, gain, run
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits
 from tests.papers.traces import untraced
 
 

@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 
 from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.recorder import Entry
 from isthmus.conductor import LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
-from isthmus.cost import Cost, Curve, to_mapping
+from isthmus.cost import Cost, Curve, Handling, to_mapping
 from isthmus.deploy import at_home
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
-from isthmus.types import Role
+from isthmus.types import Reuse, Role
 from tests.soak import matrix
-from tests.virtual import VirtualCluster, VirtualRequest
+from tests.tape import Entry
+from tests.virtual import Flight, VirtualCluster, VirtualRequest
 
 from .worlds import NO_FAULTS, deployed, same_worlds, until_over
 
@@ -53,7 +53,7 @@ SLOWER = Curve(
     decode_points=((1, 0.006), (8, 0.0071), (64, 0.0123)),
     decode_context_s=2.345678e-8,
 )
-COSTS = {Role.PREFILL: CURVE, Role.DECODE: SLOWER, Role.MIXED: CURVE}
+COSTS = {Role.PREFILL: CURVE, Role.DECODE: SLOWER, Role.MIXED: CURVE, Role.ATTENTION: CURVE}
 SHAPES = {
     "1P1D": {},
     "3P2D": {"roles.prefill": 3, "roles.decode": 2},
@@ -96,19 +96,20 @@ def same_logs(
     requests: Sequence[VirtualRequest],
     faults: Faults = NO_FAULTS,
     costs: Mapping[Role, Cost] = COSTS,
-) -> list[Entry]:
-    """Both worlds' log, which is one, as are bytes of KV from node to node. And every answer's tokens are those of the
-    model."""
+) -> Flight:
+    """The live flight; its log and bytes of KV from node to node are the simulator's, up to the last request's end. And
+    every answer's tokens are those of the model."""
     config = config_of(overrides)
     deployment = deployed(config, costs, faults)
     flight = same_worlds(config, deployment, requests)
-    ours, cluster = until_over(flight.log), VirtualCluster(config, deployment)
+    flight = msgspec.structs.replace(flight, log=until_over(flight.log))
+    cluster = VirtualCluster(config, deployment)
     for request, outcome in zip(requests, flight.outcomes, strict=True):
         answer = cluster.answer(request)
         assert outcome.tokens == (answer if outcome.error is None else answer[: len(outcome.tokens)])
-    kinds = Counter(type(entry.event).__name__ for entry in ours)
+    kinds = Counter(type(entry.event).__name__ for entry in flight.log)
     assert kinds["RequestArrived"] == len(requests)
-    return ours
+    return flight
 
 
 def actions_of(log: Sequence[Entry]) -> Counter[str]:
@@ -117,7 +118,7 @@ def actions_of(log: Sequence[Entry]) -> Counter[str]:
 
 @matrix("policy, shape", ["random", "round_robin", "least_loaded", "sticky", "local_aware", "isthmus"], SHAPES)
 def test_every_policy_places_alike(policy: str, shape: str) -> None:
-    log = same_logs({"policy": policy, **SHAPES[shape]}, workload(80, 2 * MS))
+    log = same_logs({"policy": policy, **SHAPES[shape]}, workload(80, 2 * MS)).log
     assert actions_of(log)["Route"] == 80
 
 
@@ -125,12 +126,12 @@ def test_every_policy_places_alike(policy: str, shape: str) -> None:
 def test_every_admission_refuses_alike(admission: str, order: str, shape: str) -> None:
     """Twice as much as two nodes can do; some requests bring limits and priorities of their own."""
     knobs = {"scheduling.admission": admission, "scheduling.order": order, "scheduling.reserve": 0.1}
-    log = same_logs({**knobs, **SLO, **SHAPES[shape]}, workload(120, MS, terms=True))
+    log = same_logs({**knobs, **SLO, **SHAPES[shape]}, workload(120, MS, terms=True)).log
     assert actions_of(log)["Refuse"] > 0
 
 
 def test_requests_turned_away_for_others_are_the_same() -> None:
-    log = same_logs({"limits.max_requests": 12}, workload(120, MS, terms=True))
+    log = same_logs({"limits.max_requests": 12}, workload(120, MS, terms=True)).log
     late = [entry for entry in log if len(entry.actions) > 1 and type(entry.event).__name__ == "RequestArrived"]
     assert late, "nobody was turned away"
 
@@ -138,7 +139,7 @@ def test_requests_turned_away_for_others_are_the_same() -> None:
 @matrix("kv_memory, shape", ["1MiB", "2MiB"], SHAPES)
 def test_memory_pressure_and_evictions_are_the_same(kv_memory: str, shape: str) -> None:
     knobs = {"engine.kv_memory": kv_memory, "engine.token_budget": 64}
-    log = same_logs({**knobs, **SHAPES[shape]}, workload(80, 3 * MS))
+    log = same_logs({**knobs, **SHAPES[shape]}, workload(80, 3 * MS)).log
     assert any(type(entry.event).__name__ == "BlocksEvicted" for entry in log)
 
 
@@ -162,7 +163,7 @@ def test_what_happens_at_one_instant_happens_in_one_order(policy: str, shape: st
         VirtualRequest(index // 8 * 20 * MS, tuple(range(index * 1000, index * 1000 + 200)), 10)
         for index in range(80)
     ]
-    log = same_logs({"policy": policy, **SHAPES[shape]}, requests)
+    log = same_logs({"policy": policy, **SHAPES[shape]}, requests).log
     times = Counter(entry.at_ns for entry in log)
     assert max(times.values()) > 8
 
@@ -195,7 +196,7 @@ def chats(count: int, every_ns: int, *, seed: int = 3, longest: int = 600) -> Se
 
 @matrix("policy, shape, tiers", ["isthmus", "mooncake", "local_aware"], SHAPES, [{"cache.dram": "1MiB"}, TIERS])
 def test_caches_fetches_and_answers_are_the_same(policy: str, shape: str, tiers: dict[str, Any]) -> None:
-    log = same_logs({"policy": policy, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(80, 4 * MS))
+    log = same_logs({"policy": policy, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(80, 4 * MS)).log
     kinds = Counter(type(entry.event).__name__ for entry in log)
     assert kinds["BlocksStored"] and kinds["BlocksEvicted"]
 
@@ -213,7 +214,7 @@ def of_tenants(requests: Sequence[VirtualRequest]) -> list[VirtualRequest]:
 @matrix("order, shape, tiers", ["fcfs", "promise"], SHAPES, [{}, {"cache.dram": "512KiB"}, TIERS])
 def test_turns_and_shares_of_tenants_are_the_same(order: str, shape: str, tiers: dict[str, Any]) -> None:
     knobs = {"scheduling.order": order, "engine.max_sequences": 4, "limits.max_requests": 40, **SLO, **tiers}
-    log = same_logs({**knobs, **AUTH, **SHAPES[shape]}, of_tenants(chats(80, MS)))
+    log = same_logs({**knobs, **AUTH, **SHAPES[shape]}, of_tenants(chats(80, MS))).log
     actions = actions_of(log)
     assert actions["Refuse"] and actions["Route"] > 40
 
@@ -238,7 +239,7 @@ LINKED = {
 )
 def test_two_clusters_are_the_same(cache: str, compression: str, control: dict[str, Any]) -> None:
     knobs = {"offload.cache": cache, "network.compression": compression, "cache.dram": "1MiB", **control}
-    log = same_logs({**LINKED, **knobs}, chats(60, 6 * MS))
+    log = same_logs({**LINKED, **knobs}, chats(60, 6 * MS)).log
     far = [each for each in routes(log) if each.prefill.startswith("far")]
     assert far, "nothing was offloaded"
     assert any(isinstance(entry.event, LinksMeasured) for entry in log)
@@ -254,7 +255,7 @@ def test_recalls_from_a_failed_disk_are_the_same(cache: str) -> None:
         "offload.cache": cache,
         "offload.threshold": 200,
     }
-    log = same_logs({**LINKED, **knobs, "offload.control": "none"}, chats(60, 6 * MS), faults)
+    log = same_logs({**LINKED, **knobs, "offload.control": "none"}, chats(60, 6 * MS), faults).log
     assert any(each.recall is not None for each in routes(log)) or cache == "scarce"
 
 
@@ -265,7 +266,7 @@ def routes(log: Sequence[Entry]) -> list[Route]:
 def test_a_link_that_falls_is_the_same() -> None:
     faults = Faults(links=(LinkFault("far", "home", 0.053, 0.407), LinkFault("far", "home", 0.511, 0.903, 0.1)))
     knobs = {"offload.threshold": 200, "limits.link_s": 0.1, "cache.dram": "1MiB"}
-    log = same_logs({**LINKED, **knobs}, chats(80, 8 * MS), faults)
+    log = same_logs({**LINKED, **knobs}, chats(80, 8 * MS), faults).log
     assert any(isinstance(entry.event, RequestFailed) for entry in log) or any(
         isinstance(entry.event, LinksMeasured) and not all(link.up for link in entry.event.links)
         for entry in log
@@ -276,7 +277,7 @@ def test_a_link_that_falls_is_the_same() -> None:
 def test_a_lost_node_is_the_same(victim: str, policy: str) -> None:
     faults = Faults(nodes=(NodeFault(victim, 0.04, 0.15),))
     knobs = {"policy": policy, **SHAPES["3P2D"], **TIERS, "network.node_gbps": 2}
-    log = same_logs({**knobs}, chats(60, 3 * MS), faults)
+    log = same_logs({**knobs}, chats(60, 3 * MS), faults).log
     assert any(isinstance(entry.event, NodeLeft) for entry in log)
 
 
@@ -287,7 +288,7 @@ def test_deaths_again_and_again_cost_no_request(victim: str, every_s: float) -> 
     deaths = [NodeFault(victim, at * every_s, (at + 0.5) * every_s) for at in range(1, 7)]
     faults = Faults(nodes=tuple(deaths))
     requests = [VirtualRequest(index * MS // 4, tuple(range(index, 300 + index)), 60) for index in range(8)]
-    log = same_logs({**shape, **TIERS}, requests, faults)
+    log = same_logs({**shape, **TIERS}, requests, faults).log
     assert not actions_of(log)["Fail"] and max(route.attempt for route in routes(log)) > 3
 
 
@@ -303,7 +304,7 @@ def test_late_messages_and_lost_sessions_are_the_same(
 ) -> None:
     faults = Faults(sessions=(SessionFault(*ends, 0.03, 0.4, delay_s), SessionFault(*ends, 0.6, 0.7, delay_s)))
     knobs = {"policy": policy, **SHAPES["3P2D"], **TIERS, "network.node_gbps": 2}
-    log = same_logs(knobs, chats(80, 3 * MS), faults)
+    log = same_logs(knobs, chats(80, 3 * MS), faults).log
     assert actions_of(log)["Route"] > 80 or math.isfinite(delay_s) or "decode-0" not in ends
 
 
@@ -315,7 +316,7 @@ def test_a_failed_disk_is_the_same(policy: str, shape: str) -> None:
     if shape in ("2M",):
         faults = Faults(disks=(DiskFault(victim, 0.15, math.inf),))
     knobs = {"policy": policy, **SHAPES[shape], **TIERS, "cache.ssd": "64MiB", "network.node_gbps": 2}
-    log = same_logs(knobs, chats(80, 4 * MS), faults)
+    log = same_logs(knobs, chats(80, 4 * MS), faults).log
     assert any(isinstance(entry.event, BlocksEvicted) for entry in log), "nobody missed the disk"
 
 
@@ -336,7 +337,7 @@ def test_arenas_without_a_slot_to_spare_give_the_right_tokens(shape: str, tiers:
 )
 def test_pipeline_groups_are_the_same(tiers: dict[str, Any], groups: dict[str, int], policy: str) -> None:
     shape = {"roles.prefill": groups, "roles.decode": 2, "engine.token_budget": 128}
-    log = same_logs({"policy": policy, **tiers, **shape, "network.node_gbps": 2}, chats(60, 4 * MS))
+    log = same_logs({"policy": policy, **tiers, **shape, "network.node_gbps": 2}, chats(60, 4 * MS)).log
     assert actions_of(log)["Route"] == 60
 
 
@@ -370,7 +371,7 @@ def test_nodes_that_change_their_role_are_the_same() -> None:
         VirtualRequest(index * 150 * MS, tuple((index + at) % 997 for at in range(80 + index * 37 % 41)), 4)
         for index in range(420)
     ]
-    log = same_logs({**knobs, **shape}, requests, costs=slow)
+    log = same_logs({**knobs, **shape}, requests, costs=slow).log
     assert any(isinstance(entry.event, RoleChanged) for entry in log), "no node changed its role"
 
 
@@ -379,6 +380,150 @@ def test_recurrent_states_are_the_same(shape: str, tiers: dict[str, Any]) -> Non
     state = {"engine.cost": to_mapping(CURVE) | {"state_bytes": 40_000}}
     costs = {role: msgspec.structs.replace(cost, state_bytes=40_000) for role, cost in COSTS.items()}
     same_logs({**state, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(60, 5 * MS), costs=costs)
+
+
+@matrix("shape, tiers", SHAPES, [{"network.compression": "lossless"}, {"cache.dram": "2MiB"}, TIERS])
+def test_what_handling_kv_takes_is_the_same(shape: str, tiers: dict[str, Any]) -> None:
+    handling = Handling(2e-9, 3e-9, 1e-5, 4e-9, 2e-5, 7e-9, message_s=5e-5, shares_core=True)
+    costs = {role: msgspec.structs.replace(cost, handling=handling) for role, cost in COSTS.items()}
+    same_logs({**tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(60, 5 * MS), costs=costs)
+
+
+# KV elsewhere: on nodes of role attention, and with nodes that lend.
+
+NO_ROLES = {"roles.prefill": 0, "roles.decode": 0}
+ATTENDED = {
+    "1P2D1A": {"roles.prefill": 1, "roles.decode": 2, "roles.attention": 1},
+    "1P2D2A": {"roles.prefill": 1, "roles.decode": 2, "roles.attention": 2},
+    "2M3A": {**NO_ROLES, "roles.mixed": 2, "roles.attention": 3},
+}
+LENDING = {
+    "2M": {**NO_ROLES, "roles.mixed": 2},
+    "3M": {**NO_ROLES, "roles.mixed": 3},
+    "1P2D": {"roles.prefill": 1, "roles.decode": 2},
+}
+LENT = {"lending.period_s": 0.02, "engine.kv_memory": "1536KiB"}
+
+
+@lru_cache(16)
+def spread(count: int, every_ns: int, *, seed: int = 1) -> Sequence[VirtualRequest]:
+    """Prompts and answers of very different lengths."""
+    draw = random.Random(seed)
+    lengths = [(draw.choice([60, 100, 700]), draw.choice([10, 40, 300])) for _ in range(count)]
+    prompts = [tuple([draw.randrange(1000) for _ in range(tokens)]) for tokens, _ in lengths]
+    return tuple([VirtualRequest(at * every_ns, prompts[at], output) for at, (_, output) in enumerate(lengths)])
+
+
+def carried(flight: Flight) -> Counter[str]:
+    return Counter(transfer.purpose for transfer in flight.bytes_moved)
+
+
+@matrix("shape, tiers, kv_memory", ATTENDED, [{}, {"cache.dram": "1MiB"}], ["1MiB", "64MiB"])
+def test_attention_nodes_are_the_same(shape: str, tiers: dict[str, Any], kv_memory: str) -> None:
+    """Growth, shares of heads, and holders without room."""
+    knobs = {**ATTENDED[shape], **tiers, "engine.kv_memory": kv_memory, "engine.token_budget": 64}
+    flight = same_logs(knobs, spread(24, 5 * MS))
+    assert carried(flight)["shipment"]
+
+
+@matrix(
+    "faults",
+    [
+        Faults(nodes=(NodeFault("attention-0", 0.0731, 0.2),)),
+        Faults(nodes=(NodeFault("mixed-0", 0.0731, 0.2),)),
+        Faults(sessions=(SessionFault("mixed-0", "attention-0", 0.0731, 0.2),)),
+        Faults(sessions=(SessionFault("mixed-0", "attention-0", 0.0731, 0.2, 0.013),)),
+    ],
+)
+def test_a_holder_or_a_home_that_is_lost_is_the_same(faults: Faults) -> None:
+    log = same_logs(ATTENDED["2M3A"], workload(40, 5 * MS), faults).log
+    assert max(route.attempt for route in routes(log)) > 1 or not faults.nodes
+
+
+LONG = [VirtualRequest(0, tuple(range(900)), 100), VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200)]
+
+
+def test_tokens_of_a_run_whose_holder_is_lost_are_not_lost() -> None:
+    """The next attempts prefill them, and hand over all that they have: nobody is left to hold it."""
+    faults = Faults(nodes=(NodeFault("attention-0", 0.3, 0.5),))
+    log = same_logs(ATTENDED["1P2D1A"], LONG, faults).log
+    assert [route.holdings for route in routes(log) if route.attempt == 2] == [(), ()]
+
+
+def test_a_decode_node_that_is_lost_leaves_all_full_blocks_with_their_holder() -> None:
+    """What the next attempt hands over is the block that is not full."""
+    faults = Faults(nodes=(NodeFault("decode-0", 0.3, math.inf),))
+    flight = same_logs(ATTENDED["1P2D1A"], LONG, faults)
+    moved = [size for each, size in flight.bytes_moved.items() if each.purpose == "handover"]
+    assert len(moved) > 2 and max(moved) <= 16 * CURVE.kv_token_bytes
+
+
+@matrix("policy, shape", ["ledger", "greedy", "isthmus"], LENDING)
+def test_lending_and_repaying_are_the_same(policy: str, shape: str) -> None:
+    flight = same_logs({**LENDING[shape], **LENT, "lending.policy": policy}, spread(30, 4 * MS))
+    actions, moved = actions_of(flight.log), carried(flight)
+    assert actions["Lend"] and actions["Repay"] and moved["shipment"] > 1
+
+
+@matrix("policy, victim", ["ledger", "greedy", "isthmus"], ["mixed-0", "mixed-1"])
+def test_a_lender_or_a_debtor_that_is_lost_is_the_same(policy: str, victim: str) -> None:
+    faults = Faults(nodes=(NodeFault(victim, 0.0661, 0.1163),))
+    flight = same_logs({**LENDING["3M"], **LENT, "lending.policy": policy}, spread(30, 4 * MS), faults)
+    assert actions_of(flight.log)["Lend"]
+
+
+def test_a_prompt_longer_than_a_node_is_the_same() -> None:
+    requests = [
+        VirtualRequest(0, tuple(range(2500)), 100),
+        VirtualRequest(5 * MS, tuple(range(5000, 5100)), 20),
+    ]
+    flight = same_logs({**NO_ROLES, "roles.mixed": 4, "engine.kv_memory": "1MiB"}, requests)
+    assert carried(flight)["shipment"]
+
+
+# KV of other prompts. Packed prompts are not among these: the emulated engine keeps all of a prompt.
+
+REUSED = {"reuse.kept": "whole", "reuse.min_tokens": 100, "engine.token_budget": 2048, "network.node_gbps": 2}
+
+
+def documents(count: int, every_ns: int, reuse: Reuse, *, seed: int = 1) -> list[VirtualRequest]:
+    """Prompts of the same few texts in another order, and a question."""
+    draw = random.Random(seed)
+    texts = [tuple([draw.randrange(1000) for _ in range(draw.randrange(150, 260))]) for _ in range(6)]
+    requests = []
+    for at in range(count):
+        question = tuple([draw.randrange(1000) for _ in range(40)])
+        tokens = (*[5] * 32, *sum(draw.sample(texts, 3), ()), *question)
+        requests.append(VirtualRequest(at * every_ns, tokens, draw.randrange(1, 30), reuse=reuse))
+    return requests
+
+
+@matrix(
+    "reuse, selector, policy",
+    [Reuse.CHUNKS, Reuse.SEMANTIC],
+    ["cacheblend", "epic"],
+    ["round_robin", "isthmus"],
+)
+def test_prompts_assembled_from_others_are_the_same(reuse: Reuse, selector: str, policy: str) -> None:
+    knobs = {**REUSED, "reuse.selector": selector, "policy": policy, "cache.dram": "16MiB"}
+    flight = same_logs({**knobs, **SHAPES["3P2D"]}, documents(30, 8 * MS, reuse))
+    names = {route.assembly.selection.name for route in routes(flight.log) if route.assembly is not None}
+    assert names >= ({"semantic"} if reuse is Reuse.SEMANTIC else {selector})
+    assert any("~" in transfer.key for transfer in flight.bytes_moved), "no donor was fetched"
+
+
+@matrix(
+    "faults",
+    [
+        Faults(nodes=(NodeFault("prefill-1", 0.0611, 0.1417),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0411, 0.3, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0411, 0.3, 0.0137),)),
+    ],
+)
+def test_donors_that_are_lost_are_the_same(faults: Faults) -> None:
+    knobs = {**REUSED, **TIERS, "policy": "round_robin", "cache.ssd": "8MiB", **SHAPES["3P2D"]}
+    log = same_logs(knobs, documents(30, 8 * MS, Reuse.CHUNKS), faults).log
+    assert any(route.assembly is not None for route in routes(log))
 
 
 # Whatever a configuration says.
@@ -415,8 +560,19 @@ FAULTS = st.sampled_from(
 )
 
 
+def names_of(faults: Faults) -> set[str]:
+    return {each.name for each in faults.nodes} | {
+        end for each in faults.sessions for end in (each.one, each.other)
+    }
+
+
 @settings(max_examples=40)
-@given(st.fixed_dictionaries(KNOBS), st.sampled_from([*SHAPES, "linked"]), FAULTS, st.integers(0, 1 << 16))
+@given(
+    st.fixed_dictionaries(KNOBS),
+    st.sampled_from([*SHAPES, *ATTENDED, "linked"]),
+    FAULTS,
+    st.integers(0, 1 << 16),
+)
 def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults: Faults, seed: int) -> None:
     if knobs["cache.dram"] == "0":
         knobs = knobs | {"cache.ssd": "0"}
@@ -424,8 +580,9 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     if knobs["scheduling.order"] == "promise":
         knobs = knobs | {"scheduling.partial_prefills": 1}
     knobs |= SLO if knobs["scheduling.admission"] != "none" or knobs["scheduling.chunking"] == "tbt" else {}
-    where: dict[str, Any] = LINKED if shape == "linked" else SHAPES[shape]
-    if shape not in ("3P2D", "2P2D1M"):
+    where: dict[str, Any] = LINKED if shape == "linked" else (SHAPES | ATTENDED)[shape]
+    nodes = {facts.node for facts in deployed(config_of(where), COSTS).nodes}
+    if not names_of(faults) <= nodes:
         faults = Faults()
     requests = chats(30, 4 * MS, seed=seed, longest=300)
     same_logs({**knobs, **where}, of_tenants(requests) if knobs["auth.tenants"] else requests, faults)
@@ -433,7 +590,7 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
 
 OTHERS = {Path("examples/plan/attention.yaml"), *Path("examples/kubernetes").glob("*.yaml")}
 EXAMPLES = sorted(set(Path("examples").rglob("*.yaml")) - OTHERS)
-"""All but that with attention nodes: an engine of the live nodes in virtual time has nobody to ask."""
+"""All but that with attention nodes, whose emulated engines would read all their KV again for each token: minutes."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to("examples")))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 
 from isthmus.attempts import MemoryUsed, PrefillFinished, RequestFailed
-from isthmus.cluster.recorder import Entry
 from isthmus.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
@@ -17,6 +17,7 @@ from isthmus.sim.faults import Faults
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request, Workload
 from isthmus.types import Role
+from tests.tape import Entry
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 from tests.virtual.carried import Transfer
 
@@ -84,7 +85,10 @@ def _wordless(entry: Entry) -> Entry:
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:
-    """Without what was measured or is in use, and which waits were up, after the last request had ended."""
+    """Without what was measured or is in use, and which waits were up, after the last request had ended; and without
+    failures of attempts that were over by then: both of its nodes may tell of one, and one of them may hear first that
+    it is."""
+    log = [entry for entry in log if not isinstance(entry.event, RequestFailed) or entry.actions]
     last = max(
         (
             at
@@ -93,7 +97,18 @@ def until_over(log: Sequence[Entry]) -> list[Entry]:
         ),
         default=-1,
     )
-    return list(log[: last + 1])
+    kept: list[Entry] = []
+    for told, group in groupby(log[: last + 1], _is_told):
+        entries = list(group)
+        if told is not None:  # in whatever order their timers were set
+            entries.sort(key=lambda entry: entry.event.node)  # type: ignore[union-attr]
+        kept += entries
+    return kept
+
+
+def _is_told(entry: Entry) -> int | None:
+    """Of entries in which nodes say alone what their memory is used for: when."""
+    return entry.at_ns if isinstance(entry.event, MemoryUsed) and not entry.actions else None
 
 
 def _workload(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> Workload:
@@ -114,6 +129,7 @@ def _workload(config: Config, deployment: Deployment, requests: Sequence[Virtual
                 priority=request.priority,
                 ttft_slo_ms=request.ttft_ms,
                 tbt_slo_ms=request.tbt_ms,
+                content=cluster.content(request),
                 answer=cluster.names(tokens, request.salt)[len(names) : full],
             )
         )

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.hosts import planned_processes
 from isthmus.config import Config
 from isthmus.deploy import places_of
 from isthmus.engine.emulated import expected_tokens, recipe_of
@@ -167,11 +166,11 @@ def test_what_cannot_be_placed_is_named(cluster: Machines, tmp_path: Path) -> No
 def test_machines_without_authentication_are_refused(
     cluster: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from isthmus.cluster import ray_hosts
+    from isthmus.cluster import ray_launcher
 
-    monkeypatch.setattr(ray_hosts, "get_authentication_mode", lambda: None)
+    monkeypatch.setattr(ray_launcher, "get_authentication_mode", lambda: None)
     with pytest.raises(StartError, match=r"has \d machines and no authentication"):
-        ray_hosts.connect()
+        ray_launcher.connect()
 
 
 @pytest.mark.parametrize(
@@ -183,29 +182,29 @@ def test_machines_without_authentication_are_refused(
     ],
 )
 def test_an_address_of_no_cluster_is_refused(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isthmus.cluster import ray_hosts
+    from isthmus.cluster import ray_launcher
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(StartError) as caught:
-        ray_hosts.connect()
+        ray_launcher.connect()
     assert str(caught.value).startswith(said)
 
 
 def test_another_version_is_refused(cluster: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     from isthmus.cluster import machines as said
-    from isthmus.cluster.ray_hosts import RayHosts
+    from isthmus.cluster.ray_launcher import RayLauncher
 
     monkeypatch.setattr(said, "PROTOCOL", said.PROTOCOL + 1)
     config = Config.model_validate(EMULATED)
-    hosts = RayHosts(config)
+    launcher = RayLauncher()
 
     async def opened() -> None:
         try:
-            await hosts.open()
+            await launcher.open()
         finally:
-            await hosts.close()
+            await launcher.close()
 
     num_bytes = {place.node: 2**20 for place in places_of(config)}
-    hosts.prepare(bytes_folder(), planned_processes(config), num_bytes)
+    launcher.prepare(config, bytes_folder(), num_bytes)
     with pytest.raises(StartError, match=r"prefill-0 on 127.0.0.\d: has isthmus .*, protocol .*; the head has"):
         asyncio.run(opened())

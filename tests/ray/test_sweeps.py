@@ -36,7 +36,7 @@ SPEC = "poisson:rate=4,num={num},input=3000,output=20,prefixes=5,prefix_tokens=4
 
 
 def ray_pool() -> Any:
-    from isthmus.cluster.ray_hosts import RayPool
+    from isthmus.cluster.ray_launcher import RayPool
 
     return RayPool()
 

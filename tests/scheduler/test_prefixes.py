@@ -218,3 +218,13 @@ def test_a_prompt_sent_here_for_nothing_in_particular_waits_for_nobody() -> None
     node.on(arrives(B, 41))
     run = only_run(node.on(Stepped(1)))
     assert [piece.request for piece in run.chunks] == [A, B]
+
+
+def test_what_a_prompt_was_sent_here_for_stays_while_it_waits() -> None:
+    """From its arrival on, not from when it is admitted."""
+    node = scheduler(dram=4, ssd=0)
+    node.on(offered(TEN[:3]))
+    node.on(arrived(RequestId("busy"), 16, 21))
+    node.on(arrives(A, 41, num_cached=3))
+    node.on(offered((100, 101, 102, 103)))
+    assert node.tiers is not None and node.tiers.match(TEN) == (3, 0)

@@ -176,16 +176,6 @@ def random_ops(random: Random, count: int) -> list[tuple]:
 # Batches.
 
 
-def test_a_long_prompt_is_cut_to_the_budget() -> None:
-    scheduler = Told(limits(token_budget=8))
-    starts = []
-    run = run_of(scheduler.on(arrived(A, 20, 30)))
-    while not run.pieces[0].samples:
-        starts.append((run.pieces[0].start, run.pieces[0].count))
-        run = run_of(scheduler.on(Stepped(1)))
-    assert [*starts, (run.pieces[0].start, run.pieces[0].count)] == [(0, 8), (8, 8), (16, 4)]
-
-
 def test_a_prompt_does_not_stall_decodes() -> None:
     scheduler = Told(limits(token_budget=8))
     scheduler.on(arrived(A, 4, 100))
@@ -203,18 +193,6 @@ def test_a_prompt_does_not_stall_decodes() -> None:
     assert [piece.request for piece in run.pieces] == [A, B]
 
 
-def test_decodes_over_the_budget_all_run_and_leave_prompts_one_token() -> None:
-    scheduler = Told(limits(token_budget=2))
-    for name in "defg":
-        scheduler.on(expected(RequestId(name), 4, 100))
-    for name in "defg":  # the first starts a run, which is out while the others come
-        scheduler.on(imported(RequestId(name)))
-    scheduler.on(arrived(A, 9, 20))
-    *decodes, chunk = run_of(scheduler.on(Stepped(1))).pieces
-    assert [piece.request for piece in decodes] == list("defg")
-    assert (chunk.request, chunk.start, chunk.count) == (A, 0, 1)
-
-
 def test_several_prompts_share_the_budget_in_the_order_they_came() -> None:
     scheduler = Told(limits(token_budget=10))
     scheduler.on(arrived(A, 1, 2))
@@ -227,44 +205,12 @@ def test_several_prompts_share_the_budget_in_the_order_they_came() -> None:
     ]
 
 
-def test_decodes_alone_run_many_steps_and_end_in_time() -> None:
-    scheduler = Told(limits(max_steps=16))
-    scheduler.on(arrived(A, 4, 25))
-    run = run_of(scheduler.on(Stepped(1)))
-    assert (run.pieces[0].start, run.steps) == (4, 16)
-    run = run_of(scheduler.on(Stepped(16)))
-    assert (run.pieces[0].start, run.steps) == (20, 4)  # token number 25 comes from position 23
-    assert scheduler.on(Stepped(4, (A,))) == []
-
-
-def test_a_run_broken_off_goes_on_where_it_stopped() -> None:
-    scheduler = Told(limits())
-    scheduler.on(arrived(A, 4, 60))
-    assert run_of(scheduler.on(Stepped(1))).steps == 16
-    assert run_of(scheduler.on(Stepped(5))).pieces[0].start == 9
-
-
 def test_a_run_that_did_not_start_is_planned_again() -> None:
     scheduler = Told(limits())
     first = run_of(scheduler.on(arrived(A, 10, 60)))
     pieces = first.pieces
     again = run_of(scheduler.on(Stepped(0)))
     assert (again.pieces, again.steps) == (pieces, first.steps)
-
-
-def test_a_run_is_as_long_while_somebody_waits_for_a_place() -> None:
-    """Only the end of a request makes room, and that ends the run."""
-    scheduler = Told(limits(max_sequences=1))
-    scheduler.on(arrived(A, 4, 60))
-    scheduler.on(arrived(B, 4, 60))
-    assert run_of(scheduler.on(Stepped(1))).steps == 16
-
-
-def test_no_new_run_comes_while_one_is_out() -> None:
-    scheduler = Told(limits())
-    scheduler.on(arrived(A, 4, 60))
-    assert scheduler.on(arrived(B, 4, 60)) == []
-    assert scheduler.on(forgotten(A)) == []
 
 
 # The cache.
@@ -352,14 +298,6 @@ def test_a_new_request_waits_until_its_blocks_and_a_spare_one_for_others_are_the
     assert isinstance(actions[0], Admitted) and actions[0].request == B
 
 
-def test_no_more_requests_hold_blocks_than_the_limit_says() -> None:
-    scheduler = Told(limits(max_sequences=2))
-    for request in (A, B, C):
-        scheduler.on(arrived(request, 4, 20))
-    scheduler.on(Stepped(1))
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
-
-
 # Requests that come from, or leave for, another node.
 
 
@@ -389,24 +327,6 @@ def test_a_departing_request_holds_its_blocks_until_released() -> None:
     assert scheduler.on(Stepped(1)) == [BlocksStored(HERE, NAMES[:2])]
     assert (scheduler.num_running, scheduler.pool.available) == (1, 61)
     assert scheduler.on(forgotten(A)) == []
-    assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
-
-
-@pytest.mark.parametrize("num_tokens", [16, 17, 18])
-def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
-    """Above all not when its last chunk is one token, and so looks like a decode."""
-    scheduler = Told(limits(token_budget=16))
-    run = run_of(scheduler.on(arrived(A, num_tokens, 60, hands_over=True)))
-    while not run.pieces[0].samples:
-        run = run_of(scheduler.on(Stepped(1)))
-    assert run.steps == 1
-    assert scheduler.on(Stepped(1)) == []
-
-
-def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
-    scheduler = Told(limits())
-    scheduler.on(arrived(A, 10, 11, hands_over=True))
-    scheduler.on(Stepped(1, (A,)))
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isthmus.scheduler.eviction import EVICTIONS
-from isthmus.scheduler.tiers import Change, TierCache
+from isthmus.scheduler.tiers import Change, ReadAhead, TierCache
 from isthmus.types import BlockName
 
 Chain = tuple[BlockName, ...]
@@ -173,46 +173,6 @@ TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-def test_a_full_dram_demotes_its_oldest_chain_from_the_tail() -> None:
-    cache = TierCache(4, 10)
-    assert cache.put(chain("abc")) == Change(stored=chain("abc"))
-    change = cache.put(chain("xyz"))
-    assert change == Change(stored=chain("xyz"), demoted=("abc", "ab"))
-    assert cache.match(chain("abcd")) == (3, 2)
-
-
-def test_using_a_demoted_chain_promotes_it() -> None:
-    cache = TierCache(4, 10)
-    cache.put(chain("abc"))
-    cache.put(chain("xyz"))
-    change = cache.put(chain("abc"))
-    assert change == Change(3, promoted=("ab", "abc"), demoted=("xyz", "xy"))
-    assert cache.match(chain("abc")) == (3, 0)
-
-
-def test_without_ssd_victims_leave() -> None:
-    cache = TierCache(4)
-    cache.put(chain("abc"))
-    assert cache.put(chain("xyz")).evicted == ("abc", "ab")
-    assert cache.match(chain("abc")) == (1, 0)
-
-
-def test_of_a_chain_too_long_for_dram_the_head_is_kept_there() -> None:
-    cache = TierCache(3)
-    cache.put(chain("xy"))
-    change = cache.put(chain("abcde"))
-    assert change.stored == chain("abc")
-    assert set(change.evicted) == {"x", "xy"}
-    assert cache.match(chain("abcde")) == (3, 0)
-
-
-def test_of_a_chain_too_long_for_dram_the_tail_goes_to_the_ssd_and_the_rest_is_not_stored() -> None:
-    cache = TierCache(3, 2)
-    change = cache.put(chain("abcdefg"))
-    assert change == Change(stored=chain("abc"), sunk=("abcd", "abcde"))
-    assert cache.match(chain("abcdefg")) == (5, 2)
-
-
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 def test_beside_pinned_blocks_what_fits_is_stored(eviction: str) -> None:
     cache = TierCache(4, eviction=eviction)
@@ -235,16 +195,6 @@ def test_pins_are_counted_and_a_prefix_may_be_pinned_apart() -> None:
     assert cache.put(chain("y")).evicted == ("x",)
     cache.unpin(chain("ab"))
     assert cache.put(chain("z")).evicted == ("ab",)
-
-
-def test_removing_a_block_removes_all_that_follow_it_in_either_tier() -> None:
-    cache = TierCache(2, 9)
-    cache.put(chain("abcd"))
-    cache.put(chain("abx"))
-    assert set(cache.remove([cast(BlockName, "ab")]).evicted) == {"ab", "abc", "abcd", "abx"}
-    assert cache.match(chain("abcd")) == (1, 0)
-    assert cache.remove([cast(BlockName, "ab")]) == Change()
-    cache.check()
 
 
 def test_no_node_holds_anything_without_capacity() -> None:
@@ -277,3 +227,14 @@ def test_check_notices_a_block_without_its_head() -> None:
     cache.dram.eviction.remove([cast(BlockName, "ab")])
     with pytest.raises(AssertionError, match="without its head"):
         cache.check()
+
+
+def test_what_is_read_ahead_is_kept_until_no_load_waits_or_its_tier_is_decided() -> None:
+    ahead, (a, ab, abc) = ReadAhead(), chain("abc")
+    for names in ((a, ab, abc), (a, ab)):
+        ahead.update(names)
+    assert ahead.unread((a, ab, abc)) == [abc] and ahead.keys() == {a, ab}
+    ahead.settle((ab, abc))
+    ahead.update((abc,))
+    assert ahead.unread((a, ab)) == [a], "it was decided where ab is"
+    assert ahead.unread((ab, abc)) == [abc] and not ahead

@@ -14,8 +14,7 @@ from isthmus.cost import Wait, compile_cost
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import Rates
 from isthmus.scheduler import Run
-from isthmus.sim.attending import LOOK_STEPS, Occupancy, Questions
-from isthmus.sim.node import SimNode, build_node
+from isthmus.sim.node import LOOK_STEPS, Occupancy, Questions, SimNode, build_node
 from isthmus.sim.records import COMPLETED, REFUSED, NodeRecord, Result
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request

@@ -12,13 +12,13 @@ from isthmus.conductor import LinkRule, Rules
 from isthmus.deploy import NodeFacts, Rates
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
-from isthmus.sim.records import Result, Status
+from isthmus.sim.records import Status
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import CURVE, deployment, facts, workload
-from .test_simulation import shared_prompts
+from .test_simulation import assert_each_ends_once, shared_prompts
 
 HYBRID = msgspec.structs.replace(CURVE, state_bytes=40_000)  # three blocks of 16 tokens
 
@@ -124,17 +124,6 @@ def scripts(draw: st.DrawFn) -> Faults:
     names = st.sampled_from(["c0", "c1", "c0-0", "c1-0", "c1-1"])
     nodes = [NodeFault(draw(names), *span()) for _ in range(draw(st.integers(0, 2)))]
     return Faults(tuple(links), tuple(nodes))
-
-
-def assert_each_ends_once(result: Result) -> None:
-    for record in result.records:
-        assert record.status in (Status.COMPLETED, Status.REFUSED, Status.FAILED)
-        assert record.end_ns >= record.arrival_ns
-        if record.status is Status.COMPLETED:
-            times = (record.arrival_ns, record.prefill_start_ns, record.first_token_ns, record.end_ns)
-            assert list(times) == sorted(times)
-            assert record.stalled_ns <= record.first_token_ns - record.prefill_start_ns
-            assert (record.tbt_ns > 0) == (record.request.output_tokens > 1)
 
 
 @settings(max_examples=50, phases=(Phase.explicit, Phase.generate))

@@ -16,6 +16,7 @@ from isthmus.conductor import (
     Fail,
     FetchFinished,
     FetchOrder,
+    FirstToken,
     LinkRule,
     LinksMeasured,
     NodeJoined,
@@ -27,6 +28,8 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
+from isthmus.conductor.view import PREFILLING, RequestView
+from isthmus.cost import Handling
 from isthmus.deploy import Rates, Sequences
 from isthmus.node import SEVERED_NS
 from isthmus.sim.deployment import Deployment
@@ -52,13 +55,17 @@ class Orders:
         self._routes, self._others = list(routes), list(others)
         self.heard: list[tuple[int, Event]] = []
         self.under_way: dict[RequestId, Route] = {}
+        self.view, self.requests, self.block_size = self, dict[RequestId, RequestView](), BLOCK_SIZE
 
     def on(self, event: Event, now: int) -> list[Action]:
         self.heard.append((now, event))
         actions: list[Action] = [action for time, action in self._others if time <= now]
         self._others = [(time, action) for time, action in self._others if time > now]
         if isinstance(event, RequestArrived):
+            self.requests[event.request] = RequestView(event, now)
             actions.append(self._route(event.request))
+        elif isinstance(event, FirstToken):
+            self.requests[event.request].answering = event.attempt
         elif isinstance(event, RequestFailed):
             actions += self._again(event.request)
         elif isinstance(event, NodeLeft):
@@ -67,6 +74,7 @@ class Orders:
                     actions += self._again(request, event.node)
         elif isinstance(event, RequestEnded):
             ended = self.under_way.pop(event.request)
+            del self.requests[event.request]
             actions.append(Abort(event.request, ended.attempt, (ended.prefill, ended.decode)))
         return actions
 
@@ -78,21 +86,14 @@ class Orders:
     def _route(self, request: RequestId) -> Action:
         at = next((at for at, route in enumerate(self._routes) if route.request == request), None)
         if at is None:
-            del self.under_way[request]
+            del self.under_way[request], self.requests[request]
             return Fail(request, "no more routes")
-        self.under_way[request] = self._routes.pop(at)
-        return self.under_way[request]
+        found = self.under_way[request] = self._routes.pop(at)
+        self.requests[request].attempt, self.requests[request].state = found.attempt, PREFILLING
+        return found
 
     def check(self) -> None:
         """Nothing to check."""
-
-    @property
-    def view(self) -> Orders:
-        return self
-
-    @property
-    def requests(self) -> dict[RequestId, Route]:
-        return self.under_way
 
     def of(self, kind: type) -> list[tuple[int, Any]]:
         return [(now, event) for now, event in self.heard if isinstance(event, kind)]
@@ -134,6 +135,32 @@ def test_a_hand_over_takes_the_link_and_half_a_round_trip_once(monkeypatch: pyte
     assert record.first_token_ns == PREFILL_NS
     assert record.landed_ns == record.joined_ns == PREFILL_NS + 4 * MS + 3 * MS
     assert [link.bytes_moved for link in result.links if link.kind == "cluster"] == [160_000, 0]
+
+
+HANDLED = msgspec.structs.replace(
+    CURVE,
+    handling=Handling(
+        send_layer_s=1e-3, send_byte_s=1e-8, receive_layer_s=5e-4, receive_byte_s=2e-8, message_s=2e-4
+    ),
+)
+
+
+def test_kv_is_of_use_when_both_ends_have_done_with_its_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To send 160,000 bytes takes 4 + 1.6 ms, to receive them 2 + 3.2 ms; of that a quarter, and a message."""
+    cluster = clusters("far-prefill", "near-decode", cost=HANDLED)
+    (record,) = played(cluster, [Request(0, 160, 2)], Orders([route()]), monkeypatch).records
+    assert record.first_token_ns == PREFILL_NS  # the client does not wait for it
+    assert record.joined_ns == PREFILL_NS + 4 * MS + 2_700_000 + 200_000
+
+
+def test_what_is_fetched_is_of_use_as_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128,000 bytes: 12.8 ms on the link, then a quarter of 4 + 1.28 ms and 2 + 2.56 ms, and a message."""
+    cluster = clusters("far-prefill", "near-prefill", "near-decode", cost=HANDLED)
+    names = tuple(range(8))
+    later = route(1, fetch=FetchOrder(NodeId("near-prefill"), 0, 8), num_cached=8)
+    requests = [Request(0, 130, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
+    result = played(cluster, requests, Orders([route(prefill="near-prefill"), later]), monkeypatch)
+    assert result.records[1].first_token_ns == NS_PER_S + 12_800_000 + 2_460_000 + 200_000
 
 
 def test_the_recurrent_state_leaves_last_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,38 +24,26 @@ def test_faults_are_read_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("kind", "texts", "says"),
     [
-        "dense:local:60:120",
-        "a:b:x:2:0",
-        "a:b:5:2:0",
-        "a:b:1:2:1.5",
-        "a:b:-1:2:0",
-        "a:b:inf:inf:0",
-        "a:b:1:nan:0",
+        (
+            LinkFault,
+            "dense:local:60:120 a:b:x:2:0 a:b:5:2:0 a:b:1:2:1.5 a:b:-1:2:0 a:b:inf:inf:0 a:b:1:nan:0",
+            r"--link-fault .*write ONE:OTHER:START:STOP:FACTOR",
+        ),
+        (NodeFault, "n n:1 n:2:1 n:a:b", r"--node-fault .*write NAME:START:STOP"),
+        (DiskFault, "n n:1 n:2:1 n:a:b", r"--disk-fault .*write NAME:START:STOP"),
+        (
+            SessionFault,
+            "a:b:1:2 a:b:2:1:1 a:b:1:2:-1 a:b:1:2:x",
+            r"--session-fault .*write ONE:OTHER:START:STOP:DELAY",
+        ),
     ],
 )
-def test_a_link_fault_that_cannot_be_meant_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--link-fault .*write ONE:OTHER:START:STOP:FACTOR"):
-        read(LinkFault, text)
-
-
-@pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
-def test_so_is_a_node_fault(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--node-fault .*write NAME:START:STOP"):
-        read(NodeFault, text)
-
-
-@pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
-def test_and_a_disk_fault(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--disk-fault .*write NAME:START:STOP"):
-        read(DiskFault, text)
-
-
-@pytest.mark.parametrize("text", ["a:b:1:2", "a:b:2:1:1", "a:b:1:2:-1", "a:b:1:2:x"])
-def test_and_a_session_fault(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--session-fault .*write ONE:OTHER:START:STOP:DELAY"):
-        read(SessionFault, text)
+def test_a_fault_that_cannot_be_meant_is_refused(kind: type[NodeFault], texts: str, says: str) -> None:
+    for text in texts.split():
+        with pytest.raises(ConfigError, match=says):
+            read(kind, text)
 
 
 def test_what_nodes_say_is_late_both_ways_and_the_longest_delay_holds() -> None:

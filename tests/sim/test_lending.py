@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from isthmus.attempts import key_of
 from isthmus.conductor import Action, Event, Lend, Repay, Rules
+from isthmus.conductor.view import WAITING
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, NodeFault
 from isthmus.sim.records import COMPLETED, Result
@@ -95,12 +96,12 @@ class Debts(Simulation):
 
     def _check_all(self) -> None:
         super()._check_all()
-        view, named = self._conductor.view, self._nodes.by_name
+        view, named = self._desk.conductor.view, self._nodes.by_name
         owing = {request.decode for request in view.requests.values() if request.held}
         live = {
             key_of(name, request.attempt): request
             for name, request in view.requests.items()
-            if not request.on_hold
+            if request.state is not WAITING
         }
         for name, node in view.nodes.items():
             guests = named[name].decider._guests._guests

@@ -190,25 +190,6 @@ def test_a_flow_alone_takes_its_bytes_over_its_narrowest_link() -> None:
     assert [network.busy_ns(link, 200_000_000) for link in path] == [100_000_000] * 3
 
 
-def test_two_flows_share_a_link_until_one_of_them_ends() -> None:
-    network = one_link()
-    long, short = network.start((0,), 3 * 10**9, "long", 0), network.start((0,), 10**9, "short", 0)
-    assert network.next_finish() == 2 * 10**9
-    assert (long.rate, short.rate) == (GB / 2, GB / 2)
-    assert tags(network.finish(2 * 10**9)) == ["short"]
-    assert network.next_finish() == 4 * 10**9
-    assert long.rate == GB
-
-
-def test_what_a_narrow_link_holds_back_is_left_to_the_others() -> None:
-    network = Network()
-    wide, narrow = network.add_link("wide", 10 * GB), network.add_link("narrow", GB)
-    slow, fast = network.start((wide, narrow), 10**9, "slow", 0), network.start((wide,), 9 * 10**9, "fast", 0)
-    assert network.next_finish() == 10**9
-    assert (slow.rate, fast.rate) == (GB, 9 * GB)
-    assert tags(network.finish(10**9)) == ["slow", "fast"]
-
-
 def test_a_spine_wide_enough_for_all_couples_nobody() -> None:
     network = Network()
     spine = network.add_link("spine", 20 * GB)
@@ -226,25 +207,6 @@ def test_no_bytes_take_no_time() -> None:
     assert network.next_finish() == 7
     assert tags(network.finish(7)) == ["empty"]
     assert network.next_finish() == 10**9, "it took nothing from the other"
-
-
-def test_an_unlimited_link_takes_no_time_and_constrains_nobody() -> None:
-    network = Network()
-    free, slow = network.add_link("free", math.inf), network.add_link("slow", GB)
-    network.start((free,), 10**15, "free", 3)
-    network.start((free, slow), 10**9, "slow", 3)
-    assert tags(network.finish(3)) == ["free"]
-    assert network.next_finish() == 10**9 + 3
-    assert network.bytes_moved(free, 3) == 10**15
-
-
-def test_flows_that_end_together_come_in_order_of_start() -> None:
-    network = one_link()
-    for tag in "cab":
-        network.start((0,), 10**6, tag, 0)
-    then = network.next_finish()
-    assert then == 3_000_000
-    assert tags(network.finish(then)) == list("cab")
 
 
 def test_an_end_and_a_start_at_one_instant_may_come_in_either_order() -> None:
@@ -274,34 +236,6 @@ def test_all_that_happens_at_one_instant_is_filled_once() -> None:
     assert network.next_finish() == 50 * 10**6
     network.check()  # what is kept of flows in step is written down
     assert {flow.rate for flow in flows} == {GB / 50}
-
-
-def test_a_cancelled_flow_gives_its_share_back_and_its_bytes_count() -> None:
-    network = one_link()
-    goes, stays = network.start((0,), 10**9, "goes", 0), network.start((0,), 10**9, "stays", 0)
-    network.cancel(goes, 10**9)
-    assert network.bytes_moved(0, 10**9) == 10**9
-    assert network.next_finish() == 1_500_000_000
-    assert network.bytes_left(stays, 1_250_000_000) == 250_000_000
-
-
-def test_a_link_that_is_down_stops_its_flows_until_it_is_up_again() -> None:
-    network = one_link()
-    flow = network.start((0,), 10**9, "kv", 0)
-    network.set_rate(0, 0.0, 4 * 10**8)
-    assert network.next_finish() is None
-    assert network.bytes_left(flow, 10**12) == 6 * 10**8
-    network.set_rate(0, 2 * GB, 10**12)
-    assert network.next_finish() == 10**12 + 3 * 10**8
-
-
-def test_more_bytes_on_a_live_flow() -> None:
-    network = one_link()
-    flow = network.start((0,), 10**9, "kv", 0)
-    network.grow(flow, 10**9, 10**9)  # at the very instant at which it would have ended
-    assert network.next_finish() == 2 * 10**9
-    assert tags(network.finish(2 * 10**9)) == ["kv"]
-    assert network.bytes_moved(0, 2 * 10**9) == 2 * 10**9
 
 
 def test_the_version_says_when_to_set_the_timer_again() -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.sim.records import LinkRecord, NodeRecord, Status
-from isthmus.sim.summary import Spread, nearest_rank, summarize, to_json, within_limits
+from isthmus.sim.spread import Spread, nearest_rank
+from isthmus.sim.summary import summarize, to_json, within_limits
 from isthmus.types import NS_PER_S, NodeId, Role
 from tests.sim.report.results import MS, record, replayed, result
 

@@ -10,6 +10,7 @@ from isthmus.blocks import KVLayout
 from isthmus.cluster import messages
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node.extent import Extent
+from isthmus.node.letters import Want
 from isthmus.sim.node import SimNode
 from isthmus.types import NodeId, RequestId
 
@@ -29,7 +30,8 @@ class Carried:
 
     def __init__(self, nodes: Sequence[SimNode], layout: KVLayout) -> None:
         self._nodes, self._layout = nodes, layout
-        self._wants: dict[tuple[int, int, RequestId], messages.Want] = {}
+        self._wants: dict[tuple[int, int, RequestId], Want] = {}
+        self._pulls: dict[tuple[int, int, RequestId], messages.Pull] = {}
         self._extents: dict[tuple[int, RequestId], Extent] = {}
         self._kv: Counter[Transfer] = Counter()  # payload in bytes; where that is encoded, what it was before
         self._states: Counter[Transfer] = Counter()  # of that, what is recurrent state
@@ -43,19 +45,22 @@ class Carried:
         layout, source, target = self._layout, self._nodes[sender].facts, self._nodes[receiver].facts
         purpose, states, codec, tokens = "", 0, NONE, 0
         match message:
-            case messages.Want():
+            case Want():
                 self._wants[sender, receiver, message.key] = message
+            case messages.Pull():
+                self._pulls[sender, receiver, message.key] = message
             case messages.Slices():
                 extent, first = self._extents[sender, message.key], message.first_block * layout.block_size
                 purpose, codec, tokens = "handover", extent.codec_at(first), message.stop - first
                 states = tokens if extent.states <= first < extent.stop > extent.num_tokens else 0
             case messages.Given():
                 want = self._wants[receiver, sender, message.key]
-                stop = want.start + message.first + len(message.seals)
+                pull = self._pulls[receiver, sender, message.key]
+                stop = pull.start + message.first + len(message.seals)
                 kv = len(want.names) - (layout.state_blocks if want.whole else 0)
                 tokens = len(message.seals) * layout.block_size
                 states = min(max(0, stop - kv) * layout.block_size, tokens)
-                purpose, codec = "fetch", want.codec
+                purpose, codec = "fetch", pull.codec
             case messages.Shipment():
                 purpose = "shipment"
         if not purpose:

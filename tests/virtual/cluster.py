@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -11,14 +12,13 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.addresses import AddressBook
+from isthmus.cluster.donors import Donors
 from isthmus.cluster.head import Head
+from isthmus.cluster.links import AddressBook
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.cluster.recorder import Entry, MemoryTape
-from isthmus.conductor import Abort, LinkState, Route
+from isthmus.conductor import Abort, Content, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import NodeFacts, clusters_of
@@ -30,7 +30,7 @@ from isthmus.engine.emulated import (
     expected_tokens,
     layout_of,
 )
-from isthmus.engine.interface import Row, Sampled, split_layers
+from isthmus.engine.interface import SIGNATURE_BITS, Chunk, Row, Sampled, split_layers
 from isthmus.errors import IsthmusError
 from isthmus.node.guests import LEASE_NS
 from isthmus.sim.deployment import Deployment
@@ -41,10 +41,13 @@ from isthmus.types import (
     Job,
     ModelCard,
     RequestId,
+    Reuse,
+    Reused,
     Sampling,
     Tier,
     TokenLogprobs,
 )
+from tests.tape import Entry, MemoryTape
 from tests.virtual.carried import Transfer
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
@@ -73,6 +76,7 @@ class VirtualRequest(msgspec.Struct, frozen=True):
     tbt_ms: int | None = None
     sampling: Sampling = Sampling(temperature=0.0)
     tenant: str = ""
+    reuse: Reuse = Reuse.EXACT
 
 
 class Outcome(msgspec.Struct):
@@ -109,6 +113,16 @@ def _answer(layout: KVLayout, tokens: tuple[int, ...], count: int, salt: str) ->
 class SamplingEngine(EmulatedEngine):
     """Where a request is sampled, each token depends on its seed and on all of its answer before, in order."""
 
+    def build(self, chunks: Sequence[Chunk]) -> EmulatedBatch:
+        """A prompt that is assembled is computed all the same, so its KV is exact."""
+        batch = super().build(chunks)
+        batch.reused = {
+            at: Reused(0, 0, 0, len(chunk.tokens))
+            for at, chunk in enumerate(chunks)
+            if chunk.assembling is not None
+        }
+        return batch
+
     def step(self, batch: EmulatedBatch, rows: Sequence[Row], *hooks: Any) -> Sampled:
         certain, logprobs = super().step(batch, rows, *hooks)
         drawn = [_drawn(token, row) for token, row in zip(certain, rows, strict=True)]
@@ -129,19 +143,40 @@ def _chance(token: int, row: Row) -> float:
     return -1.0 - (token + len(row.outputs)) % 97
 
 
+class TokenSigner:
+    """Signatures of tokens alone: the emulated engine has no embeddings."""
+
+    ready = True
+
+    def sign(self, tokens: Sequence[int]) -> bytes:
+        rows = [random.Random(token).getrandbits(SIGNATURE_BITS) for token in set(tokens)]
+        counts = [sum([row >> bit & 1 for row in rows]) for bit in range(SIGNATURE_BITS)]
+        signature = sum([(2 * count > len(rows)) << bit for bit, count in enumerate(counts)])
+        return signature.to_bytes(SIGNATURE_BITS // 8, "little")
+
+
+def donors_of(card: ModelCard) -> Donors:
+    donors: Any = Donors(card)
+    donors._signer = TokenSigner()
+    return donors
+
+
+CARD = ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0)
+
+
 class VirtualHead(Head):
     """Tells the links what it decides, since the simulator keeps books of attempts."""
 
     links: VirtualLinks
 
-    def _act(self, action: Any, now: int) -> None:
-        match action:
+    def _act(self, answer: Any, now: int) -> None:
+        match answer:
             case Route():
-                stream = self._streams[action.request]
-                self.links.route(action, len(stream.job.tokens) + len(stream.generated))
+                stream = self._streams[answer.request]
+                self.links.route(answer, len(stream.job.tokens) + len(stream.generated))
             case Abort():
-                self.links.withdraw(key_of(action.request, action.attempt))
-        super()._act(action, now)
+                self.links.withdraw(answer.request)
+        super()._act(answer, now)
 
 
 class VirtualLinkStats:
@@ -187,6 +222,10 @@ class VirtualCluster:
         """The tokens it must get."""
         return list(_answer(self.recipe.layout, request.tokens, request.output_tokens, request.salt))
 
+    def content(self, request: VirtualRequest) -> Content | None:
+        """What the conductor is told of a prompt."""
+        return donors_of(CARD).content_of(self._job(RequestId(""), request))
+
     def run(self, requests: Sequence[VirtualRequest]) -> Flight:
         """All requests to their ends. Request number i, in the order given, is called `i`."""
         with asyncio.Runner(loop_factory=ManualLoop) as runner:
@@ -199,7 +238,7 @@ class VirtualCluster:
         tape, limits, rules = MemoryTape(), self._config.limits, self.deployment.rules
         head = VirtualHead(
             rules,
-            ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0),
+            CARD,
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=tape,
@@ -208,6 +247,8 @@ class VirtualCluster:
             clock_ns=loop.clock_ns,
         )
         head.links = links
+        signed: Any = head._donors
+        signed._signer = TokenSigner()
         head._link_stats = VirtualLinkStats(head.links)  # type: ignore[assignment]
         join = await head.open("head", 0)
         async with asyncio.TaskGroup() as group:
@@ -331,6 +372,7 @@ class VirtualCluster:
             tenant=request.tenant,
             salt=request.salt,
             priority=request.priority,
+            reuse=request.reuse,
             ttft_ms=request.ttft_ms,
             tbt_ms=request.tbt_ms,
             weight=self.deployment.shares.weight_of(request.tenant),
@@ -346,7 +388,7 @@ class VirtualCluster:
 def _check_picture(head: Head, process: NodeProcess) -> None:
     """What the conductor believes of a node's cache is what the node keeps, tier by tier, and its store has all of it
     and nothing else."""
-    node, view = process.node, head._conductor.view
+    node, view = process.node, head._desk.conductor.view
     index, bit = view.index, view.nodes[node.node].bit
     believed = {name for name, mask in index._held.items() if mask & bit}
     on_disk = {name for name, mask in index._disk.items() if mask & bit}

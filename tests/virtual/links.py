@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from isthmus.cluster.shipments import FRAME_BLOCKS
+
 from isthmus.attempts import key_of
 from isthmus.blocks import KVLayout
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
-    Enough,
     Event,
     Fetch,
     FetchEnded,
@@ -19,8 +20,8 @@ from isthmus.node.events import (
     Loaded,
     Received,
     Ship,
-    Wanted,
 )
+from isthmus.node.letters import Shipped
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
@@ -28,7 +29,7 @@ from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import NodeId, RequestId
 from tests.virtual.carried import Carried
-from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
 
 
@@ -37,11 +38,14 @@ class VirtualMoves(Moves):
 
     ether: Ether
     num_layers: int
+    frames: dict[tuple[int, int, RequestId], int]
+    """A holder says of each frame that it is there."""
 
     def _shipped(self, what: tuple[SimNode, SimNode, Ship]) -> None:
         source, target, ship = what
         weight = len(ship.blocks) * self.num_layers
         self.ether.gate.open(source.slot, target.slot, "shipment", ship.key, weight)
+        self.frames[target.slot, source.slot, ship.key] = -(-len(ship.blocks) // FRAME_BLOCKS)
         super()._shipped(what)
 
     def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
@@ -61,7 +65,7 @@ class VirtualLinks:
         self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
-        self.moves.ether, self.moves.num_layers = self.ether, layout.num_layers
+        self.moves.ether, self.moves.num_layers, self.moves.frames = self.ether, layout.num_layers, {}
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._ends_of: dict[RequestId, tuple[int, int]] = {}
         """Of every hand-over there ever was: what is said of it may come late."""
@@ -96,17 +100,18 @@ class VirtualLinks:
         """The simulator keeps books of each attempt."""
         job = SimJob(0, Request(0, num_tokens, 1))
         job.name, job.length = route.request, num_tokens
-        job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
+        job.route, job.key = route, key_of(route.request, route.attempt)
         job.prefill_slot, job.decode_slot = self.slots[route.prefill], self.slots[route.decode]
         self.jobs[job.key] = job
         self._ends_of[job.key] = job.prefill_slot, job.decode_slot
 
-    def withdraw(self, key: RequestId) -> None:
-        job = self.jobs.pop(key, None)
-        if job is not None:
-            job.withdraw()
-            self._due.append((self.nodes[job.prefill_slot], None))
-            self.settle()
+    def withdraw(self, request: RequestId) -> None:
+        """Its last attempt is over."""
+        job = next(job for job in reversed(self.jobs.values()) if job.name == request)
+        del self.jobs[job.key]
+        job.withdraw()
+        self._due.append((self.nodes[job.prefill_slot], None))
+        self.settle()
 
     def do(self, slot: int, action: Any) -> None:
         if isinstance(action, Fetch):
@@ -151,21 +156,24 @@ class VirtualLinks:
         slot, opened = node.slot, self.ether.gate.open
         match event:
             case None:
-                waiting = self._waiting.pop(slot, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
+                # Nodes report what came before its run ends with that.
+                self.loop.set(0, ARRIVAL, self._look, slot)
             case Heard():
-                opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
+                peer, letter = self.slots[event.peer], event.letter
+                count = self.moves.frames.pop((peer, slot, letter.key)) if isinstance(letter, Shipped) else 1
+                opened(peer, slot, type(letter).__name__, letter.key, count)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
-            case Wanted():
-                opened(self.slots[event.peer], slot, "want", event.key)
-            case Enough():
-                opened(self.slots[event.peer], slot, "enough", event.key)
             case FetchEnded():
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
                 mover.load_now(event.key)
+
+    def _look(self, slot: int) -> None:
+        """At what its run waits for."""
+        waiting = self._waiting.pop(slot, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""

@@ -21,14 +21,14 @@ from isthmus.messenger import Handler, LineLost, MemoryNetwork, Priority, Sendin
 from isthmus.messenger.memory import Link
 from isthmus.node.events import EndFetch, Event, FetchEnded, Missing, Offer
 from isthmus.node.letters import Letter
-from isthmus.scheduler import Run
+from isthmus.scheduler import Run, Saved
 from isthmus.sim.job import SimJob
 from isthmus.sim.node import SimNode
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
 from tests.virtual.carried import Carried
-from tests.virtual.loop import ARRIVAL, TRANSFER
+from tests.virtual.loop import ARRIVAL, MESSAGE, TRANSFER
 
 if TYPE_CHECKING:
     from tests.virtual.links import VirtualLinks
@@ -142,11 +142,9 @@ def store_opener(
 KINDS: dict[type, str] = {
     messages.Slices: "kv",
     messages.Sent: "kv",
-    messages.Want: "want",
     messages.Given: "blocks",
     messages.Lent: "blocks",
     messages.Ended: "blocks",
-    messages.Enough: "enough",
     messages.StageSampled: "sampled",
     messages.Shipment: "shipment",
     **{letter: letter.__name__ for letter in get_args(Letter)},
@@ -385,7 +383,10 @@ class VirtualMover(LazyMover):
             return
         if isinstance(fact, FetchEnded):
             self._links.do(self.slot, EndFetch(fact.key))  # it may have found no room, which nobody else knows
-        super()._tell(fact)
+        if isinstance(fact, Saved):  # it takes no time, and is heard after all that came of the run
+            self._links.loop.set(0, MESSAGE, super()._tell, fact)
+        else:
+            super()._tell(fact)
 
     def stages_through(self, run: int) -> None:
         """The later stages of the group have computed a run."""

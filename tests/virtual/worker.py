@@ -15,7 +15,7 @@ from isthmus.node.events import Missing
 from isthmus.scheduler import Run
 from isthmus.sim.node import SimNode
 from isthmus.types import NS_PER_S, NodeId
-from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
+from tests.virtual.loop import MESSAGE, PREFILL_ENDS, STEP_ENDS, ManualLoop
 from tests.virtual.mover import VirtualMover
 
 
@@ -40,7 +40,11 @@ class LoopWorker:
         self._task = self._loop.create_task(self._main())
 
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
-        function(*arguments)
+        """What a node reports comes after what other nodes were told before, at the same instant."""
+        if function == self._process.report:
+            self._loop.set(0, MESSAGE, function, *arguments)
+        else:
+            function(*arguments)
 
     def submit(self, run: Run) -> None:
         self._run, self._is_cut = run, False
@@ -116,7 +120,7 @@ class LoopWorker:
         assert isinstance(engine, EmulatedEngine)
         execution = runs.start(run)
         started_ns, elapsed_ps, clock = self._loop.now_ns, 0, self._clock
-        shares = clock._asked is not None or clock._owed > 0
+        shares = clock._asked is not None or clock._owed > 0 or any(p.assembly for p in run.chunks)
         priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
         while True:
             if not mover.misses(run):

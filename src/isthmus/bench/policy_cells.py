@@ -20,7 +20,8 @@ from isthmus.errors import ConfigError
 from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import nearest_rank, within_limits
+from isthmus.sim.spread import nearest_rank
+from isthmus.sim.summary import within_limits
 from isthmus.sim.workloads import Replay, Workload, load, replayed
 from isthmus.types import NS_PER_S, NodeId, Role
 from isthmus.workers import serve
@@ -30,7 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random": {"policy": "random"},
     "round_robin": {"policy": "round_robin"},
     "least_loaded": {"policy": "least_loaded"},
-    "sticky": {"policy": "sticky", "sticky_blocks": 2},
+    "sticky": {"policy": "sticky"},
     "local_aware": {"policy": "local_aware"},
     "mooncake-1": {"policy": "mooncake", "balancing_threshold": 1.0},
     "mooncake-2": {"policy": "mooncake", "balancing_threshold": 2.0},

@@ -8,6 +8,7 @@ hits no case alone.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +18,12 @@ from pathlib import Path
 import msgspec
 import torch
 
+from isthmus.bench.handling import measure_handling
+from isthmus.bench.least_squares import least_squares
 from isthmus.cost import Curve, NodeCost, compile_cost
-from isthmus.cost.fit import least_squares
+from isthmus.cost.transfer import Handling
 from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Chunk, Row
+from isthmus.engine.interface import Chunk, OnLayer, Row
 from isthmus.engine.remote import shapes_of
 from isthmus.types import Sampling
 
@@ -100,11 +103,12 @@ def profile_engine(
     origin = f"isthmus profile: {folder.name}, {layout.dtype}, {engine.kernels.name} kernels"
     profile = fit_profile(measured, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
     shapes = shapes_of(engine.spec, (0, engine.spec.num_layers))
-    asks = {
+    beside = {
         "query_elements": sum([shape.num_heads * shape.head_dim for shape in shapes]),
         "query_heads": sum([shape.num_heads for shape in shapes]),
+        "handling": bench.handling(),
     }
-    return replace(profile, curve=msgspec.structs.replace(profile.curve, **asks))
+    return replace(profile, curve=msgspec.structs.replace(profile.curve, **beside))
 
 
 def cases_of(max_length: int, kv_tokens: int) -> list[Case]:
@@ -234,18 +238,33 @@ class _Bench:
             tokens, _ = self._engine.step(batch, rows)
         return (time.perf_counter() - started_s) / DECODE_STEPS
 
+    def handling(self) -> Handling:
+        """What moving KV takes, on the cores that this process may use."""
+        engine = self._engine
+        size, on_host = engine.layout.block_size, engine.device.type == "cpu"
+        shares_core = on_host and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+
+        def compute(num_blocks: int, on_layer: OnLayer) -> None:
+            chunk = Chunk(self._prompt[: num_blocks * size], 0, range(num_blocks), True)
+            engine.step(engine.build([chunk]), [_GREEDY], on_layer)
+
+        most = engine.max_length // size
+        return measure_handling(engine.memory, compute, most=most, shares_core=shares_core)
+
     def _chunks(self, case: Case) -> list[Chunk]:
-        chunks, first = [], 0
+        chunks, first = list[Chunk](), 0
         for _ in range(case.num_decodes):
             blocks = self._blocks(first, case.context + DECODE_STEPS)
             # Timed iterations lie around the context asked for, so that their mean is at it.
             start = max(case.context - DECODE_STEPS // 2, 0)
-            chunks.append(Chunk(self._prompt[start : start + 1], start, blocks, True, decodes=True))
+            chunks.append(
+                Chunk(self._prompt[start : start + 1], start, blocks, True, decodes=True, slot=len(chunks))
+            )
             first = blocks.stop
         if case.num_tokens:
             blocks = self._blocks(first, case.cached + case.num_tokens)
             tokens = self._prompt[case.cached : case.cached + case.num_tokens]
-            chunks.append(Chunk(tokens, case.cached, blocks, True))
+            chunks.append(Chunk(tokens, case.cached, blocks, True, slot=len(chunks)))
             first = blocks.stop
         self._fill(first)
         return chunks

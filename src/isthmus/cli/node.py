@@ -20,7 +20,7 @@ from isthmus.types import NodeId, Role
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from isthmus.cluster.hosts import LaunchSpec
+    from isthmus.cluster.launcher import LaunchSpec
     from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
     from isthmus.config import Config
     from isthmus.deploy import NodeFacts
@@ -52,9 +52,8 @@ def node(
     if launched:
         _run_launched()
         return
-    from isthmus.cluster.hosts import LaunchSpec
-    from isthmus.cluster.join_token import FORM, JoinToken
-    from isthmus.cluster.own_address import reached_at
+    from isthmus.cluster.joining import FORM, JoinToken, reached_at
+    from isthmus.cluster.launcher import LaunchSpec
 
     if role is None or join is None:
         raise ConfigError(f"isthmus node needs --role prefill|decode|mixed|attention and --join {FORM}")
@@ -140,7 +139,7 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
     with starting():
-        from isthmus.cluster.hosts import LaunchSpec, Trouble
+        from isthmus.cluster.launcher import LaunchSpec, Trouble
 
         line = sys.stdin.buffer.readline()
     if not line:
@@ -176,7 +175,6 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, served_length, store_opener
     from isthmus.cluster.vllm.opening import opened
-    from isthmus.cluster.vllm.server import Beside
     from isthmus.deploy import for_role
 
     folder, facts = Path(spec.model), _facts_of(spec, config)
@@ -184,13 +182,12 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
     assert layout is not None
     async with opened(
         for_role(config, facts.role),
-        folder,
+        spec,
         _options_of(spec, config, facts, join_s),
         _runtime_of(spec, config),
         revision_of=sampled_revision,
         layout=layout,
         max_length=served_length(config, folder, facts),
-        beside=Beside(spec.node, spec.host, spec.threads, spec.cores, spec.devices),
         store_of=lambda engine: store_opener(
             config, engine, engine.layout, spec.node, facts, ran_before=spec.start > 1
         ),

@@ -19,7 +19,7 @@ def replay(
     Exit status 1 at the first that differs.
     """
     from isthmus.cluster.recorder import replay as replay_file
-    from isthmus.deploy.policies import make_known
+    from isthmus.deploy.rules import make_known
 
     if policy is not None:
         make_known(policy)

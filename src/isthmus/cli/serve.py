@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from isthmus.cli.engines import Served
-    from isthmus.cluster.hosts import Hosts
+    from isthmus.cluster.launcher import Launcher
     from isthmus.cluster.local import LocalCluster
     from isthmus.config import Config, TenantConfig
     from isthmus.gateway.settings import HttpLimits, TenantLimits
@@ -142,7 +142,7 @@ async def _serve(config: Config, why: str) -> None:
     """`why`: what to say of its nodes, "" if they were named."""
     import asyncio
 
-    from isthmus.cluster.hosts import hosts_of
+    from isthmus.cluster.launcher import launcher_of
     from isthmus.gateway.certificate import Certificate
     from isthmus.gateway.server import bind, serve_http
     from isthmus.messenger import address_of
@@ -150,7 +150,7 @@ async def _serve(config: Config, why: str) -> None:
     began = time.monotonic()
     files = config.https
     certificate = Certificate(files.certificate, str(files.key)) if files.certificate is not None else None
-    cluster, app = assemble(config, hosts_of(config))
+    cluster, app = assemble(config, launcher_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
     stop, at_once = _stop_on_signals()
@@ -187,13 +187,11 @@ async def _serve(config: Config, why: str) -> None:
             await asyncio.gather(ready, stopped, http, return_exceptions=True)
 
 
-def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
+def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import as_computed, grammar_limits, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
-    from isthmus.cluster.hosts import planned_processes
-    from isthmus.cluster.joining import JoinedCluster, check_joining
-    from isthmus.cluster.local import LocalCluster
+    from isthmus.cluster.local import JoinedCluster, LocalCluster, check_joining
     from isthmus.deploy import clusters_of, nodes_of, places_of, shares_of
     from isthmus.gateway.app import create_app
     from isthmus.gateway.preparing import Preparing
@@ -213,7 +211,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
     if not joins:
         num_bytes = {facts.node: host_bytes(own[facts.cluster], folder, facts) for facts in nodes}
-        hosts.prepare(folder.absolute(), planned_processes(config), num_bytes)
+        launcher.prepare(config, folder.absolute(), num_bytes)
     model = served_model(config, folder, nodes)
     length = _max_length(config, model)
     card = ModelCard(
@@ -225,7 +223,7 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         no_reuse=model.no_reuse,
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
-    cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, hosts)
+    cluster = (JoinedCluster if joins else LocalCluster)(config, card, launcher)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         origins=config.cors.origins,
@@ -332,7 +330,7 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
 def say_if_plain(config: Config, host: str) -> None:
     """`host`: at which nodes join. Said of one that is reached from other machines, when there is no TLS."""
-    from isthmus.cluster.own_address import is_loopback
+    from isthmus.cluster.joining import is_loopback
 
     if config.tls.mode == "none" and not is_loopback(host):
         _say_in_red(

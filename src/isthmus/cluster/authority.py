@@ -1,21 +1,28 @@
 """Who is who in a cluster beyond loopback: the private authority of its head, and certificates that it signs.
 
 The authority is an ECDSA P-256 key. Whoever is to join knows that key from the join token, so that no certificate of
-somebody else is believed, whoever signed it. Private keys are made where they are used and never travel.
+somebody else is believed, whoever signed it. Private keys are made where they are used and never travel. A node asks
+for its certificate over a session on which nothing else is heard, and later again over the session that it then has:
+
+    node, without a certificate                    head
+    believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
+                                  ── greeting ──   both know the cluster's token
+                                     Enrol ──>     a request (PKCS 10): the node made the key and keeps it
+                                 <── Enrolled      a certificate for `isthmus://CLUSTER/node/NAME`
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
-import logging
-import os
 import secrets
 import ssl
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -23,12 +30,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import ConfigError
-from isthmus.messenger import Identity
-from isthmus.messenger.credentials import bare_context, load_private
+from isthmus.cluster import messages
+from isthmus.cluster.private import kept
+from isthmus.cluster.sessions import NoPayloads, disowned
+from isthmus.errors import ConfigError, ProtocolError, StartError
+from isthmus.messenger import Identity, Network, Session
+from isthmus.messenger.credentials import NAME, bare_context, load_private
+from isthmus.messenger.running import running_timeout
 from isthmus.types import NodeId
-
-log = logging.getLogger(__name__)
 
 CERTIFICATE_S = 24 * 3600.0
 """How long a certificate is good; after two thirds of that it is renewed."""
@@ -52,7 +61,7 @@ Clock = Callable[[], float]
 
 
 class Authority:
-    """Signs certificates of one cluster."""
+    """Signs certificates of one cluster, for its head: who is believed to be which node, and who gets a certificate."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, clock: Clock = time.time) -> None:
         self._key, self.clock = key, clock
@@ -76,7 +85,9 @@ class Authority:
     def kept(folder: Path, clock: Clock = time.time) -> Authority:
         """The one whose key is in `folder`, which is made if need be. Raises ConfigError."""
         try:
-            key = serialization.load_pem_private_key(kept(folder / KEY_FILE, _new_key), None)
+            key = serialization.load_pem_private_key(
+                kept(folder / KEY_FILE, lambda: _pem_of(ec.generate_private_key(_CURVE))), None
+            )
         except ValueError:
             key = None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != _CURVE.name:
@@ -87,6 +98,25 @@ class Authority:
 
     def identity(self, node: NodeId | None) -> Identity:
         return Identity(self.cluster, node)
+
+    def objection(self, identity: Identity | None, node: NodeId) -> str:
+        """Why whoever is at the other end of a session is not `node`; empty when it is."""
+        return (
+            disowned(identity, node)
+            if identity is not None
+            else "it has no certificate yet: it must enrol first"
+        )
+
+    def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
+        """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
+        if not NAME.fullmatch(asked.node):
+            raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
+        if wrong := disowned(identity, asked.node):
+            raise ProtocolError(wrong)
+        try:
+            return messages.Enrolled(self.issue(asked.request, self.identity(asked.node)), self.certificate)
+        except ValueError as error:
+            raise ProtocolError(f"its request for a certificate: {error}") from None
 
     def issue(self, request: bytes, identity: Identity) -> bytes:
         """A certificate that whoever made `request` is `identity`. In PEM form. Raises ValueError."""
@@ -262,6 +292,45 @@ class NodeCredentials:
             raise ValueError(f"it is no certificate of the key that was asked for: {error}") from None
         self._asked = None
 
+    async def enrol(self, network: Network, join: str, stage: int, timeout_s: float) -> None:
+        """Gets a first certificate of the head at `join`. Raises OSError or TimeoutError when that is not reached,
+        StartError when it says no."""
+        asking = _Asking()
+        async with running_timeout(timeout_s):
+            session = await network.connect(
+                join, messages.NodeBound, asking, timeout_s=timeout_s, connections=1
+            )
+            try:
+                session.send(messages.Enrol(self._node, stage, self.request()))
+                answer = await asking.answer
+            finally:
+                session.close()
+        try:
+            self.take(answer.certificate, answer.authority)
+        except ValueError as error:
+            raise StartError(f"what the head at {join} answered cannot be used: {error}") from None
+
+
+class _Asking(NoPayloads):
+    """A session over which a certificate is awaited."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[messages.Enrolled] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, session: Session, message: Any) -> None:
+        if self.answer.done():
+            return
+        if isinstance(message, messages.Enrolled):
+            self.answer.set_result(message)
+        elif isinstance(message, messages.Turned):
+            self.answer.set_exception(StartError(f"the head turned this node away: {message.reason}"))
+        else:
+            raise ProtocolError(f"a {type(message).__name__} came in the place of a certificate")
+
+    def on_close(self, session: Session, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(ConnectionRefusedError(f"the head gave no certificate: {reason}"))
+
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
     """Of a peer whose certificate OpenSSL has found good. Raises ConnectionRefusedError."""
@@ -293,10 +362,6 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
-def _new_key() -> bytes:
-    return _pem_of(ec.generate_private_key(_CURVE))
-
-
 def kept_token(folder: Path) -> str:
     """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
     data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
@@ -306,48 +371,9 @@ def kept_token(folder: Path) -> str:
     return token
 
 
-def kept(path: Path, make: Callable[[], bytes]) -> bytes:
-    """What a file of this user alone holds; the first time what `make` makes. Raises ConfigError, also for a file that
-    others can read."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            _write_once(path, make())
-        with path.open("rb") as file:
-            state, data = os.fstat(file.fileno()), file.read(MAX_REQUEST)
-    except OSError as error:
-        raise ConfigError(f"tls.folder: {path}: {error.strerror}") from None
-    if state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise ConfigError(f"tls.folder: {path}: others can read it; chown and chmod 600 it, or remove it")
-    return data
-
-
-def _write_once(path: Path, data: bytes) -> None:
-    """Whole or not at all, for this user alone; whoever else was first wins."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with open(file, "wb") as sink:
-            sink.write(data)
-            sink.flush()
-            os.fsync(sink.fileno())
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            log.info("%s was made by somebody else meanwhile", path)
-    finally:
-        draft.unlink()
-
-
 def _usage(*, signs: bool) -> x509.KeyUsage:
+    encryption = dict.fromkeys(("key_encipherment", "data_encipherment", "key_agreement"), False)
+    others = dict.fromkeys(("content_commitment", "encipher_only", "decipher_only"), False)
     return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **encryption, **others
     )

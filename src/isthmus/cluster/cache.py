@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.engine.interface import KVBytes
+from isthmus.scheduler import ReadAhead
 from isthmus.store import Pinned, Store, aligned_buffer
 from isthmus.types import BlockName, Tier
 
@@ -60,6 +61,17 @@ def _log_failure(task: Future[object]) -> None:
         log.error("the store could not do what was decided", exc_info=task.exception())
 
 
+async def not_left(work: asyncio.Future[Result]) -> Result:
+    """Awaits it; when cancelled, however often, not before it is done."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
+                await asyncio.wait([work])
+        raise
+
+
 class NodeCache:
     """Carries out what is decided about the blocks of a store. Any thread may call it."""
 
@@ -75,9 +87,8 @@ class NodeCache:
         """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
         self._lock = threading.Lock()
         self._reading: dict[BlockName, tuple[Future[Brought | None], Future[None]]] = {}
-        self._ahead: dict[BlockName, int] = {}
-        """In DRAM, or about to be, for so many loads, though by decision on disk; this and what is being read for it
-        belong to `_keeping`."""
+        self._ahead = ReadAhead()
+        """This and what is being read for it belong to `_keeping`."""
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
@@ -106,27 +117,22 @@ class NodeCache:
     ) -> None:
         """Keeps blocks that came. `take` commits them, and says how many; `done` is told, from another thread, which
         of them found no room."""
-        coming = self._expect(names)
-        self._keep(self._adopt, names, take, done).add_done_callback(lambda _: self._came(names, coming))
 
-    def _adopt(
-        self,
-        names: Sequence[BlockName],
-        take: Callable[[Sequence[BlockName]], int],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        kept = 0
-        try:
-            kept = take(names)
-        finally:
-            done(names[kept:])
+        def adopt() -> None:
+            kept = 0
+            try:
+                kept = take(names)
+            finally:
+                done(names[kept:])
 
-    def _expect(self, names: Sequence[BlockName]) -> Future[None]:
-        """A load that wants one of these waits until `_came`."""
+        self._keep_coming(names, adopt)
+
+    def _keep_coming(self, names: Sequence[BlockName], work: Callable[..., object], *arguments: object) -> None:
+        """As `_keep`; a load that wants one of these waits until it is done."""
         coming: Future[None] = Future()
         with self._lock:
             self._coming.update(dict.fromkeys(names, coming))
-        return coming
+        self._keep(work, *arguments).add_done_callback(lambda _: self._came(names, coming))
 
     def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
         """Does something to the store after all that was decided before."""
@@ -152,16 +158,12 @@ class NodeCache:
         self._keep(self._read, coming)
 
     def _read(self, coming: dict[BlockName, Future[None]]) -> None:
-        new = []
-        for name in coming:
-            if name in self._ahead:
-                self._ahead[name] += 1
-            else:
-                new.append(name)
+        new = [name for name in coming if name not in self._ahead]
         room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
+        skipped = set(new[room:])
+        self._ahead.update(name for name in coming if name not in skipped)
         for name in new[:room]:
             read = self._readers.submit(self.bring, name)
-            self._ahead[name] = 1
             self._reading[name] = read, coming.pop(name)
             read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
         for name, nothing in coming.items():
@@ -177,21 +179,17 @@ class NodeCache:
         if brought is not None and name in self._ahead and self.store.contains(name):
             self.store.commit(name, None, *brought)  # it is here already, with what it follows
         else:
-            self._settled([name])
+            self._ahead.settle([name])
             self.store.give_back(brought[:1] if brought is not None else ())
         self._came([name], coming)
 
     def unread(self, names: Sequence[BlockName]) -> None:
         """No load waits for them any more."""
-        self._keep(self._unread, names)
 
-    def _unread(self, names: Sequence[BlockName]) -> None:
-        for name in names:
-            if name in self._ahead:
-                self._ahead[name] -= 1
-        gone = [name for name in names if self._ahead.get(name) == 0]
-        self._settled(gone)
-        self.store.demote([name for name in gone if name not in self._reading])
+        def unread() -> None:
+            self.store.demote([name for name in self._ahead.unread(names) if name not in self._reading])
+
+        self._keep(unread)
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
@@ -200,21 +198,18 @@ class NodeCache:
     def _promote(self, names: Sequence[BlockName]) -> None:
         for name in names:
             self._place(name)
-            self._settled([name])
+            self._ahead.settle([name])
             if self.store.tier(name) is Tier.DISK and (brought := self.bring(name)) is not None:
                 self.store.commit(name, None, *brought)  # as in `_place`
 
     def bring(self, name: BlockName) -> Brought | None:
         """Reads a block from disk into a slot that is the caller's to commit or give back; None where there is no room,
         or no such block that is undamaged. From a thread of the cache."""
-        slots, seals = self.store.reserve(1), self.store.seals(name)
-        if (
-            slots
-            and seals
-            and self.store.read(name, 0, self.layout.num_layers, self.store.arena.slot(slots[0]))
-        ):
+        store, layers = self.store, self.layout.num_layers
+        slots, seals = store.reserve(1), store.seals(name)
+        if slots and seals and store.read(name, 0, layers, store.arena.slot(slots[0])):
             return slots[0], seals
-        self.store.give_back(slots)
+        store.give_back(slots)
         return None
 
     def demote(self, names: Sequence[BlockName]) -> None:
@@ -226,29 +221,17 @@ class NodeCache:
         self._keep(self._decide, self.store.drop, names)
 
     def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
-        self._settled(names)
+        self._ahead.settle(names)
         does(names)
-
-    def _settled(self, names: Sequence[BlockName]) -> None:
-        """Where they are is decided: it is not for a load any more."""
-        for name in names:
-            self._ahead.pop(name, None)
 
     def kept(self) -> Future[object]:
         """Done when all is that was asked for so far of what the store keeps."""
         return self._keep(bool)
 
     async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Does not
-        leave it behind when it is cancelled: a lease must be whole before it is released."""
-        future = asyncio.wrap_future(self._givers.submit(work, *arguments))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
-                    await asyncio.wait([future])
-            raise
+        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Done when
+        this returns, even if cancelled: a lease must be whole before it is released."""
+        return await not_left(asyncio.wrap_future(self._givers.submit(work, *arguments)))
 
 
 class PrefixMissing(Exception):
@@ -493,10 +476,7 @@ class EngineCache(NodeCache):
         follows. The last `num_sunk` are kept on disk only. `done` is told, from another thread, which of them found no
         room; then the engine's blocks may change.
         """
-        coming = self._expect(names)
-        self._keep(self._save, names, heads, blocks, num_sunk, staged, done).add_done_callback(
-            lambda _: self._came(names, coming)
-        )
+        self._keep_coming(names, self._save, names, heads, blocks, num_sunk, staged, done)
 
     def _save_layer(self, staging: Staging, layer: int) -> None:
         try:
@@ -519,7 +499,7 @@ class EngineCache(NodeCache):
         kept: dict[BlockName, int] = {}
         first, stays = 0, len(names) - num_sunk
         try:
-            self._settled(names)
+            self._ahead.settle(names)
             while first < len(names):
                 new = [at for at in range(first, len(names)) if names[at] not in slots]
                 fresh.append(self._reserve([names[at] for at in new], [blocks[at] for at in new]))

@@ -24,17 +24,18 @@ PART_ROWS = 8192
 
 
 class Donors:
-    """`asked`: the node that is to tell the table; `ready`: it has."""
+    """`asked`: the node that is to tell the table of signatures; `ready`: it has, or nobody needs any."""
 
     def __init__(self, card: ModelCard) -> None:
         self.asked: NodeId | None = None
         self.block_size = 1
-        self._no_reuse, self._signer = card.no_reuse, Signer(card.vocab_size)
+        self._no_reuse, self._num_rows, self._known = card.no_reuse, card.vocab_size, 0
+        self._table = np.empty((0, SIGNATURE_BITS), np.int8)
         self._kept: dict[RequestId, tuple[str, array[int]]] = {}
 
     @property
     def ready(self) -> bool:
-        return bool(self._no_reuse) or self._signer.ready
+        return bool(self._no_reuse) or self._known == self._num_rows
 
     def left(self, node: NodeId) -> None:
         """Somebody else is to be asked, should it not have told all."""
@@ -42,20 +43,34 @@ class Donors:
             self.asked = None
 
     def take(self, part: Directions) -> None:
-        """Raises ProtocolError for rows that are not the next ones."""
-        self._signer.take(part)
+        """The next rows, or the first again, of a table that is told anew. Raises ProtocolError for others."""
+        rows, rest = divmod(len(part.rows), SIGNATURE_BITS)
+        if part.first == 0:
+            self._known, self._table = 0, np.empty((self._num_rows, SIGNATURE_BITS), np.int8)
+        if rest or not rows or part.first != self._known or part.first + rows > self._num_rows:
+            raise ProtocolError(f"rows of signatures from {part.first} on follow {self._known}")
+        table = np.frombuffer(part.rows, np.int8).reshape(rows, SIGNATURE_BITS)
+        self._table[part.first : part.first + rows] = table
+        self._known += rows
+
+    def sign(self, tokens: Sequence[int]) -> bytes:
+        """Of the distinct tokens: a word that comes often says no more than that it is there. Empty until `ready`."""
+        if self._known < self._num_rows:
+            return b""
+        sums = self._table[np.unique(np.asarray(tokens))].sum(0, dtype=np.int32)
+        return np.packbits(sums > 0, bitorder="little").tobytes()
 
     def content_of(self, job: Job) -> Content | None:
         """What the conductor is told of a prompt; None for one that is computed as ever."""
         if job.reuse is Reuse.EXACT or self._no_reuse:
             return None
         pieces, stops = cut(job.tokens, job.salt)
-        signature = self._signer.sign(job.tokens) if self._signer.ready else b""
-        return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, signature)
+        return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, self.sign(job.tokens))
 
-    def keep(self, job: Job, num_blocks: int) -> None:
-        """The tokens of a prompt's first blocks."""
-        self._kept[job.request] = job.salt, array("I", job.tokens[: num_blocks * self.block_size])
+    def keep(self, job: Job) -> None:
+        """The tokens of a prompt's full blocks."""
+        full = len(job.tokens) // self.block_size * self.block_size
+        self._kept[job.request] = job.salt, array("I", job.tokens[:full])
 
     def drop(self, request: RequestId) -> None:
         del self._kept[request]
@@ -83,31 +98,3 @@ def parts_of(table: bytes) -> Iterator[Directions]:
     step = PART_ROWS * SIGNATURE_BITS
     for start in range(0, len(table), step):
         yield Directions(start // SIGNATURE_BITS, table[start : start + step])
-
-
-class Signer:
-    """Signs prompts of a model once it is `ready`: all rows of the table are here."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._size, self._known = vocab_size, 0
-        self._table = np.empty((0, SIGNATURE_BITS), np.int8)
-
-    @property
-    def ready(self) -> bool:
-        return self._known == self._size
-
-    def take(self, part: Directions) -> None:
-        """The next rows, or the first again, of a table that is told anew. Raises ProtocolError for others."""
-        rows, rest = divmod(len(part.rows), SIGNATURE_BITS)
-        if part.first == 0:
-            self._known, self._table = 0, np.empty((self._size, SIGNATURE_BITS), np.int8)
-        if rest or not rows or part.first != self._known or part.first + rows > self._size:
-            raise ProtocolError(f"rows of signatures from {part.first} on follow {self._known}")
-        table = np.frombuffer(part.rows, np.int8).reshape(rows, SIGNATURE_BITS)
-        self._table[part.first : part.first + rows] = table
-        self._known += rows
-
-    def sign(self, tokens: Sequence[int]) -> bytes:
-        """Of the distinct tokens: a word that comes often says no more than that it is there."""
-        sums = self._table[np.unique(np.asarray(tokens))].sum(0, dtype=np.int32)
-        return np.packbits(sums > 0, bitorder="little").tobytes()

@@ -1,7 +1,7 @@
 """Cached blocks on their way between nodes, pulled by the one that wants them.
 
-    Want ──> Lent                       the arena is of this host: its bytes are copied from where they lie
-    Want ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
+    Pull ──> Lent                       the arena is of this host: its bytes are copied from where they lie
+    Pull ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
 
 The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
 other side is in `loans.py`.
@@ -18,7 +18,7 @@ from typing import Any
 
 from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.cluster.messages import Ended, Given, Lent, Pull
 from isthmus.cluster.sessions import Reach, Tell
 from isthmus.cluster.wire import Frames
 from isthmus.engine.codecs import EXACT
@@ -44,14 +44,14 @@ class Fetching:
     that copies, and threads that load prefixes read it.
 
     `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
-    `session`: over which it asks; `answer`: what comes to its last `want`; `peer`: the arena that was lent to it.
+    `session`: over which it asks; `answer`: what comes to its last `pull`; `peer`: the arena that was lent to it.
     """
 
     def __init__(self, order: events.Fetch, cache: NodeCache) -> None:
         self.order = order
         self.key, self.names, self.start, self.codec = order.key, order.names, order.start, order.codec
         self.session: Session | None = None
-        self.want: Want | None = None
+        self.pull: Pull | None = None
         self.answer: asyncio.Future[Lent | Ended | None] | None = None
         self.peer: PeerArena | None = None
         self._lent: list[
@@ -158,9 +158,9 @@ class Fetching:
             self._seals += [[] for _ in slots]
             return len(self._slots) - self.num_whole
 
-    def ask(self, session: Session, want: Want) -> asyncio.Future[Lent | Ended | None]:
-        self.want, self.answer = want, asyncio.get_running_loop().create_future()
-        session.send(want)
+    def ask(self, session: Session, pull: Pull) -> asyncio.Future[Lent | Ended | None]:
+        self.pull, self.answer = pull, asyncio.get_running_loop().create_future()
+        session.send(pull)
         return self.answer
 
     def answered(self, answer: Lent | Ended | None) -> bool:
@@ -172,11 +172,11 @@ class Fetching:
 
     def asked_for(self, lent: Lent) -> bool:
         """Whether it may be lent this."""
-        want, layout = self.want, self._layout
+        pull, layout = self.pull, self._layout
         return (
-            want is not None
-            and bool(want.host)
-            and len(lent.slots) == len(lent.seals) <= len(want.names) - want.start
+            pull is not None
+            and bool(pull.host)
+            and len(lent.slots) == len(lent.seals) <= len(self.names) - pull.start
             and all(len(seals) == layout.num_layers for seals in lent.seals)
             and all(0 <= slot < lent.arena.num_slots for slot in lent.slots)
             and lent.arena.shape == self._cache.store.shape
@@ -191,7 +191,7 @@ class Fetching:
 
     def place(self, session: Session, given: Given, size: int) -> list[memoryview] | None:
         """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
-        Want."""
+        pull."""
         first, count, width = self.num_whole + given.first, len(given.seals), self._layout.block_size
         expected = (
             self.final is None
@@ -255,7 +255,6 @@ class Fetcher:
             self._open.pop(fetch.key, None)
             if fetch.session is not None:
                 fetch.frames.refuse()  # what still comes must not be written into slots that are given back
-                fetch.session.send(Enough(fetch.key))
             if fetch.peer is not None:
                 fetch.peer.close()
             fetch.end()
@@ -269,12 +268,11 @@ class Fetcher:
             wanted = len(fetch.names) - fetch.start - fetch.num_whole
             self._tell(events.Moved(fetch.key, fetched=True))
             if fetch.peer is None:
-                answer = await fetch.ask(session, self._want(fetch, session, room))
+                answer = await fetch.ask(session, self._pull(fetch, session, room))
                 if answer is None:
                     return
                 if isinstance(answer, Lent) and not fetch.borrow(answer):
                     self._strangers.add(session.peer)  # another container, or just gone
-                    session.send(Enough(fetch.key))
                     continue
             if fetch.peer is not None and not await self.cache.serve(fetch.copy, fetch.peer):
                 self._damaged(session)
@@ -288,11 +286,10 @@ class Fetcher:
             await asyncio.sleep(0)
             await asyncio.wrap_future(self.cache.kept())
 
-    def _want(self, fetch: Fetching, session: Session, room: int) -> Want:
-        order = fetch.order
+    def _pull(self, fetch: Fetching, session: Session, room: int) -> Pull:
         shares = self._shares and session.peer not in self._strangers
         host, start = host_id() if shares else "", fetch.start + fetch.num_whole
-        return Want(fetch.key, fetch.names, start, order.whole, room, host, fetch.codec)
+        return Pull(fetch.key, start, room, host, fetch.codec)
 
     def _damaged(self, session: Session) -> None:
         self.seal_mismatches += 1

@@ -13,28 +13,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from isthmus import conductor
-from isthmus.attempts import FetchFinished, PrefillFinished, Report, RequestFailed, Spread, key_of
+from isthmus.attempts import Become, FetchFinished, PrefillFinished, Report, RequestFailed, Spread
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.donors import Donors
-from isthmus.cluster.enrolment import Enrolment
-from isthmus.cluster.hosts import process_name
-from isthmus.cluster.link_stats import LinkStats, Offload
-from isthmus.cluster.own_address import is_loopback
+from isthmus.cluster.joining import is_loopback
+from isthmus.cluster.launcher import process_name
+from isthmus.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
-from isthmus.node.events import Become, Begin, Forget, Move, Return
-from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
+from isthmus.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.authority import Authority
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,6 @@ POLL_S = 0.5
 """So long whoever reads gauges waits for a node that does not answer."""
 MAX_NAMERS = 1024
 """Of salts, which come from clients."""
-
-
-class _OfAttempt(Protocol):
-    @property
-    def request(self) -> RequestId: ...
-
-    @property
-    def attempt(self) -> int: ...
 
 
 class _Member:
@@ -81,16 +73,18 @@ class Head:
         silence_s: float,
         rejoin_s: float,
         network: Network,
-        recorder: Tape | None = None,
+        recorder: Recorder | None = None,
         addresses: AddressBook | None = None,
-        enrolment: Enrolment | None = None,
+        enrolment: Authority | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         alias_of: Callable[[str], str] = str,
     ) -> None:
-        self._conductor, self._rules = conductor.Conductor(rules), rules
+        log = recorder.record if recorder is not None else None
+        self._desk = conductor.Desk(conductor.Conductor(rules), int(rejoin_s * NS_PER_S), log)
+        self._rules = rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
         self._offload = Offload(links=self._link_stats.views())
-        self._card, self._silence_s, self._recorder = card, silence_s, recorder
+        self._card, self._silence_s = card, silence_s
         self._rejoin_s, self._enrolment = rejoin_s, enrolment
         self._network, self._clock_ns = network, clock_ns
         self._running = RunningClock(clock_ns)
@@ -211,26 +205,24 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
-        tenant, job = job.tenant, msgspec.structs.replace(job, tenant=self._alias_of(job.tenant))
+        tenant, job = job.tenant, replace(job, tenant=self._alias_of(job.tenant))
         if job.weight:
-            self._tenants[job.owner.name] = tenant
-        stream = Stream(job, self._names(job), self._cancel)
-        content = self._donors.content_of(job) if stream.names else None
-        self._streams[job.request] = stream
-        self._decide(
-            conductor.RequestArrived(
-                request=job.request,
-                tenant=job.tenant,
-                num_tokens=len(job.tokens),
-                max_tokens=job.max_tokens,
-                names=stream.names,
-                priority=job.priority,
-                ttft_ms=job.ttft_ms,
-                tbt_ms=job.tbt_ms,
-                content=content,
-                weight=job.weight,
-            )
+            self._tenants[job.tenant] = tenant
+        names = self._names(job)
+        arrived = conductor.RequestArrived(
+            request=job.request,
+            tenant=job.tenant,
+            num_tokens=len(job.tokens),
+            max_tokens=job.max_tokens,
+            names=names,
+            priority=job.priority,
+            ttft_ms=job.ttft_ms,
+            tbt_ms=job.tbt_ms,
+            content=self._donors.content_of(job) if names else None,
+            weight=job.weight,
         )
+        stream = self._streams[job.request] = Stream(job, self._cancel)
+        self._decide(arrived)
         if stream.error is not None:
             raise stream.error
         return stream
@@ -260,81 +252,52 @@ class Head:
         return BlockNamer(revision=self._revision, layout=self._layout, salt=salt)
 
     def _cancel(self, request: RequestId) -> None:
-        if self._streams.pop(request, None) is not None:
-            self._decide(conductor.RequestCancelled(request))
+        self._decide(conductor.RequestCancelled(request))
 
     # Decisions.
 
     def _decide(self, event: conductor.Event) -> None:
         now = self._clock_ns()
-        actions = self._conductor.on(event, now)
-        if self._recorder is not None:
-            self._recorder.record(now, event, actions)
-        for action in actions:
-            self._act(action, now)
+        for answer in self._desk.on(event, now):
+            self._act(answer, now)
 
-    def _act(self, action: conductor.Action, now: int) -> None:
-        match action:
+    def _act(self, answer: conductor.Answer, now: int) -> None:
+        match answer:
             case conductor.Route():
-                self._route(action, now)
-            case conductor.Refuse():
-                self._refused[action.stage or action.code] += 1
-                self._fail(action.request, _refusal(action))
+                self._route(answer, now)
             case conductor.Abort():
-                for node in action.nodes:
-                    self._send(node, Forget(key_of(action.request, action.attempt)))
-            case conductor.Hold():
-                self._streams[action.request].end_attempt()
-                expired = conductor.HoldExpired(action.request, action.attempt)
-                wait_s = action.wait_ms / 1000 or self._rejoin_s
-                RunningTimer(asyncio.get_running_loop(), wait_s, partial(self._decide, expired))
+                self._streams[answer.request].end_attempt()
+            case conductor.Tell():
+                if isinstance(answer.order, Become) and answer.node in self._members:
+                    self._members[answer.node].becoming = answer.order.role
+                self._send(answer.node, answer.order)
+            case conductor.Wait():
+                expired = partial(self._decide, answer.then)
+                RunningTimer(asyncio.get_running_loop(), answer.wait_ns / NS_PER_S, expired)
+            case conductor.Refuse():
+                self._refused[answer.stage or answer.code] += 1
+                self._streams.pop(answer.request).fail(_refusal(answer))
             case conductor.Fail():
-                error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
-                self._fail(action.request, error)
-            case conductor.Convert():
-                if action.node in self._members:
-                    self._members[action.node].becoming = action.role
-                self._send(action.node, Become(action.role))
-            case conductor.Lend():
-                key = key_of(action.request, action.attempt)
-                self._send(action.home, Move(key, action.holder, action.num_blocks))
-            case conductor.Repay():
-                key = key_of(action.request, action.attempt)
-                self._send(action.home, Return(key, action.holder, action.num_blocks))
+                error = RequestError(answer.reason) if answer.final else UnavailableError(answer.reason)
+                self._streams.pop(answer.request).fail(error)
+            case conductor.RequestEnded() | conductor.RequestCancelled():
+                del self._streams[answer.request]
             case conductor.ThresholdSet():
-                self._offload.threshold, self._offload.reason = action.threshold, action.reason
+                self._offload.threshold, self._offload.reason = answer.threshold, answer.reason
                 self._offload.changes += 1
             case conductor.Remember():
-                stream = self._streams[action.request]
-                self._donors.keep(stream.job, len(stream.names))
+                self._donors.keep(self._streams[answer.request].job)
             case conductor.Unremember():
-                self._donors.drop(action.request)
-
-    def _fail(self, request: RequestId, error: IsthmusError) -> None:
-        stream = self._streams.pop(request, None)
-        if stream is not None:
-            stream.fail(error)
+                self._donors.drop(answer.request)
 
     def _route(self, route: conductor.Route, now: int) -> None:
-        """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
+        """Sends an attempt to its nodes."""
         stream = self._streams[route.request]
-        stream.start_attempt(route.attempt, (route.prefill, route.decode))
-        job, tokens = stream.job, stream.job.tokens + stream.generated
-        parts = {route.decode: Role.DECODE, route.prefill: Role.PREFILL}
-        if route.prefill == route.decode:
-            parts = {route.prefill: Role.MIXED}
-        for node, part in parts.items():
-            begin = Begin(
-                key=key_of(route.request, route.attempt),
-                part=part,
-                route=route,
-                num_tokens=len(tokens),
-                stop_length=len(job.tokens) + max(1, job.max_tokens),
-                names=stream.names,
-                tenant=job.owner,
-            )
-            donors = self._donors.of(route, job) if part is not Role.DECODE else ()
-            self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt, donors))
+        job, generated = stream.job, stream.generated
+        text = {"tokens": job.tokens + generated, "num_prompt": len(job.tokens), "sampling": job.sampling}
+        for node, begin in self._desk.parts(route, len(generated)):
+            donors = self._donors.of(route, job) if begin.part is not Role.DECODE else ()
+            self._send(node, replace(begin, now_ns=now, salt=job.salt, donors=donors, **text))
         self._offload.requests += self._addresses.crosses(route.prefill, route.decode)
 
     def _send(self, node: NodeId, message: Any) -> None:
@@ -479,13 +442,10 @@ class Head:
         match message:
             case messages.Outputs():
                 for output in message.outputs:
-                    self._check_part(node, output)
-                    self._output(output)
+                    self._output(node, *output)
             case messages.Scores():
-                self._check_part(node, message)
-                stream = self._streams.get(message.request)
-                if stream is not None and stream.attempt == message.attempt:
-                    stream.score(message.first, message.logprobs)
+                if self._speaks(node, message.request, message.attempt) is not None:
+                    self._streams[message.request].score(message.first, message.logprobs)
             case messages.Beat():
                 member.gauges = _counted(member.gauges, message)
                 self._changed.set()
@@ -508,27 +468,28 @@ class Head:
     def _check_own(self, node: NodeId, report: Report) -> None:
         """Raises ProtocolError for what another node is to report."""
         if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | Spread):
-            self._check_part(node, report)
+            self._speaks(node, report.request, report.attempt)
         elif report.node != node:
             raise ProtocolError(f"{node} reports what {report.node} does")
 
-    def _check_part(self, node: NodeId, said: _OfAttempt) -> None:
-        """Raises ProtocolError for a node that speaks of an attempt of other nodes. One that is over is nobody's."""
-        stream = self._streams.get(said.request)
-        if stream is not None and stream.attempt == said.attempt and node not in stream.nodes:
-            raise ProtocolError(f"{node} speaks of {said.request}, which other nodes compute")
+    def _speaks(self, node: NodeId, name: RequestId, attempt: int) -> conductor.RequestView | None:
+        """The request whose attempt a node speaks of, None if that is over. Raises ProtocolError if it is others'."""
+        request = self._desk.under_way(name, attempt)
+        if request is not None and not request.involves(node):
+            raise ProtocolError(f"{node} speaks of {name}, which other nodes compute")
+        return request
 
-    def _output(self, output: messages.Output) -> None:
-        stream = self._streams.get(output.request)
-        if stream is None or stream.attempt != output.attempt:
+    def _output(self, node: NodeId, name: RequestId, attempt: int, token: Generated) -> None:
+        request = self._speaks(node, name, attempt)
+        if request is None:
             return
-        if stream.prefilled():
-            self._decide(conductor.FirstToken(output.request, output.attempt))
+        stream = self._streams[name]
+        if request.is_silent:
+            self._decide(conductor.FirstToken(name, attempt))
             if stream.error is not None:
                 return  # refused before the client got anything
-        if stream.deliver(output.token):
-            del self._streams[output.request]
-            self._decide(conductor.RequestEnded(output.request, len(stream.generated)))
+        if stream.deliver(token):
+            self._decide(conductor.RequestEnded(name, len(stream.generated)))
 
     # Liveness.
 

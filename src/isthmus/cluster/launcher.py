@@ -1,167 +1,305 @@
-"""Starts, watches and stops the processes of a deployment: nodes, wherever they run, and links between clusters."""
+"""Starts, watches and stops the processes of nodes: a `Launcher` decides which run, its kinds run them here or on the
+machines of a Ray cluster.
+
+A child reads its orders as one JSON line on standard input and keeps that pipe open: when who holds the other end
+dies, however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
+error on standard output.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import sys
+from abc import ABC, abstractmethod
 from asyncio import sleep
+from asyncio.subprocess import PIPE
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
-from isthmus.cluster.hosts import (
-    Hosts,
-    LaunchSpec,
-    Process,
-    planned_processes,
-    start_child,
-    stop_child,
-    tell_child,
-)
-from isthmus.cluster.join_token import JoinToken
-from isthmus.cluster.shaper import LinkPorts, LinkSpec, Point
-from isthmus.config import Config
-from isthmus.errors import StartError
-from isthmus.types import NodeId
+from isthmus.cluster.joining import JoinToken, reached_at
+from isthmus.cluster.machines import available_bytes, check_memory
+from isthmus.config import Config, child_environment, visible_devices
+from isthmus.deploy import Place, gpus_of, node_threads, places_of, role_config
+from isthmus.errors import ConfigError, StartError
+from isthmus.types import NodeId, Role
 
 log = logging.getLogger(__name__)
 
-LINK_START_S = 30.0
 RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
+STOP_S = 5.0
 
 
-class Launcher:
-    """Decides which processes of nodes run, on `hosts`. `run` starts them and ends (with StartError) if one cannot
-    start; once it was cancelled, `hosts` end those that are there."""
+class LaunchSpec(msgspec.Struct, frozen=True):
+    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
+    `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it;
+    `cores`, `devices` ("": whichever it finds): for what it starts itself. `pin`: the authority whose certificates it
+    believes and gets one of, "" where the head has none of its own."""
 
-    def __init__(self, config: Config, model: Path, hosts: Hosts, *, join: JoinToken) -> None:
-        self._config, self._model, self._join = config, model, join
-        self._hosts, self._planned = hosts, planned_processes(config)
+    node: NodeId
+    role: Role
+    join: str
+    token: str
+    model: str
+    threads: int
+    config: str
+    stage: int = 0
+    cluster: str = ""
+    start: int = 1
+    host: str = "127.0.0.1"
+    cores: tuple[int, ...] = ()
+    devices: str = ""
+    pin: str = ""
+
+    @property
+    def name(self) -> str:
+        return process_name(self.node, self.stage)
+
+
+def process_name(node: NodeId, stage: int) -> str:
+    return f"{node}.{stage}" if stage else node
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why a launched node could not start."""
+
+    error: str
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process of the deployment: a node, or one stage of the pipeline group that is a node."""
+
+    place: Place
+    stage: int
+
+    @property
+    def name(self) -> str:
+        return process_name(self.place.node, self.stage)
+
+
+class Launcher(ABC):
+    """`prepare`, then `run`; `close` in any case. Each kind says where processes run.
+
+    `address`: at which the head is reached where the configuration does not say; `ready`: set once the cluster is
+    complete, from then on a process that ends is started again.
+    """
+
+    address = "127.0.0.1"
+    ready = False
+
+    def prepare(self, config: Config, model: Path, num_bytes: Mapping[NodeId, int]) -> None:
+        """Takes nothing yet. `num_bytes`: of weights and KV in each process of a node. Raises StartError when that
+        cannot fit, or machines cannot be reached; else as `places_of`."""
+        self._config, self._model, self._threads = config, model, 1
+        self._processes = [Process(place, at) for place in places_of(config) for at in range(place.stages)]
         self._starts: Counter[str] = Counter()
-        self.ready = False
-        """Set once the cluster is complete: from then on a node that ends is started again."""
 
     @property
     def nodes(self) -> list[NodeId]:
-        return [process.place.node for process in self._planned if not process.stage]
+        return [process.place.node for process in self._processes if not process.stage]
 
-    async def run(self) -> None:
-        """Raises StartError when a node cannot start, or ends before the cluster is ready. From then on starts each
-        that ends again, until it is cancelled."""
-        await self._hosts.open()
-        for process in self._planned:
-            await self._start(process)
-        await asyncio.gather(*map(self._watch, self._planned))
+    async def run(self, join: JoinToken) -> None:
+        """Starts all processes, then each that ends again, until it is cancelled. Raises StartError when one cannot
+        start, or ends before the cluster is ready."""
+        await self.open()
+        for process in self._processes:
+            await self._start(process, join)
+        await asyncio.gather(*[self._watch(process, join) for process in self._processes])
 
-    async def _start(self, process: Process) -> None:
-        self._starts[process.name] += 1
-        await self._hosts.start(process, self._spec_of(process))
-
-    def _spec_of(self, process: Process) -> LaunchSpec:
+    async def _start(self, process: Process, join: JoinToken) -> None:
         place = process.place
-        return LaunchSpec(
+        self._starts[process.name] += 1
+        spec = LaunchSpec(
             node=place.node,
             role=place.role,
-            join=self._join.address,
-            token=self._join.secret,
-            pin=self._join.pin,
+            join=join.address,
+            token=join.secret,
+            pin=join.pin,
             model=str(self._model.absolute()),
-            threads=self._config.engine.threads or self._hosts.threads(),
+            threads=self._config.engine.threads or self._threads,
             config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=process.stage,
             cluster=place.cluster.name,
             start=self._starts[process.name],
         )
+        await self.start(process, spec)
 
-    async def _watch(self, process: Process) -> None:
+    async def _watch(self, process: Process, join: JoinToken) -> None:
         while True:
-            trouble = await self._hosts.wait(process)
+            trouble = await self.wait(process)
             if not self.ready:
                 raise StartError(f"node {process.name}: {trouble}")
             log.error("node %s ended: %s; starting it again", process.name, trouble)
-            await self._start_again(process)
+            await start_again(f"node {process.name}", partial(self._start, process, join))
 
-    async def _start_again(self, process: Process) -> None:
-        while True:
-            await sleep(RESTART_S)
-            try:
-                return await self._start(process)
-            except (OSError, StartError) as error:
-                log.error("node %s cannot be started: %s; trying again", process.name, error)
+    async def open(self) -> None:  # noqa: B027
+        """Takes a place for each process, and waits until it has it. Raises StartError when one will not do."""
+
+    def missing(self) -> str:
+        """While `open` waits: for what; "" if it is not known."""
+        return ""
+
+    @abstractmethod
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        """It is not running. Raises OSError or StartError."""
+
+    @abstractmethod
+    async def wait(self, process: Process) -> str:
+        """Until a started process ends; why it did."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Waits for processes that were told to stop; kills those that do not. None is left, and no place taken."""
 
 
-class LinkProcess:
-    """The link between the clusters `between`, in a process that this one starts, and again when it ends: at the same
-    ports, since nodes know these, and with the same targets."""
+def launcher_of(config: Config) -> Launcher:
+    """Of the kind that `placement` names. Raises ConfigError when that needs what is not installed."""
+    if config.placement != "ray":
+        return LocalLauncher()
+    found: Launcher = with_ray("placement: ray").RayLauncher()
+    return found
 
-    def __init__(self, between: tuple[str, str], spec: LinkSpec) -> None:
-        self.between = between
-        self._spec = spec
-        self._process: asyncio.subprocess.Process | None = None
-        self._spare = [list(towards) for towards in spec.ports]
-        self._targets: dict[int, str] = {}
 
-    async def start(self) -> None:
-        """For the first time, at ports that it finds. Raises StartError."""
-        await self._start()
-        self._spare = [list(towards) for towards in self._spec.ports]
+def with_ray(asked: str) -> Any:
+    """The module that imports Ray, which takes a second and need not be installed. Raises ConfigError without it."""
+    try:
+        from isthmus.cluster import ray_launcher
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            f"{asked} needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
+        ) from None
+    return ray_launcher
 
-    async def _start(self) -> None:
-        process = await start_child("link", "--name", "-".join(self.between), threads=1, spec=self._spec)
-        self._process = process
-        assert process.stdout is not None
+
+class LocalLauncher(Launcher):
+    """On this machine."""
+
+    def __init__(self) -> None:
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+
+    def prepare(self, config: Config, model: Path, num_bytes: Mapping[NodeId, int]) -> None:
+        super().prepare(config, model, num_bytes)
+        if not on_device(config):
+            needed = {each.name: num_bytes[each.place.node] for each in self._processes}
+            check_memory("here", needed, available_bytes())
+        self._devices = devices_of(self._processes) if config.engine.kind == "vllm" else {}
+        self._threads = node_threads(len(os.sched_getaffinity(0)), len(self._processes))
+
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        host = reached_at(None, spec.join, 0)
+        cores = cores_of(self._processes.index(process), spec.threads)
+        devices = self._devices.get(process.name, "")
+        here = msgspec.structs.replace(spec, host=host, cores=cores, devices=devices)
+        self._children[process.name] = await start_node(here)
+
+    async def wait(self, process: Process) -> str:
+        return await ended(self._children[process.name])
+
+    async def close(self) -> None:
+        await asyncio.gather(*map(stop_child, self._children.values()))
+
+
+def cores_of(number: int, threads: int) -> tuple[int, ...]:
+    """Of this machine's cores, for process `number` of those that have so many threads each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
+
+
+def devices_of(processes: Sequence[Process]) -> dict[str, str]:
+    """Of the GPUs that CUDA shows here, for each process that starts a vLLM server those of its own. Raises StartError
+    when there are too few."""
+    counts = dict[str, int]()
+    for process in processes:
+        config = process.place.cluster.config
+        if config.engine.device != "cpu" and config.engine.vllm.attach is None:
+            counts[process.name] = gpus_of(config, role_config(config, process.place.role))
+    needed, visible = sum(counts.values()), visible_devices()
+    devices = list(map(str, range(needed))) if visible is None else list(filter(None, visible.split(",")))
+    if len(devices) < needed:
+        raise StartError(
+            f"{len(counts)} nodes need {needed} GPUs, CUDA_VISIBLE_DEVICES names {len(devices)}: give more, or "
+            "engine.device: cpu"
+        )
+    rest = iter(devices)
+    return {name: ",".join(islice(rest, count)) for name, count in counts.items()}
+
+
+def on_device(config: Config) -> bool:
+    """Whether weights and KV lie in the memory of an accelerator."""
+    return config.engine.device not in (None, "cpu")
+
+
+async def start_node(spec: LaunchSpec, errors: IO[bytes] | None = None) -> asyncio.subprocess.Process:
+    """A node's process on this machine. `errors`: where its standard error goes, if not where ours does."""
+    name = ("--launched", "--name", spec.name)
+    return await start_child("node", *name, threads=spec.threads, spec=spec, errors=errors)
+
+
+async def start_child(
+    verb: str, *arguments: str, threads: int, spec: Any, errors: IO[bytes] | None = None
+) -> asyncio.subprocess.Process:
+    """`isthmus VERB ARGUMENTS`, and what it reads. Its name among the arguments is for `ps`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "isthmus", verb, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=errors,
+        env=child_environment(threads),
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
+    )
+    tell_child(process, spec)
+    return process
+
+
+def tell_child(process: asyncio.subprocess.Process, message: Any) -> None:
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+
+async def start_again(what: str, start: Callable[[], Awaitable[None]]) -> None:
+    """Starts it one second later; after each failure waits twice as long, up to `LONGEST_RESTART_S`."""
+    wait_s = RESTART_S
+    while True:
+        await sleep(wait_s)
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), LINK_START_S)
-            found = msgspec.json.decode(line, type=LinkPorts)
-        except (msgspec.DecodeError, TimeoutError):
-            await stop_child(process)
-            raise StartError(
-                f"the process of the link between {' and '.join(self.between)} did not start"
-            ) from None
-        self._spec = msgspec.structs.replace(self._spec, ports=found.ports)
-        for port, target in self._targets.items():
-            tell_child(process, Point(port, target))
+            return await start()
+        except (OSError, StartError) as error:
+            wait_s = min(2 * wait_s, LONGEST_RESTART_S)
+            log.error("%s cannot be started: %s; trying again in %g s", what, error, wait_s)
 
-    def open(self, towards: str, target: str) -> int | None:
-        """A port that leads to `target`, in the cluster `towards`; None when there are no more."""
-        spare = self._spare[self.between.index(towards)]
-        if not spare:
-            return None
-        port = spare.pop(0)
-        self.point(Point(port, target))
-        return port
 
-    def close(self, towards: str, port: int) -> None:
-        self.point(Point(port, ""))
-        self._spare[self.between.index(towards)].append(port)
+async def ended(process: asyncio.subprocess.Process) -> str:
+    """Waits until a node's process ends; returns why it did."""
+    assert process.stdout is not None
+    return trouble_of(await process.stdout.read(), await process.wait())
 
-    def point(self, point: Point) -> None:
-        self._targets[point.port] = point.target
-        if self._process is not None:
-            tell_child(self._process, point)
 
-    async def watch(self) -> None:
-        """Starts the process again whenever it ends, until this is cancelled. It was started."""
-        while True:
-            assert self._process is not None
-            code = await self._process.wait()
-            log.error(
-                "the link between %s and %s ended: exit status %d; starting it again", *self.between, code
-            )
-            await self._start_again()
+def trouble_of(output: bytes, code: int) -> str:
+    """Why a node with this standard output and exit status ended."""
+    try:
+        return msgspec.json.decode(output.strip().split(b"\n")[-1], type=Trouble).error
+    except msgspec.DecodeError:
+        killed = " (killed; is there enough memory?)" if code == -9 else ""
+        return f"exit status {code}{killed}"
 
-    async def _start_again(self) -> None:
-        """One second later; after each failure twice as long, up to `LONGEST_RESTART_S`."""
-        wait_s = RESTART_S
-        while True:
-            await sleep(wait_s)
-            try:
-                return await self._start()
-            except (OSError, StartError) as error:
-                wait_s = min(2 * wait_s, LONGEST_RESTART_S)
-                log.error("%s; trying again in %g s", error, wait_s)
 
-    async def stop(self) -> None:
-        if self._process is not None:
-            await stop_child(self._process)
+async def stop_child(process: asyncio.subprocess.Process) -> None:
+    """Closes its input, which tells it to leave, and kills it if it does not. It is gone afterwards."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

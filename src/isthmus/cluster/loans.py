@@ -6,14 +6,15 @@ See `fetches.py` for what the two sides say to each other.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.fetches import host_id
-from isthmus.cluster.messages import Ended, Given, Lent, Want
-from isthmus.cluster.sessions import Spawn, Tell
+from isthmus.cluster.messages import Ended, Given, Lent, Pull
+from isthmus.cluster.sessions import Spawn
 from isthmus.cluster.wire import pack
 from isthmus.engine.codecs import CODECS
 from isthmus.errors import ProtocolError
@@ -24,6 +25,8 @@ from isthmus.types import BlockName, NodeId, RequestId
 
 GIVE_BLOCKS = 64
 """Blocks that are looked up, read from disk if need be, and sent together."""
+MAX_PULLS = 4096
+"""Of which nothing is decided yet: they wait for one turn of the event loop."""
 
 
 class Lease:
@@ -68,66 +71,74 @@ class Lease:
 
 @dataclass
 class _Loan:
-    """What another node wants. `stop`: of the prefix it may have so much, once that is decided; `answered`: all of the
-    last `want` was sent, though not all may have been acknowledged."""
+    """What another node may have: the first `stop` blocks of a prefix. `answered`: all of the last pull was sent,
+    though not all may have been acknowledged, or is lent."""
 
-    session: Session
-    want: Want
-    stop: int | None = None
-    answered: bool = False
+    names: tuple[BlockName, ...]
+    stop: int
+    answered: bool = True
     task: asyncio.Task[None] | None = None
 
 
 class Loans:
-    """Answers other nodes. For the node's event loop."""
+    """Answers other nodes. For the node's event loop. Without a cache nothing is ever given."""
 
-    def __init__(self, cache: NodeCache, tell: Tell, spawn: Spawn) -> None:
-        self._cache, self._tell, self._spawn = cache, tell, spawn
+    def __init__(self, cache: NodeCache | None, spawn: Spawn) -> None:
+        self._of, self._spawn = cache, spawn
         self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
+        self._pulls: OrderedDict[tuple[RequestId, NodeId], tuple[Session, Pull]] = OrderedDict()
+        """Of what the node has not decided yet."""
         self._host = host_id()
         self.bytes_out = 0
 
-    def wanted(self, session: Session, peer: NodeId, want: Want) -> None:
+    @property
+    def _cache(self) -> NodeCache:
+        assert self._of is not None, "a node without a cache gives nothing"
+        return self._of
+
+    def pull(self, session: Session, peer: NodeId, pull: Pull) -> None:
         """Raises ProtocolError for what cannot be answered."""
-        at = want.key, peer
+        at = pull.key, peer
+        if pull.codec not in CODECS or pull.room < 0 or pull.start < 0:
+            raise ProtocolError(f"blocks for {pull.key} cannot be given as {pull.codec}, {pull.room} at once")
         loan = self._loans.get(at)
-        if loan is not None and loan.session is not session:
-            self.enough(loan.session, *at)
-            loan = None
-        if loan is not None and not loan.answered:
-            raise ProtocolError(f"a second Want for {want.key} before the first was answered")
-        is_same = loan is None or want.names == loan.want.names
-        if want.codec not in CODECS or want.room < 0 or not 0 <= want.start <= len(want.names) or not is_same:
-            raise ProtocolError(f"blocks for {want.key} cannot be given as {want.codec}, {want.room} at once")
-        if loan is None:
-            self._loans[at] = _Loan(session, want)
-            self._tell(events.Wanted(want.key, peer, want.names, want.start, want.whole))
-        else:
-            loan.want, loan.answered = want, False
-            loan.task = self._spawn(self._answer(loan))
+        if loan is not None:
+            self._begin(loan, session, pull)
+            return
+        self._pulls[at] = session, pull
+        if len(self._pulls) > MAX_PULLS:
+            self._pulls.popitem(last=False)
 
     def give(self, give: events.Give) -> None:
-        loan = self._loans.get((give.key, give.peer))
-        if loan is not None and loan.stop is None and loan.want.names == give.names:
-            loan.stop = give.stop
-            loan.task = self._spawn(self._answer(loan))
+        """In place of what it might have before."""
+        at = give.key, give.peer
+        pulled = self._pulls.pop(at, None)
+        self._end(*at)
+        loan = self._loans[at] = _Loan(give.names, give.stop)
+        if pulled is not None:
+            self._begin(loan, *pulled)
 
-    def enough(self, session: Session, key: RequestId, peer: NodeId) -> None:
-        """The same key may be asked for again at once."""
-        loan = self._loans.get((key, peer))
-        if loan is None or loan.session is not session:
-            return
-        self._end(key, peer)
-        self._tell(events.Enough(key, peer))
+    def _begin(self, loan: _Loan, session: Session, pull: Pull) -> None:
+        if not loan.answered:
+            raise ProtocolError(f"a second Pull for {pull.key} before the first was answered")
+        if loan.task is not None:
+            loan.task.cancel()
+        loan.answered = False
+        loan.task = self._spawn(self._answer(loan, session, pull))
+
+    def end(self, end: events.EndGive) -> None:
+        self._pulls.pop((end.key, end.peer), None)
+        self._end(end.key, end.peer)
 
     def _end(self, key: RequestId, peer: NodeId) -> None:
-        task = self._loans.pop((key, peer)).task
-        if task is not None:
-            task.cancel()
+        loan = self._loans.pop((key, peer), None)
+        if loan is not None and loan.task is not None:
+            loan.task.cancel()
 
     def lost(self, peer: NodeId) -> None:
-        """It gets nothing more, and the node knows."""
-        for at in [at for at in self._loans if at[1] == peer]:
+        """It gets nothing more."""
+        for at in [at for at in (*self._loans, *self._pulls) if at[1] == peer]:
+            self._pulls.pop(at, None)
             self._end(*at)
 
     def close(self) -> None:
@@ -136,26 +147,29 @@ class Loans:
             if loan.task is not None:
                 loan.task.cancel()
 
-    async def _answer(self, loan: _Loan) -> None:
-        handle = self._cache.store.arena.handle
-        names = loan.want.names[loan.want.start : loan.stop]
-        if names and loan.want.host and loan.want.host == self._host and handle is not None:
-            await self._lend(loan, names, handle)
+    async def _answer(self, loan: _Loan, session: Session, pull: Pull) -> None:
+        names = loan.names[pull.start : loan.stop]
+        handle = self._cache.store.arena.handle if names and pull.host == self._host else None
+        if handle is not None:
+            await self._lend(loan, session, pull.key, names, handle)
         else:
-            await self._give(loan, names[: loan.want.room])
+            await self._give(loan, session, pull, names[: pull.room])
 
-    async def _lend(self, loan: _Loan, names: Sequence[BlockName], handle: ArenaHandle) -> None:
+    async def _lend(
+        self, loan: _Loan, session: Session, key: RequestId, names: Sequence[BlockName], handle: ArenaHandle
+    ) -> None:
         lease = Lease(self._cache)
         try:
             await self._cache.serve(lease.add, names)
-            loan.session.send(Lent(loan.want.key, handle, tuple(lease.slots), tuple(lease.seals)))
-            await asyncio.get_running_loop().create_future()  # until `enough` or `lost`
+            session.send(Lent(key, handle, tuple(lease.slots), tuple(lease.seals)))
+            loan.answered = True
+            await asyncio.get_running_loop().create_future()  # until `end` or `lost`
         finally:
             lease.release()
 
-    async def _give(self, loan: _Loan, names: Sequence[BlockName]) -> None:
+    async def _give(self, loan: _Loan, session: Session, pull: Pull, names: Sequence[BlockName]) -> None:
         """Batch by batch: the next one is read from disk while this one is sent."""
-        want, count = loan.want, 0
+        count = 0
         leases: list[Lease] = []
         sendings: list[Sending] = []
         try:
@@ -164,7 +178,7 @@ class Loans:
                 leases.append(lease)
                 try:
                     whole = await self._cache.serve(lease.add, names[start : start + GIVE_BLOCKS])
-                    sendings += self._send(loan, start, lease)
+                    sendings += self._send(session, pull, start, lease)
                 finally:
                     lease.release()
                 count += len(lease.slots)
@@ -173,7 +187,7 @@ class Loans:
                     await leases[-2].over.wait()
                 if not whole:
                     break
-            loan.session.send(Ended(want.key, count), priority=Priority.NORMAL)
+            session.send(Ended(pull.key, count), priority=Priority.NORMAL)
             loan.answered = True
             if leases:
                 await leases[-1].over.wait()
@@ -181,13 +195,13 @@ class Loans:
             for sending in sendings:
                 sending.cancel()
 
-    def _send(self, loan: _Loan, first: int, lease: Lease) -> Iterator[Sending]:
+    def _send(self, session: Session, pull: Pull, first: int, lease: Lease) -> Iterator[Sending]:
         """Each layer holds the lease until it is sent."""
-        want, arena, layout = loan.want, self._cache.store.arena, self._cache.layout
+        arena, layout = self._cache.store.arena, self._cache.layout
         for layer in range(layout.num_layers if lease.slots else 0):
             parts = [arena.slice(slot, layer) for slot in lease.slots]
             known = partial(list[bytes], [seals[layer] for seals in lease.seals])
-            payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
-            head = Given(want.key, layer, first, seals)
+            payload, seals = pack(pull.codec, layout, parts, len(parts) * layout.block_size, known)
+            head = Given(pull.key, layer, first, seals)
             lease.hold()
-            yield loan.session.send(head, *payload, done=lambda _: lease.release())
+            yield session.send(head, *payload, done=lambda _: lease.release())

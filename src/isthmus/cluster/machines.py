@@ -1,6 +1,6 @@
 """What machines say of themselves before a node is started there, and which of them could take a bundle of resources.
 
-Pure but for `report_of`, which looks at the machine that it runs on. Whose machines they are is not known here.
+Pure but for `report_of` and `available_bytes`, which look at this machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from isthmus import __version__
-from isthmus.cluster.hosts import available_bytes, mib
 from isthmus.cluster.messages import PROTOCOL
 from isthmus.errors import StartError
 from isthmus.files import fingerprint
@@ -40,6 +39,15 @@ class Report(msgspec.Struct, frozen=True):
     no_model: str
     no_folder: str
     available_bytes: int | None
+
+
+def available_bytes() -> int | None:
+    """Memory that processes could still take (Linux); None where that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def report_of(question: Question, address: str) -> Report:
@@ -80,7 +88,9 @@ def check_seats(here: Report, seats: Sequence[Seat], taken: str) -> None:
             "with --node-ip-address there, and give join_host if need be"
         )
     for address in sorted(addresses):
-        _check_memory(address, [seat for seat in seats if seat.report.address == address])
+        there = [seat for seat in seats if seat.report.address == address]
+        known = [seat.report.available_bytes for seat in there if seat.report.available_bytes is not None]
+        check_memory(f"on {address}", {seat.name: seat.num_bytes for seat in there}, min(known, default=None))
 
 
 def _difference(here: Report, there: Report) -> str:
@@ -96,14 +106,17 @@ def _difference(here: Report, there: Report) -> str:
     return f"cache.folder: {there.no_folder}" if there.no_folder else ""
 
 
-def _check_memory(address: str, seats: Sequence[Seat]) -> None:
-    needed = sum(seat.num_bytes for seat in seats)
-    available = [seat.report.available_bytes for seat in seats if seat.report.available_bytes is not None]
-    if available and needed > min(available):
+def check_memory(where: str, needed: Mapping[str, int], available: int | None) -> None:
+    """Raises StartError when the processes of one machine do not fit its memory. `needed`: bytes of each, by name."""
+    if available is not None and sum(needed.values()) > available:
         raise StartError(
-            f"{', '.join(seat.name for seat in seats)} on {address} need {mib(needed)} (weights and KV memory); "
-            f"{mib(min(available))} are available: lower engine.kv_memory or the number of nodes"
+            f"{', '.join(needed)} {where} need {_mib(sum(needed.values()))} (weights and KV memory); "
+            f"{_mib(available)} are available: lower engine.kv_memory or the number of nodes"
         )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -140,21 +153,17 @@ def unplaced(bundles: Iterable[Bundle], machines: Sequence[Machine], *, alone: b
         if not right:
             return f"{bundle.name} needs a machine with the label {LABEL}={bundle.cluster}, and none has it"
         if not any(_holds(machines[at].resources, bundle.resources) for at in right):
-            most = {
-                name: max(machines[at].resources.get(name, 0.0) for at in right) for name in bundle.resources
-            }
+            there = [machines[at].resources for at in right]
+            most = {name: max(each.get(name, 0.0) for each in there) for name in bundle.resources}
             where = f" with the label {LABEL}={bundle.cluster}" if bundle.cluster else ""
             return f"{bundle.name} needs {shown(bundle.resources)}; the most that a machine{where} has: {shown(most)}"
         free = [at for at in right if _holds(left[at], bundle.resources)]
         if not free:
-            why = (
-                "ray.spread: strict gives each node a machine"
-                if alone
-                else "the other nodes take what there is"
-            )
+            strict = "ray.spread: strict gives each node a machine"
+            why = strict if alone else "the other nodes take what there is"
             return f"{bundle.name} needs {shown(bundle.resources)}, and {why}"
-        taken = left[free[0]]
-        left[free[0]] = {} if alone else _less(taken, bundle.resources)
+        taken, needed = left[free[0]], bundle.resources
+        left[free[0]] = {} if alone else {name: count - needed.get(name, 0.0) for name, count in taken.items()}
     return ""
 
 
@@ -162,13 +171,9 @@ def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
     return all(there.get(name, 0.0) >= count for name, count in needed.items())
 
 
-def _less(there: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
-    return {name: count - taken.get(name, 0.0) for name, count in there.items()}
-
-
 def shown(resources: Mapping[str, float]) -> str:
     return ", ".join(
-        f"{mib(int(count))} of memory" if name == "memory" else f"{count:g} {name}"
+        f"{_mib(int(count))} of memory" if name == "memory" else f"{count:g} {name}"
         for name, count in resources.items()
     )
 

@@ -1,8 +1,9 @@
 """What head, nodes and the stages of a pipeline group say to each other. Schema-checked msgpack; token ids and KV
 bytes, nothing executable.
 
-Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
-of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
+Reports of nodes are the conductor's events, orders to nodes are what its desk answers, and both travel as they are
+(`isthmus.attempts`). `key`, of an attempt, goes with everything about a request: what comes late from an earlier
+attempt is void.
 
 Between nodes go letters (`isthmus.node.letters`), which nodes write and read, and frames of KV.
 """
@@ -13,14 +14,14 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.attempts import Report
+from isthmus.attempts import Begin, Order, Report
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
 from isthmus.node import events
 from isthmus.node.letters import Letter
 from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
-from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
+from isthmus.types import BlockName, Generated, NodeId, RequestId, TokenLogprobs
 
 PROTOCOL = 12
 MAX_NAMES = 1 << 16
@@ -43,12 +44,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     remark: str = ""
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One generated token of one request; `token.index` counts from the first token of the first attempt."""
-
-    request: RequestId
-    attempt: int
-    token: Generated
+Output = tuple[RequestId, int, Generated]
+"""A token of a request and an attempt. `Generated.index` counts from the first token of the first attempt."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -157,23 +154,6 @@ class Turned(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Task(msgspec.Struct, frozen=True, tag=True):
-    """Take part in an attempt: `begin` for who decides, the rest for who computes.
-
-    `now_ns`: the head's clock, of which the times of the route are. `tokens`: prompt and what earlier attempts
-    generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches. `donors`: to assemble
-    the prompt, of each of the route's donors the tokens of the blocks that are needed.
-    """
-
-    begin: events.Begin
-    now_ns: int
-    tokens: tuple[int, ...]
-    num_prompt: int
-    sampling: Sampling
-    salt: str = ""
-    donors: tuple[tuple[int, ...], ...] = ()
-
-
 class TellDirections(msgspec.Struct, frozen=True, tag=True):
     """Say what signatures are made of, as `Directions`."""
 
@@ -193,21 +173,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = (
-    Welcome
-    | Enrolled
-    | Gathered
-    | Turned
-    | Neighbours
-    | Poll
-    | Stop
-    | Task
-    | TellDirections
-    | events.Forget
-    | events.Become
-    | events.Move
-    | events.Return
-)
+NodeBound = Welcome | Enrolled | Gathered | Turned | Neighbours | Poll | Stop | TellDirections | Order
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -243,16 +209,14 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     token: int
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
-    """Give the blocks `names[start:]` of a prefix; there is room for the first `room` of them. `whole`: all or none.
+class Pull(msgspec.Struct, frozen=True, tag=True):
+    """Give wanted blocks from number `start` of the prefix on: there is room for `room` of them.
 
     `host`: this machine, if blocks may be read where they lie; `codec`: in which form.
     """
 
     key: RequestId
-    names: tuple[BlockName, ...]
     start: int
-    whole: bool
     room: int
     host: str = ""
     codec: str = "none"
@@ -271,7 +235,7 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """One layer of the wanted blocks `[first, first + len(seals))`. Payload: their slices, one after the other,
+    """One layer of the blocks `[first, first + len(seals))` of a `Pull`. Payload: their slices, one after the other,
     encoded by the codec that was asked for."""
 
     key: RequestId
@@ -281,16 +245,10 @@ class Given(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All that can be given of what was wanted was sent: the first `count` blocks."""
+    """All that can be given of a `Pull` was sent: the first `count` blocks."""
 
     key: RequestId
     count: int
-
-
-class Enough(msgspec.Struct, frozen=True, tag=True):
-    """What was wanted has been read, or is not wanted any more. Unknown ones are no error."""
-
-    key: RequestId
 
 
 class Shipment(msgspec.Struct, frozen=True, tag=True):
@@ -324,7 +282,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Want | Lent | Given | Ended | Enough | Shipment
+PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Pull | Lent | Given | Ended | Shipment
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
 # is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for
@@ -374,7 +332,7 @@ Followed = (
 )
 """Actions of the leader's node that every stage carries out for its layers."""
 
-Downward = StageOpen | Task | StageRun | Followed
+Downward = StageOpen | Begin | StageRun | Followed
 
 
 class StageFound(msgspec.Struct, frozen=True, tag=True):

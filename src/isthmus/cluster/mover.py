@@ -51,10 +51,9 @@ class BlockMover(NoPayloads):
         self._cache, self._peers, self._spawn, self._told = cache, peers, spawn, tell
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._fetcher: Fetcher | None = None
-        self._loans: Loans | None = None
+        self._loans = Loans(cache, spawn)
         if cache is not None:
             self._fetcher = Fetcher(cache, peers.get, self._tell, shares_memory=shares_memory)
-            self._loans = Loans(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Tell: lambda action: self._post(peers.say, action.peer, action.letter),
@@ -64,7 +63,8 @@ class BlockMover(NoPayloads):
             events.Drop: lambda action: self.cache.drop(action.names),
             events.Fetch: self._fetch,
             events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
-            events.Give: lambda action: self._post(self.loans.give, action),
+            events.Give: lambda action: self._post(self._loans.give, action),
+            events.EndGive: lambda action: self._post(self._loans.end, action),
             events.Release: lambda action: self._post(self._release_sessions, action.key),
         }
         self._heard: dict[type, Callable[[Session, Any], None]] = {
@@ -73,8 +73,7 @@ class BlockMover(NoPayloads):
             messages.Ended: lambda *ended: self.fetcher.answer(*ended),
         }
         self._asked: dict[type, Callable[[Session, NodeId, Any], None]] = {
-            messages.Want: lambda *want: self.loans.wanted(*want),
-            messages.Enough: lambda session, peer, said: self.loans.enough(session, said.key, peer),
+            messages.Pull: self._loans.pull,
         }
         self._takers: dict[type, Any] = {messages.Given: self._fetcher} if self._fetcher is not None else {}
         """Who takes what comes with a payload."""
@@ -85,9 +84,9 @@ class BlockMover(NoPayloads):
 
     async def close(self) -> None:
         """Answers no other node any more, and waits for none. Cache and store stay open."""
-        for part in (self._fetcher, self._loans):
-            if part is not None:
-                part.close()
+        self._loans.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -96,7 +95,7 @@ class BlockMover(NoPayloads):
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
         found: dict[str, float] = {"seal_mismatches_total": 0}
-        if self._cache is not None and self._fetcher is not None and self._loans is not None:
+        if self._cache is not None and self._fetcher is not None:
             found |= self._cache.store.stat().gauges()
             found["kv_bytes_fetched_total"] = self._fetcher.bytes_in
             found["kv_bytes_borrowed_total"] = self._fetcher.bytes_lent
@@ -185,12 +184,6 @@ class BlockMover(NoPayloads):
             raise ProtocolError("blocks came to a node without a cache")
         return self._fetcher
 
-    @property
-    def loans(self) -> Loans:
-        if self._loans is None:
-            raise ProtocolError("blocks are wanted from a node without a cache")
-        return self._loans
-
     def on_peer(self, session: Session, peer: NodeId, message: messages.PeerMessage) -> None:
         """Over a session with `peer`. Raises ProtocolError."""
         kind = type(message)
@@ -216,8 +209,7 @@ class BlockMover(NoPayloads):
 
     def gone(self, node: NodeId, reason: str) -> None:
         """A session ended, or could not begin, and what was under way over it ended with it."""
-        if self._loans is not None:
-            self._loans.lost(node)
+        self._loans.lost(node)
         self._tell(events.Gone(node, reason))
 
 

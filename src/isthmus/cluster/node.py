@@ -1,6 +1,6 @@
 """A node as a process: sessions in the event loop, a worker that computes, and between them the node that decides.
 
-    head ──Task──> node ──worker──> tokens ──Outputs──> head
+    head ──Begin─> node ──worker──> tokens ──Outputs──> head
     decode node ──Granted──> prefill node ──Slices…, Sent──> decode node ──Landed──>
 
 Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
@@ -17,15 +17,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, get_args
 
-from msgspec.structs import replace
-
 from isthmus.attempts import Report
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.donors import parts_of
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, Opener, Runtime
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
@@ -47,7 +45,7 @@ class NodeProcess(EngineProcess):
         options: NodeOptions,
         runtime: Runtime,
         store_of: Opener = None,
-        tape: Tape | None = None,
+        tape: Recorder | None = None,
     ) -> None:
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
@@ -164,7 +162,7 @@ class NodeProcess(EngineProcess):
 
     def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case messages.Task():
+            case events.Begin():
                 self._arrived(message)
             case messages.TellDirections():
                 self.spawn(self._tell_directions())
@@ -202,35 +200,27 @@ class NodeProcess(EngineProcess):
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 
-    def _arrived(self, task: messages.Task) -> None:
+    def _arrived(self, begin: events.Begin) -> None:
         """One whose grammar has to be compiled first does not begin before, or the whole batch would wait for it."""
-        prepared = self.runs.prepare(task)
+        prepared = self.runs.prepare(begin)
         if prepared is None or prepared.done():
-            self.task(task)
+            self.begin(begin)
         else:
-            self._preparing.add(task.begin.key)
-            self.spawn(self._prepared(task, prepared))
+            self._preparing.add(begin.key)
+            self.spawn(self._prepared(begin, prepared))
 
-    async def _prepared(self, task: messages.Task, prepared: Future[None]) -> None:
+    async def _prepared(self, begin: events.Begin, prepared: Future[None]) -> None:
         await asyncio.wrap_future(prepared)
-        if task.begin.key in self._preparing:
-            self._preparing.remove(task.begin.key)
-            self.task(task)
+        if begin.key in self._preparing:
+            self._preparing.remove(begin.key)
+            self.begin(begin)
 
-    def task(self, task: messages.Task) -> None:
-        """An attempt. The head's clock is another one: its times are put into this one's."""
-        begin, ahead = task.begin, self._clock_ns() - task.now_ns
-        route, fetch = begin.route, begin.route.fetch
-        if ahead:
-            if fetch is not None:
-                fetch = replace(fetch, until_ns=fetch.until_ns + ahead)
-            deadline = max(1, route.deadline_ns + ahead) if route.deadline_ns else 0
-            begin = replace(begin, route=replace(route, fetch=fetch, deadline_ns=deadline))
+    def begin(self, begin: events.Begin) -> None:
         with self.worker.lock:
-            self.runs.begin(task)
+            self.runs.begin(begin)
             if self._group is not None:
-                self._group.begin(task)
-            self.tell(begin)
+                self._group.begin(begin)
+            self.tell(begin.to_decide(self._clock_ns()))
 
     async def _tell_directions(self) -> None:
         for part in parts_of(await asyncio.to_thread(self._engine.directions)):

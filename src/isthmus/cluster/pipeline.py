@@ -23,7 +23,7 @@ from isthmus.cluster.sessions import NoPayloads, check_peer
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
-from isthmus.node.events import Action, Drop, Event
+from isthmus.node.events import Action, Begin, Drop, Event
 from isthmus.scheduler import Run, Saved
 from isthmus.types import BlockName, NodeId, RequestId
 
@@ -60,8 +60,8 @@ class Group(NoPayloads):
 
     # While the node decides, and while the engine computes.
 
-    def begin(self, task: messages.Task) -> None:
-        self._later(self._send, task)
+    def begin(self, begin: Begin) -> None:
+        self._later(self._send, begin)
 
     def do(self, action: Action) -> None:
         """Has every stage carry it out for its layers, if it concerns them."""

@@ -24,7 +24,6 @@ from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.blocks import KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
-from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
@@ -180,7 +179,7 @@ class MemberProcess(ABC):
         """Raises OSError, TimeoutError, ValueError, StartError."""
         own = self._credentials
         if own is not None and not own.is_enrolled:
-            await enrol(self._network, join, own, self._facts.node, self._options.stage, CONNECT_S)
+            await own.enrol(self._network, join, self._options.stage, CONNECT_S)
         handler = Vital(self, "the head", self.on_head)
         session = await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
         check_peer(session, None)

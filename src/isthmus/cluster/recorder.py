@@ -17,7 +17,7 @@ import blake3
 import msgspec
 
 from isthmus.cluster.private import private
-from isthmus.conductor import Action, Conductor, Event, Rules
+from isthmus.conductor import Conductor, Event, Rules
 from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.conductor.policies import POLICIES
 from isthmus.deploy import NodeFacts
@@ -53,33 +53,12 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.node.node_of(BlockPool(self.node.kv_blocks), transfer_ns=self.transfer_ns).on
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One event, when it came (ns, monotonic), and what the conductor answered."""
-
-    at_ns: int
-    event: Event
-    actions: tuple[Action, ...]
-
-
 class Line(msgspec.Struct, frozen=True):
     """One line of a recording, to be compared."""
 
     at_ns: int
     event: msgspec.Raw
     actions: msgspec.Raw
-
-
-class MemoryTape:
-    """Keeps a recording in memory."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-
-    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
-        self.entries.append(Entry(at_ns, event, tuple(actions)))
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class Recorder:
@@ -121,10 +100,6 @@ class LiveRecorder(Recorder):
         self._is_over = True
         with contextlib.suppress(OSError):  # it writes what it could not
             super().close()
-
-
-Tape = Recorder | MemoryTape
-"""What keeps a recording."""
 
 
 def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:

@@ -14,7 +14,7 @@ from typing import Any
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
-from isthmus.cluster.messages import Output, Scores, StageSampled, Task
+from isthmus.cluster.messages import Output, Scores, StageSampled
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import (
@@ -30,7 +30,7 @@ from isthmus.engine.interface import (
     OnScores,
     Row,
 )
-from isthmus.node.events import Broken, Load, Missing, Release, Shorten
+from isthmus.node.events import Begin, Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Reused, Role, Span, TokenLogprobs
 
@@ -55,18 +55,18 @@ class _Attempt:
     its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
 
-    __slots__ = ("_outputs", "cached", "num_loading", "reused", "row", "snapshots", "task", "tokens")
+    __slots__ = ("_outputs", "begin", "cached", "num_loading", "reused", "row", "snapshots", "tokens")
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, begin: Begin) -> None:
+        self.begin = begin
         self.num_loading = 0
         self.reused: Reused | None = None
         self.snapshots: dict[int, tuple[int, ...]] = {}
-        self.tokens = list(task.tokens)
-        self._outputs = list(task.tokens[task.num_prompt :])
-        repeats_less = task.sampling.repetition_penalty != 1
-        prompt = tuple(dict.fromkeys(task.tokens[: task.num_prompt])) if repeats_less else ()
-        self.row = Row(task.sampling, self._outputs, prompt)
+        self.tokens = list(begin.tokens)
+        self._outputs = list(begin.tokens[begin.num_prompt :])
+        repeats_less = begin.sampling.repetition_penalty != 1
+        prompt = tuple(dict.fromkeys(begin.tokens[: begin.num_prompt])) if repeats_less else ()
+        self.row = Row(begin.sampling, self._outputs, prompt)
         self.cached: int | None = None
 
     def append(self, token: int) -> None:
@@ -77,20 +77,20 @@ class _Attempt:
     def num_top(self) -> int | None:
         """How many of the most likely go with the scores of its prompt; None: it is not to be scored, or was."""
         wanted = self.row.sampling.prompt_logprobs
-        return wanted if len(self.tokens) == self.task.num_prompt else None
+        return wanted if len(self.tokens) == self.begin.num_prompt else None
 
     @property
     def departs(self) -> bool:
-        return self.task.begin.part is Role.PREFILL
+        return self.begin.part is Role.PREFILL
 
     @property
     def names(self) -> Names:
-        return self.task.begin.names
+        return self.begin.names
 
     def finish_reason(self, token: int, constraints: Constraints) -> FinishReason | None:
-        if constraints.ends(self.task.sampling, token):
+        if constraints.ends(self.begin.sampling, token):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
+        return FinishReason.LENGTH if len(self.tokens) >= self.begin.stop_length else None
 
 
 @dataclass
@@ -145,13 +145,13 @@ class Runs:
 
     # Under the node's lock.
 
-    def begin(self, task: Task) -> None:
-        self._attempts[task.begin.key] = _Attempt(task)
-        self.prepare(task)
+    def begin(self, begin: Begin) -> None:
+        self._attempts[begin.key] = _Attempt(begin)
+        self.prepare(begin)
 
-    def prepare(self, task: Task) -> Future[None] | None:
+    def prepare(self, begin: Begin) -> Future[None] | None:
         """Begins with what its first token will need; done when that is there."""
-        return self.engine.constraints.prepare(task.sampling) if self._onward is None else None
+        return self.engine.constraints.prepare(begin.sampling) if self._onward is None else None
 
     def received(self, key: RequestId, token: int) -> None:
         """The first new token of an attempt, from where its prompt was computed."""
@@ -168,9 +168,9 @@ class Runs:
         if attempt is None:
             return
         if attempt.cached is None:  # not again after a pre-emption
-            attempt.cached = min(action.cached_tokens, attempt.task.num_prompt)
+            attempt.cached = min(action.cached_tokens, attempt.begin.num_prompt)
             self.counters["prefix_cache_hits"] += attempt.cached
-            self.counters["prefix_cache_queries"] += attempt.task.num_prompt
+            self.counters["prefix_cache_queries"] += attempt.begin.num_prompt
 
     def loading(self, action: Load) -> None:
         attempt = self._attempts.get(action.key)
@@ -246,7 +246,7 @@ class Runs:
             self._mover.loaded(piece.request)
             if piece.request in self._attempts:
                 self._attempts[piece.request].num_loading = 0
-        ended = tuple([attempt.task.begin.key for attempt in execution.ended])
+        ended = tuple([attempt.begin.key for attempt in execution.ended])
         answers = tuple([self._all_names(attempt) for attempt in execution.ended]) if self.keeps_answers else ()
         stepped = Stepped(steps, ended, answers)
         before = [] if execution.missing is None else [execution.missing]
@@ -256,7 +256,7 @@ class Runs:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
         found = zip(map(self._attempts.get, message.keys), message.tokens, message.logprobs, strict=True)
         ended = self._emit((attempt, token, chosen) for attempt, token, chosen in found if attempt is not None)
-        return tuple([attempt.task.begin.key for attempt in ended])
+        return tuple([attempt.begin.key for attempt in ended])
 
     # By the worker, without the lock.
 
@@ -293,7 +293,7 @@ class Runs:
 
     def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
         objection = self.engine.constraints.objection
-        followed = [(a, piece) for a, piece in execution.sampled if a.task.sampling.grammar]
+        followed = [(a, piece) for a, piece in execution.sampled if a.begin.sampling.grammar]
         reasons = [(piece.request, objection(attempt.row)) for attempt, piece in followed]
         return {key: Broken(key, reason, final=True) for key, reason in reasons if reason}
 
@@ -307,19 +307,19 @@ class Runs:
     def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
         start, stop, num_top = piece.start, piece.start + piece.count, attempt.num_top
         return Chunk(
-            attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
+            attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.begin.salt,
             piece.slot, piece.restore, piece.snapshots,
             () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
             tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.remote]),
-            self._assembling(attempt.task, piece), piece.packing,
+            self._assembling(attempt.begin, piece), piece.packing,
         )  # fmt: skip
 
-    def _assembling(self, task: Task, piece: Piece) -> Assembling | None:
+    def _assembling(self, begin: Begin, piece: Piece) -> Assembling | None:
         assembly = piece.assembly
         if assembly is None:
             return None
         donated, first = list[Donated](), 0
-        for donor, tokens in zip(assembly.donors, task.donors, strict=True):
+        for donor, tokens in zip(assembly.donors, begin.donors, strict=True):
             count = len(donor.names) - donor.first
             donated.append(Donated(tokens, piece.scratch[first : first + count], donor.first * self._size))
             first += count
@@ -328,7 +328,7 @@ class Runs:
         return Assembling(assembly.selection, tuple(donated), assembly.passages, packing, packed)
 
     def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
-        route = attempt.task.begin.route
+        route = attempt.begin.route
         self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
 
     def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
@@ -345,7 +345,7 @@ class Runs:
         one that it waited for last."""
         started_ns = self._clock_ns()
         for attempt in loading:
-            self._awaited = attempt.task.begin.key
+            self._awaited = attempt.begin.key
             load = self._mover.load_of(self._awaited)
             if load is not None:
                 load.wait(layer, attempt.num_loading)
@@ -397,27 +397,27 @@ class Runs:
         """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
         outputs, ended = [], []
         for attempt, token, logprobs in sampled:
-            task = attempt.task
-            route, first = task.begin.route, len(attempt.tokens) == len(task.tokens)
+            begin = attempt.begin
+            route, first = begin.route, len(attempt.tokens) == len(begin.tokens)
             attempt.append(token)
             finish = attempt.finish_reason(token, self.engine.constraints)
             cached = attempt.cached if first else None
-            index, reused = len(attempt.tokens) - 1 - task.num_prompt, attempt.reused if first else None
+            index, reused = len(attempt.tokens) - 1 - begin.num_prompt, attempt.reused if first else None
             generated = Generated(index, token, finish, logprobs, cached, reused=reused)
-            outputs.append(Output(route.request, route.attempt, generated))
+            outputs.append((route.request, route.attempt, generated))
             if finish is not None:
                 ended.append(attempt)
             elif attempt.departs:
-                self._mover.first_token(task.begin.key, token)
+                self._mover.first_token(begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended
 
     def _all_names(self, attempt: _Attempt) -> Names:
         """Of all full blocks of prompt and answer. The last token has no KV."""
-        if attempt.task.begin.route.assembly is not None:
+        if attempt.begin.route.assembly is not None:
             return ()  # it follows from more than its tokens
-        known, tokens, salt = attempt.names, attempt.tokens, attempt.task.salt
+        known, tokens, salt = attempt.names, attempt.tokens, attempt.begin.salt
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
             return known[:full]

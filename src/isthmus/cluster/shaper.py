@@ -9,7 +9,7 @@ All connections of a direction share its rate. What it cannot carry soon is left
 `BACKLOG_S` of it waits here, and connections that want more than there is get the same each.
 
 One thread, one process: `isthmus link`, started by the launcher, and a child of the benchmark `wan`. The first reads
-its spec as one JSON line on standard input, answers with the ports it listens at, and then hears where they lead, a
+its spec as one JSON line on standard input, writes it with the ports it listens at, and then reads where they lead, a
 JSON line each, until its input ends: it dies with its launcher, as a node does. Operators can cut the link with SIGUSR1
 and restore it with SIGUSR2.
 """
@@ -214,7 +214,7 @@ class Proxy:
             readable = self._wait()
             if not all(heard() for fileno, heard in self._watched.items() if fileno in readable):
                 return
-            for port in self.ports:  # after all spec
+            for port in self.ports:  # once what the launcher says of their targets is heard
                 if port.socket.fileno() in readable:
                     self._accept(port)
             now_s = time.monotonic()
@@ -301,12 +301,6 @@ class LinkSpec(msgspec.Struct, frozen=True):
     ports: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class LinkPorts(msgspec.Struct, frozen=True):
-    """Where the link is entered, in each direction."""
-
-    ports: tuple[tuple[int, ...], tuple[int, ...]]
-
-
 class Point(msgspec.Struct, frozen=True):
     """Connections to `port` lead to `target`, `host:port`, or nowhere if that is empty."""
 
@@ -332,8 +326,8 @@ def main() -> None:
     commands = _Commands(proxy, control.fileno())
     proxy.watch(control.fileno(), commands.read)
     proxy.watch(commands.signals.fileno(), commands.signalled)
-    there, back = ([port.number for port in each] for each in ports)
-    print(msgspec.json.encode(LinkPorts((tuple(there), tuple(back)))).decode(), flush=True)
+    there, back = (tuple([port.number for port in each]) for each in ports)
+    print(msgspec.json.encode(LinkSpec(spec.shape, (there, back))).decode(), flush=True)
     proxy.run()
 
 

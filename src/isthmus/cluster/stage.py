@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,8 +42,10 @@ class StageStepper:
         self._stage, self._mover, self._owner, self._later = stage, mover, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
         onward = None if self._is_last else self._pass_on
-        self.runs = Runs(engine, mover, lambda outputs: None, self._scored, time.monotonic_ns, onward)
-        self._tasks: dict[RequestId, messages.Task] = {}
+        self.runs = Runs(
+            engine, mover, lambda outputs: None, partial(later, owner.up), time.monotonic_ns, onward
+        )
+        self._begun: dict[RequestId, events.Begin] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
         self._queue: SimpleQueue[tuple[messages.Downward, memoryview | None, bool] | None] = SimpleQueue()
@@ -61,8 +64,8 @@ class StageStepper:
         """From the event loop. `data`: the hidden states of a run."""
         ahead = isinstance(message, events.Load) and not self._must_wait(message)
         match message:
-            case messages.Task():
-                self._tasks[message.begin.key] = message
+            case events.Begin():
+                self._begun[message.key] = message
                 self.runs.begin(message)
             case events.Offer() | events.Send() | events.Read():
                 self._mover.do(message)
@@ -117,7 +120,7 @@ class StageStepper:
                 self.runs.shortened(message)
                 self._mover.do(message)
             case events.Release():
-                self._tasks.pop(message.key, None)
+                self._begun.pop(message.key, None)
                 self._poisoned.pop(message.key, None)
                 self.runs.released(message)
                 self._mover.do(message)
@@ -126,7 +129,7 @@ class StageStepper:
         self._later(self._owner.down, message)
 
     def _load(self, message: events.Load) -> None:
-        if message.key in self._tasks:
+        if message.key in self._begun:
             self.runs.loading(message)
             self._mover.do(message)
 
@@ -140,7 +143,7 @@ class StageStepper:
                 self._poison(piece)
         while (execution := self._computed(run, hidden)).missing is not None:
             missing = execution.missing
-            names = self._tasks[missing.key].begin.names
+            names = self._begun[missing.key].names
             # Only a new attempt can compute it: the stages before do not miss it.
             self._later(self._owner.up, events.Lost(names[missing.num_blocks : missing.num_blocks + 1]))
             self._poison(next(piece for piece in run.chunks if piece.request == missing.key))
@@ -159,10 +162,6 @@ class StageStepper:
             sampled = zip(*good, strict=True) if good else ((), (), ())
             self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution
-
-    def _scored(self, scores: messages.Scores) -> None:
-        """Before the tokens of the same batch."""
-        self._later(self._owner.up, scores)
 
     def _pass_on(self, run: Run, hidden: Hidden) -> None:
         """It is for the stages that follow."""

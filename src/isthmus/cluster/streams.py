@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from msgspec.structs import replace
 
 from isthmus.errors import IsthmusError, ProtocolError
-from isthmus.types import BlockName, Generated, Job, NodeId, RequestId, TokenLogprobs
+from isthmus.types import Generated, Job, RequestId, TokenLogprobs
 
 
 class Stream:
@@ -17,12 +17,8 @@ class Stream:
     Ends after the token with a finish reason; raises the IsthmusError the request failed with.
     """
 
-    def __init__(self, job: Job, names: tuple[BlockName, ...], cancel: Callable[[RequestId], None]) -> None:
-        self.job, self.names = job, names
-        self.attempt = 0
-        self.nodes: tuple[NodeId, ...] = ()
-        """Those of the attempt: nobody else speaks of it."""
-        self._cancel = cancel
+    def __init__(self, job: Job, cancel: Callable[[RequestId], None]) -> None:
+        self.job, self._cancel = job, cancel
         self._tokens: list[int] = []
         self._scores: list[TokenLogprobs] = []  # of the prompt, as far as this attempt has computed it
         self._early: dict[int, Generated] = {}  # decode's token may overtake the prefill's first one
@@ -30,26 +26,16 @@ class Stream:
         self.error: IsthmusError | None = None
         """What it failed with. Tokens that came before are still delivered."""
         self._over = False
-        self._prefilling = False
         self._wake = asyncio.Event()
 
     @property
     def generated(self) -> tuple[int, ...]:
         return tuple(self._tokens)
 
-    def start_attempt(self, attempt: int, nodes: tuple[NodeId, ...]) -> None:
-        self.attempt, self.nodes, self._prefilling = attempt, nodes, True
+    def end_attempt(self) -> None:
+        """What came of it too early is void."""
         self._early.clear()
         self._scores.clear()
-
-    def end_attempt(self) -> None:
-        """What still comes of it is void, also before the next one starts."""
-        self.attempt, self.nodes = 0, ()
-
-    def prefilled(self) -> bool:
-        """True once for each attempt: call it when any token of the attempt has come, before delivering it."""
-        now, self._prefilling = self._prefilling, False
-        return now
 
     def score(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
         """Takes scores of the prompt, as in `messages.Scores`. Raises ProtocolError when earlier ones are missing."""

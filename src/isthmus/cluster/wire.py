@@ -68,13 +68,7 @@ class Frames:
         self._frames: dict[Head, _Frame] = {}
 
     def place(
-        self,
-        head: Head,
-        session: Session,
-        codec: str,
-        tokens: Span,
-        targets: list[memoryview],
-        size: int,
+        self, head: Head, session: Session, codec: str, tokens: Span, targets: list[memoryview], size: int
     ) -> list[memoryview] | None:
         """Where `size` bytes go; None when they cannot be these tokens, or others are on their way there: whichever
         came last would be under the seals of the other."""

@@ -18,10 +18,11 @@ forecast that was too low is paid by those that decode. A request without a limi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, Placement, RequestView, View
+from isthmus.conductor.view import PREFILLING, NodeView, Placement, RequestView, View
 from isthmus.types import NS_PER_MS, Role
 
 Forecast = Callable[[View, NodeView, Rules, int, int], tuple[float, float]]
@@ -34,17 +35,20 @@ def limit_ns(own_ms: int | None, rules_ms: int | None) -> int:
     return 0 if limit is None else limit * NS_PER_MS
 
 
-class Overload:
+class Overload(NamedTuple):
     """A pool that cannot take a request: which, how loaded it would be, and when to come back.
 
     `excess`: what is too much, ns of queue for prefill, requests in the batches for decode.
     """
 
-    __slots__ = ("excess", "load", "retry_after_ms", "stage")
+    stage: str
+    load: float
+    excess: float
+    wait_ns: float
 
-    def __init__(self, stage: str, load: float, excess: float, retry_after_ms: float) -> None:
-        self.stage, self.load, self.excess = stage, load, excess
-        self.retry_after_ms = max(1000, int(retry_after_ms))
+    @property
+    def retry_after_ms(self) -> int:
+        return max(1000, int(self.wait_ns / NS_PER_MS))
 
     def __str__(self) -> str:
         return f"the {self.stage} nodes would be loaded to {self.load:.0%} of what the limits allow"
@@ -70,11 +74,12 @@ class Admission:
         expected_ns = waited_ns + placement.ttft_ns
         excess = expected_ns - ttft_ns * self._rules.load_limit
         if ttft_ns and excess > 0:
-            return Overload("prefill", expected_ns / ttft_ns, excess, excess / NS_PER_MS)
+            return Overload("prefill", expected_ns / ttft_ns, excess, excess)
         tbt_ns = limit_ns(request.tbt_ms, self._rules.tbt_ms)
         if self._forecast is None or not tbt_ns or request.max_tokens <= 1:
             return None
-        nodes = _pool(placement.decode)
+        cluster, does_both = placement.decode.cluster, placement.decode.role is Role.MIXED
+        nodes = cluster.mixed if does_both else cluster.decodes
         load = self._decode_load(view, nodes, request, now, now + placement.ttft_ns) / tbt_ns
         return self._judge(load, tbt_ns, nodes, view)
 
@@ -84,7 +89,7 @@ class Admission:
         tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
         if not self._checks_at_decode or not tbt_ns or node is None or facts.max_tokens <= 1:
             return None
-        batch = sum(1 for other in node.decodes.values() if not other.prefilling)
+        batch = sum(1 for other in node.decodes.values() if other.state is not PREFILLING)
         mean = node.context / node.batch
         return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, tbt_ns, [node], view)
 
@@ -98,7 +103,7 @@ class Admission:
         too_many = batch * (load - limit) / (load - least) if least < limit else batch + 1
         # About when so many will have ended: each takes its mean length in iterations of this time.
         wait_ns = load * tbt_ns * view.outputs.mean * too_many / max(1, batch)
-        return Overload("decode", load, too_many, wait_ns / NS_PER_MS)
+        return Overload("decode", load, too_many, wait_ns)
 
     def _decode_load(
         self, view: View, nodes: list[NodeView], request: RequestArrived, now: int, then: int
@@ -112,11 +117,6 @@ class Admission:
         return total / len(nodes)
 
 
-def _pool(node: NodeView) -> list[NodeView]:
-    """The nodes that decode what `node` might: the decode nodes of its cluster, or those that do both."""
-    return node.cluster.mixed if node.role is Role.MIXED else node.cluster.decodes
-
-
 def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
     """One iteration; between whole batch sizes linear."""
     whole = int(batch)
@@ -128,13 +128,9 @@ def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
     return (fixed + between + slope * context) / 1000
 
 
-def _decoding(node: NodeView) -> list[RequestView]:
-    return [request for request in node.decodes.values() if not request.prefilling]
-
-
 def _as_now(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
     """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
-    running = _decoding(node)
+    running = [request for request in node.decodes.values() if request.state is not PREFILLING]
     return len(running), sum([request.arrived.num_tokens for request in running])
 
 
@@ -169,7 +165,7 @@ def _survival(view: View, node: NodeView, rules: Rules, now: int, then: int) -> 
 
 def _decode_begins(request: RequestView, now: int) -> int:
     """When it began to decode, or will, as far as its place in a queue tells."""
-    if not request.prefilling:
+    if request.state is not PREFILLING:
         return request.decode_ns if request.decode_ns >= 0 else now
     return max(request.expected_ns, now)  # it may be late
 

@@ -16,19 +16,11 @@ from collections import deque
 from collections.abc import Callable
 
 from isthmus.conductor.clusters import Cluster
+from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, View
+from isthmus.cost import offload
 from isthmus.cost.lengths import Sample
-from isthmus.cost.offload import (
-    Fleet,
-    Threshold,
-    Work,
-    bear,
-    best_threshold,
-    decode_rate,
-    expected,
-    largest_batch,
-)
 from isthmus.types import NS_PER_S, Role
 
 WINDOW = 1024
@@ -43,26 +35,21 @@ class Capacity:
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
-        self._uncached: deque[int] = deque()  # tokens of each prompt
-        self._cached: deque[int] = deque()
-        self._sums = [0, 0]  # of both
+        self._latest: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # tokens uncached and cached of each prompt
+        self._num_tokens = 0  # of all these
 
     def add(self, num_tokens: int, placement: Placement) -> None:
         """An accepted prompt. What it counts as uncached is what it was judged by; in one cluster, what it computes."""
-        uncached = placement.uncached
-        if not uncached:
-            uncached = max(1, num_tokens - placement.cached * placement.prefill.block_size)
-        for at, (window, tokens) in enumerate(
-            ((self._uncached, uncached), (self._cached, num_tokens - uncached))
-        ):
-            window.append(tokens)
-            self._sums[at] += tokens
-            if len(window) > WINDOW:
-                self._sums[at] -= window.popleft()
+        computed = max(1, num_tokens - placement.cached * placement.prefill.block_size)
+        uncached = placement.uncached or computed
+        if len(self._latest) == WINDOW:
+            self._num_tokens -= sum(self._latest[0])
+        self._latest.append((uncached, num_tokens - uncached))
+        self._num_tokens += num_tokens
 
     @property
     def knows_lengths(self) -> bool:
-        return len(self._uncached) >= ENOUGH
+        return len(self._latest) >= ENOUGH
 
     @property
     def homes(self) -> list[Cluster]:
@@ -70,24 +57,18 @@ class Capacity:
         return [cluster for cluster in self._view.clusters.values() if cluster.decodes or cluster.mixed]
 
     @property
-    def remotes(self) -> list[Cluster]:
-        """Clusters that prefill and have a link that works to one that decodes."""
+    def _inbound(self) -> list[ClusterLink]:
+        """Links that work, to clusters that decode."""
         homes = {cluster.name for cluster in self.homes}
-        linked = {
-            source for (source, target), link in self._view.links.items() if link.trusted and target in homes
-        }
-        return [
-            cluster
-            for cluster in self._view.clusters.values()
-            if cluster.name in linked and cluster.has_prefill
-        ]
+        return [link for link in self._view.links.values() if link.trusted and link.target in homes]
 
     @property
     def remote_nodes(self) -> list[NodeView]:
-        """Of clusters that only prefill; where all decode too, each cluster's nodes serve the others."""
-        homes = self.homes
-        remotes = [cluster for cluster in self.remotes if cluster not in homes]
-        return [node for cluster in remotes or self.remotes for node in cluster.senders]
+        """Of linked clusters that only prefill; where all decode too, each cluster's nodes serve the others."""
+        linked, homes = {link.source for link in self._inbound}, self.homes
+        remotes = [each for each in self._view.clusters.values() if each.name in linked and each.has_prefill]
+        alone = [cluster for cluster in remotes if cluster not in homes]
+        return [node for cluster in alone or remotes for node in cluster.senders]
 
     @property
     def local_nodes(self) -> list[NodeView]:
@@ -96,27 +77,14 @@ class Capacity:
     @property
     def egress(self) -> float:
         """Bytes per second."""
-        homes = {cluster.name for cluster in self.homes}
         sources = {node.cluster.name for node in self.remote_nodes}
-        return float(
-            sum(
-                link.lasting
-                for (source, target), link in self._view.links.items()
-                if link.trusted and source in sources and target in homes
-            )
-        )
+        return float(sum(link.lasting for link in self._inbound if link.source in sources))
 
-    def threshold(self, num_local: float) -> Threshold:
+    def threshold(self, num_local: float) -> offload.Threshold:
         """The best one with so many prefill nodes at home. There must be prompts, and nodes elsewhere."""
-        work = self._work()
-        return best_threshold(
-            self._uncached,
-            work.remote_s,
-            len(self.remote_nodes),
-            work.local_s,
-            num_local,
-            work.kv_bytes,
-            self.egress,
+        work, num_remote = self._work(), len(self.remote_nodes)
+        return offload.best_threshold(
+            self._uncached, work.remote_s, num_remote, work.local_s, num_local, work.kv_bytes, self.egress
         )
 
     def rate(self, cluster: Cluster, num_prefill: int) -> float:
@@ -130,65 +98,56 @@ class Capacity:
             threshold = self._rules.threshold
             if threshold is None:
                 threshold = self.threshold(num_local).tokens
-        (classes,) = expected(
-            Sample(self._uncached),
-            self._work(),
-            [math.inf if threshold is None else threshold],
-        )
-        fleet = Fleet(
+        lengths = Sample(self._uncached)
+        (classes,) = offload.expected(lengths, self._work(), [math.inf if threshold is None else threshold])
+        fleet = offload.Fleet(
             num_remote=len(self.remote_nodes),
             num_local=num_local + num_decodes,
             egress=self.egress,
             decode_rate=self._decode_rate(cluster.decodes[0]),
         )
-        return bear(classes, fleet, num_local).rate
+        return offload.bear(classes, fleet, num_local).rate
 
     def largest_batch(self, node: NodeView) -> int:
         """Requests that may decode on a node at once, as long as the recent ones: as many as the node takes, its KV
         memory holds, and the time between tokens allows; at least one."""
         context = self._context
         most = min(node.max_sequences or LARGEST_BATCH, int(node.capacity_tokens / context))
-        return max(1, largest_batch(node.cost, context, most, self._rules.tbt_ms))
+        return max(1, offload.largest_batch(node.cost, context, most, self._rules.tbt_ms))
 
     def _decode_rate(self, node: NodeView) -> float:
         """Requests per second of one decode node, equation (5)."""
         batch = self.largest_batch(node)
-        step_s = _step_ns(node, batch, self._context) / NS_PER_S
-        return decode_rate(1, batch, step_s, max(1.0, self._view.outputs.mean))
+        fixed, slope = node.cost.decode_step_ps(batch)
+        step_s = (fixed + slope * batch * self._context) / 1000 / NS_PER_S
+        return offload.decode_rate(1, batch, step_s, max(1.0, self._view.outputs.mean))
+
+    @property
+    def _uncached(self) -> list[int]:
+        return [uncached for uncached, _ in self._latest]
 
     @property
     def _context(self) -> float:
         """Tokens of a request half way through its answer."""
-        prompt = sum(self._sums) / max(1, len(self._uncached))
-        return max(1.0, prompt + self._view.outputs.mean / 2)
+        return max(1.0, self._num_tokens / max(1, len(self._latest)) + self._view.outputs.mean / 2)
 
-    def _work(self) -> Work:
+    def _work(self) -> offload.Work:
         """Prefill after as much cached as in the mean."""
-        cached = self._sums[1] // len(self._cached)
-        remote = self.remote_nodes[:1]
-        return Work(
-            remote_s=_seconds(remote, cached),
-            local_s=_seconds(self.local_nodes[:1], cached),
-            kv_bytes=_bytes(remote),
-        )
+        cached = sum([cached for _, cached in self._latest]) // len(self._latest)
+        remote, local = (next(iter(nodes), None) for nodes in (self.remote_nodes, self.local_nodes))
+        return offload.Work(_seconds(remote, cached), _seconds(local, cached), _bytes(remote))
 
 
-def _seconds(nodes: list[NodeView], cached: int) -> Callable[[float], float]:
-    """Of a prefill on the one node, as measured; where there is none, something that no node does."""
-    if not nodes:
+def _seconds(node: NodeView | None, cached: int) -> Callable[[float], float]:
+    """Of a prefill on the node, as measured; where there is none, something that no node does."""
+    if node is None:
         return lambda length: 1.0
-    (node,) = nodes
-    ratio = node.cluster.calibration.ratio / NS_PER_S
-    return lambda length: node.cost.prefill_ns(round(length), cached) * ratio
+    cost, ratio = node.cost, node.cluster.calibration.ratio / NS_PER_S
+    return lambda length: cost.prefill_ns(round(length), cached) * ratio
 
 
-def _bytes(nodes: list[NodeView]) -> Callable[[float], float]:
-    if not nodes:
+def _bytes(node: NodeView | None) -> Callable[[float], float]:
+    if node is None:
         return lambda length: 0.0
-    cost = nodes[0].cost
+    cost = node.cost
     return lambda length: cost.state_bytes + cost.kv_token_bytes * length
-
-
-def _step_ns(node: NodeView, batch: int, context: float) -> float:
-    fixed, slope = node.cost.decode_step_ps(batch)
-    return (fixed + slope * batch * context) / 1000

@@ -1,7 +1,4 @@
-"""One cluster as the conductor sees it: its nodes by what they do, and what is learned of them.
-
-The field calls the former its prefill and decode pools.
-"""
+"""One cluster as the conductor sees it: its prefill and decode pools, and what is learned of them."""
 
 from __future__ import annotations
 
@@ -26,20 +23,9 @@ class Cluster:
     """
 
     __slots__ = (
-        "calibration",
-        "decodes",
-        "has_attention",
-        "has_mixed",
-        "has_prefill",
-        "lender_mask",
-        "name",
-        "prefill_mask",
-        "prefills",
-        "prefills_alike",
-        "recent",
-        "smallest_decode",
-        "smallest_prefill",
-    )
+        "calibration", "decodes", "has_attention", "has_mixed", "has_prefill", "lender_mask", "name", "prefill_mask",
+        "prefills", "prefills_alike", "recent", "smallest_decode", "smallest_prefill",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,9 +37,8 @@ class Cluster:
         working = [node for node in nodes if not node.draining]
         self.decodes = [node for node in working if node.role is Role.DECODE]
         prefill = bool(self.decodes) or serves_others
-        self.prefills = [
-            node for node in working if node.role is Role.MIXED or (node.role is Role.PREFILL and prefill)
-        ]
+        roles = (Role.MIXED, Role.PREFILL) if prefill else (Role.MIXED,)
+        self.prefills = [node for node in working if node.role in roles]
         self.prefill_mask = sum(node.bit for node in self.prefills)
         lenders = [node for node in nodes if node.role is Role.DECODE or node.draining]
         self.lender_mask = sum(node.bit for node in lenders if node.paths.network and node.cache_blocks)

@@ -13,7 +13,7 @@ from isthmus.attempts import FetchOrder
 from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
-from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec, codec_speeds
+from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec
 from isthmus.types import NS_PER_S
 
 
@@ -25,8 +25,7 @@ def encoded(
     if fetch is not None and placement.source is not None:
         rate = _rate(placement.source, prefill, placement.across, now)
         # It begins at once, and is waited for when what is not cached is computed.
-        cached = min(placement.cached * prefill.block_size, request.arrived.num_tokens - 1)
-        computing = prefill.cost.prefill_ns(request.arrived.num_tokens - cached, cached)
+        computing = prefill.prefill_ns(request.arrived.num_tokens, placement.cached)
         waiting = placement.ttft_ns - placement.work_ns
         codecs = rules.codecs
         if prefill.state_blocks:  # a recurrent state comes along, whose bytes no codec of numbers fits
@@ -35,31 +34,22 @@ def encoded(
         fetch = replace(fetch, codec=codec)
     if decode is prefill:
         return fetch, NONE
-    if request.across is not None:
-        return fetch, _across(rules, request, request.across, kv_bytes, placement)
-    rate = _handover_rate(prefill, decode, now)
-    return fetch, _choose(rules.codecs, prefill, kv_bytes, rate, placement.work_ns)
-
-
-def _across(rules: Rules, request: RequestView, link: ClusterLink, num_bytes: int, placement: Placement) -> str:
-    """Over a link between clusters, which hand-overs share in turn: it is waited for when what it owes to others
-    takes longer than the computing that this one streams behind."""
-    prefill, decode = placement.prefill, placement.decode
-    rates = [paths.handover or paths.network for paths in (prefill.paths, decode.paths)]
-    rate = min([link.bytes_per_s, *[each for each in rates if each]])
-    ahead_ns = int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s)
-    return _choose(rules.codecs, prefill, num_bytes, rate, max(0, placement.work_ns - ahead_ns))
-
-
-def _handover_rate(prefill: NodeView, decode: NodeView, now: int) -> float:
-    """Bytes per second; 0 when nobody knows."""
-    if not prefill.paths.handover or not decode.paths.handover:
-        return _rate(prefill, decode, None, now)
-    return min(prefill.paths.handover, decode.paths.handover)
+    computing, link, rails = placement.work_ns, request.across, (prefill.paths, decode.paths)
+    if link is not None:
+        # Hand-overs share it in turn: it is waited for when what it owes to others takes longer than the computing
+        # that this one streams behind.
+        rates = [each for paths in rails if (each := paths.handover or paths.network)]
+        rate = min([link.bytes_per_s, *rates])
+        computing = max(0, computing - int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s))
+    elif all(paths.handover for paths in rails):
+        rate = min(paths.handover for paths in rails)
+    else:
+        rate = _rate(prefill, decode, None, now)
+    return fetch, _choose(rules.codecs, prefill, kv_bytes, rate, computing)
 
 
 def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: int) -> float:
-    """What other copies leave of the links between two caches."""
+    """What other copies leave of the links between two caches, in bytes per second; 0 when nobody knows."""
     rate = min(source.paths.network, target.paths.network)
     if not rate:
         return 0.0
@@ -71,4 +61,4 @@ def _choose(codecs: Sequence[str], node: NodeView, num_bytes: int, rate: float, 
     if not node.kv_dtype or rate <= 0:
         return NONE
     transfer = Transfer(num_bytes, node.cost.num_layers, rate, compute_ns)
-    return choose_codec(transfer, codecs, codec_speeds(node.kv_dtype, node.block_size))
+    return choose_codec(transfer, codecs, node.cost.handling.speeds(node.kv_dtype, node.block_size))

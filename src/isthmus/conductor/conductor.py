@@ -48,8 +48,8 @@ from isthmus.conductor.lending import Lending
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import Places, to_replace, to_shorten, to_thin
-from isthmus.conductor.view import Held, Kept, NodeView, Placement, RequestView, View
-from isthmus.types import MEMORY, NodeId, RequestId, Role
+from isthmus.conductor.view import WAITING, Held, Kept, NodeView, Placement, RequestView, View
+from isthmus.types import MEMORY, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
 """Before a node that had no memory for an attempt is asked again, unless another request ends: each time twice as long.
@@ -146,7 +146,6 @@ class Conductor:
             assert again is not None
             placement = again
         self.view.requests[event.request] = request
-        request.on_hold = False
         cluster = placement.prefill.cluster
         cluster.recent.accept(now)
         if self._learns_lengths:
@@ -191,11 +190,11 @@ class Conductor:
         if request is None:
             return []
         self.view.first_token(request, now)
-        if not request.streaming:
+        if not request.answering:
             overload = self._admission.at_decode(self.view, request, now)
             if overload is not None:
                 return self._withdraw(request, _overloaded(event.request, overload), now)
-        request.streaming = True
+        request.answering = request.attempt
         return [*self._donors.remember(request)]
 
     def _handed_over(self, event: PrefillFinished, now: int) -> list[Action]:
@@ -217,9 +216,7 @@ class Conductor:
         request = self.view.requests.pop(name, None)
         if request is None:
             return []
-        nodes = self._alive(request)
-        self.view.unassign(request, now)
-        actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
+        actions = self._abort(request, now)
         self._short.pop(name, None)
         return [*actions, *self._admit(now)]
 
@@ -227,11 +224,6 @@ class Conductor:
         """The request, if this is its current attempt: what comes late from an earlier one is void."""
         view = self.view.requests.get(request)
         return view if view is not None and view.attempt == attempt else None
-
-    def _alive(self, request: RequestView) -> tuple[NodeId, ...]:
-        """Its nodes, less those that left."""
-        nodes = self.view.nodes
-        return tuple([node.node for node in request.nodes if nodes.get(node.node) is node])
 
     # Refusals.
 
@@ -256,7 +248,7 @@ class Conductor:
         self.view.requests[event.request] = request
         if for_room:
             return [*actions, self._wait_for_room(request, reason)]
-        request.on_hold, request.reason = True, reason
+        request.reason = reason
         return [*actions, Hold(event.request, 0, reason, wait_ms)]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
@@ -267,7 +259,7 @@ class Conductor:
         return any(holders.longest(each) >= length for each in members)
 
     def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
-        request.on_hold, request.reason = True, reason
+        request.reason = reason
         name = request.arrived.request
         self._short[name] = None
         wait = MOST_WAIT_MS
@@ -314,10 +306,8 @@ class Conductor:
 
     def _withdraw(self, request: RequestView, refuse: Refuse, now: int) -> list[Action]:
         """Refuses a request that was accepted and has got no token yet."""
-        name, nodes = request.arrived.request, self._alive(request)
-        del self.view.requests[name]
-        self.view.unassign(request, now)
-        return [Abort(name, request.attempt, nodes), refuse]
+        del self.view.requests[request.arrived.request]
+        return [*self._abort(request, now), refuse]
 
     # Failures.
 
@@ -325,12 +315,12 @@ class Conductor:
         request = self._attempt(event.request, event.attempt)
         if request is None:
             return []
-        if event.no_room and not request.on_hold:
+        if event.no_room and request.state is not WAITING:
             request.refused += 1
             actions = self._abort(request, now)
             actions.append(self._wait_for_room(request, event.reason))
             return actions
-        if not event.final or request.on_hold:
+        if not event.final or request.state is WAITING:
             return self._retry(request, event.reason, now)
         actions = self._abort(request, now)
         del self.view.requests[event.request]
@@ -338,7 +328,7 @@ class Conductor:
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        if request is None or not request.on_hold:
+        if request is None or request.state is not WAITING:
             return []
         if event.request not in self._short:
             if request.attempt:
@@ -348,15 +338,17 @@ class Conductor:
         if event.request != next(iter(self._short)):
             return [self._wait_for_room(request, request.reason)]
         actions = self._admit(now)  # a holder may have had less than is known here
-        if request.on_hold and all(other.on_hold for other in self.view.requests.values()):
+        if request.state is WAITING and all(each.state is WAITING for each in self.view.requests.values()):
             request.refused += 1
             if request.refused > MAX_VAIN:
                 return [*actions, self._fail(request)]
-        return [*actions, self._wait_for_room(request, request.reason)] if request.on_hold else actions
+        if request.state is WAITING:
+            actions.append(self._wait_for_room(request, request.reason))
+        return actions
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
-        if request.on_hold:
+        if request.state is WAITING:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
         actions = self._abort(request, now)
@@ -368,7 +360,6 @@ class Conductor:
             return [*actions, self._route(request, placement, now)]
         if self._waits_for_room(request.arrived):
             return [*actions, self._wait_for_room(request, reason)]
-        request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
 
     def _place_again(self, request: RequestView, now: int) -> Placement | None:
@@ -380,11 +371,13 @@ class Conductor:
         return self._router.place(request.arrived, now, again=True)
 
     def _abort(self, request: RequestView, now: int) -> list[Action]:
-        """Ends the current attempt everywhere."""
-        nodes = self._alive(request)
-        actions: list[Action] = [Abort(request.arrived.request, request.attempt, nodes)] if nodes else []
+        """Ends the attempt under way, if there is one, everywhere."""
+        if request.state is WAITING:
+            return []
+        known = self.view.nodes
+        nodes = tuple([node.node for node in request.nodes if known.get(node.node) is node])
         self.view.unassign(request, now)
-        return actions
+        return [Abort(request.arrived.request, request.attempt, nodes)]
 
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """What it stood on is gone: that costs it none of its attempts."""
@@ -396,8 +389,8 @@ class Conductor:
 
     def _resume(self, now: int) -> list[Action]:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
-        on_hold = [request for request in self.view.requests.values() if request.on_hold]
-        return [route for request in on_hold for route in self._go_on(request, now)]
+        waiting = [request for request in self.view.requests.values() if request.state is WAITING]
+        return [route for request in waiting for route in self._go_on(request, now)]
 
     def _admit(self, now: int) -> list[Action]:
         """Routes those that wait for memory, as far as there is any: who came first, and few of those behind it."""
@@ -418,7 +411,6 @@ class Conductor:
         placement = self._place_again(request, now)
         if placement is None:
             return []
-        request.on_hold = False
         self._short.pop(request.arrived.request, None)
         return [self._route(request, placement, now)]
 
@@ -516,7 +508,7 @@ def _kept(request: RequestView, gone: NodeView) -> Kept | None:
     """What holders keep of a request when one of its nodes goes. A model's recurrent state went with its home, and then
     all is computed; so is a prompt without names, unless it was."""
     kept = Kept(request.attempt, request.held, request.growth)
-    is_known = request.arrived.names or request.streaming
+    is_known = request.arrived.names or request.answering
     if not is_known or gone.state_blocks or not kept.holders or gone in kept.holders:
         return None
     return kept

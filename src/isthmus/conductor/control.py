@@ -139,10 +139,15 @@ class OffloadControl:
         self._measured_ns = self._told_ns = -1
         self._reachable = False
         self._solved: tuple[int | None, str] = (None, "")
-        self._solved_for: tuple[int, int, float] = (0, 0, 0.0)
+        self._solved_for: tuple[tuple[int, int], float] = ((0, 0), 0.0)  # nodes there and here, egress
         self._solved_ns = 0
         router.threshold = 0 if rules.threshold is None or rules.priced else rules.threshold
-        router.guards = rules.control or rules.priced or rules.threshold is None
+        router.guards = self._guards
+
+    @property
+    def _guards(self) -> bool:
+        rules = self._rules
+        return rules.control or rules.priced or (rules.threshold is None and not self._capacity.knows_lengths)
 
     def measured(self, event: LinksMeasured, now: int) -> list[ThresholdSet]:
         """Takes in the reports; returns the new threshold if there is one."""
@@ -152,43 +157,32 @@ class OffloadControl:
         self._measured_ns = now
         for state in event.links:
             control = self._links.get((state.source, state.target))
-            if control is not None:
-                self._take_in(control, state, passed_ns, now)
+            if control is None:
+                continue
+            if not self._rules.control:
+                control.link.up = control.link.trusted = state.up
+                continue
+            control.availability(state.up, now)
+            if state.up:
+                control.measured(state, passed_ns, now)
         if self._rules.cache_mode == "auto":
             self._set_cache_mode()
         return self._set_threshold(now)
 
-    def _take_in(self, control: LinkControl, state: LinkState, passed_ns: int, now: int) -> None:
-        if not self._rules.control:
-            control.link.up = control.link.trusted = state.up
-            return
-        control.availability(state.up, now)
-        if state.up:
-            control.measured(state, passed_ns, now)
-
     def _set_cache_mode(self) -> None:
-        share = max(control.share for control in self._links.values())
-        if share > BUSY_SHARE or self._congested:
+        links = self._links.values()
+        share = max(control.share for control in links)
+        if share > BUSY_SHARE or any(control.congested for control in links):
             self._router.abundant = False
         elif share < IDLE_SHARE:
             self._router.abundant = True
 
-    @property
-    def _congested(self) -> bool:
-        return any(control.congested for control in self._links.values())
-
     def _set_threshold(self, now: int) -> list[ThresholdSet]:
         tokens, reason = self._best(now)
-        router = self._router
-        router.guards = (
-            self._rules.control
-            or self._rules.priced
-            or (self._rules.threshold is None and not self._capacity.knows_lengths)
-        )
-        reachable, before = bool(self._capacity.remote_nodes), self._reachable
-        self._reachable = reachable
+        router, before = self._router, self._reachable
+        router.guards, self._reachable = self._guards, bool(self._capacity.remote_nodes)
         first, soon = self._told_ns < 0, now - self._told_ns < HOLD_NS
-        if not first and (not _differ(router.threshold, tokens) or (soon and reachable == before)):
+        if not first and (not _differ(router.threshold, tokens) or (soon and self._reachable == before)):
             return []
         router.threshold, self._told_ns = tokens, now
         return [ThresholdSet(tokens, reason)]
@@ -217,19 +211,14 @@ class OffloadControl:
     def _solve(self, now: int) -> None:
         """Anew, if it is time or something changed."""
         capacity = self._capacity
-        num_remote, num_local, egress = (
-            len(capacity.remote_nodes),
-            len(capacity.local_nodes),
-            capacity.egress,
-        )
-        known_remote, known_local, known_egress = self._solved_for
-        same = (num_remote, num_local) == (known_remote, known_local)
-        same = same and abs(egress - known_egress) <= RATE_BAND * known_egress
+        nodes, egress = (len(capacity.remote_nodes), len(capacity.local_nodes)), capacity.egress
+        known_nodes, known_egress = self._solved_for
+        same = nodes == known_nodes and abs(egress - known_egress) <= RATE_BAND * known_egress
         if same and now - self._solved_ns < SOLVE_NS:
             return
-        found = capacity.threshold(num_local)
+        found = capacity.threshold(nodes[1])
         self._solved = found.tokens, f"{found.binds} binds at {found.rate:.3g} requests/s"
-        self._solved_for, self._solved_ns = (num_remote, num_local, egress), now
+        self._solved_for, self._solved_ns = (nodes, egress), now
 
 
 def _differ(old: int | None, new: int | None) -> bool:

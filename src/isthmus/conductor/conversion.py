@@ -20,7 +20,7 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.events import Convert
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, View
+from isthmus.conductor.view import DECODING, NodeView, View
 from isthmus.types import NS_PER_S, Role
 
 WINDOW_NS = 30 * NS_PER_S
@@ -78,8 +78,8 @@ class Conversion:
         self._measured_ns = now
         weight = min(1.0, passed_ns / WINDOW_NS)
         for cluster in self._view.clusters.values():
-            prefills = [node for node in cluster.prefills if node.role is Role.PREFILL]
-            shares = {Role.PREFILL: _busy(prefills)}
+            busy = [bool(node.prefills) for node in cluster.senders]
+            shares = {Role.PREFILL: sum(busy) / len(busy) if busy else 0.0}
             if self._capacity.knows_lengths:
                 shares[Role.DECODE] = self._filled(cluster.decodes)
             for role, share in shares.items():
@@ -87,9 +87,10 @@ class Conversion:
                 self._pressure[cluster, role] = before + (share - before) * weight
 
     def _filled(self, nodes: list[NodeView]) -> float:
-        """Of the largest batches; more than 1 where requests wait for their place."""
+        """Of the largest batches; more than 1 where requests wait for their place. What is on its way fills none."""
         batches = sum(self._capacity.largest_batch(node) for node in nodes)
-        return sum(_decoding(node) for node in nodes) / batches if batches else 0.0
+        there = sum(request.state is DECODING for node in nodes for request in node.decodes.values())
+        return there / batches if batches else 0.0
 
     def _choose(self) -> NodeView | None:
         """The node to turn, if any: the least loaded of its role in the first cluster where turning one helps."""
@@ -102,7 +103,7 @@ class Conversion:
         return None
 
     def _helps(self, cluster: Cluster, role: Role) -> bool:
-        num_prefill = sum(node.role is Role.PREFILL for node in cluster.prefills)
+        num_prefill = len(cluster.senders)
         if not num_prefill or not cluster.decodes:
             return False
         then = num_prefill + (1 if role is Role.PREFILL else -1)
@@ -110,7 +111,7 @@ class Conversion:
 
     def _spare(self, cluster: Cluster, role: Role) -> NodeView | None:
         """Of the nodes of a role the one soonest drained, if another one, no smaller, stays."""
-        nodes = cluster.decodes if role is Role.DECODE else [n for n in cluster.prefills if n.role is role]
+        nodes = cluster.decodes if role is Role.DECODE else cluster.senders
         for node in sorted(nodes, key=lambda node: (node.batch, node.work_ns)):
             if any(other.capacity_tokens >= node.capacity_tokens for other in nodes if other is not node):
                 return node
@@ -131,26 +132,14 @@ class Conversion:
 
     def _ask(self) -> list[Convert]:
         node = self._node
-        if node is None or self._asked or not self._is_drained(node):
+        if node is None or self._asked or node.link_in.copies or node.link_out.copies:
+            return []
+        if node.prefills or node.decodes or any(True for _ in self._view.requests_on(node)):
             return []
         self._asked = True
         return [Convert(node.node, OTHER[node.role])]
-
-    def _is_drained(self, node: NodeView) -> bool:
-        if node.prefills or node.decodes or node.link_in.copies or node.link_out.copies:
-            return False
-        return not any(True for _ in self._view.requests_on(node))
 
     def _end(self, now: int) -> None:
         self._node, self._asked = None, False
         self._rest_until = now + int(self._rules.cool_down_s * NS_PER_S)
         self._pressure.clear()  # of the nodes as they were
-
-
-def _busy(nodes: list[NodeView]) -> float:
-    return sum(bool(node.prefills) for node in nodes) / len(nodes) if nodes else 0.0
-
-
-def _decoding(node: NodeView) -> int:
-    """Requests whose KV is there: what is still on its way fills no batch."""
-    return sum(not request.handing_over for request in node.decodes.values())

@@ -36,6 +36,12 @@ class Copy:
         self.link_out, self.link_in, self.across, self.num_bytes = link_out, link_in, across, num_bytes
         self.start_ns = self.until_ns = start_ns
 
+    @property
+    def links(self) -> list[Link]:
+        return (
+            [self.link_out, self.link_in] if self.across is None else [self.link_out, self.link_in, self.across]
+        )
+
     def bytes_left(self, now: int) -> float:
         """As if it went on evenly from its start, or since another joined it, to its expected end."""
         if now >= self.until_ns:
@@ -47,12 +53,9 @@ class Copy:
         left = self.bytes_left(now)
         if not left:
             return
-        shared = [self.link_out] if self.link_out is newer.link_out else []
-        if self.link_in is newer.link_in:
-            shared.append(self.link_in)
-        if self.across is not None and self.across is newer.across:
-            shared.append(self.across)
-        delay = min(left, newer.num_bytes) * NS_PER_S / min([link.bytes_per_s for link in shared])
+        others = newer.links
+        slowest = min([link.bytes_per_s for link in self.links if link in others])
+        delay = min(left, newer.num_bytes) * NS_PER_S / slowest
         self.num_bytes, self.start_ns = left, now
         self.until_ns += int(delay)
 
@@ -127,9 +130,10 @@ def transfer_ns(
     """(how long a copy that starts now takes, by how much it delays the others in all), both in ns."""
     if across is not None:
         own, delay = transfer_ns(link_out, link_in, num_bytes, now)
-        own_across, delay_across = _cross_ns(across, num_bytes, now)
+        before = across.ahead(num_bytes, now)
+        own = max(own, (num_bytes + before) * NS_PER_S / across.bytes_per_s) + across.rtt_ns / 2
         # Who shares two of the links is delayed once; to count it twice is on the safe side.
-        return max(own, own_across) + across.rtt_ns / 2, delay + delay_across
+        return own, delay + before * NS_PER_S / across.bytes_per_s
     if not link_out.copies and not link_in.copies:
         return num_bytes * NS_PER_S / min(link_out.bytes_per_s, link_in.bytes_per_s), 0.0
     before_out, before_in = link_out.ahead(num_bytes, now), link_in.ahead(num_bytes, now)
@@ -140,11 +144,6 @@ def transfer_ns(
         both = [copy for copy in link_in.copies if copy.link_out is link_out]
         delay -= sum([min(copy.bytes_left(now), num_bytes) for copy in both]) * min(out_ns, in_ns)
     return own, delay
-
-
-def _cross_ns(across: ClusterLink, num_bytes: int, now: int) -> tuple[float, float]:
-    before = across.ahead(num_bytes, now)
-    return (num_bytes + before) * NS_PER_S / across.bytes_per_s, before * NS_PER_S / across.bytes_per_s
 
 
 def expected_ns(
@@ -160,19 +159,14 @@ def begin(link_out: Link, link_in: Link, num_bytes: int, now: int, across: Clust
     """Counts a copy, and the delay it brings to those it shares a link with."""
     copy = Copy(link_out, link_in, num_bytes, now, across)
     own, _ = transfer_ns(link_out, link_in, num_bytes, now, across)
-    others = (*link_out.copies, *link_in.copies)
-    for other in dict.fromkeys(others if across is None else (*others, *across.copies)):
+    for other in dict.fromkeys([other for link in copy.links for other in link.copies]):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
-    link_out.add(copy, now)
-    link_in.add(copy, now)
-    if across is not None:
-        across.add(copy, now)
+    for link in copy.links:
+        link.add(copy, now)
     return copy
 
 
 def end(copy: Copy) -> None:
-    copy.link_out.copies.pop(copy, None)
-    copy.link_in.copies.pop(copy, None)
-    if copy.across is not None:
-        copy.across.copies.pop(copy, None)
+    for link in copy.links:
+        link.copies.pop(copy, None)

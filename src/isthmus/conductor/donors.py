@@ -7,6 +7,7 @@ the policy chose is compared with the same prompt assembled, there and on the no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -112,7 +113,7 @@ class Donors:
         estimator, size = finder.estimator, node.block_size
         num_tokens = estimator.num_tokens
         at, depth = estimator.nodes.index(node), estimator.depths[node.slot]
-        cached, wait = estimator.cached_tokens(node, depth), estimator.waits[at]
+        cached, wait = min(depth * size, num_tokens - 1), estimator.waits[at]
         left = num_tokens - cached
         if not node.reuse_layers or left < self._rules.reuse_tokens:
             return None
@@ -120,48 +121,29 @@ class Donors:
         sent = finder.sent(found, node) if found is not None else None
         if found is None or sent is None:
             return None
+        donors, copied, transfer_ns = sent
         packing = None
         if self._rules.reuse_packs:
             packing = pack(found.selection, num_tokens, node.reuse_layers, size)
-        num_blocks = sum([len(donor.names) - donor.first for donor in sent.donors])
+        num_blocks = sum([len(donor.names) - donor.first for donor in donors])
         scratch = max(num_blocks, packing.num_packed if packing is not None else 0)
         if num_tokens + estimator.request.max_tokens + scratch * size > node.capacity_tokens:
             return None
         work = assembled_ns(node.cost, found.selection, left, cached, found.num_reused) * estimator.ratio
         if node.paths.memory:
             work = max(work, (depth + num_blocks) * node.block_bytes * NS_PER_S / node.paths.memory)
-        work = max(work, self._disk_ns(estimator, node, depth, sent.donors) - wait)
-        option = Placement(node, depth, depth, work, max(wait, sent.transfer_ns) + work)
+        disk_ns = [estimator.read_ns(node, donor.names[donor.first :]) for donor in donors]
+        work = max(work, estimator.disk_ns(node, depth) + sum(disk_ns) - wait)
+        option = Placement(node, depth, depth, int(work), int(max(wait, transfer_ns) + work))
         option.decode = node if node.role is MIXED else exact.decode
-        option.deepest, option.donated = exact.deepest, sent.copied
-        option.assembly = Assembly(
-            found.selection,
-            sent.donors,
-            found.passages,
-            min(found.num_reused, left),
-            node.reuse_layers,
-            packing,
-        )
+        option.deepest, option.donated = exact.deepest, copied
+        reused = min(found.num_reused, left)
+        layers = node.reuse_layers
+        option.assembly = Assembly(found.selection, donors, found.passages, reused, layers, packing)
         return option
-
-    def _disk_ns(self, estimator: Estimator, node: NodeView, depth: int, donors: Sequence[Donor]) -> float:
-        """Reading what of the prompt and its donors lies on the node's disk only."""
-        index, total = self._view.index, estimator.disk_ns(node, depth)
-        if node.paths.disk and index.uses_disk:
-            on_disk = sum([index.num_on_disk(node.bit, donor.names[donor.first :]) for donor in donors])
-            total += on_disk * node.block_bytes * NS_PER_S / node.paths.disk
-        return total
 
     def check(self) -> None:
         self._prompts.check()
-
-
-class _Sent(msgspec.Struct, frozen=True):
-    """Donors as a route names them; whom what of them is fetched from, in bytes, and how long that takes."""
-
-    donors: tuple[Donor, ...]
-    copied: tuple[tuple[NodeView, int], ...]
-    transfer_ns: float
 
 
 class _Finder:
@@ -190,10 +172,8 @@ class _Finder:
             return None
 
         def here(node: NodeView) -> int:
-            index = self._view.index
-            return sum(
-                [index.match(each.known.names[: each.depth], node.bit)[0][-1][0] for each in found.donors]
-            )
+            match = self._view.index.match
+            return sum([match(each.known.names[: each.depth], node.bit)[0][-1][0] for each in found.donors])
 
         best = max(others, key=lambda node: (here(node), node is chosen))
         return None if best is chosen else best
@@ -212,8 +192,11 @@ class _Finder:
         donors, found = self._cover(start, None)
         return _Found(SELECTIONS[self._rules.reuse_selector], donors, found) if found else None
 
-    def sent(self, found: _Found, node: NodeView) -> _Sent | None:
-        """None where a node that has the rest of a donor cannot send it."""
+    def sent(
+        self, found: _Found, node: NodeView
+    ) -> tuple[tuple[Donor, ...], Sequence[tuple[NodeView, int]], float] | None:
+        """Donors as a route names them; whom what of them is fetched from, in bytes, and how many ns that takes. None
+        where a node that has the rest of a donor cannot send it."""
         view, size, now = self._view, node.block_size, self.estimator.now
         donors, copied, transfer = list[Donor](), list[tuple[NodeView, int]](), 0.0
         for number, owned in enumerate(found.donors):
@@ -230,7 +213,7 @@ class _Finder:
                 fetch = FetchOrder(source.node, own, stop, now + int(transfer))
                 copied.append((source, num_bytes))
             donors.append(Donor(owned.known.request, names, first, fetch))
-        return _Sent(tuple(donors), tuple(copied), transfer)
+        return tuple(donors), copied, transfer
 
     def _depth(self, known: Known) -> int:
         """Its leading blocks that some node has. Notes a prompt of which nobody has more than this one begins with."""
@@ -283,7 +266,4 @@ class _Finder:
 
 def _common(one: Sequence[BlockName], other: Sequence[BlockName]) -> int:
     """Leading blocks that both have."""
-    for count, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if mine != theirs:
-            return count
-    return min(len(one), len(other))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -8,6 +8,7 @@ queued. So only the part of a transfer that outlasts queue and compute costs nod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_names
@@ -15,7 +16,7 @@ from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.view import NodeView, Placement, View
-from isthmus.types import NS_PER_S
+from isthmus.types import NS_PER_S, BlockName
 
 Matched = tuple[Levels, Levels]
 """(what nodes have, what they have or will have)."""
@@ -62,15 +63,8 @@ class Estimator:
         self.depths = _by_slot(expected, mask, view.num_slots)
         self.memo: dict[int, float] = {}
 
-    def cached_tokens(self, node: NodeView, num_blocks: int) -> int:
-        """At least one token is left to compute: it yields the first output token."""
-        cached, most = num_blocks * node.block_size, self.num_tokens - 1
-        return cached if cached < most else most
-
     def compute_ns(self, node: NodeView, num_blocks: int) -> int:
-        """The cost model's prefill time with so many leading blocks cached."""
-        cached = self.cached_tokens(node, num_blocks)
-        return node.cost.prefill_ns(self.num_tokens - cached, cached)
+        return node.prefill_ns(self.num_tokens, num_blocks)
 
     def work_ns(self, node: NodeView, num_blocks: int) -> float:
         """Node time with so many leading blocks in the node's memory: computing, or loading them."""
@@ -89,7 +83,7 @@ class Estimator:
         node, wait = self.nodes[at], self.waits[at]
         depth = self.depths[node.slot]
         work = max(self.work_ns(node, depth), self.disk_ns(node, depth) - wait)
-        placement = Placement(node, depth, depth, work, wait + work)
+        placement = Placement(node, depth, depth, int(work), int(wait + work))
         self._note_compute(placement)
         return placement
 
@@ -101,7 +95,7 @@ class Estimator:
         across = self.view.across(source, node)
         transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, self.now, across)
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
-        placement = Placement(node, stop, start, work, wait + work)
+        placement = Placement(node, stop, start, int(work), int(wait + work))
         self._note_compute(placement)
         placement.fetch = FetchOrder(source.node, start, stop, self.now + int(transfer))
         placement.fetch_bytes, placement.source, placement.across = num_bytes, source, across
@@ -109,14 +103,18 @@ class Estimator:
 
     def disk_ns(self, node: NodeView, num_blocks: int) -> float:
         """Reading what of a node's first blocks lies on its disk only; it begins while the request is queued."""
-        index = self.view.index
-        if not num_blocks or not node.paths.disk or not index.uses_disk:
+        if not num_blocks or not self.view.index.uses_disk:
             return 0.0
         names = self.request.names[:num_blocks]
         if node.state_blocks:
             names = (*names, *state_names(names[-1], node.state_blocks))
-        on_disk = index.num_on_disk(node.bit, names)
-        return on_disk * node.block_bytes * NS_PER_S / node.paths.disk
+        return self.read_ns(node, names)
+
+    def read_ns(self, node: NodeView, names: Sequence[BlockName]) -> float:
+        """Reading what of these blocks lies on a node's disk only."""
+        if not node.paths.disk:
+            return 0.0
+        return self.view.index.num_on_disk(node.bit, names) * node.block_bytes * NS_PER_S / node.paths.disk
 
     def _note_compute(self, placement: Placement) -> None:
         estimate = self.compute_ns(placement.prefill, placement.cached)

@@ -20,7 +20,7 @@ from isthmus.attempts import (
 from isthmus.cost import Cost
 from isthmus.types import BlockName, NodeId, RequestId, Reuse, Role
 
-RECORDING_FORMAT = 6
+RECORDING_FORMAT = 7
 """Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
 
 
@@ -189,7 +189,8 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Tell `nodes` to forget a request and free its blocks."""
+    """An attempt that a `Route` began is over: tell `nodes`, those of it that are here, to forget it. Each attempt ends
+    so, once, before the next one begins or the request ends; after `RequestEnded` and `RequestCancelled`, too."""
 
     request: RequestId
     attempt: int

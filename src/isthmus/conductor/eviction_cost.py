@@ -50,7 +50,6 @@ class EvictionCost:
             run += 1
         if run:
             node = cluster.prefills[0]
-            total, size = request.num_tokens, node.block_size
-            had, would = min(depth * size, total - 1), min((depth + run) * size, total - 1)
-            lost = node.cost.prefill_ns(total - had, had) - node.cost.prefill_ns(total - would, would)
+            total = request.num_tokens
+            lost = node.prefill_ns(total, depth) - node.prefill_ns(total, depth + run)
             cluster.recent.lose(max(0, lost) * cluster.calibration.ratio, now)

@@ -10,14 +10,12 @@ are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from isthmus.attempts import Entry, Holding, MemoryUsed
 from isthmus.conductor.clusters import Cluster
-from isthmus.conductor.debts import Plan, ledger
+from isthmus.conductor.debts import Memory, Plan, Resident, greedy, ledger, relief
 from isthmus.conductor.events import Lend, Repay
-from isthmus.conductor.greedy import greedy
-from isthmus.conductor.memory import Memory, Resident
-from isthmus.conductor.relief import relief
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import Held, NodeView, RequestView, View
 from isthmus.types import RequestId, Role
@@ -26,19 +24,17 @@ Policy = Callable[[Sequence[Memory], float], Plan]
 POLICIES: dict[str, Policy] = {"ledger": ledger, "greedy": greedy, "isthmus": relief}
 
 
-class _Node:
-    """What one said. `entries`: by request and attempt; `planned`: for it, since its last report; `lacked`: it had too
-    little memory at the report before."""
+@dataclass(slots=True)
+class _Said:
+    """What a node said last, in blocks, and what was planned since."""
 
-    def __init__(self, node: NodeView) -> None:
-        self.node, self.available = node, node.capacity_tokens // node.block_size  # until it says otherwise
-        self.spare = self.wanted = self.waiting = 0
-        self.entries: dict[tuple[RequestId, int], Entry] = {}
-        self.planned = self.lacked = False
-
-    @property
-    def lacks(self) -> bool:
-        return self.wanted + self.spare > self.available
+    available: int  # all, until it says otherwise
+    spare: int = 0
+    wanted: int = 0
+    waiting: int = 0
+    entries: dict[tuple[RequestId, int], Entry] = field(default_factory=dict)  # by request and attempt
+    planned: bool = False  # something for it, since its last report
+    lacked: bool = False  # it had too little memory at the report before
 
     @property
     def may_borrow(self) -> bool:
@@ -52,12 +48,12 @@ class Lending:
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._reserve = view, rules.lending_reserve
         self._policy = POLICIES.get(rules.lending)
-        self._nodes: dict[NodeView, _Node] = {}
+        self._nodes: dict[NodeView, _Said] = {}
 
     def used(self, node: NodeView, event: MemoryUsed) -> Plan:
         """What a node said, and what follows for its cluster."""
-        known = self._nodes.setdefault(node, _Node(node))
-        known.lacked = known.lacks
+        known = self._said(node)
+        known.lacked = known.wanted + known.spare > known.available
         known.available, known.spare = event.num_available, event.num_spare
         known.wanted, known.waiting = event.num_wanted, event.num_waiting
         known.planned = False
@@ -73,6 +69,9 @@ class Lending:
         for step in plan:
             self._begin(step)
         return plan
+
+    def _said(self, node: NodeView) -> _Said:
+        return self._nodes.setdefault(node, _Said(node.capacity_tokens // node.block_size))
 
     def left(self, node: NodeView) -> None:
         self._nodes.pop(node, None)
@@ -103,17 +102,14 @@ class Lending:
 
     def _memories(self, cluster: Cluster) -> list[Memory]:
         """Of all nodes that may lend; who has said nothing yet has had no request."""
-        memories = {
-            node: Memory(node)
-            for node in self._view.members(cluster)
-            if node.lends and node.role is not Role.ATTENTION
-        }
-        for node, memory in memories.items():
-            if not node.draining:
-                self._fill(memory, self._nodes.setdefault(node, _Node(node)), memories)
-        return [memory for node, memory in memories.items() if not node.draining]
+        nodes = [each for each in self._view.members(cluster) if each.lends and each.role is not Role.ATTENTION]
+        memories = {node: Memory(node) for node in nodes}
+        working = [memory for node, memory in memories.items() if not node.draining]
+        for memory in working:
+            self._fill(memory, self._said(memory.node), memories)
+        return working
 
-    def _fill(self, memory: Memory, said: _Node, memories: dict[NodeView, Memory]) -> None:
+    def _fill(self, memory: Memory, said: _Said, memories: dict[NodeView, Memory]) -> None:
         memory.free, memory.spare = said.available, said.spare
         memory.wanted, memory.waiting = said.wanted, said.waiting
         memory.lent, memory.borrows = memory.node.lent_blocks, said.may_borrow

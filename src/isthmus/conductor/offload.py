@@ -23,51 +23,16 @@ is what a threshold stands for.
 
 from __future__ import annotations
 
-import msgspec
-
 FAR_LESS = 2.0
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Whether to prefill in the other cluster, and whether to bring the longer prefix over first."""
-
-    offload: bool
-    copy: bool = False
-
-
-def scarce(num_tokens: int, cached_home: int, cached_there: int, threshold: int | None) -> Decision:
-    """Of `num_tokens`, so many are cached at home and there. `threshold` None: nothing is offloaded."""
-    uncached = num_tokens - cached_home
-    return Decision(_exceeds(uncached, threshold))
+def offloads(num_tokens: int, home: int, there: int, threshold: int | None, *, abundant: bool) -> bool:
+    """Whether another cluster prefills `num_tokens`, of which so many are cached at home and there. `threshold`: in
+    tokens, None: nothing is offloaded."""
+    cached = max(home, there) if abundant else home
+    return threshold is not None and num_tokens - cached > threshold
 
 
-def abundant(num_tokens: int, cached_home: int, cached_there: int, threshold: int | None) -> Decision:
-    """As `scarce`. On ties nothing is copied."""
-    longest = max(cached_home, cached_there)
-    offload = _exceeds(num_tokens - longest, threshold)
-    own = cached_there if offload else cached_home
-    return Decision(offload, copy=own < longest)
-
-
-def _exceeds(uncached: int, threshold: int | None) -> bool:
-    return threshold is not None and uncached > threshold
-
-
-class Prediction(msgspec.Struct, frozen=True):
-    """What a prefill in one cluster would take: `ttft_ns` until its KV is where it decodes, `work_ns` of node time;
-    `price` of that time, see above."""
-
-    ttft_ns: float
-    work_ns: float
-    price: float
-
-    @property
-    def cost_ns(self) -> float:
-        return self.ttft_ns + self.price * self.work_ns
-
-
-def guarded(offload: bool, home: Prediction, there: Prediction) -> bool:
-    """What the guard makes of the threshold's answer. Ties go where that says."""
-    if offload:
-        return home.cost_ns >= there.cost_ns
-    return FAR_LESS * there.cost_ns < home.cost_ns
+def guarded(offload: bool, home_ns: float, there_ns: float) -> bool:
+    """What the guard makes of the threshold's answer, by what both cost. Ties go where that says."""
+    return home_ns >= there_ns if offload else FAR_LESS * there_ns < home_ns

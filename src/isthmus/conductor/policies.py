@@ -7,19 +7,23 @@ the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.pricing import isthmus
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import Placement
 
+_ttft = attrgetter("ttft_ns")
 Policy = Callable[[Estimator, Rules], Placement]
+
+STICKY_BLOCKS = 2
 
 
 def random(estimator: Estimator, rules: Rules) -> Placement:
-    """Any node, by a hash of the seed and the number of routes so far (SplitMix64), so that a replay agrees."""
+    """Any node, by a hash of the number of routes so far (SplitMix64), so that a replay agrees."""
     mask = (1 << 64) - 1
-    z = (rules.seed + (estimator.view.num_routed + 1) * 0x9E3779B97F4A7C15) & mask
+    z = (estimator.view.num_routed + 1) * 0x9E3779B97F4A7C15 & mask
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
     z ^= z >> 31
@@ -38,9 +42,9 @@ def least_loaded(estimator: Estimator, rules: Rules) -> Placement:
 
 
 def sticky(estimator: Estimator, rules: Rules) -> Placement:
-    """The longest match of `sticky_blocks` or more, the shortest queue among equals; else the shortest queue."""
+    """The longest match of `STICKY_BLOCKS` or more, the shortest queue among equals; else the shortest queue."""
     deepest = max([estimator.depths[node.slot] for node in estimator.nodes])
-    if deepest < rules.sticky_blocks:
+    if deepest < STICKY_BLOCKS:
         return least_loaded(estimator, rules)
     holders = [at for at, node in enumerate(estimator.nodes) if estimator.depths[node.slot] == deepest]
     return estimator.local(min(holders, key=lambda at: estimator.waits[at]))
@@ -68,10 +72,6 @@ def mooncake(estimator: Estimator, rules: Rules) -> Placement:
         else:
             options.append(estimator.local(at))
     return min(options, key=_ttft)
-
-
-def _ttft(placement: Placement) -> int:
-    return placement.ttft_ns
 
 
 POLICIES: dict[str, Policy] = {

@@ -36,19 +36,9 @@ class _Pricing:
     """The options for one request, weighed one by one."""
 
     __slots__ = (
-        "_across",
-        "_best",
-        "_best_score",
-        "_estimator",
-        "_leaving",
-        "_num_blocks",
-        "_order",
-        "_prices",
-        "_room",
-        "_shortest",
-        "_state_bytes",
-        "_stretch",
-    )
+        "_across", "_best", "_best_score", "_estimator", "_leaving", "_num_blocks", "_order", "_prices", "_room",
+        "_shortest", "_state_bytes", "_stretch",
+    )  # fmt: skip
 
     def __init__(self, estimator: Estimator) -> None:
         view, now, count, cluster = estimator.view, estimator.now, len(estimator.nodes), estimator.cluster

@@ -19,7 +19,7 @@ from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_send
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.holders import blocks_away, free_tokens, longest, num_blocks, spread
 from isthmus.conductor.index import bits, deepest
-from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
+from isthmus.conductor.offload import guarded, offloads
 from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import Kept, NodeView, Placement, View
@@ -98,8 +98,8 @@ class Router:
         if not kept.growth and num_kept < blocks_away(request, prefill, decode):
             return None
         placement.held, placement.growth, placement.taken = kept.held, kept.growth, kept.attempt
-        cached, wait = num_kept * prefill.block_size, placement.ttft_ns - placement.work_ns
-        placement.work_ns = prefill.cost.prefill_ns(request.num_tokens - cached, cached)
+        wait = placement.ttft_ns - placement.work_ns
+        placement.work_ns = prefill.prefill_ns(request.num_tokens, num_kept)
         placement.ttft_ns, placement.compute_ns = wait + placement.work_ns, 0
         placement.cached = placement.own = 0
         return placement
@@ -121,20 +121,13 @@ class Router:
     ) -> Placement | None:
         """On nodes of a cluster that are no holders, as the policy says; nothing is fetched."""
         decodes = [node for node in cluster.decodes if node.lends and node not in holders]
-        nodes = [
-            node
-            for node in cluster.prefills
-            if node.lends and node not in holders and (decodes or node.role is MIXED)
-        ]
+        nodes = [node for node in cluster.prefills if node.lends and node not in holders]
+        nodes = [node for node in nodes if decodes or node.role is MIXED]
         if not nodes:
             return None
-        estimator = Estimator(self._view, request, nodes, now, 0, None)
-        placement = self._policy(estimator, self._rules)
-        placement.deepest = estimator.deepest
+        placement = self._chosen(Estimator(self._view, request, nodes, now), decodes)
         placement.fetch = placement.source = placement.across = None
         placement.fetch_bytes = 0
-        if request.max_tokens > 1 and placement.prefill.role is PREFILL:
-            placement.decode = _least_step(decodes, request.num_tokens)
         return placement
 
     # Clusters.
@@ -146,57 +139,49 @@ class Router:
             nodes = _that_fit(cluster.decodes, request) or _that_fit(cluster.mixed, request)
             if nodes:
                 least = min([_step_key(node, request.num_tokens) for node in nodes])
-                ranked.append((-caches.tokens(cluster), least, at, cluster))
+                ranked.append((-caches.by_cluster[cluster], least, at, cluster))
         return [cluster for *_, cluster in sorted(ranked)]
 
     def _prefill_clusters(
         self, request: RequestArrived, home: Cluster, caches: _Caches, now: int, again: bool
     ) -> Iterator[tuple[Cluster, int]]:
         """Clusters to prefill in, the chosen one first; each with the mask of nodes elsewhere to fetch from."""
-        predictions = {
-            cluster: self._predict(request, home, cluster, caches, now)
-            for cluster in self._view.clusters.values()
-            if cluster is home or self._serves(cluster, home)
-        }
-        others = [cluster for cluster in predictions if cluster is not home]
+        clusters = [home, *[each for each in self._view.clusters.values() if self._serves(each, home)]]
+        costs_ns = {cluster: self._cost_ns(request, home, cluster, caches, now) for cluster in clusters}
         # What is not trusted comes last: it serves what nothing else can.
-        others.sort(
-            key=lambda cluster: (not self._links[cluster.name, home.name].trusted, predictions[cluster].cost_ns)
+        others = sorted(
+            clusters[1:], key=lambda other: (not self._links[other.name, home.name].trusted, costs_ns[other])
         )
         if others and not again and self._links[others[0].name, home.name].trusted:
-            there = others[0]
-            decision = self._decide(request, caches.tokens(home), caches.tokens(there))
+            there, have = others[0], caches.by_cluster
+            offload = offloads(
+                request.num_tokens, have[home], have[there], self.threshold, abundant=self.abundant
+            )
             if self.guards and self.threshold is not None:
-                offload = guarded(decision.offload, predictions[home], predictions[there])
-                computing, other = (there, home) if offload else (home, there)
-                decision = Decision(offload, self.abundant and caches.tokens(computing) < caches.tokens(other))
-            if decision.offload:
-                yield there, caches.longer_than(there) if decision.copy else 0
-                others = others[1:]
-            else:
-                yield home, caches.longer_than(home) if decision.copy else 0
+                offload = guarded(offload, costs_ns[home], costs_ns[there])
+            chosen, other = (there, home) if offload else (home, there)
+            copies = self.abundant and have[chosen] < have[other]
+            yield chosen, caches.longer_than(chosen) if copies else 0
+            others = others[offload:]
         yield home, 0
         for cluster in others:
             yield cluster, 0
-
-    def _decide(self, request: RequestArrived, home: int, there: int) -> Decision:
-        rule = abundant if self.abundant else scarce
-        return rule(request.num_tokens, home, there, self.threshold)
 
     def _serves(self, cluster: Cluster, home: Cluster) -> bool:
         """Whether it can prefill for that home."""
         link = self._links.get((cluster.name, home.name))
         return link is not None and link.up and cluster.has_prefill
 
-    def _predict(
+    def _cost_ns(
         self, request: RequestArrived, home: Cluster, cluster: Cluster, caches: _Caches, now: int
-    ) -> Prediction:
-        """On the node with the shortest queue, with what the cluster has cached."""
+    ) -> float:
+        """Of a prefill in one cluster, as `offload` counts: on the node with the shortest queue, with what the cluster
+        has cached, until its KV is where it decodes."""
         nodes = _that_fit(cluster.prefills if cluster is home else cluster.senders, request)
         if not nodes:
-            return Prediction(math.inf, math.inf, 0.0)
+            return math.inf
         waits = [max(0, node.free_ns - now) for node in nodes]
-        node, cached = nodes[waits.index(min(waits))], caches.tokens(cluster)
+        node, cached = nodes[waits.index(min(waits))], caches.by_cluster[cluster]
         work = node.cost.prefill_ns(request.num_tokens - cached, cached) * cluster.calibration.ratio
         price = cluster.recent.backlog_price(waits, now)
         if node.role is MIXED:
@@ -204,9 +189,9 @@ class Router:
         ttft = min(waits) + work
         if cluster is not home:
             link = self._links[cluster.name, home.name]
-            sent = (request.num_tokens - caches.tokens(home)) * node.cost.kv_token_bytes + node.state_bytes
+            sent = (request.num_tokens - caches.by_cluster[home]) * node.cost.kv_token_bytes + node.state_bytes
             ttft = link.handed_over_ns(sent, node.state_bytes, ttft)
-        return Prediction(ttft, work, price)
+        return ttft + price * work
 
     # Nodes.
 
@@ -223,24 +208,26 @@ class Router:
         length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
         nodes, decodes = cluster.prefills if cluster is home else cluster.senders, home.decodes
         if length > home.smallest_decode:
-            decodes = [node for node in decodes if node.capacity_tokens >= length]
+            decodes = _that_fit(decodes, request)
         if cluster is not home and not decodes:
             decodes = _that_fit(home.mixed, request)
             if not decodes:
                 return None
         if length > cluster.smallest_prefill or (cluster.has_prefill and not decodes):
-            nodes = [
-                node for node in nodes if node.capacity_tokens >= length and (decodes or node.role is MIXED)
-            ]
+            nodes = [node for node in _that_fit(nodes, request) if decodes or node.role is MIXED]
         if not nodes:
             return None
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)
+        return self._chosen(estimator, decodes, moves=cluster is not home), estimator
+
+    def _chosen(self, estimator: Estimator, decodes: list[NodeView], *, moves: bool = False) -> Placement:
+        """What the policy says, and where it decodes. `moves`: a mixed node hands over, too."""
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
         # After one token nothing is left to decode: the KV need not move.
-        if request.max_tokens > 1 and (placement.prefill.role is PREFILL or cluster is not home):
-            placement.decode = _least_step(decodes, request.num_tokens)
-        return placement, estimator
+        if estimator.request.max_tokens > 1 and (placement.prefill.role is PREFILL or moves):
+            placement.decode = _least_step(decodes, estimator.num_tokens)
+        return placement
 
     def _with_transfers(
         self, placement: Placement, estimator: Estimator, home: Cluster, caches: _Caches
@@ -250,7 +237,7 @@ class Router:
             placement = _fetching(estimator, placement)
         if placement.decode.cluster is not placement.prefill.cluster:
             _recall(self._view, estimator.request, placement)
-        placement.uncached = estimator.num_tokens - caches.tokens(home)
+        placement.uncached = estimator.num_tokens - caches.by_cluster[home]
         if self.abundant:
             placement.uncached = estimator.num_tokens - max(caches.by_cluster.values())
         return placement
@@ -265,16 +252,9 @@ class _Caches:
         everywhere = sum([cluster.prefill_mask | cluster.lender_mask for cluster in clusters])
         self.matched = match(view, request, everywhere)
         _, levels = self.matched
-        self.by_cluster = {
-            cluster: min(
-                deepest(levels, cluster.prefill_mask | cluster.lender_mask) * view.block_size,
-                request.num_tokens - 1,
-            )
-            for cluster in clusters
-        }
-
-    def tokens(self, cluster: Cluster) -> int:
-        return self.by_cluster[cluster]
+        depths = {each: deepest(levels, each.prefill_mask | each.lender_mask) for each in clusters}
+        most = request.num_tokens - 1
+        self.by_cluster = {each: min(depth * view.block_size, most) for each, depth in depths.items()}
 
     def longer_than(self, cluster: Cluster) -> int:
         """Mask of the nodes in linked clusters with a longer prefix than this one."""

@@ -26,11 +26,9 @@ class Rules(msgspec.Struct, frozen=True):
     wait_ms: int = 0  # how long a new request waits for a node of a kind of which there is none
     admission: str = "none"
     reserve: float = 0.0
-    sticky_blocks: int = 2
     balancing_threshold: float = 1.0
     decode_s: float = 10.0
     load_limit: float = 1.0
-    seed: int = 0
     codecs: tuple[str, ...] = ()  # by which KV may be encoded on its way, where that is sooner there
     # Limits of requests that bring none; None for no limit.
     ttft_ms: int | None = None

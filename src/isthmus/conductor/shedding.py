@@ -43,14 +43,11 @@ def waiting_below(
     for node in nodes:
         in_service = True
         for request in node.prefills.values():
-            if not in_service and not request.streaming:
+            if not in_service and not request.answering:
                 waiting.append(request)
             in_service = False
     waiting.reverse()  # so that of those that came at one time the last goes first
-    waiting.sort(key=newest_first)
-    if order is not newest_first:
-        waiting.sort(key=order)
-    waiting.sort(key=lambda request: request.arrived.priority)
+    waiting.sort(key=lambda request: (request.arrived.priority, order(request), newest_first(request)))
     above = _above_share(view, waiting, arriving) if arriving.weight else []
     return above + [request for request in waiting if _ranks_below(request.arrived, arriving)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from isthmus.attempts import Assembly, FetchOrder
@@ -32,40 +34,11 @@ class NodeView:
     """One node: what waits for prefill there, what decodes there, and its links."""
 
     __slots__ = (
-        "batch",
-        "bit",
-        "block_bytes",
-        "block_size",
-        "cache_blocks",
-        "capacity_tokens",
-        "cluster",
-        "context",
-        "cost",
-        "decodes",
-        "draining",
-        "evictions",
-        "expected_blocks",
-        "free_ns",
-        "hands_over_on_link",
-        "kind",
-        "kv_dtype",
-        "kv_heads",
-        "lends",
-        "lent_blocks",
-        "link_in",
-        "link_out",
-        "max_sequences",
-        "node",
-        "paths",
-        "prefills",
-        "reuse_layers",
-        "role",
-        "service_ns",
-        "slot",
-        "state_blocks",
-        "state_bytes",
-        "work_ns",
-    )
+        "batch", "bit", "block_bytes", "block_size", "cache_blocks", "capacity_tokens", "cluster", "context",
+        "cost", "decodes", "draining", "evictions", "expected_blocks", "free_ns", "hands_over_on_link", "kind",
+        "kv_dtype", "kv_heads", "lends", "lent_blocks", "link_in", "link_out", "max_sequences", "node", "paths",
+        "prefills", "reuse_layers", "role", "service_ns", "slot", "state_blocks", "state_bytes", "work_ns",
+    )  # fmt: skip
 
     def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
         self.node, self.role, self.cost, self.cluster = joined.node, joined.role, cost, cluster
@@ -91,6 +64,12 @@ class NodeView:
         self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
         self.expected_blocks = 0  # that their answers will add
         self.kv_heads, self.reuse_layers = joined.kv_heads, joined.reuse_layers
+
+    def prefill_ns(self, num_tokens: int, num_blocks: int) -> int:
+        """By the cost model, with so many leading blocks cached; at least one token is computed in any case, which
+        yields the first output token."""
+        cached = min(num_blocks * self.block_size, num_tokens - 1)
+        return self.cost.prefill_ns(num_tokens - cached, cached)
 
 
 class Held(NamedTuple):
@@ -118,56 +97,36 @@ class Kept(NamedTuple):
         return dict.fromkeys([*self.growth, *[node for held in self.held for node in held.holders]])
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
-    __slots__ = (
-        "across",
-        "assembly",
-        "cached",
-        "compute_ns",
-        "decode",
-        "deepest",
-        "donated",
-        "fetch",
-        "fetch_bytes",
-        "growth",
-        "handover_start",
-        "held",
-        "lender",
-        "own",
-        "prefill",
-        "recall",
-        "source",
-        "taken",
-        "ttft_ns",
-        "uncached",
-        "work_ns",
-    )
+    prefill: NodeView
+    cached: int  # leading blocks that are counted on
+    own: int  # of these, what the node has itself, or will have when its queue is computed
+    work_ns: int  # node time of the prefill
+    ttft_ns: int  # until the first token
+    decode: NodeView = field(init=False)  # the prefill node, if nobody says otherwise
+    compute_ns: int = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
+    deepest: int = 0  # leading blocks that any node has or will have
+    uncached: int = 0  # tokens by which it was judged whether to offload
+    # What is fetched for the prefill, and over which link if `source` is in another cluster.
+    fetch: FetchOrder | None = None
+    fetch_bytes: int = 0
+    source: NodeView | None = None
+    across: ClusterLink | None = None
+    # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
+    handover_start: int = 0
+    recall: FetchOrder | None = None
+    lender: NodeView | None = None
+    held: Sequence[Held] = ()  # where its leading blocks lie instead
+    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+    taken: int = 0  # which attempt's KV there is gone on with
+    assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
+    donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
 
-    def __init__(self, prefill: NodeView, cached: int, own: int, work_ns: float, ttft_ns: float) -> None:
-        self.prefill = self.decode = prefill
-        self.cached = cached  # leading blocks that are counted on
-        self.own = own  # of these, what the node has itself, or will have when its queue is computed
-        self.work_ns = int(work_ns)  # node time of the prefill
-        self.ttft_ns = int(ttft_ns)  # until the first token
-        self.compute_ns = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
-        self.deepest = 0  # leading blocks that any node has or will have
-        self.uncached = 0  # tokens by which it was judged whether to offload
-        # What is fetched for the prefill, and over which link if `source` is in another cluster.
-        self.fetch: FetchOrder | None = None
-        self.fetch_bytes = 0
-        self.source: NodeView | None = None
-        self.across: ClusterLink | None = None
-        # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
-        self.handover_start = 0
-        self.recall: FetchOrder | None = None
-        self.lender: NodeView | None = None
-        self.held: Sequence[Held] = ()  # where its leading blocks lie instead
-        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-        self.taken = 0  # which attempt's KV there is gone on with
-        self.assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
-        self.donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
+    def __post_init__(self) -> None:
+        self.decode = self.prefill
 
     @property
     def named(self) -> int:
@@ -175,69 +134,69 @@ class Placement:
         return 1 << 62 if self.assembly is None else self.cached
 
 
+class State(Enum):
+    """WAITING: for a node or for memory, and no attempt is under way. PREFILLING: its prompt is not computed.
+    HANDING_OVER: it is, and not all KV of it is where it decodes. DECODING: all KV is there."""
+
+    __hash__ = object.__hash__  # there is one of each, and an enumeration's own takes long
+
+    WAITING = auto()
+    PREFILLING = auto()
+    HANDING_OVER = auto()
+    DECODING = auto()
+
+
+WAITING, PREFILLING, HANDING_OVER, DECODING = State  # looking a member up in its class takes long
+
+# What moves a request on, from where to where; from elsewhere is a bug of ours. It ends from WAITING: whatever ends it
+# first withdraws its attempt. docs/architecture.md has the picture.
+ROUTED = {WAITING: PREFILLING}
+PREFILLED = {PREFILLING: HANDING_OVER}
+HANDED_OVER = {HANDING_OVER: DECODING}
+WITHDRAWN = {PREFILLING: WAITING, HANDING_OVER: WAITING, DECODING: WAITING}
+
+
+@dataclass(slots=True, eq=False)
 class RequestView:
     """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
-    __slots__ = (
-        "across",
-        "arrived",
-        "arrived_ns",
-        "attempt",
-        "borrows",
-        "coming",
-        "compute_ns",
-        "copies",
-        "decode",
-        "decode_ns",
-        "expected_blocks",
-        "expected_ns",
-        "growth",
-        "handing_over",
-        "held",
-        "is_exact",
-        "kept",
-        "lender",
-        "losses",
-        "on_hold",
-        "owed",
-        "prefill",
-        "prefilling",
-        "reason",
-        "refused",
-        "returns",
-        "streaming",
-        "waits",
-        "work_ns",
-    )
+    arrived: RequestArrived
+    arrived_ns: int
+    state: State = WAITING
+    attempt: int = 0
+    answering: int = 0  # the last attempt that gave a token, 0 before any
+    work_ns: int = 0
+    compute_ns: int = 0
+    losses: int = 0  # attempts that ended since a node or a link went
+    prefill: NodeView | None = None
+    decode: NodeView | None = None
+    expected_ns: int = 0  # when its first token was predicted
+    decode_ns: int = -1  # when its KV was whole where it decodes, -1 before
+    reason: str = ""  # why its last attempt ended, or there was none yet
+    refused: int = 0  # attempts that ended since a node had no memory for it
+    waits: int = 0  # how often it began to wait for memory, with nobody before it
+    copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
+    is_exact: bool = True  # nothing of its KV is another prompt's
+    coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
+    across: ClusterLink | None = None  # the link between clusters that its hand-over crosses,
+    owed: int = 0  # with so many bytes
+    lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
+    held: Sequence[Held] = ()  # where its leading blocks lie
+    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+    expected_blocks: int = 0  # that its answer is expected to add at each of these
+    kept: Kept | None = None  # what is left of an attempt whose home is gone
+    borrows: Held | None = None  # whom it asks for more, and for how much
+    returns: bool = False  # some of it comes home
 
-    def __init__(self, arrived: RequestArrived, now: int) -> None:
-        self.arrived, self.arrived_ns = arrived, now
-        self.attempt = self.work_ns = self.compute_ns = 0
-        self.losses = 0  # attempts that ended since a node or a link went
-        self.prefill: NodeView | None = None
-        self.decode: NodeView | None = None
-        self.expected_ns = 0  # when its first token was predicted
-        self.decode_ns = -1  # when its KV was whole where it decodes, -1 before
-        self.prefilling = False  # its first token is not out
-        self.handing_over = False  # its KV is not where it decodes
-        self.streaming = False
-        self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
-        self.reason = ""
-        self.refused = 0  # attempts that ended since a node had no memory for it
-        self.waits = 0  # how often it began to wait for memory, with nobody before it
-        self.copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
-        self.is_exact = True  # nothing of its KV is another prompt's
-        self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
-        # The link between clusters that its hand-over crosses, with so many bytes.
-        self.across: ClusterLink | None = None
-        self.owed = 0
-        self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
-        self.held: Sequence[Held] = ()  # where its leading blocks lie
-        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-        self.expected_blocks = 0  # that its answer is expected to add at each of these
-        self.kept: Kept | None = None  # what is left of an attempt whose home is gone
-        self.borrows: Held | None = None  # whom it asks for more, and for how much
-        self.returns = False  # some of it comes home
+    def involves(self, node: NodeId) -> bool:
+        """Whether a node prefills or decodes the attempt under way."""
+        prefill, decode = self.prefill, self.decode
+        return (prefill is not None and prefill.node == node) or (decode is not None and decode.node == node)
+
+    @property
+    def is_silent(self) -> bool:
+        """No token of the attempt under way has come."""
+        return self.answering != self.attempt
 
     @property
     def lent(self) -> tuple[Held, ...]:
@@ -355,7 +314,7 @@ class View:
         hands over, without its recurrent state."""
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
-        request.prefilling = request.handing_over = True
+        request.state = ROUTED[request.state]
         request.work_ns, request.compute_ns = placement.work_ns, placement.compute_ns
         request.decode_ns, request.expected_ns = -1, now + placement.ttft_ns
         if not prefill.prefills:
@@ -420,10 +379,11 @@ class View:
     def first_token(self, request: RequestView, now: int) -> None:
         """The prefill is done: the node turns to its next request. Idempotent."""
         node = request.prefill
-        if not request.prefilling or node is None:
+        if request.state is not PREFILLING or node is None:
             return
         if request.compute_ns:
             node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
+        request.state = PREFILLED[request.state]
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
@@ -432,15 +392,15 @@ class View:
 
     def handed_over(self, request: RequestView, now: int) -> None:
         """All its KV is where it decodes. Idempotent."""
-        if request.handing_over:
-            request.handing_over = False
+        if request.state is HANDING_OVER:
+            request.state = HANDED_OVER[request.state]
             request.decode_ns = now
             self._crossed(request)
 
     def unassign(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
         prefill, decode, facts = request.prefill, request.decode, request.arrived
-        if prefill is not None and request.prefilling:
+        if prefill is not None and request.state is PREFILLING:
             in_service = next(iter(prefill.prefills.values())) is request
             self._leave_queue(request, prefill)
             if in_service:  # the node turns to its next request
@@ -457,6 +417,7 @@ class View:
         for node in request.growth:
             node.expected_blocks -= request.expected_blocks
         request.prefill, request.decode, request.growth = None, None, ()
+        request.state = WITHDRAWN[request.state]
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -470,7 +431,6 @@ class View:
         request.copies = ()
 
     def _leave_queue(self, request: RequestView, node: NodeView) -> None:
-        request.prefilling = False
         del node.prefills[request.arrived.request]
         node.work_ns -= request.work_ns
         self.index.unexpect(node.bit, request.coming)
@@ -480,7 +440,7 @@ class View:
         """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
         over; its decode and holders of its blocks always."""
         for request in list(self.requests.values()):
-            handing = request.handing_over and (request.prefill is node or request.lender is node)
+            handing = request.state is not DECODING and (request.prefill is node or request.lender is node)
             holds = node in request.growth or any(node in held.holders for held in request.held)
             if request.decode is node or handing or holds:
                 yield request
@@ -491,7 +451,7 @@ class View:
         requests = list(self.requests.values())
         lent = [each for request in requests for each in request.lent]
         for node in self.nodes.values():
-            queued = [r for r in requests if r.prefilling and r.prefill is node]
+            queued = [r for r in requests if r.state is PREFILLING and r.prefill is node]
             decoding = [r for r in requests if r.decode is node]
             assert len(queued) == len(node.prefills) and all(r.arrived.request in node.prefills for r in queued)
             assert node.work_ns == sum(request.work_ns for request in queued)
@@ -504,7 +464,7 @@ class View:
                 assert any(copy in r.copies for r in requests), "a copy that nobody wants"
         for link in self.links.values():
             crossing = [r for r in requests if r.across is link]
-            assert all(request.handing_over for request in crossing)
+            assert all(request.state in (PREFILLING, HANDING_OVER) for request in crossing)
             assert link.owed == sum(request.owed for request in crossing)
             assert all(any(copy in r.copies for r in requests) for copy in link.copies)
 

@@ -12,7 +12,7 @@ from isthmus.cost.hardware import HARDWARE, Hardware, hardware_named
 from isthmus.cost.lengths import Lengths, LogNormal, Sample
 from isthmus.cost.node_cost import Cost, NodeCost, compile_cost
 from isthmus.cost.pipeline import pipeline
-from isthmus.cost.validity import expected_error, outside
+from isthmus.cost.transfer import Handling
 
 __all__ = [
     "ENGINES",
@@ -21,6 +21,7 @@ __all__ = [
     "Coefficients",
     "Cost",
     "Curve",
+    "Handling",
     "Hardware",
     "Lengths",
     "LogNormal",
@@ -34,11 +35,9 @@ __all__ = [
     "compile_cost",
     "curve_of",
     "engine_coefficients",
-    "expected_error",
     "facts_of",
     "hardware_named",
     "least_bandwidth",
-    "outside",
     "pipeline",
     "slowest",
     "to_mapping",

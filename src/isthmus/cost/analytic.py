@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -11,6 +12,7 @@ from isthmus.cost.coefficients import Coefficients
 from isthmus.cost.elsewhere import Queries
 from isthmus.cost.facts import ModelFacts
 from isthmus.cost.hardware import Hardware
+from isthmus.cost.transfer import UNKNOWN, Handling
 from isthmus.errors import ConfigError
 
 # Bytes of one weight, with the scales of its block.
@@ -41,6 +43,7 @@ class Analytic(msgspec.Struct, frozen=True, tag=True):
     num_gpus: int = 1
     weight_dtype: str = "bf16"
     kv_dtype: str = "bf16"
+    handling: ClassVar[Handling] = UNKNOWN
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -122,7 +125,7 @@ class AnalyticCost:
     __slots__ = (
         "_attention", "_context", "_cover", "_decode_token", "_expert_flop", "_expert_read", "_fixed", "_head",
         "_kv_read", "_memo", "_moe", "_prefill_token", "_sequence", "_state", "_weight_flop", "_weight_read",
-        "kv_token_bytes", "num_layers", "queries", "state_bytes",
+        "handling", "kv_token_bytes", "num_layers", "queries", "state_bytes",
     )  # fmt: skip
 
     def __init__(self, cost: Analytic) -> None:
@@ -130,6 +133,7 @@ class AnalyticCost:
         self.kv_token_bytes: int = cost.kv_token_bytes
         self.state_bytes: int = cost.state_bytes
         self.num_layers: int = model.num_layers
+        self.handling: Handling = cost.handling
         self.queries = Queries(model.query_elements, model.query_heads, model.kv_layers)
 
         weight, flops = WEIGHT_BYTES[cost.weight_dtype], cost.matmul_flops

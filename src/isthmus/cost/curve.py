@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from isthmus.cost.elsewhere import SENT_BYTES, Queries
+from isthmus.cost.transfer import UNKNOWN, Handling
 from isthmus.errors import ConfigError
 
 _PS = 1e12
@@ -38,6 +39,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
     `origin`: who measured what. `error`: mean relative error against the measurements, None if not known.
     `measured_batch`, `measured_tokens`: the largest batch and context among them, 0 if not known. `query_elements`,
     `query_heads`: of a token's queries, all layers; where they are 0, queries count as many bytes as keys and values.
+    `handling`: what moving KV takes beside that.
     """
 
     kv_token_bytes: int
@@ -58,6 +60,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
     prefill_points: tuple[tuple[int, float], ...] = ()
     query_elements: int = 0
     query_heads: int = 0
+    handling: Handling = UNKNOWN
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -83,6 +86,19 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
             )
         if self.decode_context_points and self.decode_context_s:
             raise ConfigError("cost curve: give decode_context_points or decode_context_s, not both")
+
+    def with_kv_work(self, *, leaves: bool, saved: bool) -> Curve:
+        """The same on a node whose engine waits for what is done to the KV that it computes."""
+        layer_s, byte_s = self.handling.computed_s(leaves=leaves, saved=saved)
+        fixed_s, token_s = layer_s * self.num_layers, byte_s * self.kv_token_bytes
+        if self.prefill_points:
+            points = [(tokens, seconds + fixed_s + tokens * token_s) for tokens, seconds in self.prefill_points]
+            return msgspec.structs.replace(self, prefill_points=tuple(points))
+        return msgspec.structs.replace(
+            self,
+            prefill_fixed_s=self.prefill_fixed_s + fixed_s,
+            prefill_token_s=self.prefill_token_s + token_s,
+        )
 
 
 def _check_table(name: str, points: Sequence[tuple[int, float]], what: str = "batch size") -> None:
@@ -130,13 +146,15 @@ class CurveCost:
     """A `Curve` in picoseconds. Immutable but for a memo of batch sizes."""
 
     __slots__ = (
-        "_base", "_curve", "_fixed", "_memo", "_work", "kv_token_bytes", "num_layers", "queries", "state_bytes"
+        "_base", "_curve", "_fixed", "_memo", "_work", "handling", "kv_token_bytes", "num_layers", "queries",
+        "state_bytes",
     )  # fmt: skip
 
     def __init__(self, curve: Curve) -> None:
         self.kv_token_bytes: int = curve.kv_token_bytes
         self.state_bytes: int = curve.state_bytes
         self.num_layers: int = curve.num_layers
+        self.handling: Handling = curve.handling
         elements = curve.query_elements or -(-curve.kv_token_bytes // SENT_BYTES)
         self.queries = Queries(elements, curve.query_heads, curve.num_layers)
         self._curve = curve

@@ -8,6 +8,7 @@ from typing import Protocol
 from isthmus.cost.analytic import Analytic, AnalyticCost
 from isthmus.cost.curve import Curve, CurveCost
 from isthmus.cost.elsewhere import Queries
+from isthmus.cost.transfer import Handling
 
 Cost = Analytic | Curve
 """What travels in messages and is written by the flight recorder: a tagged union."""
@@ -24,6 +25,8 @@ class NodeCost(Protocol):
     state_bytes: int
     """Bytes of a sequence that do not grow with it (recurrent states, short windows); 0 for most models."""
     num_layers: int
+    handling: Handling
+    """What the node does to KV beside computing it."""
     queries: Queries
     """What a token asks of KV that lies elsewhere."""
 

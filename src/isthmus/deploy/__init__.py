@@ -7,14 +7,22 @@
 Files of models, curves and hardware are read here; no process is started and no memory taken.
 """
 
-from isthmus.deploy.clusters import Cluster, at_home, clusters_of, for_role, role_config, rooted
 from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of
-from isthmus.deploy.facts import NodeFacts, Sequences
-from isthmus.deploy.places import Place, places_of
-from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s
+from isthmus.deploy.facts import UNLIMITED, NodeFacts, Rates, Sequences, bytes_per_s
+from isthmus.deploy.places import (
+    Cluster,
+    Place,
+    at_home,
+    clusters_of,
+    for_role,
+    node_threads,
+    places_of,
+    role_config,
+    rooted,
+    shaped,
+)
 from isthmus.deploy.reading import kv_memory_of, nodes_of, role_facts
-from isthmus.deploy.rules import links_of, rules_of, shares_of
-from isthmus.deploy.shape import node_threads, shaped
+from isthmus.deploy.rules import links_of, make_known, rules_of, shares_of
 
 __all__ = [
     "PROFILES",
@@ -34,6 +42,7 @@ __all__ = [
     "hardware_of",
     "kv_memory_of",
     "links_of",
+    "make_known",
     "node_threads",
     "nodes_of",
     "places_of",

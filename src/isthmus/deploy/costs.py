@@ -25,8 +25,8 @@ from isthmus.yaml_file import read_document
 
 PROFILES = Path(__file__).parent.parent / "cost" / "profiles"
 """Published measurements that `engine.cost` may name."""
-_CODEC_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_CODEC_DTYPES = {cost: codec for codec, cost in _COST_DTYPES.items()}
 
 
 def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
@@ -76,14 +76,10 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     facts = facts_of(*_described(model))
     weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
     kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
-    coefficients = engine_coefficients(engine.runtime, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    dtypes = {"weight_dtype": weight_dtype, "kv_dtype": kv_dtype}
+    coefficients = engine_coefficients(engine.runtime, hardware, **dtypes)
     return Analytic(
-        model=facts,
-        hardware=hardware,
-        coefficients=coefficients,
-        num_gpus=gpus_of(config, nodes),
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
+        model=facts, hardware=hardware, coefficients=coefficients, num_gpus=gpus_of(config, nodes), **dtypes
     )
 
 
@@ -97,16 +93,12 @@ def _described(model: Path) -> tuple[Mapping[str, Any], str]:
 
 def is_shipped(name: str) -> bool:
     """Whether a published profile has this name."""
-    return _shipped(name).is_file()
-
-
-def _shipped(name: str) -> Path:
-    return PROFILES / f"{name}.yaml"
+    return (PROFILES / f"{name}.yaml").is_file()
 
 
 def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
     if isinstance(given, str):
-        path = _shipped(given) if is_shipped(given) else Path(given).expanduser()
+        path = PROFILES / f"{given}.yaml" if is_shipped(given) else Path(given).expanduser()
         if not path.exists():
             names = sorted(each.stem for each in PROFILES.glob("*.yaml"))
             near = difflib.get_close_matches(path.name, names, n=1)

@@ -6,10 +6,30 @@ import msgspec
 
 from isthmus.conductor import NodeJoined, Paths
 from isthmus.cost import Cost, compile_cost
-from isthmus.deploy.rates import UNLIMITED, Rates
 from isthmus.node import TRANSFER_NS, Node
 from isthmus.scheduler import BlockPool, Chunking, CountingPool, Limits, Scheduler, TbtTarget, TierCache
 from isthmus.types import NodeId, Role
+
+UNLIMITED = 1 << 50
+"""Bytes per second of a link that nobody asked to limit."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`.
+
+    `rtt_ns`: of a question to another node of its cluster and the answer, what does not depend on their size.
+    """
+
+    network: int = UNLIMITED
+    handover: int = 0
+    memory: int = UNLIMITED
+    disk_read: int = UNLIMITED
+    disk_write: int = UNLIMITED
+    rtt_ns: int = 66_600
+
+
+def bytes_per_s(gbps: float | None, otherwise: int) -> int:
+    return otherwise if gbps is None else int(gbps * 1e9 / 8)
 
 
 class Sequences(msgspec.Struct, frozen=True):

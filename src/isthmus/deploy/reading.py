@@ -12,13 +12,11 @@ from pathlib import Path
 import msgspec
 
 from isthmus.blocks import MAX_SNAPSHOTS, KVLayout
-from isthmus.config import CacheConfig, Config
-from isthmus.cost import Analytic, Cost, compile_cost
-from isthmus.deploy.clusters import Cluster, role_config
-from isthmus.deploy.costs import chunking_of, codec_dtype, cost_of, hardware_of
-from isthmus.deploy.facts import NodeFacts, Sequences
-from isthmus.deploy.places import places_of
-from isthmus.deploy.rates import rates_of
+from isthmus.config import CacheConfig, Config, RoleConfig
+from isthmus.cost import Analytic, Cost, Curve, Handling, compile_cost, hardware_named
+from isthmus.deploy.costs import chunking_of, codec_dtype, cost_of, gpus_of, hardware_of
+from isthmus.deploy.facts import NodeFacts, Rates, Sequences, bytes_per_s
+from isthmus.deploy.places import Cluster, places_of, role_config
 from isthmus.errors import ConfigError
 from isthmus.types import NS_PER_S, NodeId, Role
 
@@ -72,6 +70,9 @@ def role_facts(
     kv_blocks = _kv_blocks(config, role, cost, size, live)
     dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes) if live else (0, 0)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
+    handling = cost.handling
+    if isinstance(cost, Curve):
+        cost = cost.with_kv_work(leaves=role is Role.PREFILL, saved=dram_slots > 0)
     return NodeFacts(
         node=NodeId(""),
         role=role,
@@ -80,7 +81,7 @@ def role_facts(
         block_size=block_size,
         dram_blocks=dram_slots - transit,
         ssd_blocks=ssd_blocks,
-        rates=rates_of(config, nodes),
+        rates=_rates(config, nodes, handling),
         transit_blocks=transit,
         state_blocks=size.state_blocks,
         live_states=live,
@@ -98,6 +99,22 @@ def role_facts(
         batches=engine.batches or 1,
         report_ns=_report_ns(config, nodes.pipeline),
         reuse_layers=_reuse_layers(cost, layout) if dram_slots and nodes.pipeline == 1 else 0,
+    )
+
+
+def _rates(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers. A link is no faster than the core that all
+    KV on it passes through."""
+    hardware = hardware_of(config, nodes) or hardware_named("cpu")
+    gpus, network = gpus_of(config, nodes), config.network
+    rail, memory, copy_s = network.handover_gbps, int(hardware.pcie_bw * gpus), handling.load_byte_s
+    return Rates(
+        network=handling.narrowed(bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus))) * nodes.pipeline,
+        handover=handling.narrowed(bytes_per_s(rail, 0)) * nodes.pipeline,
+        memory=(min(memory, round(1 / copy_s)) if copy_s else memory) * nodes.pipeline,
+        disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
+        disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
+        rtt_ns=round(1000 * network.rtt_us),
     )
 
 
@@ -124,15 +141,14 @@ def _reuse_layers(cost: Cost, layout: KVLayout | None) -> int:
 
 def _report_ns(config: Config, pipeline: int) -> int:
     """Where nothing is lent nobody asks; a pipeline group lends nothing."""
-    if config.lending.policy == "none" or pipeline > 1:
-        return 0
-    return max(1, int(config.lending.period_s * NS_PER_S))
+    asks = config.lending.policy != "none" and pipeline == 1
+    return max(1, int(config.lending.period_s * NS_PER_S)) if asks else 0
 
 
 def _sequences(config: Config) -> Sequences:
-    roles = [role for role in Role if role is not Role.ATTENTION]
-    limits = {role.value: role_config(config, role).max_sequences for role in roles}
-    return Sequences(**{role: limit or config.engine.max_sequences for role, limit in limits.items()})
+    roles, most = config.roles, config.engine.max_sequences
+    limits = [each.max_sequences or most for each in (roles.prefill, roles.decode, roles.mixed)]
+    return Sequences(*limits)
 
 
 def kv_memory_of(config: Config, role: Role, cost: Cost) -> int:
@@ -164,11 +180,8 @@ class _Sizes(msgspec.Struct, frozen=True):
     @staticmethod
     def of(cost: Cost, block_size: int, layout: KVLayout | None, stages: int) -> _Sizes:
         model = compile_cost(cost)
-        block_bytes, state_bytes, layers = (
-            model.kv_token_bytes * block_size,
-            model.state_bytes,
-            model.num_layers,
-        )
+        block_bytes, state_bytes = model.kv_token_bytes * block_size, model.state_bytes
+        layers = model.num_layers
         if layout is not None:
             block_bytes, state_bytes, layers = layout.block_bytes, layout.state_bytes, layout.num_layers
         most = -(-layers // stages)
@@ -183,7 +196,7 @@ def _kv_blocks(config: Config, role: Role, cost: Cost, size: _Sizes, live: int) 
     num_blocks, least = (memory - live_bytes) // size.block_bytes, 2 + MAX_SNAPSHOTS * size.state_blocks
     if num_blocks < least:
         beside = f" beside the states of {live} sequences ({live_bytes} bytes)" if live_bytes else ""
-        own = "kv_memory" in getattr(config.roles, role.value).model_fields_set
+        own = "kv_memory" in role_config(config, role).model_fields_set
         key = f"roles.{role.value}.kv_memory" if own else "engine.kv_memory"
         raise ConfigError(
             f"{key} {memory} bytes holds fewer than {least} blocks of {size.block_bytes} bytes{beside}; "

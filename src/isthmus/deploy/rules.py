@@ -1,12 +1,20 @@
-"""The conductor's part of the configuration."""
+"""The conductor's part of the configuration, with a placement policy of the user's own: `FILE.py:FUNCTION`.
+
+Its file is run once, by the process that decides: the head, or the simulator. The function decides like those in
+`conductor/policies.py` and must be as pure: the same estimates, the same placement.
+"""
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 from isthmus.conductor import LinkRule, Rules
+from isthmus.conductor.policies import POLICIES, Policy
 from isthmus.config import Config
 from isthmus.cost.transfer import INT8, ZSTD
-from isthmus.deploy.policies import make_known
-from isthmus.deploy.rates import bytes_per_s
+from isthmus.deploy.facts import bytes_per_s
+from isthmus.errors import ConfigError
 from isthmus.types import NS_PER_MS, NS_PER_S, Shares, Tenant
 
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
@@ -24,11 +32,9 @@ def rules_of(config: Config) -> Rules:
         wait_ms=round(config.limits.wait_s * 1000),
         admission=scheduling.admission,
         reserve=scheduling.reserve,
-        sticky_blocks=scheduling.sticky_blocks,
         balancing_threshold=scheduling.balancing_threshold,
         decode_s=scheduling.decode_s,
         load_limit=scheduling.load_limit,
-        seed=scheduling.seed,
         codecs=CODECS[config.network.compression],
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
@@ -66,3 +72,26 @@ def links_of(config: Config) -> tuple[LinkRule, ...]:
         (one, other) = link.between
         found += [LinkRule(one, other, rate, rtt_ns), LinkRule(other, one, rate, rtt_ns)]
     return tuple(found)
+
+
+def make_known(name: str) -> None:
+    """Puts the function that a policy's name stands for among the known ones. Raises ConfigError when the file cannot
+    be read or run, or has no such function."""
+    file, colon, function = name.rpartition(":")
+    if colon:
+        POLICIES[name] = _loaded(Path(file), function)
+
+
+def _loaded(file: Path, function: str) -> Policy:
+    spec = spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"policy: {file} is no Python file here")
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code does wrong
+        raise ConfigError(f"policy: {file} cannot be run: {type(error).__name__}: {error}") from error
+    found: Policy | None = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"policy: {file} has no function {function}")
+    return found

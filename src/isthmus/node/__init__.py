@@ -3,6 +3,7 @@
 Pure: facts in, actions out. The live process and the simulator carry out the same actions of the same object.
 """
 
-from isthmus.node.node import SEVERED_NS, TRANSFER_NS, Node
+from isthmus.node.attempts import SEVERED_NS
+from isthmus.node.node import TRANSFER_NS, Node
 
 __all__ = ["SEVERED_NS", "TRANSFER_NS", "Node"]

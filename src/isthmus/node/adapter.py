@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, get_args
+from enum import Enum, auto
+from typing import Any
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -22,28 +23,44 @@ from isthmus.attempts import (
     FetchFinished,
     FetchOrder,
     PrefillFinished,
-    RequestFailed,
     RoleChanged,
 )
 from isthmus.node import events, letters
-from isthmus.node.early import Early
-from isthmus.node.loans import Loans, num_present
-from isthmus.node.node import SEVERED_NS, TRANSFER_NS
+from isthmus.node.attempts import Attempts
+from isthmus.node.fetches import Fetches
+from isthmus.node.node import TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
 from isthmus.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
 MAX_REFUSED = 1024
-OF_HOLDERS = tuple(set(get_args(letters.Letter)) - {letters.Passed, letters.Landed})
+OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink, letters.Vacate)
 
 Names = tuple[BlockName, ...]
 
-GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
-    "gathering", "awaiting", "fetching", "submitted", "answered", "passed"
-)  # fmt: skip
-"""Of an attempt: what it was sent here for is on its way, as its route says; its prefill node computes; what that has
-is on its way; the engine has it; its last blocks are being saved; its decode node takes it over."""
+
+class State(Enum):
+    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
+    on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
+    it over."""
+
+    GATHERING = auto()
+    AWAITING = auto()
+    FETCHING = auto()
+    SUBMITTED = auto()
+    ANSWERED = auto()
+    PASSED = auto()
+
+
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = State
+
+# What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
+AWAITS = {GATHERING: AWAITING}
+FETCHES = {AWAITING: FETCHING}
+SUBMITS = {GATHERING: SUBMITTED, AWAITING: SUBMITTED, FETCHING: SUBMITTED}
+ANSWERS = {SUBMITTED: ANSWERED}
+PASSES = {ANSWERED: PASSED}
 
 
 def handover_key(key: RequestId) -> RequestId:
@@ -56,16 +73,8 @@ class _Attempt:
     `awaited`: its prefill node waits for word that nothing more is needed of it."""
 
     __slots__ = (
-        "awaited",
-        "begin",
-        "cached_tokens",
-        "due_ns",
-        "params",
-        "pinned",
-        "reason",
-        "settled",
-        "state",
-    )
+        "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
+    )  # fmt: skip
 
     def __init__(self, begin: events.Begin) -> None:
         self.begin = begin
@@ -88,12 +97,8 @@ class Adapter:
     ) -> None:
         self.node, self.role, self.tiers = node, role, tiers
         self._keeper = Keeper(tiers, node) if tiers is not None else None
-        self._loans = Loans(tiers)
-        self._transfer_ns = transfer_ns
-        self._attempts: dict[RequestId, _Attempt] = {}
-        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        """What is wanted, and when bytes of it last came, 0 before any."""
-        self._early = Early()  # `Passed` of attempts that do not await it yet
+        self._fetches = Fetches(tiers, transfer_ns)
+        self._attempts = Attempts[_Attempt](node)
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
@@ -117,8 +122,6 @@ class Adapter:
             events.Came: self._came,
             events.FetchEnded: self._fetch_ended,
             events.Moved: self._moved,
-            events.Wanted: lambda event, _, actions: self._loans.wanted(event, actions),
-            events.Enough: lambda event, _, actions: self._loans.enough(event),
             events.Filled: self._filled,
             events.Lost: self._lost,
             events.Recovered: self._recovered,
@@ -129,6 +132,8 @@ class Adapter:
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             letters.Passed: self._passed,
             letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
             **dict.fromkeys(OF_HOLDERS, self._refuses),
         }
 
@@ -158,17 +163,15 @@ class Adapter:
     def check_idle(self) -> None:
         """All that attempts took was given back."""
         assert not self._attempts, "an attempt never ended"
-        assert not self._fetches, "a fetch never ended"
         assert not self._given, "a decode node never answered for what it was given"
-        self._loans.check_idle()
+        self._fetches.check_idle()
         assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
     # An attempt begins and ends.
 
     def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
         attempt = _Attempt(event)
-        assert event.key not in self._attempts, f"{event.key} began twice"
-        self._attempts[event.key] = attempt
+        self._attempts.add(attempt)
         route = event.route
         if route.holdings or route.growth or route.assembly is not None:
             self._fail(attempt, "its engine computes with the KV of its own prefix alone", now, actions)
@@ -190,14 +193,14 @@ class Adapter:
         if begin.part is not DECODE:
             self._submit(attempt, actions)
             return
-        attempt.state = AWAITING
-        early = self._early.take(begin.peer, begin.key)
+        attempt.state = AWAITS[attempt.state]
+        early = self._attempts.take_early(begin.peer, begin.key)
         if early is not None:
             self._passed(begin.peer, early, now, actions)
 
     def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
-        attempt.state = SUBMITTED
+        attempt.state = SUBMITS[attempt.state]
         if self.tiers is not None:
             num_blocks = self.tiers.match(names)[0]
             self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
@@ -213,7 +216,7 @@ class Adapter:
             self._land(attempt, actions)
             return
         attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
-        attempt.state = ANSWERED
+        attempt.state = ANSWERS[attempt.state]
         if self.tiers is None or attempt.settled:
             self._pass(attempt, now, actions)
         else:
@@ -231,7 +234,7 @@ class Adapter:
     def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
         """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
         begin, params = attempt.begin, attempt.params
-        attempt.state, attempt.due_ns, attempt.params = PASSED, 0, b""
+        attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
         self._given[begin.key] = begin.peer, params
         passed = letters.Passed(begin.key, attempt.cached_tokens or 0, params)
         actions.append(events.Tell(begin.peer, passed))
@@ -273,14 +276,13 @@ class Adapter:
         """Gives it up; the conductor may try again, unless it is `final`."""
         self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
-        route, reason = attempt.begin.route, reason if final else f"{self.node}: {reason}"
-        actions.append(RequestFailed(route.request, route.attempt, reason, final=final))
+        actions.append(self._attempts.failure(attempt, reason, final=final))
 
     def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
-        if self._early.take(begin.peer, key) is not None:
+        if self._attempts.take_early(begin.peer, key) is not None:
             attempt.awaited = True
             self._land(attempt, actions, unread=True)
         elif begin.part is DECODE and attempt.state in (GATHERING, AWAITING):
@@ -288,7 +290,8 @@ class Adapter:
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
         self._land(attempt, actions)
-        actions += [events.EndFetch(each) for each in (key, handover_key(key)) if each in self._fetches]
+        for each in (key, handover_key(key)):
+            self._fetches.end(each, actions)
         self._unpin(attempt)
         actions.append(events.Release(key))
 
@@ -324,7 +327,7 @@ class Adapter:
             return
         if attempt is None or attempt.state is not AWAITING:
             if attempt is None or attempt.state is GATHERING:
-                self._early.put(peer, passed)
+                self._attempts.put_early(peer, passed)
             return
         begin = attempt.begin
         if begin.peer != peer:
@@ -332,7 +335,7 @@ class Adapter:
         attempt.cached_tokens, attempt.params, attempt.awaited = passed.cached_tokens, passed.params, True
         present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
         if present < len(begin.names):
-            attempt.state = FETCHING
+            attempt.state = FETCHES[attempt.state]
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
             self._fetch(handover_key(key), order, begin, actions)
         else:
@@ -346,18 +349,14 @@ class Adapter:
 
     def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
         """Nothing more comes from the peer, and it takes nothing of what it was told."""
-        self._loans.gone(event.peer)
-        actions += [
-            events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == event.peer
-        ]
+        self._fetches.gone(event.peer, actions)
         for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
             attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
             if attempt is None:
                 self._discard(params, actions)
                 continue
-            attempt.params, attempt.due_ns = params, now + SEVERED_NS
-            attempt.reason = f"the session with {event.peer} ended: {event.reason}"
-            actions.append(events.Wake(attempt.due_ns))
+            attempt.params = params
+            self._attempts.give_up(attempt, event.peer, event.reason, now, actions)
         for attempt in self._attempts.values():
             if attempt.awaited and attempt.begin.peer == event.peer:
                 attempt.awaited = False  # nobody waits for word of it
@@ -376,24 +375,23 @@ class Adapter:
     ) -> None:
         names = begin.names[: order.stop]
         wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
-        self._fetches[key] = wanted, 0
-        actions.append(wanted)
+        self._fetches.begin(wanted, actions)
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
-        if event.fetched and event.key in self._fetches:
-            self._fetches[event.key] = self._fetches[event.key][0], now
+        if event.fetched:
+            self._fetches.moved(event.key, now)
 
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        fetch, _ = self._fetches.get(event.key, (None, 0))
-        if fetch is not None:
-            self._keep_fetched(fetch, event.stop, actions)
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it."""
-        fetch, _ = self._fetches.pop(event.key, (None, 0))
-        if fetch is None:
-            return  # a node of this name asked for it that is gone
-        self._keep_fetched(fetch, event.stop, actions)
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        self._keep_fetched(*came, actions)
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._gathered(attempt, now, actions)
@@ -411,8 +409,7 @@ class Adapter:
         self._keep(event.names, actions, event.key, tenant)
 
     def _keep_fetched(self, fetch: events.Fetch, stop: int, actions: list[events.Action]) -> None:
-        names = fetch.names[: num_present(self.tiers, fetch, stop)]
-        self._keep(names, actions, fetch.key, fetch.tenant)
+        self._keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
 
     def _keep(self, names: Names, actions: list[events.Action], key: RequestId, tenant: Tenant) -> None:
         if self._keeper is not None:
@@ -460,12 +457,9 @@ class Adapter:
     # Time.
 
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
-        for attempt in list(self._attempts.values()):
-            if not 0 < attempt.due_ns <= now:
-                continue
+        for attempt in self._attempts.due(now):
             if attempt.state is ANSWERED:
                 self._pass(attempt, now, actions)
             elif attempt.state is PASSED:
                 self._fail(attempt, attempt.reason, now, actions)
-        late = now - self._transfer_ns
-        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        self._fetches.end_late(now, actions)

@@ -28,7 +28,7 @@ class Attempt(Sequence):
     received: bool = False  # what is handed over is in the engine
     recalled: bool = False  # what of the prompt is not handed over is, too
     moved_ns: int = 0  # when bytes of it were last handed over, 0 before any
-    given_up_ns: int = 0  # when it is given up, for `reason`; 0: not at all
+    due_ns: int = 0  # when it is given up, for `reason`; 0: not at all
     reason: str = ""
 
     @classmethod

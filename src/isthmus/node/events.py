@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import FetchOrder, Report, Route, Share
+from isthmus.attempts import Become as Become
+from isthmus.attempts import Begin as Begin
+from isthmus.attempts import Forget as Forget
+from isthmus.attempts import Move as Move
+from isthmus.attempts import Report, Share
+from isthmus.attempts import Return as Return
 from isthmus.node.extent import Extent
 from isthmus.node.letters import Letter
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
@@ -20,69 +25,7 @@ from isthmus.scheduler import Drop as Drop
 from isthmus.scheduler import Load as Load
 from isthmus.scheduler import Promote as Promote
 from isthmus.scheduler import Save as Save
-from isthmus.types import DECODE, NOBODY, BlockName, NodeId, RequestId, Role, Tenant
-
-# From the head.
-
-
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
-
-    `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
-    does both here. The times in `route` are of this node's clock. `names`: of the prompt's full blocks. `tenant`: in
-    whose share of the node it is computed and kept.
-    """
-
-    key: RequestId
-    part: Role
-    route: Route
-    num_tokens: int
-    stop_length: int
-    names: tuple[BlockName, ...] = ()
-    tenant: Tenant = NOBODY
-
-    @property
-    def fetch(self) -> FetchOrder | None:
-        """What is fetched from another node for this part."""
-        if self.part is not DECODE:
-            return self.route.fetch
-        recall = self.route.recall
-        return recall if recall is not None and recall.source != self.route.decode else None
-
-    @property
-    def peer(self) -> NodeId:
-        """The other node of its hand-over."""
-        return self.route.prefill if self.part is DECODE else self.route.decode
-
-
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Drop an attempt and free its blocks."""
-
-    key: RequestId
-
-
-class Move(msgspec.Struct, frozen=True, tag=True):
-    """So many more of an attempt's leading blocks are to lie with `holder` from now on, if that has room."""
-
-    key: RequestId
-    holder: NodeId
-    num_blocks: int
-
-
-class Return(msgspec.Struct, frozen=True, tag=True):
-    """The last `num_blocks` of an attempt's blocks that lie with `holder`, which has the last of its holdings, are to
-    come home, if there is memory for them here."""
-
-    key: RequestId
-    holder: NodeId
-    num_blocks: int
-
-
-class Become(msgspec.Struct, frozen=True, tag=True):
-    """Take this role. Nothing of the old one is under way here."""
-
-    role: Role
-
+from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 # From other nodes.
 
@@ -99,23 +42,6 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
     peer: NodeId
     reason: str
-
-
-class Wanted(msgspec.Struct, frozen=True, tag=True):
-    """Another node wants the blocks of this prefix from `start` on. `whole`: all of them or none."""
-
-    key: RequestId
-    peer: NodeId
-    names: tuple[BlockName, ...]
-    start: int
-    whole: bool = False
-
-
-class Enough(msgspec.Struct, frozen=True, tag=True):
-    """What another node wanted is there, or is not wanted any more. Unknown ones are no error."""
-
-    key: RequestId
-    peer: NodeId
 
 
 # From who carries the actions out. `Stepped` and `Saved` are the scheduler's.
@@ -259,7 +185,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 Event = (
     Begin | Forget | Move | Return | Become
-    | Heard | Gone | Wanted | Enough
+    | Heard | Gone
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Stowed | Reclaimed | Moved | Broken
     | Lost | Recovered
     | Answered | Settled | Over | Filled | Held | Dropped
@@ -282,7 +208,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
     """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
-    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Wanted`; `tenant`: in whose
+    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Want`; `tenant`: in whose
     share what comes is kept."""
 
     key: RequestId
@@ -316,6 +242,13 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
 
     peer: NodeId
     letter: Letter
+
+
+class EndGive(msgspec.Struct, frozen=True, tag=True):
+    """It needs nothing more of that."""
+
+    key: RequestId
+    peer: NodeId
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -453,7 +386,7 @@ Action = (
     | Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
     | Offer | Send | Finish | Receive | Ship | OpenLine | Reclaim | Host | Rekey | Trim | Unhost
-    | Fetch | EndFetch | Give | Release | Wake
+    | Fetch | EndFetch | Give | EndGive | Release | Wake
     | Submit | Discard
     | Report
 )  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.attempts import Share
-from isthmus.types import RequestId
+from isthmus.types import BlockName, RequestId
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +41,21 @@ class Passed(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
     cached_tokens: int
     params: bytes = b""
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """The blocks of this prefix from `start` on are wanted. `whole`: all of them or none."""
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+    start: int
+    whole: bool = False
+
+
+class Enough(msgspec.Struct, frozen=True, tag=True):
+    """What was wanted is there, or is not wanted any more. Unknown ones are no error."""
+
+    key: RequestId
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -106,4 +121,8 @@ class Vacate(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-Letter = Granted | Landed | Passed | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink | Vacate
+Letter = (
+    Granted | Landed | Passed
+    | Want | Enough
+    | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink | Vacate
+)  # fmt: skip

@@ -18,26 +18,23 @@ from isthmus.attempts import (
     FetchFinished,
     FetchOrder,
     PrefillFinished,
-    RequestFailed,
     RoleChanged,
     assembly_of,
 )
 from isthmus.blocks import state_names
 from isthmus.node import events, letters
 from isthmus.node.attempt import Attempt
+from isthmus.node.attempts import Attempts
 from isthmus.node.away import Away
 from isthmus.node.donors import Donors
-from isthmus.node.early import Early
 from isthmus.node.extent import extent_of
+from isthmus.node.fetches import Fetches
 from isthmus.node.guests import Guests
-from isthmus.node.loans import Loans, num_present
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
-from isthmus.types import DECODE, MIXED, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
-SEVERED_NS = 250 * NS_PER_MS
-"""So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
 HANDING_OVER = (QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING)
@@ -68,13 +65,10 @@ class Node:
         self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
-        self._attempts: dict[RequestId, Attempt] = {}
-        # What is wanted, and when bytes of it last came, 0 before any.
-        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        self._loans = Loans(self.tiers)
+        self._attempts = Attempts[Attempt](self.node)
+        self._fetches = Fetches(self.tiers, transfer_ns)
         self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
-        self._early = Early()
         self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
@@ -92,8 +86,6 @@ class Node:
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
-            events.Wanted: self._wanted,
-            events.Enough: self._enough,
             events.Stowed: lambda event, now, actions: self._guests.stowed(event, actions),
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
@@ -113,6 +105,8 @@ class Node:
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             letters.Granted: self._granted,
             letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
             letters.Reserve: lambda peer, wanted, now, actions: self._guests.reserve(peer, wanted, actions),
             letters.Reserved: self._reserved,
             letters.Claim: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
@@ -172,8 +166,7 @@ class Node:
         """All that attempts took was given back."""
         scheduler = self.scheduler
         assert not self._attempts and not self._forgotten, "an attempt never ended"
-        assert not self._fetches, "a fetch never ended"
-        self._loans.check_idle()
+        self._fetches.check_idle()
         self._away.check_idle()
         self._guests.check_idle()
         self._donors.check_idle()
@@ -187,11 +180,10 @@ class Node:
         distrusts = event.route.request in self._distrusted
         if distrusts:
             event = self._without_cache(event)
-        key, route, part = event.key, event.route, event.part
+        route, part = event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
-        assert key not in self._attempts, f"{key} began twice"
-        self._attempts[key] = attempt
+        self._attempts.add(attempt)
         reason = ""
         if route.holdings or route.growth:
             reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
@@ -206,9 +198,9 @@ class Node:
             if not (can and self.scheduler.has_room(attempt)) and not self._disassemble(attempt, now, actions):
                 return
             fetches = self._donors.begin(attempt)
-            self._fetches |= {fetch.key: (fetch, 0) for fetch in fetches}
             attempt.awaits = bool(fetches)
-            actions += fetches
+            for fetch in fetches:
+                self._fetches.begin(fetch, actions)
         self._enter(attempt, now, actions)
 
     def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
@@ -242,7 +234,7 @@ class Node:
         else:
             if part is PREFILL:
                 actions.append(events.Offer(key, route.decode, attempt.extent))
-                attempt.granted |= self._early.take(route.decode, key) is not None
+                attempt.granted |= self._attempts.take_early(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -263,8 +255,7 @@ class Node:
         del self._attempts[key]
         self._away.stop(attempt)
         actions += self._donors.end(attempt)
-        if key in self._fetches:
-            actions.append(events.EndFetch(key))  # a run may wait for it
+        self._fetches.end(key, actions)
         if self.scheduler.computes(attempt):
             self._forgotten.append(attempt)
             self._cut(actions)
@@ -292,12 +283,12 @@ class Node:
         now: int,
         actions: list[events.Action],
         *,
+        final: bool = False,
         no_room: bool = False,
     ) -> None:
-        """Gives it up; the conductor may try again."""
+        """Gives it up; the conductor may try again, unless it is `final`."""
         self._end(attempt, now, actions)
-        route, reason = attempt.begin.route, f"{self.node}: {reason}"
-        actions.append(RequestFailed(route.request, route.attempt, reason, no_room=no_room))
+        actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
 
     def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -307,12 +298,7 @@ class Node:
             self._distrusted[attempt.begin.route.request] = None
             if len(self._distrusted) > MAX_DISTRUSTED:
                 del self._distrusted[next(iter(self._distrusted))]
-        if not event.final:
-            self._fail(attempt, event.reason, now, actions)
-            return
-        route = attempt.begin.route
-        self._end(attempt, now, actions)
-        actions.append(RequestFailed(route.request, route.attempt, event.reason, final=True))
+        self._fail(attempt, event.reason, now, actions, final=event.final)
 
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:
@@ -336,15 +322,12 @@ class Node:
         """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
         fetches; those whose KV it holds, and its own that lies here."""
         peer = event.peer
-        self._loans.gone(peer)
-        actions += [events.EndFetch(key) for key, (fetch, _) in self._fetches.items() if fetch.source == peer]
+        self._fetches.gone(peer, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
-            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.given_up_ns)
+            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.due_ns)
             if awaits and begin.part is not MIXED and begin.peer == peer:
-                attempt.given_up_ns = now + SEVERED_NS
-                attempt.reason = f"the session with {peer} ended: {event.reason}"
-                actions.append(events.Wake(attempt.given_up_ns))
+                self._attempts.give_up(attempt, peer, event.reason, now, actions)
             if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)
         if self._guests.gone(peer, now, actions):
@@ -353,13 +336,13 @@ class Node:
     def _lost_holder(
         self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
     ) -> None:
-        """Where nothing lies there yet, it only does not answer."""
-        peer = event.peer
-        if attempt.remote.claimed.get(peer, 0) is None:
+        """A holder that has nothing of it only does not answer."""
+        peer, remote = event.peer, attempt.remote
+        if remote.claimed.get(peer, 0) is None:
             self._found(peer, letters.Found(attempt.request, 0), now, actions)
-        elif peer in attempt.remote.asked and not attempt.remote.has_some(peer):
+        elif peer in remote.asked and not remote.has_some(peer):
             self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
-        else:
+        elif any(peer in holding.holders for holding in remote.planned):
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
@@ -367,17 +350,17 @@ class Node:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
                 attempt.moved_ns = now
-        elif event.key in self._fetches:
-            self._fetches[event.key] = self._fetches[event.key][0], now
+        else:
+            self._fetches.moved(event.key, now)
 
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+        for attempt in self._attempts.due(now):
+            self._fail(attempt, attempt.reason, now, actions)
         late = now - self._transfer_ns
         for attempt in list(self._attempts.values()):
-            if attempt.given_up_ns and now >= attempt.given_up_ns:
-                self._fail(attempt, attempt.reason, now, actions)
-            elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
+            if 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
-        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        self._fetches.end_late(now, actions)
         if self._guests.expire(now, actions):
             self._replan(now, actions)
 
@@ -386,7 +369,7 @@ class Node:
     def _granted(self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
-            self._early.put(peer, granted)
+            self._attempts.put_early(peer, granted)
         elif attempt.begin.peer == peer and not attempt.granted:
             attempt.granted = True
             if attempt.state is COMPUTING:
@@ -396,7 +379,7 @@ class Node:
     def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """What was granted is sent from its first chunk on; what is packed, once all of it is."""
         is_due = attempt.is_whole or not attempt.packs
-        if attempt.granted and attempt.started and is_due and not attempt.given_up_ns:
+        if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
             actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
 
@@ -410,7 +393,7 @@ class Node:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
         if attempt.packs:
             self._send(attempt, actions)
-        elif attempt.granted and attempt.is_whole and not attempt.given_up_ns:
+        elif attempt.granted and attempt.is_whole and not attempt.due_ns:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
@@ -475,20 +458,19 @@ class Node:
         if self._state_blocks and begin.part is not DECODE and names:
             names, whole = names + state_names(names[-1], self._state_blocks), True
         wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
-        self._fetches[begin.key] = wanted, 0
-        actions.append(wanted)
+        self._fetches.begin(wanted, actions)
 
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        fetch, _ = self._fetches.get(event.key, (None, 0))
-        if fetch is not None:
-            self._keep_fetched(fetch, num_present(self.tiers, fetch, event.stop), now, actions)
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, now, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
-        fetch, _ = self._fetches.pop(event.key, (None, 0))
-        if fetch is None:
-            return  # a node of this name asked for it that is gone
-        attempt, stop = self._attempts.get(event.key), num_present(self.tiers, fetch, event.stop)
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        attempt, (fetch, stop) = self._attempts.get(event.key), came
         if attempt is None or attempt.begin.part is DECODE:
             if attempt is not None:
                 attempt.fetch = None
@@ -522,12 +504,6 @@ class Node:
         if stop:
             self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
             self._plan(now, actions)
-
-    def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
-        self._loans.wanted(event, actions)
-
-    def _enough(self, event: events.Enough, now: int, actions: list[events.Action]) -> None:
-        self._loans.enough(event)
 
     # KV that lies on other nodes, and that of others here.
 

@@ -1,6 +1,7 @@
 """What a node says of its memory while memory is lent: what changed, once in a while (Infinite-LLM, heartbeats).
 
-The next report is due a period after the one before. Where nothing is under way there is none until something happens.
+The next report is due a period after the one before, and then comes by itself if anything happened since. Where nothing
+happens there is none.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ class Usage:
 
     def __init__(self, scheduler: Scheduler, period_ns: int) -> None:
         self._scheduler, self._period_ns = scheduler, period_ns
-        self._due_ns = 0
+        self._due_ns, self._is_due = 0, False
         self._told: dict[RequestId, Entry] = {}
         self._told_node = self._node()  # which follows from its capacity
 
     def tell(self, attempts: Mapping[RequestId, Attempt], now: int, actions: Actions) -> None:
         """After each event."""
         if now < self._due_ns:
+            if not self._is_due:
+                self._is_due = True
+                actions.append(events.Wake(self._due_ns))
             return
         entries = {key: _entry(attempt) for key, attempt in attempts.items()}
         changed = [entry for key, entry in entries.items() if self._told.get(key) != entry]
@@ -36,9 +40,7 @@ class Usage:
             return
         self._told, self._told_node = entries, node
         actions.append(MemoryUsed(self._scheduler.node, *node, (*gone, *changed)))
-        self._due_ns = now + self._period_ns
-        if entries or self._scheduler.num_aside:
-            actions.append(events.Wake(self._due_ns))
+        self._due_ns, self._is_due = now + self._period_ns, False
 
     def _node(self) -> tuple[int, int, int, int]:
         scheduler = self._scheduler

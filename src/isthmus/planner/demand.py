@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -12,10 +13,10 @@ from isthmus.config import Config
 from isthmus.cost.lengths import Lengths, LogNormal, Sample, mean_of
 from isthmus.errors import ConfigError
 from isthmus.planner.fleet import Fleet
-from isthmus.sim.hit_rate import policy_hits
+from isthmus.scheduler import TierCache
 from isthmus.sim.workloads import Workload, load
 from isthmus.sim.workloads.lines import read_lines, whole, wrong_line
-from isthmus.types import NS_PER_S
+from isthmus.types import NS_PER_S, BlockName
 
 _SPEC = re.compile(r"(\w+):(.*)")
 _LOGNORMAL = ("mu", "sigma", "min", "max")
@@ -71,6 +72,14 @@ def demand_of_trace(path: Path, config: Config, fleet: Fleet) -> Demand:
         workload=workload,
         rate=(len(requests) - 1) * NS_PER_S / span_ns if span_ns else None,
     )
+
+
+def policy_hits(chains: Sequence[Sequence[BlockName]], capacity: int, eviction: str) -> Iterator[int]:
+    """Blocks found of each chain in turn in a pool of `capacity` blocks; each is looked up and then stored."""
+    cache = TierCache(capacity, eviction=eviction)
+    for names in chains:
+        yield cache.match(names)[0]
+        cache.put(names)
 
 
 def demand_of_lengths(text: str, output_tokens: int | None) -> Demand:

@@ -11,7 +11,7 @@ import msgspec
 
 from isthmus.config import Config
 from isthmus.cost import Analytic, compile_cost
-from isthmus.cost.transfer import INT8, ZSTD, codec_speeds
+from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.deploy import Cluster, NodeFacts, at_home, clusters_of, cost_of, role_config, role_facts
 from isthmus.errors import ConfigError
 from isthmus.sim.deployment import deployment_of
@@ -165,7 +165,7 @@ def kept(instance: NodeFacts, codec: str) -> float:
         return 1.0
     if not instance.kv_dtype:
         raise ConfigError(f"network.compression: {codec} cannot encode KV that is 8-bit already; take none")
-    return codec_speeds(instance.kv_dtype, instance.block_size)[name].kept
+    return instance.cost.handling.speeds(instance.kv_dtype, instance.block_size)[name].kept
 
 
 def _home_of(clusters: list[Cluster]) -> Cluster:

@@ -16,7 +16,7 @@ import msgspec
 
 from isthmus.config import Config
 from isthmus.deploy import clusters_of
-from isthmus.deploy.policies import make_known
+from isthmus.deploy.rules import make_known
 from isthmus.planner import answer as say
 from isthmus.planner.demand import Demand
 from isthmus.planner.deployed import deployed

@@ -28,4 +28,5 @@ from isthmus.scheduler.pool import CountingPool as CountingPool
 from isthmus.scheduler.prefixes import Keeper as Keeper
 from isthmus.scheduler.scheduler import Scheduler as Scheduler
 from isthmus.scheduler.sequence import Sequence as Sequence
+from isthmus.scheduler.tiers import ReadAhead as ReadAhead
 from isthmus.scheduler.tiers import TierCache as TierCache

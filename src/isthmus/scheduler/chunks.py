@@ -57,14 +57,12 @@ class TokenBudget:
         self.taken += weight or chunk.count
 
 
-class TbtTarget:
+class TbtTarget(msgspec.Struct, frozen=True):
     """No iteration with decodes is to take longer than `limit_ps`, as `step_ps` predicts; chunks end with a `tile`."""
 
-    __slots__ = ("limit_ps", "step_ps", "tile")
-
-    def __init__(self, step_ps: StepTime, limit_ps: int, tile: int = TILE) -> None:
-        assert limit_ps > 0 and tile > 0
-        self.step_ps, self.limit_ps, self.tile = step_ps, limit_ps, tile
+    step_ps: StepTime
+    limit_ps: int
+    tile: int = TILE
 
     def minimum(self, num_decodes: int) -> int:
         """Prompt tokens that are taken in any case: to the end of a tile, and at least half of one.

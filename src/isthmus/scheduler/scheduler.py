@@ -61,9 +61,13 @@ class Scheduler:
         self.pool = pool if pool is not None else BlockPool(limits.num_blocks)
         self._memory = memory = Memory(limits, self.pool)
         self._states = memory.states
-        self._prefixes: Prefixes = PoolPrefixes(memory, limits.block_size)
-        if tiers is not None:
-            self._prefixes = TierPrefixes(tiers, memory, limits.block_size, node)
+        size = limits.block_size
+        self._prefixes: Prefixes = (
+            PoolPrefixes(memory, size) if tiers is None else TierPrefixes(tiers, memory, size, node)
+        )
+        # Facts that concern one part alone go there at once.
+        self.lose, self.recover, self.unpin = self._prefixes.lose, self._prefixes.recover, self._prefixes.unpin
+        self.saved, self.put_back = memory.saved, memory.put_back
         self._sequences: dict[RequestId, Sequence] = {}
         self._arrivals = count(1)
         self.run: Run | None = None
@@ -164,10 +168,6 @@ class Scheduler:
         self._tell_evicted(actions)
         return blocks
 
-    def put_back(self, blocks: Blocks) -> None:
-        """These are needed for that no more."""
-        self._memory.put_back(blocks)
-
     def returned(self, sequence: Sequence, blocks: Blocks) -> None:
         """The last of its KV that lay elsewhere is in these, which were set aside. No run touches it."""
         assert not self.computes(sequence)
@@ -227,22 +227,6 @@ class Scheduler:
         next run on."""
         if sequence.state is COMPUTING:
             self._states.missing(sequence, num_blocks)
-
-    def lose(self, names: Names, actions: Actions) -> None:
-        """The bytes of these blocks are gone or damaged, in whichever tier they were."""
-        self._prefixes.lose(names, actions)
-
-    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
-        """Prefixes were found whole on the SSD when the node started."""
-        self._prefixes.recover(chains, actions)
-
-    def unpin(self, sequence: Sequence) -> None:
-        """What it needed of the tiers is in the engine, or not needed any more."""
-        self._prefixes.unpin(sequence)
-
-    def saved(self, request: RequestId) -> None:
-        """What one `Save` wanted is done."""
-        self._memory.saved(request)
 
     def forget(self, sequence: Sequence) -> None:
         """It is over, whatever it had come to; if it is here at all."""

@@ -9,7 +9,7 @@ Knows names only: no bytes, no slots, no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import itemgetter
@@ -52,6 +52,23 @@ class Tier:
         """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
         rest = names[start:] if start else names
         return start + len(list(takewhile(self.held.__contains__, rest)))
+
+
+class ReadAhead(Counter[BlockName]):
+    """Blocks of the SSD that are in DRAM, or about to be, for so many loads that wait, until their tier is decided."""
+
+    def unread(self, names: Sequence[BlockName]) -> list[BlockName]:
+        """One load less waits for each. Returns, and forgets, those for which none waits any more."""
+        known = [name for name in names if name in self]
+        self.subtract(known)
+        gone = [name for name in known if not self[name]]
+        self.settle(gone)
+        return gone
+
+    def settle(self, names: Iterable[BlockName]) -> None:
+        """It is decided in which tier these are."""
+        for name in names:
+            self.pop(name, None)
 
 
 class TierCache:

@@ -1,4 +1,7 @@
-"""No search for cycles of objects while a simulation runs: nothing that ends there is part of one."""
+"""No search for cycles of objects while a simulation runs: nothing that ends there is part of one.
+
+A file of its own, for the command line loads it before it knows that anything is simulated.
+"""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ What a node knows of its disk does not change when it fails: it learns of it blo
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from isthmus.scheduler import Run
+from isthmus.scheduler import ReadAhead, Run
 from isthmus.sim.faults import Faults
 from isthmus.sim.node import SimNode
 from isthmus.types import BlockName, RequestId
@@ -25,7 +25,7 @@ class Disks:
         """By slot, of each node whose disk does not work: what is in DRAM alone."""
         self._read: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
         """What was read ahead for prompts that wait."""
-        self._ahead: defaultdict[int, Counter[BlockName]] = defaultdict(Counter)
+        self._ahead: defaultdict[int, ReadAhead] = defaultdict(ReadAhead)
         self._loads: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
 
     def change(self, nodes: Sequence[SimNode], now: int) -> None:
@@ -40,9 +40,7 @@ class Disks:
         return node.slot in self.unwritten
 
     def settled(self, node: SimNode, names: Sequence[BlockName]) -> None:
-        """It is decided in which tier these are."""
-        for name in names:
-            self._ahead[node.slot].pop(name, None)
+        self._ahead[node.slot].settle(names)
 
     def read(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """Which of what a prompt wants of it the disk does not give: others may have read some already."""
@@ -56,7 +54,7 @@ class Disks:
     def unreadable(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """Of blocks on the disk."""
         ahead = self._ahead[node.slot]
-        return [name for name in names if ahead[name] <= 0] if self.fails(node) else ()
+        return [name for name in names if name not in ahead] if self.fails(node) else ()
 
     def load(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
         """A run will need these."""
@@ -66,10 +64,7 @@ class Disks:
     def over(self, node: SimNode, key: RequestId) -> None:
         """It is loaded, or not wanted any more."""
         self._loads.pop((node.slot, key), None)
-        ahead = self._ahead[node.slot]
-        for name in self._read.pop((node.slot, key), ()):
-            if ahead[name] > 0:  # else it was decided where it is
-                ahead[name] -= 1
+        self._ahead[node.slot].unread(self._read.pop((node.slot, key), ()))
 
     def look(self, node: SimNode, run: Run) -> None:
         """Whether what a run needs can be loaded now; what cannot is `missing`."""
@@ -91,4 +86,4 @@ class Disks:
         if not self.fails(node) or tiers is None:
             return ()
         held = tiers.dram.held
-        return names[len(list(takewhile(lambda name: name in held or ahead[name] > 0, names))) :]
+        return names[len(list(takewhile(lambda name: name in held or name in ahead, names))) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -12,7 +12,16 @@ from isthmus.errors import ConfigError
 from isthmus.types import NS_PER_S
 
 
-class _At(msgspec.Struct, frozen=True):
+class _Fault(msgspec.Struct, frozen=True):
+    """How it is written: `most` of its last field, and `rule` says so."""
+
+    option: ClassVar[str]
+    example: ClassVar[str]
+    most: ClassVar[float] = math.inf
+    rule: ClassVar[str] = ""
+
+
+class _At(_Fault, frozen=True):
     """Of a node, or of all nodes of a cluster of that `name`."""
 
     name: str
@@ -24,7 +33,7 @@ class _At(msgspec.Struct, frozen=True):
         return frozenset((self.name,))
 
 
-class _Between(msgspec.Struct, frozen=True):
+class _Between(_Fault, frozen=True):
     one: str
     other: str
     start_s: float
@@ -41,48 +50,36 @@ class LinkFault(_Between, frozen=True):
     Where faults of one link overlap, the smallest factor holds.
     """
 
+    option, example = "--link-fault", "dense:local:60:120:0.2"
+    most, rule = 1.0, "a factor is from 0 (down) to 1"
     factor: float = 0.0
 
 
 class NodeFault(_At, frozen=True):
     """It dies at `start_s` and joins again, empty, at `stop_s`."""
 
+    option, example = "--node-fault", "dense-prefill-0:60:120"
+
 
 class SessionFault(_Between, frozen=True):
     """What two nodes, or any nodes of two clusters, say to each other takes `delay_s` longer from `start_s` to
     `stop_s`. Infinite: their sessions end at `start_s`, and none can be opened until `stop_s`."""
 
+    option, example = "--session-fault", "prefill-0:decode-1:60:120:0.5, inf to cut it"
+    rule = "a delay is 0 or more"
     delay_s: float = math.inf
 
 
 class DiskFault(_At, frozen=True):
     """Its SSD takes and gives nothing from `start_s` to `stop_s`."""
 
+    option, example = "--disk-fault", "prefill-0:60:120"
 
-Fault = LinkFault | NodeFault | SessionFault | DiskFault
-_Fault = TypeVar("_Fault", LinkFault, NodeFault, SessionFault, DiskFault)
+
+Fault = TypeVar("Fault", LinkFault, NodeFault, SessionFault, DiskFault)
 
 Names = tuple[str, ...]
 """Of a node and its cluster."""
-
-
-class _Kind(NamedTuple):
-    """How a fault is written. `most`: of its last field, and `rule` says so."""
-
-    option: str
-    example: str
-    most: float = math.inf
-    rule: str = ""
-
-
-_KINDS: dict[type[Fault], _Kind] = {
-    LinkFault: _Kind("--link-fault", "dense:local:60:120:0.2", 1.0, "a factor is from 0 (down) to 1"),
-    NodeFault: _Kind("--node-fault", "dense-prefill-0:60:120"),
-    SessionFault: _Kind(
-        "--session-fault", "prefill-0:decode-1:60:120:0.5, inf to cut it", rule="a delay is 0 or more"
-    ),
-    DiskFault: _Kind("--disk-fault", "prefill-0:60:120"),
-}
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -121,15 +118,15 @@ class Faults(msgspec.Struct, frozen=True):
                 have = ", ".join(":".join(sorted(each)) for each in ends) or "none"
                 raise ConfigError(f"--link-fault {link.one}:{link.other}: no such link; there are: {have}")
         known = dict.fromkeys(names)
-        others: tuple[Fault, ...] = (*self.nodes, *self.disks, *self.sessions)
+        others: tuple[_At | _Between, ...] = (*self.nodes, *self.disks, *self.sessions)
         for fault in others:
             for name in sorted(fault.ends - known.keys()):
-                option, have = _KINDS[type(fault)].option, ", ".join(known)
-                raise ConfigError(f"{option} {name}: no node or cluster has that name; there are: {have}")
+                have = ", ".join(known)
+                raise ConfigError(f"{fault.option} {name}: no node or cluster has that name; there are: {have}")
 
     def times(self) -> list[int]:
         """When anything changes, in ns, ascending."""
-        faults: tuple[Fault, ...] = (*self.links, *self.nodes, *self.sessions, *self.disks)
+        faults: tuple[_At | _Between, ...] = (*self.links, *self.nodes, *self.sessions, *self.disks)
         ends = {_ns(end) for fault in faults for end in (fault.start_s, fault.stop_s)}
         return sorted(end for end in ends if end < _ns(_NEVER_S))
 
@@ -141,18 +138,17 @@ def _ns(time_s: float) -> int:
     return int(min(time_s, _NEVER_S) * NS_PER_S)
 
 
-def _holding(faults: Iterable[_Fault], now: int) -> list[_Fault]:
+def _holding(faults: Iterable[Fault], now: int) -> list[Fault]:
     return [fault for fault in faults if _ns(fault.start_s) <= now < _ns(fault.stop_s)]
 
 
-def read(kind: type[_Fault], text: str) -> _Fault:
+def read(kind: type[Fault], text: str) -> Fault:
     """A fault as its option takes it, e.g. `dense:local:60:120:0.2`: its fields, times in s and `inf` for never.
 
     Raises ConfigError.
     """
-    option, example, most, rule = _KINDS[kind]
-    fields, parts = kind.__struct_fields__, text.split(":")
-    shape = ":".join(field.removesuffix("_s").upper() for field in fields) + f", e.g. {example}"
+    option, fields, parts = kind.option, kind.__struct_fields__, text.split(":")
+    shape = ":".join(field.removesuffix("_s").upper() for field in fields) + f", e.g. {kind.example}"
     if len(parts) != len(fields):
         raise ConfigError(f"{option} {text}: write {shape}")
     at = fields.index("start_s")
@@ -163,8 +159,8 @@ def read(kind: type[_Fault], text: str) -> _Fault:
     start, stop = numbers[:2]
     if not (0 <= start < stop and math.isfinite(start)):
         raise ConfigError(f"{option} {text}: it must stop after it starts; write {shape}")
-    if not 0 <= numbers[-1] <= most:
-        raise ConfigError(f"{option} {text}: {rule}; write {shape}")
+    if not 0 <= numbers[-1] <= kind.most:
+        raise ConfigError(f"{option} {text}: {kind.rule}; write {shape}")
     return kind(*parts[:at], *numbers)  # type: ignore[arg-type]
 
 

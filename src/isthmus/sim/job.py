@@ -5,19 +5,18 @@ from __future__ import annotations
 from isthmus.attempts import Route, key_of
 from isthmus.sim.records import RequestRecord
 from isthmus.sim.workloads import Request
-from isthmus.types import NOBODY, RequestId, Tenant
+from isthmus.types import RequestId
 
 
 class SimJob:
     """A request, and where its attempt under way has got to.
 
-    `name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
-    once it was withdrawn. `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it
-    computes was its own.
+    `name`: what the conductor calls it; `key`: what its nodes call its attempt, the last one that began, by `route`.
+    `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it computes was its own.
 
-    `length`, `names`: what this attempt prefills, the tokens that an earlier one gave included. `started`: its prefill
-    has begun; `prefilled`: it gave its first token. Its prefill waits for `pending` reads and fetches, and until
-    `loaded_ns`; `arriving`: tokens of its cached prefix that were to be fetched in part.
+    `length`: of what this attempt prefills, the tokens that an earlier one gave included. Its prefill waits for
+    `pending` reads and fetches, and until `loaded_ns`; `arriving`: tokens of its cached prefix that were to be fetched
+    in part.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
@@ -25,51 +24,40 @@ class SimJob:
     """
 
     __slots__ = (
-        "age", "arriving", "attempt", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
-        "loaded_ns", "name", "names", "num_generated", "pending", "prefill_slot", "prefilled", "record", "request",
-        "resumed_ns", "route", "spans", "started", "tenant",
+        "age", "arriving", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
+        "loaded_ns", "name", "num_generated", "pending", "prefill_slot", "record", "request", "resumed_ns", "route",
+        "spans",
     )  # fmt: skip
 
     route: Route
 
-    def __init__(self, index: int, request: Request, tenant: Tenant = NOBODY) -> None:
-        self.index, self.request, self.tenant = index, request, tenant
+    def __init__(self, index: int, request: Request) -> None:
+        self.index, self.request = index, request
         self.name = self.key = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
-        self.length, self.names = request.num_tokens, request.blocks
-        self.age = self.attempt = self.pending = self.num_generated = self.loaded_ns = self.arriving = 0
+        self.length = request.num_tokens
+        self.age = self.pending = self.num_generated = self.loaded_ns = self.arriving = 0
         self.prefill_slot = self.decode_slot = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
         self.resumed_ns: list[int] = []
-        self.started = self.prefilled = False
 
     @property
     def num_left(self) -> int:
         """Tokens that are still to come, while it does not decode."""
         return self.request.output_tokens - self.num_generated
 
-    def begin(self, route: Route, block_size: int) -> None:
+    def begin(self, route: Route) -> None:
         """Another attempt, of whose way nothing is done."""
-        self.route, self.attempt = route, route.attempt
-        self.key = key_of(self.name, route.attempt)
+        self.route, self.key = route, key_of(self.name, route.attempt)
         self.record.attempts += 1
-        if route.attempt == 1:
-            return
-        request = self.request
-        self.length = request.num_tokens + self.num_generated
-        # The block that the prompt leaves unfinished is another one with the tokens that follow it.
-        self.names = (
-            request.blocks[: request.num_tokens // block_size] if self.num_generated else request.blocks
-        )
-        self.started = self.prefilled = False
+        self.length = self.request.num_tokens + self.num_generated
         if self.record.first_token_ns < 0:
             self.record.prefill_start_ns, self.record.stalled_ns = -1, 0
             self.record.moved_tokens = self.record.similar_tokens = 0
 
     def withdraw(self) -> None:
         """Its attempt is over, whatever it had come to. It decodes nowhere."""
-        self.attempt = -1
         self.pending = self.loaded_ns = self.arriving = 0
         if self.record.first_token_ns >= 0 and len(self.spans) == len(self.resumed_ns):
             self.spans.append((0, 0, 0))  # a token came, and the next will be that of another prefill

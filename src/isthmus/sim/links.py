@@ -133,9 +133,9 @@ class Wiring:
 
     def trunk(self, source: NodeFacts, target: NodeFacts) -> tuple[int, ...]:
         """What lies between two nodes' own links."""
-        if source.cluster == target.cluster:
+        link = self.link_between(source, target)
+        if link is None:
             return self._spines[source.cluster]
-        link = self._paths[source.cluster, target.cluster]
         return (*self._spines[source.cluster], link.number, *self._spines[target.cluster])
 
     def set_factor(self, link: ClusterLink, factor: float, now: int) -> None:

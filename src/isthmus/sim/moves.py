@@ -12,17 +12,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from isthmus.conductor import LinkState
-from isthmus.cost.transfer import NONE, codec_speeds
+from isthmus.cost.transfer import NONE, CodecSpeed, after_ns
 from isthmus.node import events
 from isthmus.scheduler import Saved
-from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import Attending, SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
@@ -46,14 +45,16 @@ class _Leg(NamedTuple):
 
 
 class _Handover:
-    """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed."""
+    """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed; `kv`: bytes
+    before they were encoded; it began at `since_ns`."""
 
-    __slots__ = ("flow", "job", "key", "leg", "rest")
+    __slots__ = ("flow", "job", "key", "kv", "leg", "rest", "since_ns")
 
     flow: Flow
 
-    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int) -> None:
+    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int, kv: int, since_ns: int) -> None:
         self.key, self.job, self.leg, self.rest = key, job, leg, rest
+        self.kv, self.since_ns = kv, since_ns
 
     @property
     def ends(self) -> tuple[SimNode, SimNode]:
@@ -65,12 +66,12 @@ class _Transfer:
     loaded beside them is. `is_prompts`: a prefill waits for it. Donors' blocks are nobody's: they come
     before their prompt queues."""
 
-    __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
+    __slots__ = ("asked", "flow", "is_prompts", "job", "kv", "source", "stop", "target", "until_ns")
 
     def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: SimJob | None) -> None:
         self.asked, self.source, self.target, self.job = asked, source, target, job
         self.flow: Flow | None = None
-        self.stop = 0
+        self.stop = self.kv = 0
         self.until_ns = -1
         self.is_prompts = job is not None and job.prefill_slot == target.slot
 
@@ -283,17 +284,12 @@ class Moves:
         if transfer.is_prompts:
             assert transfer.job is not None
             transfer.job.pending += 1
-        if not self._reaches(node, source):
-            self._clock.call(self._clock.now, TRANSFER_ENDS, partial(self._nothing_came, transfer))
-            return
-        self._say(node, source, events.Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
 
     def _give(self, node: SimNode, give: events.Give) -> None:
         key, target = give.key, self._named[give.peer]
         transfer = self._fetches.get((key, target.slot))
         if transfer is None:
-            self._due.append((node, events.Enough(key, give.peer)))
-            return
+            return  # it has ended, and says so
         stop = give.stop
         if give.on_disk and self.disks.fails(node):
             stop -= give.on_disk
@@ -319,13 +315,28 @@ class Moves:
         if transfer.is_prompts and transfer.job is not None:
             tokens = min(tokens, transfer.job.length)
             transfer.job.record.fetched_tokens = tokens
-        kept = 1.0 if asked.codec == NONE else codec_speeds(node.facts.kv_dtype, size)[asked.codec].kept
-        return int(tokens * node.cost.kv_token_bytes * kept) + (node.cost.state_bytes if whole else 0)
+        transfer.kv, speed = tokens * node.cost.kv_token_bytes, self._speed(node, asked.codec)
+        sent = transfer.kv if speed is None else int(transfer.kv * speed.kept)
+        return sent + (node.cost.state_bytes if whole else 0)
+
+    def _speed(self, node: SimNode, codec: str) -> CodecSpeed | None:
+        """Of a codec on a node; None where nothing is encoded."""
+        if codec == NONE:
+            return None
+        return node.cost.handling.speeds(node.facts.kv_dtype, self._block_size)[codec]
 
     def _given(self, transfer: _Transfer) -> None:
-        source, target = transfer.source, transfer.target
+        source, target, flow = transfer.source, transfer.target, transfer.flow
+        assert flow is not None
         link = self.wiring.link_between(source.facts, target.facts)
-        self._arrive(source, target, partial(self._given_came, transfer), link)
+        after = self._after_ns(source, target, transfer.kv, transfer.asked.codec, flow.started_ns)
+        self._arrive(source, target, partial(self._given_came, transfer), link, after)
+
+    def _after_ns(self, source: SimNode, target: SimNode, kv: int, codec: str, since_ns: int) -> int:
+        """So long after its last byte has left KV can be used, the first of which left at `since_ns`."""
+        speed, took_ns = self._speed(source, codec), self._clock.now - since_ns
+        ends = source.cost.handling, target.cost.handling
+        return after_ns(kv, source.cost.num_layers, took_ns, speed, *ends)
 
     def _nothing_came(self, transfer: _Transfer) -> None:
         if self._fetches.get((transfer.asked.key, transfer.target.slot)) is transfer:
@@ -347,9 +358,8 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        self._say(target, transfer.source, events.Enough(key, target.facts.node))
         self._due.append((target, events.FetchEnded(key, stop)))
-        if job is None or job.key != key or job.attempt < 0:
+        if job is None or self._attempts.get(key) is not job:
             return
         if transfer.is_prompts:
             if job.arriving and stop * self._block_size < job.arriving:
@@ -381,14 +391,16 @@ class Moves:
         target = self._named[send.peer]
         if job is None or not self._reaches(node, target):
             return
-        kv = (extent.num_tokens - extent.start) * node.cost.kv_token_bytes
-        if extent.codec != NONE:
-            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[extent.codec].kept)
+        computed, speed = (
+            (extent.num_tokens - extent.start) * node.cost.kv_token_bytes,
+            self._speed(node, extent.codec),
+        )
+        kv = computed if speed is None else int(computed * speed.kept)
         size = kv + node.cost.state_bytes
         self._count("handover", node, target, key, size)
         rest = 0 if send.computed else kv // node.cost.num_layers + node.cost.state_bytes
         leg = self._legs.get((node.slot, target.slot)) or self._leg(node, target)
-        handover = self._handovers[key] = _Handover(key, job, leg, rest)
+        handover = self._handovers[key] = _Handover(key, job, leg, rest, computed, self._clock.now)
         tag = self._handed_over, handover
         handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
         if leg.link is not None:
@@ -417,8 +429,11 @@ class Moves:
     def _handed_over(self, handover: _Handover) -> None:
         leg = handover.leg
         del self._handovers[handover.key]
-        self._is_there(handover.job, self._clock.now + (leg.link.latency_ns if leg.link is not None else 0))
-        self._say(leg.source, leg.target, events.Received(handover.key), leg.link)
+        kv, codec = handover.kv, handover.job.route.codec
+        after = self._after_ns(leg.source, leg.target, kv, codec, handover.since_ns)
+        latency = leg.link.latency_ns if leg.link is not None else 0
+        self._is_there(handover.job, self._clock.now + latency + after)
+        self._say(leg.source, leg.target, events.Received(handover.key), leg.link, after)
 
     @staticmethod
     def _is_there(job: SimJob, now: int) -> None:
@@ -505,21 +520,29 @@ class Moves:
             self._due.append((node, events.Gone(tell.peer, "it cannot be reached")))
 
     def _say(
-        self, source: SimNode, target: SimNode, event: events.Event, link: ClusterLink | None = None
+        self,
+        source: SimNode,
+        target: SimNode,
+        event: events.Event,
+        link: ClusterLink | None = None,
+        after_ns: int = 0,
     ) -> None:
-        """`link`: what this is about has just left over it."""
-        if link is None and not self.sessions.are_at_risk:
+        """`link`: what this is about has just left over it; `after_ns`: until it can be used there."""
+        if link is None and not after_ns and not self.sessions.are_at_risk:
             self._due.append((target, event))
         else:
-            self._arrive(source, target, partial(self._due.append, (target, event)), link)
+            self._arrive(source, target, partial(self._due.append, (target, event)), link, after_ns)
 
-    def _arrive(self, source: SimNode, target: SimNode, heard: Call, link: ClusterLink | None) -> None:
-        """The last byte has left; it is there after the link's latency."""
-        if link is None or not link.latency_ns:
+    def _arrive(
+        self, source: SimNode, target: SimNode, heard: Call, link: ClusterLink | None, after_ns: int
+    ) -> None:
+        """The last byte has left; it is there after the link's latency, and of use so much later."""
+        delay_ns = after_ns + (link.latency_ns if link is not None else 0)
+        if not delay_ns:
             self.sessions.carry(source, target, heard)
         else:
             carry = partial(self.sessions.carry, source, target, heard)
-            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, carry)
+            self._clock.call(self._clock.now + delay_ns, TRANSFER_ENDS, carry)
 
     # What goes wrong.
 

@@ -379,8 +379,6 @@ class Network:
         return each.busy_ns + max(each.busy_until, *ends) - each.busy_since
 
     def _route(self, path: tuple[int, ...]) -> _Route:
-        if path in self._routes:
-            return self._routes[path]
         assert path and len(set(path)) == len(path), f"a path is distinct links, at least one: {path}"
         links = tuple(self._links[number] for number in path)
         assert all(link.behind is None or link.behind in links for link in links), f"{path} passes a link by"

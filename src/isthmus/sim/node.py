@@ -4,28 +4,62 @@ A run of decodes is folded: iteration i of a batch of B takes `fixed + slope * (
 `k * first + growth * k * (k - 1) / 2` picoseconds with `first = fixed + slope * C` and `growth = slope * B`. Its
 end is one event, however long it is; what comes in between cuts it at the end of the iteration under way, as a live
 worker breaks off. The sums are integers, so they equal a step-by-step simulation bit for bit.
+
+Attention over KV that lies with holders adds to an iteration. What is asked of a holder is the same throughout a run
+but for what home adds to its own part. A holder attends beside its own iterations, which take longer by that; for
+several homes it attends in turns, so that each finds it slower by the share of its time that the others take now. A run
+that asks is looked at again after `LOOK_STEPS` iterations.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import sqrt
+from typing import NamedTuple
 
-from isthmus.cost import NodeCost, compile_cost, pipeline
+from isthmus.attempts import Holding
+from isthmus.cost import NodeCost, Part, Path, Wait, compile_cost, pipeline, slowest
 from isthmus.cost.assembly import AssembledChunk, assembled_step_ps, assembled_weight
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Piece, Run
-from isthmus.sim.attending import LOOK_STEPS, Attending, Occupancy, Questions
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
-from isthmus.sim.links import NodeLinks
+from isthmus.sim.links import NodeLinks, Wiring
 from isthmus.sim.records import NodeRecord
 from isthmus.types import NodeId, RequestId, Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
+
+
+LOOK_STEPS = 16
+"""So long a live node's run lasts at most."""
+
+
+class Questions(NamedTuple):
+    """What an iteration of a home asks: how long it would wait for the slowest holder; `away`: tokens of its decodes
+    that lie elsewhere; `work`: what each holder takes for it, in ps; `num_bytes`: there and back."""
+
+    wait: Wait
+    away: int
+    work: dict[NodeId, float]
+    num_bytes: int
+
+
+class Occupancy:
+    """Of a holder, by attention for others. `by_home`: the part of its time that each home takes now."""
+
+    __slots__ = ("by_home",)
+
+    def __init__(self) -> None:
+        self.by_home: dict[int, float] = {}
+
+    def factor(self, home: int) -> float:
+        """By how much attention for one more home takes longer than alone; never less than an equal part is left."""
+        others = [part for slot, part in self.by_home.items() if slot != home]
+        return 1 / max(1 - sum(others), 1 / (1 + len(others))) if others else 1.0
 
 
 class SimNode:
@@ -44,38 +78,10 @@ class SimNode:
     """
 
     __slots__ = (
-        "_asked",
-        "_ends",
-        "_first",
-        "_growth",
-        "_limit",
-        "_num_admitted",
-        "_owed",
-        "_owed_part",
-        "_run_start",
-        "alive",
-        "attending",
-        "cost",
-        "decider",
-        "facts",
-        "is_broken",
-        "links",
-        "loading",
-        "missing",
-        "occupancy",
-        "owed_ps",
-        "record",
-        "run",
-        "run_gaps",
-        "run_start",
-        "run_steps",
-        "sampling",
-        "slot",
-        "stalled",
-        "stalled_since",
-        "steps",
-        "tail_ns",
-        "version",
+        "_asked", "_ends", "_first", "_growth", "_limit", "_num_admitted", "_owed", "_owed_part", "_run_start",
+        "alive", "attending", "cost", "decider", "facts", "is_broken", "links", "loading", "missing", "occupancy",
+        "owed_ps", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot", "stalled",
+        "stalled_since", "steps", "tail_ns", "version",
     )  # fmt: skip
 
     links: NodeLinks
@@ -88,9 +94,8 @@ class SimNode:
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
-        self._ends: list[
-            tuple[int, int, SimJob]
-        ] = []  # (steps at its last token, age, who); some are out of date
+        # (steps at its last token, age, who); some are out of date.
+        self._ends: list[tuple[int, int, SimJob]] = []
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.occupancy = Occupancy()
         self.begin_anew(decider)
@@ -108,9 +113,8 @@ class SimNode:
         self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
         self._asked: Questions | None = None  # of holders, in each iteration of the run
-        self.owed_ps = self._owed = self._owed_part = (
-            0  # to be paid; with this run, and with each iteration of it
-        )
+        # To be paid; with this run, and with each iteration of it.
+        self.owed_ps = self._owed = self._owed_part = 0
         self.stalled = self.is_broken = False
         self.alive = True
         self.version += 1
@@ -118,6 +122,7 @@ class SimNode:
     def begin(self, run: Run, now: int) -> int:
         """Starts a run; returns when it ends if nothing cuts it short."""
         self.run, self._run_start = run, now
+        self.is_broken = False
         self.version += 1
         if self.decider.has_holders:
             self._asked = self.attending.asks(self, run)
@@ -296,11 +301,9 @@ class SimNode:
         """A piece that is put together from donors' KV: of its tokens fewer are computed from layer to layer."""
         assembly = piece.assembly
         assert assembly is not None
-        chunk = AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
-        self.record.tokens_prefilled += assembled_weight(
-            assembly.selection, piece.count, assembly.num_reused, self.cost.num_layers
-        )
-        return chunk
+        selection, count, reused = assembly.selection, piece.count, assembly.num_reused
+        self.record.tokens_prefilled += assembled_weight(selection, count, reused, self.cost.num_layers)
+        return AssembledChunk(selection, count, piece.start, reused)
 
     def _after(self, steps: int) -> int:
         """Picoseconds that the first `steps` iterations take."""
@@ -319,6 +322,71 @@ class SimNode:
         while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
+
+
+class Attending:
+    """Between all nodes. `bytes_moved`: where what crosses is counted, as `queries`."""
+
+    def __init__(self, named: dict[NodeId, SimNode], wiring: Wiring, bytes_moved: dict[str, int]) -> None:
+        self._named, self._wiring, self._bytes_moved = named, wiring, bytes_moved
+
+    def asks(self, home: SimNode, run: Run) -> Questions | None:
+        """What an iteration of this run asks of holders, if anything."""
+        rows: dict[NodeId, float] = {}
+        work: dict[NodeId, float] = {}
+        away = 0
+        for attempt in home.decider.held_elsewhere() if run.num_decodes else ():
+            for holding in attempt.remote.there:
+                tokens = holding.num_blocks * home.facts.block_size
+                self._add(rows, work, holding, 1, tokens)
+                away += tokens
+        for piece in run.chunks:
+            for holding in piece.remote:
+                self._add(rows, work, holding, piece.count, holding.num_blocks * home.facts.block_size)
+        if not rows:
+            return None
+        queries, parts, size = home.cost.queries, [], 0
+        for name, count in rows.items():
+            there, num_bytes = self._named[name], round(queries.num_bytes(count))
+            size += num_bytes
+            takes = work[name] * there.occupancy.factor(home.slot)
+            parts.append(Part(self.path(home.facts, there.facts), num_bytes, takes))
+        wait = slowest(parts, queries.layers, home.facts.rates.network)
+        return Questions(wait, away, work, size)
+
+    def _add(
+        self, rows: dict[NodeId, float], work: dict[NodeId, float], holding: Holding, count: int, tokens: int
+    ) -> None:
+        """Each of several holders has an equal part of the heads."""
+        share = 1 / len(holding.holders)
+        for name in holding.holders:
+            rows[name] = rows.get(name, 0.0) + share * count
+            work[name] = work.get(name, 0.0) + share * self._named[name].cost.attend_ps(count, tokens)
+
+    def path(self, home: NodeFacts, holder: NodeFacts) -> Path:
+        """Both nodes' links, and what joins their clusters. KV on the same links does not slow queries down."""
+        rtt_ns = max(home.rates.rtt_ns, holder.rates.rtt_ns)
+        rate: float = min(home.rates.network, holder.rates.network)
+        link = self._wiring.link_between(home, holder)
+        if link is not None:
+            rtt_ns, rate = rtt_ns + link.rule.rtt_ns, min(rate, link.rule.bytes_per_s * max(link.factor, 1e-6))
+        return Path(1000 * rtt_ns, rate)
+
+    def began(self, home: SimNode, asked: Questions, iteration_ps: int) -> None:
+        """From now on holders give it so much of their time."""
+        for name, work_ps in asked.work.items():
+            self._named[name].occupancy.by_home[home.slot] = min(1.0, work_ps / max(1, iteration_ps))
+
+    def ended(self, home: SimNode, asked: Questions, steps: int) -> None:
+        """So many iterations. A holder's own run that is out takes longer for it."""
+        self._bytes_moved["queries"] += steps * asked.num_bytes
+        for name, each_ps in asked.work.items():
+            holder, work_ps = self._named[name], round(steps * each_ps)
+            holder.occupancy.by_home.pop(home.slot, None)
+            if holder.run is None:
+                holder.record.busy_ns += work_ps // 1000
+            else:
+                holder.owed_ps += work_ps
 
 
 def build_node(deployment: Deployment, slot: int) -> SimNode:

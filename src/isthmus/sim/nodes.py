@@ -16,6 +16,7 @@ from isthmus.attempts import (
     BlocksStored,
     FetchFinished,
     MemoryUsed,
+    Order,
     PrefillFinished,
     Report,
     RequestFailed,
@@ -24,7 +25,7 @@ from isthmus.attempts import (
     Spread,
 )
 from isthmus.conductor import Event as ConductorEvent
-from isthmus.conductor import FirstToken
+from isthmus.conductor import FirstToken, RequestEnded
 from isthmus.cost.assembly import assembled_weight
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
@@ -34,7 +35,12 @@ from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
-from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
+
+TAKE_NO_TIME = (
+    events.Offer, events.Receive, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
+    events.Unhost, events.Adopt, events.Promote, events.Demote, events.Drop,
+)  # fmt: skip
 
 
 class Nodes:
@@ -43,16 +49,10 @@ class Nodes:
     `attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
     what nodes hear, and the conductor of them, when the present event is done, in this order.
 
-    `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.
+    `decide` tells the conductor, and does what it answers.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        clock: Clock,
-        decide: Callable[[ConductorEvent], None],
-        completed: Callable[[SimJob], None],
-    ) -> None:
+    def __init__(self, deployment: Deployment, clock: Clock, decide: Callable[[ConductorEvent], None]) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
         self.attempts: dict[RequestId, SimJob] = {}
@@ -60,25 +60,10 @@ class Nodes:
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
-        self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
+        self._deployment, self._clock, self._decide = deployment, clock, decide
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
-            **dict.fromkeys(
-                (
-                    events.Offer,
-                    events.Receive,
-                    events.OpenLine,
-                    events.Host,
-                    events.Rekey,
-                    events.Trim,
-                    events.Unhost,
-                    events.Adopt,
-                    events.Promote,
-                    events.Demote,
-                    events.Drop,
-                ),
-                _needs_no_time,
-            ),
+            **dict.fromkeys(TAKE_NO_TIME, _needs_no_time),
             Run: self._start_run,
             events.Cut: self._cut,
             Admitted: self._admitted,
@@ -126,28 +111,22 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: SimJob, route: Route) -> None:
-        """The decode node first, as it is asked for room while the prompt waits."""
-        job.begin(route, self._block_size)
+    def begin(self, job: SimJob, route: Route, parts: Sequence[tuple[NodeId, events.Begin]]) -> None:
+        """An attempt, of whose way nothing is done."""
+        job.begin(route)
         self.attempts[job.key] = job
-        prefill, decode = self.by_name[route.prefill], self.by_name[route.decode]
-        record, request = job.record, job.request
-        job.prefill_slot = record.prefill = prefill.slot
-        job.decode_slot = record.decode = decode.slot
-        stop = request.num_tokens + request.output_tokens
-        part = MIXED
-        if decode is not prefill:
-            part = PREFILL
-            self.tell(decode, events.Begin(job.key, DECODE, route, job.length, stop, job.names, job.tenant))
-        self.tell(prefill, events.Begin(job.key, part, route, job.length, stop, job.names, job.tenant))
+        job.prefill_slot = job.record.prefill = self.by_name[route.prefill].slot
+        job.decode_slot = job.record.decode = self.by_name[route.decode].slot
+        for node, begin in parts:
+            self.tell(self.by_name[node], begin)
 
-    def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
-        for name in names:
-            node = self.by_name[name]
-            if key in node.decider:
-                self.tell(node, events.Forget(key))
-            if node.stalled:
-                self.due.append((node, None))
+    def order(self, name: NodeId, order: Order) -> None:
+        """What the conductor has a node told. One that is done with an attempt need not hear that it is over."""
+        node = self.by_name[name]
+        if not isinstance(order, events.Forget) or order.key in node.decider:
+            self.tell(node, order)
+        if node.stalled:
+            self.due.append((node, None))
 
     def withdraw(self, job: SimJob) -> None:
         """Its attempt is over; its nodes, if they are there still, are told apart from this."""
@@ -194,10 +173,8 @@ class Nodes:
                 node.sampling.append(job)
             if job.pending or job.loaded_ns > self._clock.now:
                 node.loading.append(job)
-            if not job.started:
-                job.started = True
-                if job.record.first_token_ns < 0:
-                    job.record.prefill_start_ns = self._clock.now
+            if job.record.first_token_ns < 0 and job.record.prefill_start_ns < 0:
+                job.record.prefill_start_ns = self._clock.now
             if piece.assembly is not None and job.record.first_token_ns < 0:
                 self._reuses(node, job, piece)
 
@@ -291,7 +268,7 @@ class Nodes:
         answers = self._answers(ended) if self._has_answers and ended and decider.keeps_answers else ()
         self._carry_out(node, decider.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
-            self._completed(job)
+            self._complete(job)
         for job in sampled:
             self._send_token(job)
         if leaving and tail_ns:
@@ -301,7 +278,7 @@ class Nodes:
             self._leave_group(node, leaving)
 
     def _leave_group(self, node: SimNode, leaving: list[tuple[SimJob, RequestId]]) -> None:
-        sampled = [job for job, key in leaving if job.key == key and job.attempt > 0]
+        sampled = [job for job, key in leaving if self.attempts.get(key) is job]
         ended: list[RequestId] = []
         for job in sampled:
             self._got_token(node, job, ended)
@@ -334,11 +311,13 @@ class Nodes:
             self._join_batch(node, job)
 
     def _send_token(self, job: SimJob) -> None:
-        if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
-            job.prefilled = True
-            self._decide(FirstToken(job.name, job.attempt))
-        if job.attempt > 0 and not job.num_left:  # else it was refused
-            self._completed(job)
+        self._decide(FirstToken(job.name, job.route.attempt))
+        if job.key in self.attempts and not job.num_left:  # else it was refused
+            self._complete(job)
+
+    def _complete(self, job: SimJob) -> None:
+        """Its last token has come."""
+        self._decide(RequestEnded(job.name, job.request.output_tokens))
 
     # What becomes of attempts.
 

@@ -16,29 +16,27 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import key_of
 from isthmus.conductor import (
     Abort,
     Action,
     Conductor,
-    Convert,
+    Desk,
+    End,
     Event,
     Fail,
-    Hold,
-    HoldExpired,
-    Lend,
     LinksMeasured,
     NodeLeft,
     Refuse,
     Remember,
-    Repay,
     RequestArrived,
     RequestEnded,
     Route,
+    Tell,
     ThresholdSet,
     Unremember,
+    Wait,
 )
-from isthmus.node.events import Become, Move, Return
+from isthmus.conductor.view import WAITING
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.cycles import no_cycles
 from isthmus.sim.deployment import Deployment
@@ -52,6 +50,8 @@ from isthmus.types import NS_PER_MS, NS_PER_S, RequestId
 
 PATIENCE_NS = 600 * NS_PER_S
 """How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
+
+_STATUS: dict[type, Status] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
@@ -67,30 +67,24 @@ class Simulation:
         has_answers = any(request.answer is not None for request in workload.requests)
         deployment = msgspec.structs.replace(deployment, has_names=has_names, has_answers=has_answers)
         self._deployment, self._workload = deployment, workload
-        self._log, self._check = log, check
-        self._conductor = Conductor(deployment.rules)
+        self._check = check
+        self._desk = Desk(Conductor(deployment.rules), deployment.rejoin_ns, log)
         self._clock = Clock()
-        self._nodes = Nodes(deployment, self._clock, self.decide, self.completed)
+        self._nodes = Nodes(deployment, self._clock, self.decide)
         self._moves = self._nodes.moves
         self._samples: list[LinkSample] = []
         self._idle_since = 0
-        owner_of = deployment.shares.owner_of
-        self._jobs = [
-            SimJob(index, request, owner_of(request.tenant)) for index, request in enumerate(workload.requests)
-        ]
+        self._jobs = [SimJob(index, request) for index, request in enumerate(workload.requests)]
         self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, SimJob] = {}
         self._thresholds: list[ThresholdChange] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
-            Refuse: self._refuse,
-            Fail: self._fail,
-            Hold: self._hold,
-            Convert: self._convert,
+            Tell: self._tell,
+            Wait: self._wait,
+            **dict.fromkeys((Refuse, Fail, RequestEnded), self._end),
             ThresholdSet: self._threshold_set,
-            Lend: self._lend,
-            Repay: self._repay,
             **dict.fromkeys((Remember, Unremember), _keeps_no_tokens),
         }
 
@@ -151,28 +145,28 @@ class Simulation:
         return self._result(num_events)
 
     def _check_all(self) -> None:
-        self._conductor.check()
+        self._desk.check()
         self._moves.network.check()
         self._nodes.check()
-        under_way = {job.key for job in self._job_of.values() if job.attempt > 0}
-        assert under_way == set(self._nodes.attempts), "an attempt that nobody asked for"
-        waiting = [job.name for job in self._job_of.values() if job.attempt < 0]
-        assert all(self._conductor.view.requests[name].on_hold for name in waiting), "a request was forgotten"
+        attempts = [(job.name, job.route.attempt) for job in self._nodes.attempts.values()]
+        assert all(self._desk.under_way(*each) is not None for each in attempts), (
+            "an attempt that nobody asked for"
+        )
+        waiting = [job for job in self._job_of.values() if job.key not in self._nodes.attempts]
+        requests = self._desk.conductor.view.requests
+        assert all(requests[job.name].state is WAITING for job in waiting), "a request was forgotten"
 
     def _check_idle(self) -> None:
         """Every request has ended."""
         assert not self._job_of and not self._num_left, "a request never ended"
-        assert not self._conductor.view.requests, "the conductor holds a request that ended"
+        self._desk.check()
         self._nodes.check_idle()
 
     # The conductor.
 
     def decide(self, event: Event) -> None:
-        actions = self._conductor.on(event, self._clock.now)
-        if self._log is not None:
-            self._log(self._clock.now, event, actions)
-        for action in actions:
-            self._handlers[type(action)](action)
+        for answer in self._desk.on(event, self._clock.now):
+            self._handlers[type(answer)](answer)
 
     def _arrive(self, job: SimJob) -> None:
         request, rules, record = job.request, self._deployment.rules, job.record
@@ -195,62 +189,30 @@ class Simulation:
                 request.ttft_slo_ms,
                 request.tbt_slo_ms,
                 content,
-                job.tenant.weight if job.tenant.name else 0.0,
+                self._deployment.shares.weight_of(request.tenant),
             )
         )
 
     def _route(self, route: Route) -> None:
         job = self._job_of[route.request]
-        if job.attempt > 0:
-            self._nodes.withdraw(job)
-        self._nodes.begin(job, route)
+        self._nodes.begin(job, route, self._desk.parts(route, job.num_generated))
 
     def _abort(self, abort: Abort) -> None:
-        """Those of its nodes that are done with it already need not hear."""
-        job = self._job_of[abort.request]
-        key = job.key
-        if job.record.status is not COMPLETED and job.attempt > 0:
-            self._nodes.withdraw(job)
-        self._nodes.forget(key, abort.nodes)
+        self._nodes.withdraw(self._job_of[abort.request])
 
-    def _refuse(self, refuse: Refuse) -> None:
-        job = self._job_of[refuse.request]
-        job.record.stage = refuse.stage or refuse.code
-        self._end(job, REFUSED)
+    def _tell(self, tell: Tell) -> None:
+        self._nodes.order(tell.node, tell.order)
 
-    def _hold(self, hold: Hold) -> None:
-        job = self._job_of[hold.request]
-        if job.attempt > 0:
-            self._nodes.withdraw(job)
-        until = self._clock.now + (hold.wait_ms * NS_PER_MS or self._deployment.rejoin_ns)
-        self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
+    def _wait(self, wait: Wait) -> None:
+        self._clock.call(self._clock.now + wait.wait_ns, OTHERS, partial(self.decide, wait.then))
 
-    def _fail(self, fail: Fail) -> None:
-        self._end(self._job_of[fail.request], FAILED)
-
-    def _end(self, job: SimJob, status: Status) -> None:
+    def _end(self, end: End) -> None:
         """The one end of a request."""
-        if job.attempt > 0:
-            self._nodes.withdraw(job)
-        job.record.status, job.record.end_ns = status, self._clock.now
-        del self._job_of[job.name]
+        job = self._job_of.pop(end.request)
+        job.record.status, job.record.end_ns = _STATUS[type(end)], self._clock.now
+        if isinstance(end, Refuse):
+            job.record.stage = end.stage or end.code
         self._num_left -= 1
-
-    def completed(self, job: SimJob) -> None:
-        job.record.status = COMPLETED
-        self.decide(RequestEnded(job.name, job.request.output_tokens))
-        self._end(job, COMPLETED)
-
-    def _convert(self, order: Convert) -> None:
-        self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))
-
-    def _lend(self, order: Lend) -> None:
-        key = key_of(order.request, order.attempt)
-        self._nodes.tell(self._nodes.by_name[order.home], Move(key, order.holder, order.num_blocks))
-
-    def _repay(self, order: Repay) -> None:
-        key = key_of(order.request, order.attempt)
-        self._nodes.tell(self._nodes.by_name[order.home], Return(key, order.holder, order.num_blocks))
 
     def _threshold_set(self, order: ThresholdSet) -> None:
         self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))

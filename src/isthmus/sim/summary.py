@@ -17,7 +17,6 @@ from isthmus.sim.records import (
     FAILED,
     REFUSED,
     UNFINISHED,
-    Conversion,
     LinkRecord,
     NodeRecord,
     RequestRecord,
@@ -25,9 +24,7 @@ from isthmus.sim.records import (
     Status,
     ThresholdChange,
 )
-from isthmus.sim.spread import Spread as Spread
-from isthmus.sim.spread import mean_s, share, spread
-from isthmus.sim.spread import nearest_rank as nearest_rank
+from isthmus.sim.spread import Spread, mean_s, share, spread
 from isthmus.types import NS_PER_S
 
 MINUTE_NS = 60 * NS_PER_S
@@ -82,6 +79,9 @@ class PoolUse(msgspec.Struct, frozen=True):
     tokens_decoded: int
     preemptions: int
     blocks_evicted: int
+
+
+_SUMMED = ("busy_ns", "stalled_ns", *PoolUse.__struct_fields__[3:])
 
 
 class LinkUse(msgspec.Struct, frozen=True):
@@ -207,6 +207,7 @@ def summarize(result: Result) -> Summary:
     all_requests = _Requests(result.records)
     started, first, completed = all_requests.started, all_requests.first, all_requests.completed
     span_ns = result.end_ns - result.start_ns
+    num_blocks = sum([len(each.request.blocks) for each in started])
     return Summary(
         workload=result.workload,
         policy=result.policy,
@@ -220,9 +221,7 @@ def summarize(result: Result) -> Summary:
         e2e_s=spread([each.end_ns - each.arrival_ns for each in completed]),
         queue_s=spread([each.prefill_start_ns - each.arrival_ns for each in started]),
         transfer_s=spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
-        hit_rate_blocks=share(
-            sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
-        ),
+        hit_rate_blocks=share(sum([each.cached_blocks for each in started]), num_blocks),
         hits_by_source=_hits(all_requests),
         reuse=_reuse(started),
         retried=sum([each.attempts > 1 for each in result.records]),
@@ -233,7 +232,9 @@ def summarize(result: Result) -> Summary:
         by_route=_routes(result, first),
         between_clusters=_crossings(result.links, span_ns),
         threshold=threshold_use(result.thresholds, span_ns),
-        conversions=[_role_change(change) for change in result.conversions],
+        conversions=[
+            RoleChange(at_ns / NS_PER_S, node, role.value) for at_ns, node, role in result.conversions
+        ],
         makespan_s=span_ns / NS_PER_S,
         output_tokens_per_s=share(sum([each.request.output_tokens for each in completed]) * NS_PER_S, span_ns),
         by_priority=_groups(result.records, attrgetter("request.priority"), highest_first=True),
@@ -242,10 +243,6 @@ def summarize(result: Result) -> Summary:
         events=result.num_events,
         wall_s=result.wall_s,
     )
-
-
-def _role_change(change: Conversion) -> RoleChange:
-    return RoleChange(change.at_ns / NS_PER_S, change.node, change.role.value)
 
 
 def to_json(summary: Summary, *, wall: bool = True) -> bytes:
@@ -340,21 +337,12 @@ def _waste(requests: _Requests) -> Waste:
 
 
 def _pools(nodes: Sequence[NodeRecord], span_ns: int) -> dict[str, PoolUse]:
-    return {role: _pool(pool, span_ns) for role, pool in _by(attrgetter("role.value"), nodes).items()}
-
-
-def _pool(nodes: list[NodeRecord], span_ns: int) -> PoolUse:
-    node_time_ns = span_ns * len(nodes)
-    return PoolUse(
-        nodes=len(nodes),
-        busy_share=share(sum(node.busy_ns for node in nodes), node_time_ns),
-        stalled_share=share(sum(node.stalled_ns for node in nodes), node_time_ns),
-        iterations=sum(node.iterations for node in nodes),
-        tokens_prefilled=sum(node.tokens_prefilled for node in nodes),
-        tokens_decoded=sum(node.tokens_decoded for node in nodes),
-        preemptions=sum(node.preemptions for node in nodes),
-        blocks_evicted=sum(node.blocks_evicted for node in nodes),
-    )
+    uses = {}
+    for role, pool in _by(attrgetter("role.value"), nodes).items():
+        busy, stalled, *counts = (sum(getattr(node, name) for node in pool) for name in _SUMMED)
+        time_ns = span_ns * len(pool)
+        uses[role] = PoolUse(len(pool), share(busy, time_ns), share(stalled, time_ns), *counts)
+    return uses
 
 
 def link_utilisation(link: LinkRecord, span_ns: int) -> float:

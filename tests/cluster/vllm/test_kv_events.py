@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,21 +239,19 @@ async def listening(publisher: Publisher, *, replay: bool = True) -> AsyncIterat
         assert all(isinstance(each, asyncio.CancelledError) for each in done), done
 
 
-def played(scene: Callable[[Publisher], Awaitable[None]], tmp_path: Path, replay_s: float = LIMIT_S) -> None:
-    async def work() -> None:
-        publisher = Publisher(tmp_path)
-        try:
+@contextlib.asynccontextmanager
+async def publishing(folder: Path, replay_s: float = LIMIT_S) -> AsyncIterator[Publisher]:
+    publisher = Publisher(folder)
+    try:
+        with mock.patch.object(kv_events, "REPLAY_S", replay_s):
             async with asyncio.timeout(LIMIT_S):
-                await scene(publisher)
-        finally:
-            publisher.close()
-
-    with mock.patch.object(kv_events, "REPLAY_S", replay_s):
-        asyncio.run(work())
+                yield publisher
+    finally:
+        publisher.close()
 
 
-def test_what_was_said_before_is_heard_first(tmp_path: Path) -> None:
-    async def scene(publisher: Publisher) -> None:
+async def test_what_was_said_before_is_heard_first(tmp_path: Path) -> None:
+    async with publishing(tmp_path) as publisher:
         await publisher.say(0, b"a", lost=True)
         await publisher.say(1, b"b", lost=True)
         async with listening(publisher) as heard:
@@ -263,11 +261,9 @@ def test_what_was_said_before_is_heard_first(tmp_path: Path) -> None:
             await heard.until(b"a", b"b", b"c", b"d")
             assert publisher.asked == [0]
 
-    played(scene, tmp_path)
 
-
-def test_what_is_both_replayed_and_published_is_heard_once(tmp_path: Path) -> None:
-    async def scene(publisher: Publisher) -> None:
+async def test_what_is_both_replayed_and_published_is_heard_once(tmp_path: Path) -> None:
+    async with publishing(tmp_path) as publisher:
         publisher.may_answer.clear()
         async with listening(publisher) as heard:
             for number, said in enumerate((b"a", b"b", b"c")):
@@ -276,63 +272,53 @@ def test_what_is_both_replayed_and_published_is_heard_once(tmp_path: Path) -> No
             await publisher.say(3, b"d")
             await heard.until(b"a", b"b", b"c", b"d")
 
-    played(scene, tmp_path)
 
-
-def test_a_gap_is_filled_by_asking_again(tmp_path: Path) -> None:
-    async def scene(publisher: Publisher) -> None:
-        async with listening(publisher) as heard:
-            await publisher.say(0, b"a")
-            await heard.until(b"a")
-            await publisher.say(1, b"b", lost=True)
-            await publisher.say(2, b"c", lost=True)
-            await publisher.say(3, b"d")
-            await publisher.say(4, b"e")
-            await heard.until(b"a", b"b", b"c", b"d", b"e")
-            assert publisher.asked[-1] == 1
-
-    played(scene, tmp_path)
+async def test_a_gap_is_filled_by_asking_again(tmp_path: Path) -> None:
+    async with publishing(tmp_path) as publisher, listening(publisher) as heard:
+        await publisher.say(0, b"a")
+        await heard.until(b"a")
+        await publisher.say(1, b"b", lost=True)
+        await publisher.say(2, b"c", lost=True)
+        await publisher.say(3, b"d")
+        await publisher.say(4, b"e")
+        await heard.until(b"a", b"b", b"c", b"d", b"e")
+        assert publisher.asked[-1] == 1
 
 
 @pytest.mark.parametrize("how", ["not kept", "silent", "no replay"])
-def test_after_a_gap_that_cannot_be_filled_all_before_is_void(how: str, tmp_path: Path) -> None:
-    async def scene(publisher: Publisher) -> None:
-        async with listening(publisher, replay=how != "no replay") as heard:
-            await publisher.say(0, b"a")
-            await heard.until(b"a")
-            publisher.answers = how != "silent"
-            await publisher.say(1, b"b", lost=True, keep=False)
-            await publisher.say(2, b"c", lost=True, keep=False)
-            await publisher.say(3, b"d")
-            await publisher.say(4, b"e")
-            await heard.until(b"a", "void", b"d", b"e")
-
-    played(scene, tmp_path, 0.1 if how == "silent" else LIMIT_S)
+async def test_after_a_gap_that_cannot_be_filled_all_before_is_void(how: str, tmp_path: Path) -> None:
+    async with (
+        publishing(tmp_path, 0.1 if how == "silent" else LIMIT_S) as publisher,
+        listening(publisher, replay=how != "no replay") as heard,
+    ):
+        await publisher.say(0, b"a")
+        await heard.until(b"a")
+        publisher.answers = how != "silent"
+        await publisher.say(1, b"b", lost=True, keep=False)
+        await publisher.say(2, b"c", lost=True, keep=False)
+        await publisher.say(3, b"d")
+        await publisher.say(4, b"e")
+        await heard.until(b"a", "void", b"d", b"e")
 
 
 @pytest.mark.parametrize(("before", "missed"), [(1, False), (3, False), (3, True)])
-def test_a_server_that_begins_anew_has_nothing_of_before(before: int, missed: bool, tmp_path: Path) -> None:
+async def test_a_server_that_begins_anew_has_nothing_of_before(
+    before: int, missed: bool, tmp_path: Path
+) -> None:
     """Its numbers begin at 0 again, whether or not that batch is heard."""
-
-    async def scene(publisher: Publisher) -> None:
-        async with listening(publisher) as heard:
-            old = [b"old %d" % number for number in range(before)]
-            for number, said in enumerate(old):
-                await publisher.say(number, said)
-            await heard.until(*old)
-            publisher.kept.clear()
-            await publisher.say(0, b"new 0", lost=missed)
-            await publisher.say(1, b"new 1")
-            await heard.until(*old, "void", b"new 0", b"new 1")
-
-    played(scene, tmp_path)
+    async with publishing(tmp_path) as publisher, listening(publisher) as heard:
+        old = [b"old %d" % number for number in range(before)]
+        for number, said in enumerate(old):
+            await publisher.say(number, said)
+        await heard.until(*old)
+        publisher.kept.clear()
+        await publisher.say(0, b"new 0", lost=missed)
+        await publisher.say(1, b"new 1")
+        await heard.until(*old, "void", b"new 0", b"new 1")
 
 
-def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    async def scene(publisher: Publisher) -> None:
-        async with listening(publisher) as heard:
-            for number, said in enumerate((b"a", b"bad", b"c")):
-                await publisher.say(number, said)
-            await heard.until(b"a", b"bad", b"c")
-
-    played(scene, tmp_path)
+async def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    async with publishing(tmp_path) as publisher, listening(publisher) as heard:
+        for number, said in enumerate((b"a", b"bad", b"c")):
+            await publisher.say(number, said)
+        await heard.until(b"a", b"bad", b"c")

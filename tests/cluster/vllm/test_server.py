@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.vllm import server
-from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, own_folder, settle
+from isthmus.cluster.vllm.server import SWEEP_S, Ports, Server, Sockets, cause_of, own_folder, settle
 from isthmus.config import Config, load_config
 from isthmus.errors import StartError
+from isthmus.types import NodeId, Role
 
 WAITS = "from isthmus.cluster.vllm.server import own_folder\nwith own_folder() as at: print(at, flush=True); input()"
 
@@ -125,8 +127,8 @@ def server_config(python: Path, **vllm: str) -> Config:
 
 
 async def start(config: Config, folder: Path, within_s: float) -> None:
-    sockets, beside = Sockets(folder), Beside("mixed-0", "127.0.0.1", 1)
-    server = await Server.start(config, folder, "float32", 100, sockets, beside)
+    spec = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "", "", str(folder), 1, "")
+    server = await Server.start(config, spec, "float32", 100, Sockets(folder))
     try:
         await server.ready(within_s)
     finally:
@@ -139,23 +141,23 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """However much it says, and all of that is kept where it was asked for."""
     python = script(tmp_path / "python", FAILS)
     cause = "vLLM ended with exit status 1: ModuleNotFoundError: No module named 'isthmus_vllm' "
     with pytest.raises(StartError, match=re.escape(cause + "(engine.vllm.logs keeps all it says)")):
-        asyncio.run(start(server_config(python), tmp_path, 60))
+        await start(server_config(python), tmp_path, 60)
     logs = tmp_path / "logs"
     with pytest.raises(StartError, match=re.escape(cause + f"(all it said: {logs}/mixed-0.log)")):
-        asyncio.run(start(server_config(python, logs=str(logs)), tmp_path, 60))
+        await start(server_config(python, logs=str(logs)), tmp_path, 60)
     found = (logs / "mixed-0.log").stat()
     assert found.st_size > 600_000 and found.st_mode & 0o777 == 0o600
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(StartError, match=r"vLLM at http://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
-        asyncio.run(start(server_config(python), tmp_path, 0.5))
+        await start(server_config(python), tmp_path, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: str, com
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [json.dumps({"format": 1, "rules": {}}), "{}"])
-    with pytest.raises(ConfigError, match=r"r\.jsonl:1: recording format 1; this version reads 6"):
+    with pytest.raises(
+        ConfigError, match=rf"r\.jsonl:1: recording format 1; this version reads {RECORDING_FORMAT}"
+    ):
         load(path)
 
 

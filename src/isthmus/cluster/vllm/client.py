@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -48,16 +49,12 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
 class _Answer(msgspec.Struct):
     """A whole answer, or one chunk of a streamed one."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -156,7 +153,10 @@ class Client:
 
     async def compute(self, key: str, body: dict[str, Any]) -> Computed:
         """The prompt alone, whole: a streamed answer would not say where its KV lies. Raises EngineError."""
-        answer = await self._whole(key, body | {"max_tokens": 1, "min_tokens": 0, "stream": False})
+        body = body | {"max_tokens": 1, "min_tokens": 0, "stream": False}
+        async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
+            await _check(response)
+            answer = _read(await response.read())
         return Computed(answer.cached_tokens or 0, answer.kv_transfer_params)
 
     async def answer(
@@ -165,23 +165,20 @@ class Client:
         """Tokens as they come. Raises EngineError. Whoever closes it early ends the request there, too."""
         held: Token | None = None
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        try:
-            async with self._post(key, body) as response:
-                await _check(response)
-                async for data in _lines(response.content):
-                    if data == b"[DONE]":
-                        break
-                    chunk = _read(data)
-                    if chunk.choices and chunk.choices[0].token_ids:
-                        found = _tokens(chunk.choices[0], num_top)
-                        if found[-1].finish is not None:
-                            held = found.pop()
-                        if found:
-                            yield found
-                    if held is not None and chunk.cached_tokens is not None:
-                        held = msgspec.structs.replace(held, cached_tokens=chunk.cached_tokens)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"the session with vLLM broke: {_text(error)}") from None
+        async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
+            await _check(response)
+            async for data in _lines(response.content):
+                if data == b"[DONE]":
+                    break
+                chunk = _read(data)
+                if chunk.choices and chunk.choices[0].token_ids:
+                    found = _tokens(chunk.choices[0], num_top)
+                    if found[-1].finish is not None:
+                        held = found.pop()
+                    if found:
+                        yield found
+                if held is not None and chunk.cached_tokens is not None:
+                    held = msgspec.structs.replace(held, cached_tokens=chunk.cached_tokens)
         if held is None:
             raise EngineError("vLLM ended the answer without a reason")
         yield [held]
@@ -190,20 +187,14 @@ class Client:
         """Tells the server whose KV `params` name that nobody will fetch it: a request that cannot be served makes this
         one say so there. Raises EngineError only if it cannot be reached."""
         body = {"model": "none", "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-        try:
-            async with self._session.post(f"{self.url}/v1/completions", json=body) as response:
-                await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(_text(error)) from None
+        async with _speaking(), self._session.post(f"{self.url}/v1/completions", json=body) as response:
+            await response.read()
 
     async def get(self, path: str) -> bytes:
         """Raises EngineError."""
-        try:
-            async with self._session.get(self.url + path, timeout=_QUICK) as response:
-                await _check(response)
-                return await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(_text(error)) from None
+        async with _speaking(), self._session.get(self.url + path, timeout=_QUICK) as response:
+            await _check(response)
+            return await response.read()
 
     def _post(self, key: str, body: dict[str, Any]) -> Any:
         return self._session.post(
@@ -212,13 +203,14 @@ class Client:
             headers={"Content-Type": "application/json", "X-Request-Id": key},
         )
 
-    async def _whole(self, key: str, body: dict[str, Any]) -> _Answer:
-        try:
-            async with self._post(key, body) as response:
-                await _check(response)
-                return _read(await response.read())
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineError(f"the session with vLLM broke: {_text(error)}") from None
+
+@contextlib.asynccontextmanager
+async def _speaking(prefix: str = "") -> AsyncIterator[None]:
+    """Meanwhile whatever ends a connection is an EngineError."""
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise EngineError(prefix + (str(error) or type(error).__name__)) from None
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -237,7 +229,7 @@ def _read(data: bytes) -> _Answer:
     except msgspec.DecodeError as error:
         raise EngineError(f"vLLM answered what cannot be read: {error}") from None
     if answer.error is not None:
-        raise EngineError(f"vLLM: {answer.error.message}")
+        raise EngineError(f"vLLM: {answer.error.get('message', '')}")
     return answer
 
 
@@ -270,7 +262,3 @@ def _logprobs(given: _Logprobs | None, at: int, num_top: int | None) -> TokenLog
     ranked = sorted((top or {}).items(), key=lambda pair: -pair[1])[:num_top]
     named = tuple([(int(name.removeprefix("token_id:")), value) for name, value in ranked])
     return TokenLogprobs(chosen if chosen is not None else float("-inf"), named)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -40,7 +40,6 @@ class BlockStored(_Event):
     parent_block_hash: Hash | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
@@ -73,8 +72,8 @@ class Translator:
 
     def __init__(self, namer_of: NamerOf, block_size: int) -> None:
         self._namer_of, self._block_size = namer_of, block_size
-        self._known: dict[tuple[int, Hash], tuple[bytes, BlockNamer]] = {}
-        self._copies: dict[tuple[int, Hash], int] = {}
+        self._known: dict[tuple[int, Hash], tuple[int, bytes, BlockNamer]] = {}
+        """By group and hash: so many copies of which block, and who names those that follow it."""
 
     def batch(self, data: bytes) -> list[events.Held | events.Dropped]:
         """One batch, msgpack. Raises msgspec.DecodeError for what is none."""
@@ -94,7 +93,6 @@ class Translator:
 
     def clear(self) -> list[events.Held | events.Dropped]:
         self._known.clear()
-        self._copies.clear()
         return [events.Dropped(all=True)]
 
     def _stored(self, event: BlockStored) -> list[events.Held | events.Dropped]:
@@ -103,12 +101,10 @@ class Translator:
         group = event.group_idx or 0
         found = self._names(event, group)
         held: list[BlockName] = []
-        for own, hashed in zip(found, event.block_hashes, strict=False):
-            at = group, hashed
-            if at not in self._copies:
-                self._known[at] = own
-            self._copies[at] = self._copies.get(at, 0) + 1
-            held.append(own[0])
+        for (name, namer), hashed in zip(found, event.block_hashes, strict=False):
+            copies, first, names_next = self._known.get((group, hashed), (0, name, namer))
+            self._known[group, hashed] = copies + 1, first, names_next
+            held.append(name)
         return [events.Held(tuple(held))] if held else []
 
     def _names(self, event: BlockStored, group: int) -> list[tuple[bytes, BlockNamer]]:
@@ -121,7 +117,7 @@ class Translator:
             before = self._known.get((group, event.parent_block_hash))
             if before is None or first:
                 return []
-            parent, namer = before
+            _, parent, namer = before
         else:
             known = self._namer_of(str(first[0]) if first else "")
             if known is None:
@@ -135,15 +131,11 @@ class Translator:
             return []
         group, gone = event.group_idx or 0, []
         for hashed in event.block_hashes:
-            at = group, hashed
-            copies = self._copies.get(at)
-            if copies is None:
-                continue
-            gone.append(self._known[at][0])
-            if copies > 1:
-                self._copies[at] = copies - 1
-            else:
-                del self._copies[at], self._known[at]
+            known = self._known.pop((group, hashed), None)
+            if known is not None:
+                gone.append(known[1])
+                if known[0] > 1:
+                    self._known[group, hashed] = known[0] - 1, known[1], known[2]
         return [events.Dropped(tuple(gone))] if gone else []
 
 

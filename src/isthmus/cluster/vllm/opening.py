@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 
 from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.cluster.vllm.client import Client, EngineError, body_of
 from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages, staged_of
 from isthmus.cluster.vllm.process import UNSEALED, AdapterProcess, ServedEngine
-from isthmus.cluster.vllm.server import Beside, Server, Sockets, own_folder
+from isthmus.cluster.vllm.server import Server, Sockets, own_folder
 from isthmus.config import Config
 from isthmus.errors import StartError
 from isthmus.node import events
@@ -37,20 +38,19 @@ PROBE_S = 10.0
 @contextlib.asynccontextmanager
 async def opened(
     config: Config,
-    model: Path,
+    spec: LaunchSpec,
     options: NodeOptions,
     runtime: Runtime,
     *,
     revision_of: Callable[[Path], str],
     layout: KVLayout,
     max_length: int,
-    beside: Beside,
     store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
     """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
     the model's KV; in which form, the server says.
     `max_length`: 0 where the server is to find what its memory holds. Raises StartError."""
-    given = config.engine.vllm
+    given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
         folder = given.sockets or stack.enter_context(own_folder())
         sockets = Sockets(Path(folder).expanduser())
@@ -62,7 +62,7 @@ async def opened(
                 raise StartError(
                     f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
                 ) from None
-        server = await Server.start(config, model, layout.dtype, max_length, sockets, beside)
+        server = await Server.start(config, spec, layout.dtype, max_length, sockets)
         try:
             await server.ready(config.limits.start_s)
             known = await _known(server.client, layout)
@@ -71,11 +71,10 @@ async def opened(
             length = known.max_length or max_length
             engine = ServedEngine(revision_of(model), layout, known.num_blocks, length, remark)
             await _probe(server.client, sockets, engine)
-            facts = options.facts
-            if engine.num_blocks != facts.kv_blocks:
-                log.info("%s: vLLM has %d blocks of KV memory", facts.node, engine.num_blocks)
-            own = msgspec.structs.replace(facts, kv_blocks=engine.num_blocks)
-            options = replace(options, facts=own)
+            if engine.num_blocks != options.facts.kv_blocks:
+                log.info("%s: vLLM has %d blocks of KV memory", options.facts.node, engine.num_blocks)
+            facts = msgspec.structs.replace(options.facts, kv_blocks=engine.num_blocks)
+            options = replace(options, facts=facts)
             yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine))
         finally:
             await server.stop()
@@ -148,15 +147,10 @@ async def told(client: Client) -> Told:
         length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), 0)
     except (EngineError, ValueError, KeyError, TypeError) as error:
         raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
-    return Told(version, models, length, *_memory(metrics))
-
-
-def _memory(metrics: str) -> tuple[int, int]:
-    """Blocks of KV memory, and tokens of each. Raises StartError."""
     info = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
     found = dict(re.findall(r'(\w+)="([^"]*)"', info))
     try:
-        return int(found["num_gpu_blocks"]), int(found["block_size"])
+        return Told(version, models, length, int(found["num_gpu_blocks"]), int(found["block_size"]))
     except (KeyError, ValueError):
         raise StartError(
             "vLLM's metrics do not say how much KV memory it has (vllm:cache_config_info)"

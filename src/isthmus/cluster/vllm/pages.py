@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import NodeCache, not_left
 from isthmus.cluster.loans import Lease
 from isthmus.cluster.sessions import Tell
 from isthmus.cluster.vllm import wire
@@ -180,11 +180,8 @@ class Pages:
             self._workers.add(worker)
             handle = self._cache.store.arena.handle
             assert handle is not None
-            shape = handle.shape
-            memory = wire.Memory(
-                handle.path, handle.nonce, handle.num_slots, shape.num_layers, shape.slice_bytes
-            )
-            worker.send(wire.Arena(memory))
+            where, shape = (handle.path, handle.nonce, handle.num_slots), handle.shape
+            worker.send(wire.Arena(wire.Memory(*where, shape.num_layers, shape.slice_bytes)))
             saving = asyncio.create_task(self._saves(worker))
             try:
                 while True:
@@ -256,10 +253,8 @@ class Pages:
         if not 0 <= at < len(lease.slots):
             raise ProtocolError(f"vLLM's connector found a block {at} damaged that it was not given")
         slot, arena = lease.slots[at], self._cache.store.arena
-        if (
-            tuple([seal(arena.slice(slot, layer)) for layer in range(self._layout.num_layers)])
-            != lease.seals[at]
-        ):
+        found = tuple([seal(arena.slice(slot, layer)) for layer in range(self._layout.num_layers)])
+        if found != lease.seals[at]:
             self.seal_mismatches += 1
             log.warning("a block in memory is damaged (seal mismatch); it is computed again")
             self._cache.store.condemn(load.names[at], slot)
@@ -279,12 +274,8 @@ class Pages:
             if isinstance(message, wire.Over):
                 self._settle(RequestId(message.key))
                 continue
-            saving = asyncio.get_running_loop().create_task(self._save(worker, message))
-            try:
-                await asyncio.shield(saving)
-            except asyncio.CancelledError:  # its slots are on their way into the store
-                await asyncio.gather(saving, return_exceptions=True)
-                raise
+            try:  # when cancelled, too, its slots are on their way into the store
+                await not_left(asyncio.get_running_loop().create_task(self._save(worker, message)))
             except Exception:
                 log.exception("blocks of vLLM could not be saved")
             finally:

@@ -103,7 +103,7 @@ class AdapterProcess(MemberProcess):
         self._server, self._sockets, self._pages = server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None
         self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
-        self._tasks_of: dict[RequestId, messages.Task] = {}
+        self._begun: dict[RequestId, events.Begin] = {}
         self._asked: dict[RequestId, asyncio.Task[None]] = {}
         self._outputs: list[messages.Output] = []
         self._num_answering = 0
@@ -171,16 +171,16 @@ class AdapterProcess(MemberProcess):
 
     def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case messages.Task():
-                self.task(message)
+            case events.Begin():
+                self.begin(message)
             case events.Forget() | events.Become():
                 self.tell(message)
             case _:
                 super().heard(message)
 
-    def task(self, task: messages.Task) -> None:
-        self._tasks_of[task.begin.key] = task
-        self.tell(task.begin)
+    def begin(self, begin: events.Begin) -> None:
+        self._begun[begin.key] = begin
+        self.tell(begin.to_decide(self._clock_ns()))
 
     def gauges(self) -> dict[str, float]:
         """Of its server as of `METRICS_S` ago at most."""
@@ -235,7 +235,7 @@ class AdapterProcess(MemberProcess):
 
     def _release(self, release: events.Release) -> None:
         key = release.key
-        self._tasks_of.pop(key, None)
+        self._begun.pop(key, None)
         asked = self._asked.pop(key, None)
         if asked is not None and asked is not asyncio.current_task():
             asked.cancel()  # which closes the connection, and vLLM drops it
@@ -244,26 +244,26 @@ class AdapterProcess(MemberProcess):
     # Requests.
 
     def _submit(self, submit: events.Submit) -> None:
-        task = self._tasks_of[submit.key]
-        work = self._compute if task.begin.part is PREFILL else self._answer
-        self._asked[submit.key] = self.spawn(self._ask(work, task, submit))
+        begin = self._begun[submit.key]
+        work = self._compute if begin.part is PREFILL else self._answer
+        self._asked[submit.key] = self.spawn(self._ask(work, begin, submit))
 
-    async def _ask(self, work: Callable[..., Any], task: messages.Task, submit: events.Submit) -> None:
-        key, sampling = submit.key, task.sampling
-        reason = objection(sampling, continues=len(task.tokens) > task.num_prompt)
+    async def _ask(self, work: Callable[..., Any], begin: events.Begin, submit: events.Submit) -> None:
+        key, sampling = submit.key, begin.sampling
+        reason = objection(sampling, continues=len(begin.tokens) > begin.num_prompt)
         if reason:
             self.tell(events.Broken(key, reason, final=True))
             return
         if self._pages is not None:
-            self._pages.begin(key, task.begin.names)
-        max_tokens = task.begin.stop_length - len(task.tokens)
-        body = body_of(sampling, task.tokens, task.num_prompt, max_tokens) | self._separated(task.salt)
-        params = self._params_of(task, submit)
+            self._pages.begin(key, begin.names)
+        max_tokens = begin.stop_length - len(begin.tokens)
+        body = body_of(sampling, begin.tokens, begin.num_prompt, max_tokens) | self._separated(begin.salt)
+        params = self._params_of(begin, submit)
         if params is not None:
             body["kv_transfer_params"] = params
         began_ns = self._clock_ns()
         try:
-            await work(task, submit, body)
+            await work(begin, submit, body)
         except EngineError as error:
             if not error.final and not await self._server.lives():
                 await asyncio.sleep(GONE_S)  # this node ends with it: one death is to cost one attempt
@@ -287,21 +287,21 @@ class AdapterProcess(MemberProcess):
             del self._salts[next(islice(self._salts, 1, None))]  # the first is that of no salt
         return {"cache_salt": named}
 
-    def _params_of(self, task: messages.Task, submit: events.Submit) -> dict[str, Any] | None:
+    def _params_of(self, begin: events.Begin, submit: events.Submit) -> dict[str, Any] | None:
         """What the server's connector is to do for it."""
         if self._pages is not None:
-            namer = self._namer(task.salt)
+            namer = self._namer(begin.salt)
             own = {"v": 1, "key": submit.key, "blocks": submit.num_blocks, "namer": namer.key.hex()}
             return {"isthmus": own}
         if submit.params:
             params: dict[str, Any] = json.loads(submit.params)
             return params
-        return _HANDOVER if task.begin.part is PREFILL else None
+        return _HANDOVER if begin.part is PREFILL else None
 
-    async def _compute(self, task: messages.Task, submit: events.Submit, body: dict[str, Any]) -> None:
+    async def _compute(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
         """A prompt that is answered elsewhere. Its token is not used: who decodes draws the whole answer."""
         found = await self._client.compute(submit.key, body)
-        self._count_prompt(task, found.cached_tokens)
+        self._count_prompt(begin, found.cached_tokens)
         own, params = found.params or {}, b""
         if self._pages is None:
             if not own.get("do_remote_prefill"):
@@ -311,15 +311,15 @@ class AdapterProcess(MemberProcess):
         if self._pages is not None and not self._pages.connected:
             self.tell(events.Settled(submit.key))  # nobody will
 
-    async def _answer(self, task: messages.Task, submit: events.Submit, body: dict[str, Any]) -> None:
-        key, index = submit.key, len(task.tokens) - task.num_prompt
+    async def _answer(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
+        key, index = submit.key, len(begin.tokens) - begin.num_prompt
         first = True
-        stream = self._client.answer(key, body, task.sampling.logprobs)
+        stream = self._client.answer(key, body, begin.sampling.logprobs)
         try:
             async with contextlib.aclosing(stream):
                 async for tokens in stream:
                     for token in tokens:
-                        self._put(task, submit, index, token)
+                        self._put(begin, submit, index, token)
                         index += 1
                     if first:
                         self.tell(events.Answered(key))
@@ -327,21 +327,21 @@ class AdapterProcess(MemberProcess):
                         self._num_answering += 1
                         first = False
                     if tokens[-1].finish is not None:
-                        self._count_prompt(task, tokens[-1].cached_tokens or 0)
+                        self._count_prompt(begin, tokens[-1].cached_tokens or 0)
         finally:
             self._num_answering -= not first
         self._flush()
         self.tell(events.Over(key))
 
-    def _put(self, task: messages.Task, submit: events.Submit, index: int, token: Token) -> None:
+    def _put(self, begin: events.Begin, submit: events.Submit, index: int, token: Token) -> None:
         """Tokens of one step of the server go in one message: each message costs the head as much as several tokens."""
         cached = token.cached_tokens
         if cached is not None:
             counted = cached if submit.cached_tokens is None else submit.cached_tokens
-            cached = min(counted, task.num_prompt)
-        route = task.begin.route
+            cached = min(counted, begin.num_prompt)
+        route = begin.route
         generated = Generated(index, token.token, token.finish, token.logprobs, cached)
-        self._outputs.append(messages.Output(route.request, route.attempt, generated))
+        self._outputs.append((route.request, route.attempt, generated))
         self._counters["tokens_sampled"] += 1
         if len(self._outputs) >= self._num_answering:
             self._flush()
@@ -356,10 +356,10 @@ class AdapterProcess(MemberProcess):
             outputs, self._outputs = self._outputs, []
             self._send(messages.Outputs(tuple(outputs)))
 
-    def _count_prompt(self, task: messages.Task, cached: int) -> None:
-        self._counters["prefix_cache_hits"] += min(cached, task.num_prompt)
-        self._counters["prefix_cache_queries"] += task.num_prompt
-        self._counters["tokens_computed"] += max(0, len(task.tokens) - cached)
+    def _count_prompt(self, begin: events.Begin, cached: int) -> None:
+        self._counters["prefix_cache_hits"] += min(cached, begin.num_prompt)
+        self._counters["prefix_cache_queries"] += begin.num_prompt
+        self._counters["tokens_computed"] += max(0, len(begin.tokens) - cached)
 
     def _begin_discard(self, action: events.Discard) -> None:
         self.spawn(self._discard(action.params))

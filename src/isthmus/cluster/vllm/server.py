@@ -20,10 +20,10 @@ import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isthmus.cluster.launcher import LaunchSpec
 from isthmus.cluster.private import private
 from isthmus.cluster.vllm.client import MODEL, Client, EngineError
 from isthmus.config import Config, child_environment, vllm_key
@@ -47,35 +47,12 @@ _CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
 class Sockets:
     """Where a server and the node beside it meet, in a folder that nobody else can read."""
 
-    folder: Path
-
-    @property
-    def pages(self) -> Path:
-        return self.folder / "pages"
-
-    @property
-    def kv_events(self) -> str:
-        return f"ipc://{self.folder / 'events'}"
-
-    @property
-    def replay(self) -> str:
-        return f"ipc://{self.folder / 'replay'}"
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Where a server is started: beside which node, reached at `host`, with so many threads on these cores, with these
-    GPUs ("": all that it finds)."""
-
-    node: str
-    host: str
-    threads: int
-    cores: Sequence[int] = ()
-    devices: str = ""
+    def __init__(self, folder: Path) -> None:
+        self.pages = folder / "pages"
+        self.kv_events, self.replay = f"ipc://{folder / 'events'}", f"ipc://{folder / 'replay'}"
 
 
 @contextlib.contextmanager
@@ -105,19 +82,16 @@ def _sweep(folder: Path) -> None:
 
 
 def arguments_of(
-    config: Config, model: Path, dtype: str, max_length: int, port: int, sockets: Sockets
+    config: Config, model: str, dtype: str, max_length: int, port: int, sockets: Sockets
 ) -> list[str]:
     """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already.
     `max_length`: 0 for what its memory holds."""
-    engine, found = config.engine, ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
+    engine, found = config.engine, ["--model", model, "--served-model-name", MODEL, "--dtype", dtype]
     found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
-    found += [
-        "--kv-events-config",
-        json.dumps(_kv_events(sockets)),
-        "--kv-transfer-config",
-        _transfer(config, sockets),
-    ]
+    kv_events: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    kv_events |= {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
+    found += ["--kv-events-config", json.dumps(kv_events), "--kv-transfer-config", _transfer(config, sockets)]
     given = engine.model_fields_set
     found += ["--max-model-len", str(max_length or -1)]
     if "max_sequences" in given:
@@ -133,11 +107,6 @@ def arguments_of(
     return found + list(engine.vllm.args)
 
 
-def _kv_events(sockets: Sockets) -> dict[str, Any]:
-    endpoints = {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
-    return {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
-
-
 def _transfer(config: Config, sockets: Sockets) -> str:
     found: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if config.engine.vllm.transfer == "pool":
@@ -150,18 +119,18 @@ def _transfer(config: Config, sockets: Sockets) -> str:
     return json.dumps(found)
 
 
-def environment_of(config: Config, beside: Beside, side_port: int) -> dict[str, str]:
-    """`side_port`: where other servers ask what is kept for them."""
-    found = child_environment(beside.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": beside.host}
+def environment_of(config: Config, spec: LaunchSpec, side_port: int) -> dict[str, str]:
+    """Of the server beside the node that is `spec`. `side_port`: where other servers ask what is kept for them."""
+    found = child_environment(spec.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": spec.host}
     found.pop("OMP_WAIT_POLICY", None)
     found.setdefault("VLLM_API_KEY", secrets.token_hex(16))  # other users of the machine reach its port, too
-    if config.engine.device == "cpu" and beside.cores:
+    if config.engine.device == "cpu" and spec.cores:
         # Two servers that take the same cores spin against each other.
-        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, beside.cores))
-    if beside.devices:
-        found["CUDA_VISIBLE_DEVICES"] = beside.devices
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores))
+    if spec.devices:
+        found["CUDA_VISIBLE_DEVICES"] = spec.devices
     if config.engine.vllm.transfer == "nixl":
-        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": beside.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     return found | config.engine.vllm.env
 
 
@@ -193,25 +162,18 @@ class Server:
         cores: Sequence[int] = (),
         logs: Path | None = None,
     ) -> None:
-        self.client, self._process, self._ports, self._cores = client, process, ports, cores
-        self._logs = logs
+        self.client, self._process, self._ports, self._cores, self._logs = client, process, ports, cores, logs
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
-    async def start(
-        config: Config,
-        model: Path,
-        dtype: str,
-        max_length: int,
-        sockets: Sockets,
-        beside: Beside,
-    ) -> Server:
-        """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
+    async def start(config: Config, spec: LaunchSpec, dtype: str, max_length: int, sockets: Sockets) -> Server:
+        """Begins to start one beside the node that is `spec`, or to attach to one; `ready` waits for it. Raises
+        StartError."""
         given = config.engine.vllm
         if given.attach is not None:
             return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, vllm_key()), None)
-        logs = Path(given.logs).expanduser() / f"{beside.node}.log" if given.logs is not None else None
+        logs = Path(given.logs).expanduser() / f"{spec.node}.log" if given.logs is not None else None
         if logs is not None:
             try:
                 logs.parent.mkdir(parents=True, exist_ok=True)
@@ -220,14 +182,13 @@ class Server:
                 raise StartError(f"engine.vllm.logs {logs}: cannot be written: {error.strerror}") from None
         ports = Ports(2)
         port, side_port = ports.numbers
-        settings = environment_of(config, beside, side_port)
-        kept = beside.cores if config.engine.device == "cpu" else ()
+        settings = environment_of(config, spec, side_port)
+        kept = spec.cores if config.engine.device == "cpu" else ()
         python = str(Path(given.python).expanduser()) if given.python is not None else sys.executable
-        command = [python, "-m", "vllm.entrypoints.openai.api_server"]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                *arguments_of(config, model, dtype, max_length, port, sockets),
+                *(python, "-m", "vllm.entrypoints.openai.api_server"),
+                *arguments_of(config, spec.model, dtype, max_length, port, sockets),
                 stdin=DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -237,7 +198,7 @@ class Server:
             )
         except OSError as error:
             ports.close()
-            raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
+            raise StartError(f"engine.vllm.python {python}: cannot be run: {error.strerror}") from None
         client = Client(f"http://127.0.0.1:{port}", MODEL, settings["VLLM_API_KEY"])
         server = Server(client, process, ports, kept, logs)
         server._reading = asyncio.create_task(server._read())
@@ -305,11 +266,9 @@ class Server:
         """The end of what it says is kept for an error."""
         assert self._process is not None and self._process.stdout is not None
         rest = b""
-        logs, nothing = self._logs, contextlib.nullcontext()
-        with open(logs, "ab", buffering=0, opener=private) if logs is not None else nothing as kept:
+        with open(self._logs or os.devnull, "ab", buffering=0, opener=private) as kept:
             while data := await self._process.stdout.read(READ_BYTES):
-                if kept is not None:
-                    kept.write(data)
+                kept.write(data)
                 *lines, rest = (rest + data).split(b"\n")
                 self._tail += [line[:LINE_BYTES].decode("utf8", "replace").rstrip() for line in lines]
                 rest = rest[:LINE_BYTES]
@@ -320,12 +279,8 @@ class Server:
         if self._reading is not None:
             with contextlib.suppress(TimeoutError, OSError):
                 await asyncio.wait_for(asyncio.shield(self._reading), 1.0)
-        where = (
-            f" (all it said: {self._logs})"
-            if self._logs is not None
-            else " (engine.vllm.logs keeps all it says)"
-        )
-        return f"vLLM ended with exit status {self._process.returncode}: {cause_of(self._tail)[:400]}{where}"
+        where = f"all it said: {self._logs}" if self._logs is not None else "engine.vllm.logs keeps all it says"
+        return f"vLLM ended with exit status {self._process.returncode}: {cause_of(self._tail)[:400]} ({where})"
 
 
 def cause_of(said: Iterable[str]) -> str:

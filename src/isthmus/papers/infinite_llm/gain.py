@@ -68,7 +68,7 @@ def _run(load: Load, deployment: Deployment) -> Served:
     result = Simulation(deployment, Workload("gain", BLOCK_SIZE, load.requests())).run()
     short = [each for each in result.records if each.request.output_tokens == _ANSWER]
     seconds = max(each.end_ns for each in short) / NS_PER_S
-    return Served(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"] + result.bytes_moved["return"])
+    return Served(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"])
 
 
 def _measure(lab: Lab) -> Iterator[Cell]:

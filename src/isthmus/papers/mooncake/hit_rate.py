@@ -1,18 +1,79 @@
 """Hit rate of one pool by its size (FAST'25, Figure 9; arXiv, Table 1; the authors' blog), and by eviction policy.
 
-Nothing is simulated: requests look up and store in order, at no time at all.
+Nothing is simulated: each prompt is looked up and then stored before the next one comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+
+import msgspec
 
 from isthmus.papers.lab import Lab, Trace, Variant
 from isthmus.papers.mooncake.cluster import BLOCK_SIZE
 from isthmus.papers.table import Cell, Figures, Table, on_trace
-from isthmus.sim.hit_rate import HitRate, Prompt, hit_rate
+from isthmus.planner.demand import policy_hits
+from isthmus.types import BlockName
 
 Curves = Mapping[Trace, Mapping[str, Figures]]
+OPTIMUM = "optimum"
+Prompt = tuple[int, Sequence[BlockName]]
+"""Length in tokens, and the names of its blocks, the last of which may be partial."""
+
+
+class HitRate(msgspec.Struct, frozen=True):
+    """Shares of what was asked for, 0 when nothing was."""
+
+    blocks: float
+    tokens: float
+
+
+def hit_rate(
+    prompts: Sequence[Prompt], capacity: int | None, policy: str, *, block_size: int = 512, warmup: float = 0.0
+) -> HitRate:
+    """Of one pool of `capacity` blocks (None: no limit), which holds no block without its head.
+
+    The first `warmup` share of the requests fills the pool and is not counted. A hit on a partial last block
+    counts as the tokens it holds. `policy`: an eviction policy, or the optimum.
+    """
+    chains = [names for _, names in prompts]
+    room = sum(map(len, chains)) if capacity is None else capacity
+    hits = optimal_hits(chains, room) if policy == OPTIMUM else policy_hits(chains, room, policy)
+    counted = list(zip(prompts, hits, strict=True))[int(warmup * len(prompts)) :]
+    num_blocks = sum(len(names) for (_, names), _ in counted)
+    num_tokens = sum(tokens for (tokens, _), _ in counted)
+    cached = sum(min(found * block_size, tokens) for (tokens, _), found in counted)
+    return HitRate(sum(found for _, found in counted) / max(1, num_blocks), cached / max(1, num_tokens))
+
+
+def optimal_hits(chains: Sequence[Sequence[BlockName]], capacity: int) -> Iterator[int]:
+    """Blocks found of each chain in turn, when the most are found that can be with `capacity` blocks.
+
+    After each request the pool keeps those of its blocks, old and new, that are needed soonest: the rule of
+    L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with leave not to take
+    a block in. Keeping a block from one use to its next is an interval. As many as possible are wanted, no more
+    than `capacity` at any time, and for that the interval to drop is the one that ends last. A head is needed
+    no later than its tail, so with ties broken by depth the pool is closed under prefixes by itself.
+    """
+    following: dict[BlockName, int] = {}
+    next_uses = []  # the last chain's first: for each block the index of the next chain that has it, or their number
+    for index in range(len(chains) - 1, -1, -1):
+        next_uses.append([following.get(name, len(chains)) for name in chains[index]])
+        following.update(dict.fromkeys(chains[index], index))
+    due: dict[BlockName, int] = {}  # held block -> index of the chain that needs it next
+    latest: list[tuple[int, int, BlockName]] = []  # heap of (-due, -depth, name); one past its due comes last
+    for names, needed in zip(chains, reversed(next_uses), strict=True):
+        found = 0
+        for depth, (name, need) in enumerate(zip(names, needed, strict=True)):
+            if due.pop(name, None) is not None and found == depth:
+                found += 1
+            if need < len(chains):
+                due[name] = need
+                heappush(latest, (-need, -depth, name))
+        while len(due) > capacity:
+            del due[heappop(latest)[2]]
+        yield found
 
 
 def _rates(
@@ -84,7 +145,7 @@ _POLICIES = {
     "FIFO": "fifo",
     "LengthAware": "length_aware",
     "LengthAware, early blocks kept": "length_aware_early",
-    "optimum": "optimum",
+    "optimum": OPTIMUM,
 }
 
 

@@ -9,7 +9,7 @@ from statistics import correlation, fmean, pstdev
 from isthmus.papers.lab import LOAD_BIN_S, Lab, Loads, Outcome, Trace, Variant
 from isthmus.papers.mooncake.cluster import mooncake
 from isthmus.papers.table import Cell, Figures, Table, on_trace
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 
 _BASELINE = "baseline"
 _ADMISSIONS = {

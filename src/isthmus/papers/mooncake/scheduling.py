@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from isthmus.papers.lab import Lab, Trace, Variant
 from isthmus.papers.mooncake.cluster import mooncake
 from isthmus.papers.table import Cell, Figures, Table, on_trace
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 
 _POLICIES = {
     "random": "random",

@@ -11,8 +11,8 @@ import msgspec
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.gain import apart
 from isthmus.papers.sarathi.models import on_a100
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, Served, serve
 from isthmus.papers.table import Cell, Figures, Table, compare
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, Served, serve
 from isthmus.types import NS_PER_S
 
 _NUM_REQUESTS, _BUDGET, _MAX_SEQUENCES = 128, 1024, 128

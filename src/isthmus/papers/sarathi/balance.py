@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.anchors import TILE, step_ps
 from isthmus.papers.sarathi.gain import Shape, best_gain, gain
+from isthmus.papers.sarathi.one_node import WHOLE
 from isthmus.papers.table import Cell, Table
-from isthmus.sim.one_node import WHOLE
 
 _LENGTHS = {1024: 18, 2048: 10, 3072: 6}
 """Tokens of a request, and the largest batch of them."""

@@ -13,8 +13,8 @@ import msgspec
 
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.models import on_a100
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, OneNode, StepTime, serve
 from isthmus.papers.table import Cell, Table
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, OneNode, StepTime, serve
 
 _STAGES, _REPLICAS = 8, 8
 _STAGED_BATCH, _WHOLE_BATCH, _CHUNK = 27, 11, 256

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.anchors import step_ps
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, serve
 from isthmus.papers.table import Cell, Table
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, serve
 
 _LENGTH = 1024
 _PUBLISHED = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import msgspec
 
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, Iteration, Served, StepTime, serve
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, Iteration, Served, StepTime, serve
 
 _ROUNDS = 8
 """How often each place is taken."""

@@ -10,8 +10,8 @@ from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi import anchors
 from isthmus.papers.sarathi.gain import Shape, decode_speed_up, gain
 from isthmus.papers.sarathi.models import coefficients, on_a100
+from isthmus.papers.sarathi.one_node import StepTime
 from isthmus.papers.table import Cell, Table, compare
-from isthmus.sim.one_node import StepTime
 
 _CHUNK = 256
 

@@ -9,7 +9,8 @@ from isthmus.sim.report import series
 from isthmus.sim.report.load import Row, bins_of, rows_figure
 from isthmus.sim.report.scales import amount, percent, seconds, size
 from isthmus.sim.report.series import Bins, Change
-from isthmus.sim.summary import Spread, Summary
+from isthmus.sim.spread import Spread
+from isthmus.sim.summary import Summary
 
 ROUTE_HEAD = (
     "prefill > home",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from isthmus.sim.records import Result, Status
 from isthmus.sim.report.charts import Picture, Plot, draw_limit, draw_x_grid, draw_x_labels, draw_y_axis
 from isthmus.sim.report.scales import Scale, amount, log_range, log_ticks, nice_high, percent, seconds, ticks
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 from isthmus.types import NS_PER_S
 
 _WIDTH, _LEFT, _RIGHT = 490, 52, 464

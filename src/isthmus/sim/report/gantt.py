@@ -8,7 +8,7 @@ from isthmus.errors import ConfigError
 from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.report.charts import Picture, Plot, draw_limit, draw_x_grid, draw_x_labels, text_width
 from isthmus.sim.report.scales import Scale, clock, percent, seconds, time_ticks
-from isthmus.sim.summary import nearest_rank
+from isthmus.sim.spread import nearest_rank
 from isthmus.types import NS_PER_S
 
 _WIDTH, _LEFT, _RIGHT = 1000, 214, 984

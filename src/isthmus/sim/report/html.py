@@ -11,7 +11,8 @@ from isthmus.sim.report import bars, between, distributions, gantt, load, outcom
 from isthmus.sim.report.charts import escape
 from isthmus.sim.report.scales import amount, percent, seconds, size
 from isthmus.sim.report.style import CSS
-from isthmus.sim.summary import Group, Loss, Spread, Summary
+from isthmus.sim.spread import Spread
+from isthmus.sim.summary import Group, Loss, Summary
 
 _MOST_GROUPS = 20
 

@@ -1,4 +1,4 @@
-"""Coefficients from measurements: bounded least squares on relative errors, in plain Python.
+"""Coefficients of engines from measurements: bounded least squares on relative errors.
 
 A row is one closed-loop serving run of an engine that prefills and decodes on the same GPUs, as public
 benchmark tables have it. Two measurements of a dense model are enough to move to new hardware; see
@@ -8,10 +8,11 @@ docs/cost-model.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from isthmus.bench.least_squares import least_squares
 from isthmus.cost.analytic import Analytic, AnalyticCost
 from isthmus.cost.coefficients import EFFICIENCIES, Coefficients
 
@@ -100,97 +101,3 @@ def _predicted_s(row: ServingRow, coefficients: Coefficients) -> float:
 
 def _bounds(name: str) -> tuple[float, float]:
     return (_MIN_EFFICIENCY, 1.0) if name in EFFICIENCIES else (_FLOOR_S, _MAX_OVERHEAD_S)
-
-
-def least_squares(
-    residuals: Callable[[Sequence[float]], list[float]],
-    start: Sequence[float],
-    bounds: Sequence[tuple[float, float]],
-    *,
-    max_iterations: int = 60,
-) -> list[float]:
-    """Positive values that minimise the sum of squared residuals: Levenberg-Marquardt on their logarithms.
-
-    Values stay within `bounds` by projection; one that rests on a bound and would leave is held there for the
-    step.
-    """
-    low = [math.log(a) for a, _ in bounds]
-    high = [math.log(b) for _, b in bounds]
-    point = [min(max(math.log(max(v, 1e-300)), a), b) for v, a, b in zip(start, low, high, strict=True)]
-
-    def at(logs: Sequence[float]) -> list[float]:
-        return residuals([math.exp(x) for x in logs])
-
-    current, damping = at(point), 1e-3
-    error = _squares(current)
-    for _ in range(max_iterations):
-        jacobian = _jacobian(at, point, current, high)
-        gradient = [_dot(column, current) for column in jacobian]
-        active = [
-            i
-            for i, slope in enumerate(gradient)
-            if not (point[i] <= low[i] and slope > 0) and not (point[i] >= high[i] and slope < 0)
-        ]
-        if not active:
-            break
-        normal = [[_dot(jacobian[i], jacobian[j]) for j in active] for i in active]
-        before = error
-        while damping < 1e9:
-            damped = [
-                [value + (damping * (value + 1e-9) if i == j else 0.0) for j, value in enumerate(row)]
-                for i, row in enumerate(normal)
-            ]
-            step = _solve(damped, [-gradient[i] for i in active])
-            trial = list(point)
-            for i, change in zip(active, step, strict=True):
-                trial[i] = min(max(point[i] + min(max(change, -2.0), 2.0), low[i]), high[i])
-            found = at(trial)
-            if (error_there := _squares(found)) < error:
-                point, current, error = trial, found, error_there
-                damping = max(damping / 5, 1e-9)
-                break
-            damping *= 4
-        if before - error <= 1e-10 * before:
-            break
-    return [math.exp(x) for x in point]
-
-
-def _jacobian(
-    at: Callable[[Sequence[float]], list[float]],
-    point: Sequence[float],
-    current: Sequence[float],
-    high: Sequence[float],
-) -> list[list[float]]:
-    """One column for each value, by differences; at the upper bound the difference is taken downwards."""
-    columns = []
-    for i, value in enumerate(point):
-        step = 1e-5 if value + 1e-5 <= high[i] else -1e-5
-        moved = list(point)
-        moved[i] += step
-        columns.append([(a - b) / step for a, b in zip(at(moved), current, strict=True)])
-    return columns
-
-
-def _squares(values: Sequence[float]) -> float:
-    return math.fsum(value * value for value in values)
-
-
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return math.fsum(a * b for a, b in zip(left, right, strict=True))
-
-
-def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """A small symmetric positive definite system, by Gaussian elimination with pivoting."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for r in range(i + 1, size):
-            factor = rows[r][i] / rows[i][i]
-            for c in range(i, size + 1):
-                rows[r][c] -= factor * rows[i][c]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (rows[i][size] - math.fsum(rows[i][c] * found[c] for c in range(i + 1, size))) / rows[i][i]
-    return found

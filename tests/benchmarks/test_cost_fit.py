@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.cost_fit import ServingRow, closed_loop_tpot_s, fit_engine, fit_engines, predicted_tpot_s
 from isthmus.cost import ENGINES
-from isthmus.cost.fit import (
-    ServingRow,
-    closed_loop_tpot_s,
-    fit_engine,
-    fit_engines,
-    least_squares,
-    predicted_tpot_s,
-)
 from tests.cost.models import instance
 
 TRUTH = {
@@ -64,23 +56,6 @@ def test_a_fit_stays_physical() -> None:
     ]
     fitted = fit_engine(rows, ENGINES["trtllm"], free=("weight_read", "matmul", "kv_read"))
     assert fitted.weight_read == 1.0
-
-
-def test_least_squares_solves_a_curved_problem() -> None:
-    """Rosenbrock's valley in positive values."""
-
-    def residuals(values: Sequence[float]) -> list[float]:
-        x, y = values
-        return [10 * (y - x * x), 1 - x]
-
-    assert least_squares(residuals, (3.0, 0.2), ((1e-3, 10), (1e-3, 10)), max_iterations=300) == pytest.approx(
-        [1.0, 1.0], rel=1e-4
-    )
-
-
-def test_least_squares_respects_bounds_and_useless_values() -> None:
-    found = least_squares(lambda v: [math.log(v[0] / 5)], (1.0, 2.0), ((0.1, 3.0), (1.0, 4.0)))
-    assert found == pytest.approx([3.0, 2.0])
 
 
 def test_more_clients_never_make_a_token_quicker() -> None:

@@ -1,7 +1,7 @@
 """Nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
 
     driver (`isthmus serve`)                    a machine of the cluster
-    RayHosts ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
+    RayLauncher ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
        head <───────────────────── sessions of our own ─────────────────────┘
 
 Ray decides where a process runs and tells when it is gone. Requests, KV and events never pass through it, and what
@@ -26,16 +26,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isthmus.cluster.hosts import (
+from isthmus.cluster.launcher import (
     STOP_S,
-    Hosts,
+    Launcher,
     LaunchSpec,
     Process,
     ended,
     on_device,
     start_node,
     stop_child,
-    trouble_of,
 )
 from isthmus.cluster.machines import (
     Bundle,
@@ -105,32 +104,28 @@ def machines() -> list[Machine]:
     ]
 
 
-class RayHosts(Hosts):
+class RayLauncher(Launcher):
     """A placement group for each cluster and one for each pipeline group, a bundle in it for each process, and in that
     an actor for each start of it."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._bundles: dict[str, Bundle] = {}
+    def __init__(self) -> None:
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
         self._keepers: dict[str, Any] = {}
         self._started: dict[str, Any] = {}
         self._seats: dict[str, Seat] = {}
 
-    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+    def prepare(self, config: Config, model: Path, num_bytes: Mapping[NodeId, int]) -> None:
+        super().prepare(config, model, num_bytes)
         connect()
-        config = self._config
         self.address = ray.util.get_node_ip_address()
         self._taken = config.join_host if "join_host" in config.model_fields_set else self.address
         self._question = Question(str(model), config.cache.folder if config.cache.ssd else None)
         self._here = report_of(self._question, self.address)
-        self._processes = list(processes)
         # An emulated engine sleeps; more threads would only ask for cores that nobody uses.
-        fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(processes))
+        fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(self._processes))
         self._threads = config.engine.threads or fair
-        for process in processes:
-            self._bundles[process.name] = self._bundle(process, num_bytes[process.place.node])
+        self._bundles = {each.name: self._bundle(each, num_bytes[each.place.node]) for each in self._processes}
 
     def _bundle(self, process: Process, num_bytes: int) -> Bundle:
         cluster = process.place.cluster
@@ -141,13 +136,14 @@ class RayHosts(Hosts):
             resources["memory"] = num_bytes
         return Bundle(process.name, cluster.name, resources)
 
-    def threads(self) -> int:
-        return self._threads
-
     async def open(self) -> None:
         if missing := self.missing():
             log.warning("waiting for machines: %s", missing)
-        for group in self._grouped():
+        groups: dict[str, list[Process]] = {}
+        for process in self._processes:
+            place = process.place
+            groups.setdefault(place.node if place.stages > 1 else f"/{place.cluster.name}", []).append(process)
+        for group in groups.values():
             self._reserve(group)
         seats = await asyncio.gather(*map(self._sit, self._processes))
         check_seats(self._here, seats, self._taken)
@@ -155,13 +151,6 @@ class RayHosts(Hosts):
 
     def missing(self) -> str:
         return unplaced(self._bundles.values(), machines(), alone=self._config.ray.spread == "strict")
-
-    def _grouped(self) -> list[list[Process]]:
-        groups: dict[str, list[Process]] = {}
-        for process in self._processes:
-            place = process.place
-            groups.setdefault(place.node if place.stages > 1 else f"/{place.cluster.name}", []).append(process)
-        return list(groups.values())
 
     def _reserve(self, processes: Sequence[Process]) -> None:
         """Stages hand each other every chunk, so they lie close together whatever `ray.spread` says."""
@@ -233,11 +222,8 @@ class RayHosts(Hosts):
 async def _stopped(answer: Any) -> None:
     """An actor that is gone has no process that could be left."""
     with contextlib.suppress(RayError, TimeoutError):
-        await asyncio.wait_for(_of(answer), 2 * STOP_S)
-
-
-async def _of(answer: Any) -> Any:
-    return await answer
+        async with asyncio.timeout(2 * STOP_S):
+            await answer
 
 
 class Keeper:
@@ -262,8 +248,7 @@ class Keeper:
 
     async def wait(self) -> bytes:
         assert self._child is not None
-        output, code = await ended(self._child)
-        return f"{trouble_of(output, code)}{self._last_line()} (standard error: {self._log})".encode()
+        return f"{await ended(self._child)}{self._last_line()} (standard error: {self._log})".encode()
 
     def _last_line(self) -> str:
         with self._log.open("rb") as errors:
@@ -300,7 +285,10 @@ class RayPool(Pool):
         try:
             while waiting:
                 [done], _ = ray.wait(list(waiting), num_returns=1)
-                found[waiting.pop(done)] = _told(ray.get(done))
+                said = ray.get(done)
+                if said[0]:
+                    raise (ConfigError if said[0] == ConfigError.exit_code else IsthmusError)(said[1:].decode())
+                found[waiting.pop(done)] = said[1:]
                 if report is not None:
                     report(len(works) - len(waiting), len(works))
         except RayError as error:
@@ -311,27 +299,12 @@ class RayPool(Pool):
         return found
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """An answer, or what went wrong; `config`: whether that is the user's to mend."""
-
-    answer: bytes = b""
-    wrong: str = ""
-    config: bool = False
-
-
-def _told(said: bytes) -> bytes:
-    told = msgspec.msgpack.decode(said, type=_Told)
-    if told.wrong:
-        raise (ConfigError if told.config else IsthmusError)(told.wrong)
-    return told.answer
-
-
 def _answer(module: str, shared: bytes, own: bytes) -> bytes:
+    """A byte of 0 and the answer, or one of an exit status and what went wrong."""
     try:
-        told = _Told(asyncio.run(answer(module, Work(shared, own))))
+        return b"\0" + asyncio.run(answer(module, Work(shared, own)))
     except IsthmusError as error:
-        told = _Told(wrong=str(error), config=isinstance(error, ConfigError))
-    return msgspec.msgpack.encode(told)
+        return bytes([error.exit_code]) + str(error).encode()
 
 
 _ANSWER = ray.remote(num_cpus=1, max_retries=3)(_answer)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, serve
+from isthmus.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, serve
 
 MS = 10**9
 

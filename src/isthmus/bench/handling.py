@@ -1,0 +1,262 @@
+"""What moving KV takes of a node's processor: copying, sealing, sending, receiving, encoding; for `isthmus profile`.
+
+Each is done to real KV of an engine, as a node does it. KV is sent layer by layer while the engine computes: then
+caches hold its weights, and an event loop sleeps between two layers, so that each costs several times what it does when
+all are sent at once. Both ends of the session over loopback are here, each in an event loop of its own; what their
+threads computed counts, not how long they waited for a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+import uvloop
+
+from isthmus.blocks import seal
+from isthmus.cluster.sessions import NoPayloads
+from isthmus.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
+from isthmus.engine import codecs
+from isthmus.engine.interface import KVBytes, OnLayer
+from isthmus.messenger import Session, TcpNetwork
+
+MAX_BLOCKS = 16
+"""Of each layer so many go together: a chunk of a prompt."""
+ROUNDS, PINGS = 5, 50
+TIMEOUT_S = 60.0
+
+Value = TypeVar("Value")
+
+
+class Layer(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a layer, as payload, and the seal of each."""
+
+    layer: int
+    seals: tuple[bytes, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by the seconds that the other end has computed so far."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    computed_s: float
+    damaged: int
+
+
+Message = Layer | Ping | Pong
+
+Compute = Callable[[int, OnLayer], object]
+"""Computes a prompt of so many blocks into the first ones."""
+
+
+def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_core: bool) -> Handling:
+    """`memory`: the engine's; its first blocks, twice as many as a prompt has, are overwritten. `most`: blocks of the
+    longest prompt that `compute` takes. `shares_core`: the engine's threads take all there are."""
+    count = min(MAX_BLOCKS, memory.num_blocks // 2, most)
+    with _Session(memory, count) as session:
+        few, many = (session.hand_over(compute, blocks) for blocks in (1, count))
+        message_s = session.message_s()
+    load_s, save_s = _copied(memory, count)
+    num_layers, block_bytes = memory.layout.num_layers, memory.layout.block_bytes
+    (send_layer_s, send_byte_s), (receive_layer_s, receive_byte_s) = (
+        _line(num_layers, block_bytes, less_s, count * block_bytes, more_s)
+        for less_s, more_s in zip(few, many, strict=True)
+    )
+    return Handling(
+        load_byte_s=load_s / (count * block_bytes),
+        save_byte_s=save_s / (count * block_bytes),
+        send_layer_s=send_layer_s,
+        send_byte_s=send_byte_s,
+        receive_layer_s=receive_layer_s,
+        receive_byte_s=receive_byte_s,
+        message_s=message_s,
+        shares_core=shares_core,
+        zstd=_coded(ZSTD, memory, count),
+        int8=_coded(INT8, memory, count),
+    )
+
+
+def _line(num_layers: int, less: int, less_s: float, more: int, more_s: float) -> tuple[float, float]:
+    """Seconds a layer, and a byte, from two sizes; none is negative, whatever the noise."""
+    byte_s = max(0.0, more_s - less_s) / (more - less) if more > less else 0.0
+    return max(0.0, less_s - byte_s * less) / num_layers, byte_s
+
+
+def _median(work: Callable[[], float]) -> float:
+    work()  # warms up
+    return max(1e-9, statistics.median([work() for _ in range(ROUNDS)]))
+
+
+def _copied(memory: KVBytes, count: int) -> tuple[float, float]:
+    """Seconds to copy the blocks from an arena, and to copy them to it and seal them."""
+    layout, width = memory.layout, memory.layout.slice_bytes
+    arena, blocks = memoryview(bytearray(count * layout.block_bytes)), range(count)
+    places = [[(layer * count + at) * width for at in blocks] for layer in range(layout.num_layers)]
+
+    def save() -> float:
+        started_s = time.perf_counter()
+        for layer, offsets in enumerate(places):
+            memory.save(layer, blocks, arena, offsets)
+            for at in offsets:
+                seal(arena[at : at + width])
+        return time.perf_counter() - started_s
+
+    def load() -> float:
+        started_s = time.perf_counter()
+        for layer, offsets in enumerate(places):
+            memory.fill(layer, range(count, 2 * count), arena, offsets)
+        return time.perf_counter() - started_s
+
+    saved_s = _median(save)
+    return _median(load), saved_s
+
+
+def _coded(codec: str, memory: KVBytes, count: int) -> CodecSpeed:
+    layout, tokens = memory.layout, count * memory.layout.block_size
+    sources = [memory.export(layer, 0, tokens) for layer in range(layout.num_layers)]
+    target = memoryview(bytearray(len(sources[0])))
+    data: list[codecs.Data] = []
+
+    def encode() -> float:
+        data.clear()
+        started_s = time.thread_time()
+        data.extend([codecs.encode(codec, layout, [source], tokens) for source in sources])
+        return time.thread_time() - started_s
+
+    def decode() -> float:
+        started_s = time.thread_time()
+        for each in data:
+            codecs.decode(codec, layout, each, [target], tokens)
+        return time.thread_time() - started_s
+
+    size, encoded_s = sum(map(len, sources)), _median(encode)
+    return CodecSpeed(sum(map(len, data)) / size, size / encoded_s, size / _median(decode))
+
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.soon = self._loop.call_soon_threadsafe
+
+    def run(self, work: Coroutine[Any, Any, Value]) -> Value:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.soon(self._loop.stop)
+        self._thread.join(TIMEOUT_S)
+        self._loop.close()
+
+
+class _Session:
+    """From the first blocks of a memory to those after the first `count`."""
+
+    def __init__(self, memory: KVBytes, count: int) -> None:
+        self._memory, self._size = memory, memory.layout.block_size
+        self._near, self._far = _Loop(), _Loop()
+        first = count * self._size
+        self._end = _End(memory, 0)
+        self._server, port = self._far.run(
+            TcpNetwork().listen("127.0.0.1", 0, Message, lambda: _End(memory, first))
+        )
+        connect = TcpNetwork().connect(f"127.0.0.1:{port}", Message, self._end, timeout_s=TIMEOUT_S)
+        self._session = self._near.run(connect)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._near.run(self._over())
+        self._far.soon(self._server.close)
+        self._near.close()
+        self._far.close()
+
+    async def _over(self) -> None:
+        self._session.abort("all is measured")
+        await asyncio.wait_for(self._end.closed.wait(), TIMEOUT_S)
+
+    def hand_over(self, compute: Compute, num_blocks: int) -> tuple[float, float]:
+        """Seconds that both ends compute for a prompt of so many blocks; medians."""
+
+        def on_layer(layer: int) -> None:
+            self._near.soon(self._send, layer, num_blocks)
+
+        def once() -> tuple[float, float]:
+            before = self._near.run(self._ping())
+            compute(num_blocks, on_layer)
+            sent_s, received_s = self._near.run(self._ping())
+            return sent_s - before[0], received_s - before[1]
+
+        once()  # warms up
+        times = [once() for _ in range(ROUNDS)]
+        return statistics.median([each[0] for each in times]), statistics.median([each[1] for each in times])
+
+    def message_s(self) -> float:
+        """Seconds that a message takes; the median of answered ones, halved."""
+
+        async def trip() -> float:
+            started_s = time.perf_counter()
+            await self._ping()
+            return time.perf_counter() - started_s
+
+        return statistics.median([self._near.run(trip()) for _ in range(PINGS)]) / 2
+
+    def _send(self, layer: int, num_blocks: int) -> None:
+        stop = num_blocks * self._size
+        seals = _seals(self._memory, layer, 0, stop)
+        self._session.send(Layer(layer, seals), self._memory.export(layer, 0, stop))
+
+    async def _ping(self) -> tuple[float, float]:
+        """Seconds that both ends have computed, when all that was sent has come."""
+        self._session.send(Ping())
+        pong = await asyncio.wait_for(self._end.pongs.get(), TIMEOUT_S)
+        assert pong is not None, "the session over loopback ended"
+        assert not pong.damaged, "KV came damaged over loopback"
+        return time.thread_time(), pong.computed_s
+
+
+class _End(NoPayloads):
+    """One side: takes layers into the slots from `first` on, checks them, and tells what its thread computed."""
+
+    def __init__(self, memory: KVBytes, first: int) -> None:
+        self._memory, self._first = memory, first
+        self._landing: dict[int, memoryview] = {}
+        self._damaged = 0
+        self.pongs: asyncio.Queue[Pong | None] = asyncio.Queue()
+        self.closed = asyncio.Event()
+
+    def _slots(self, message: Layer) -> tuple[int, int]:
+        return self._first, self._first + len(message.seals) * self._memory.layout.block_size
+
+    def place(self, session: Session, message: Layer, size: int) -> Sequence[memoryview]:
+        self._landing[message.layer] = self._memory.landing(message.layer, *self._slots(message))
+        return [self._landing[message.layer]]
+
+    def on_message(self, session: Session, message: Message) -> None:
+        match message:
+            case Layer(layer, seals):
+                slots = self._slots(message)
+                self._memory.land(layer, *slots, self._landing.pop(layer))
+                self._damaged += _seals(self._memory, layer, *slots) != seals
+            case Ping():
+                session.send(Pong(time.thread_time(), self._damaged))
+            case Pong():
+                self.pongs.put_nowait(message)
+
+    def on_close(self, session: Session, reason: str) -> None:
+        self.pongs.put_nowait(None)
+        self.closed.set()
+
+
+def _seals(memory: KVBytes, layer: int, first: int, stop: int) -> tuple[bytes, ...]:
+    size = memory.layout.block_size
+    return tuple([seal(memory.export(layer, at, at + size)) for at in range(first, stop, size)])

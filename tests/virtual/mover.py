@@ -367,7 +367,7 @@ class VirtualMover(LazyMover):
         """One to each holder, as that of `Holders`."""
         lines, session = self.holders._lines, self._peers.open_to(holder)
         if session is not None and (holder not in lines or lines[holder].result().asker.is_over):
-            hosts = self._links.mover_of(holder)._hosts
+            hosts = self._links.mover_of(holder).hosts
             lines[holder] = Future()
             lines[holder].set_result(Line(InlineAsker(session, hosts)))  # type: ignore[arg-type]
 

@@ -165,9 +165,8 @@ class Inside(Client):
         self.processes.remove(process)
 
         def end() -> None:
-            incoming, outgoing = list(process.mover._names), list(process.mover._peers._open.values())
             assert process._head is not None
-            for session in [*incoming, *outgoing, process._head]:
+            for session in [*process.peers._names, process._head]:
                 session.abort("killed")
 
         self.call(end)

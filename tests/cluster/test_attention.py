@@ -13,6 +13,7 @@ import pytest
 from isthmus.cluster.node import NodeProcess
 from isthmus.engine.interface import Chunk
 from isthmus.node import events
+from isthmus.node.letters import Found
 from isthmus.scheduler import Run
 from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.inside import Inside, inside
@@ -120,11 +121,11 @@ def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, mod
     layers, heads, dim, e = 3, 4, 16, 4
     with inside(deployment(models[kv_heads], kv_heads, attention, ONE)) as served:
         home = process_of(served, "mixed-0")
-        holders, counted = home.mover.holders, Counted(home)
+        holders, sent, counted = home.mover.holders, home.mover.shipments, Counted(home)
         for prompt in (PROMPTS[2], PROMPTS[3]):
-            before = counted.tokens, holders.bytes_asked, holders.bytes_answered, holders.bytes_shipped
+            before = counted.tokens, holders.bytes_asked, holders.bytes_answered, sent.bytes_out
             served.tokens(prompt, 64 - (len(prompt) - 1) % 16, ignore_eos=True)
-            after = counted.tokens, holders.bytes_asked, holders.bytes_answered, holders.bytes_shipped
+            after = counted.tokens, holders.bytes_asked, holders.bytes_answered, sent.bytes_out
             tokens, asked, answered, shipped = (then - now for then, now in zip(after, before, strict=True))
             assert asked == layers * 4 * heads * dim * tokens
             assert answered == layers * 4 * heads * (dim + 1) * tokens
@@ -146,8 +147,9 @@ class Watched:
         on = process.node.on
 
         def watched(event: events.Event, now: int) -> list[events.Action]:
-            if isinstance(event, events.Found):
-                self.found.setdefault(event.key, []).append(event.num_blocks)
+            match event:
+                case events.Heard(_, Found(key, num_blocks)):
+                    self.found.setdefault(key, []).append(num_blocks)
             actions = on(event, now)
             for action in actions:
                 if isinstance(action, events.Ship):

@@ -16,7 +16,7 @@ from isthmus.cluster import hosting
 from isthmus.cluster.process import EngineProcess
 from isthmus.messenger import Session
 from isthmus.messenger.line import Answerer, LineLost
-from isthmus.node import away
+from isthmus.node import guests
 from isthmus.types import NS_PER_S
 from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.cluster.test_structured import asked as in_form
@@ -113,9 +113,9 @@ def test_what_travels(model: Path) -> None:
         assert (
             sent % (4 * 16 * 4) == 0 and received * 16 == sent * 17
         )  # 4 heads of 16 numbers, and a number each
-        shipped = home.holders.bytes_shipped
+        shipped = home.shipments.bytes_out
         assert shipped % BLOCK_BYTES == 0 and 24 * BLOCK_BYTES <= shipped <= 27 * BLOCK_BYTES
-        assert holder._hosts.bytes_in <= shipped
+        assert holder.hosts.bytes_in <= shipped
 
 
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
@@ -266,16 +266,17 @@ def test_damaged_kv_is_never_attended_to(model: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("cut", ["line", "session"])
 def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(away, "LEASE_NS", NS_PER_S // 2)  # who was cut off claims nothing: idle is waited for
+    monkeypatch.setattr(guests, "LEASE_NS", NS_PER_S // 2)  # who was cut off claims nothing: idle is waited for
 
     with inside(attending(model)) as served, ThreadPoolExecutor(1) as pool:
 
         def harm() -> int:
-            lines = home_of(served).mover.holders._lines
-            for session, line in list(lines.items()):
+            home = home_of(served)
+            lines = home.mover.holders._lines
+            for holder, line in list(lines.items()):
                 if cut == "line":
-                    line.asker.hang_up()
-                else:
+                    line.result().asker.hang_up()
+                elif (session := home.peers.open_to(holder)) is not None:
                     session.abort("cut by the test")
             return len(lines)
 

@@ -25,7 +25,7 @@ from isthmus.messenger.network import Listener, _Dialler
 from isthmus.types import NodeId, Role
 from tests.certificates import make_certificate
 from tests.cluster.test_authority import Now, enrolled
-from tests.cluster.test_trust import CARD, CURVE, INTRODUCTION, OFFER, RECIPE, Someone, facts, hello, stage
+from tests.cluster.test_trust import CARD, CURVE, INTRODUCTION, LETTER, RECIPE, Someone, facts, hello, stage
 
 RENEWAL_S = 0.7 * CERTIFICATE_S
 SECRET, LIMIT_S = b"secret", 60
@@ -306,12 +306,13 @@ class _Bold:
 @pytest.mark.parametrize("node", [NodeId("p"), A])
 async def test_a_node_hears_those_that_are_whom_they_say_to_be(node: NodeId) -> None:
     async with scene() as some, some.node(B) as (process, address):
-        offers = process.mover._receiver._offers
+        heard = list[Any]()
+        process.mover._told = heard.append
         one = await some.dial(
-            some.certified(node), INTRODUCTION, OFFER, address=address, types=messages.PeerMessage
+            some.certified(node), INTRODUCTION, LETTER, address=address, types=messages.PeerMessage
         )
-        await until(lambda: one.reasons or offers)
-        assert bool(offers) is (node == INTRODUCTION.node) is not bool(one.reasons)
+        await until(lambda: one.reasons or heard)
+        assert bool(heard) is (node == INTRODUCTION.node) is not bool(one.reasons)
         one.session.close()
         await until(lambda: one.reasons)
 

@@ -165,42 +165,6 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     )
 
 
-def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
-    outgoing, source, wire = sender(10)
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.send()
-    outgoing.ready(Span(0, LAYERS), Span(0, 8), (5, 6, 7))
-    assert [(slices.layer, slices.first_block, slices.stop) for slices, _ in wire.slices] == [
-        (0, 0, 8),
-        (1, 0, 8),
-    ]
-    assert [payload for _, payload in wire.slices] == [
-        kv_of(source, layer, (5, 6), 8) for layer in range(LAYERS)
-    ]
-
-
-def test_each_block_of_a_frame_has_its_own_seal() -> None:
-    outgoing, source, wire = sender(10)
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.send()
-    outgoing.ready(Span(0, 1), Span(0, 10), (7, 3, 4))
-    ((slices, payload),) = wire.slices
-    width = SIZE * LAYOUT.token_bytes
-    assert slices.seals == tuple(seal(payload[at : at + width]) for at in range(0, len(payload), width))
-    assert len(slices.seals) == 3
-    assert payload == kv_of(source, 0, (7, 3, 4), 10)
-
-
-def test_the_first_token_goes_when_all_kv_is_computed() -> None:
-    outgoing, _, wire = sender(4)
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.send()
-    outgoing.first_token(77)
-    assert not wire.messages
-    outgoing.computed()
-    assert wire.messages[-1] == Sent(A, 77)
-
-
 def handovers(
     num_tokens: int = 4, blocks: tuple[int, ...] = (0, 1), *, expects: bool = True
 ) -> tuple[HandoverReceiver, list[Any], KVMemory, Wire]:
@@ -249,18 +213,6 @@ def one_layer(kv: KVMemory, number: int) -> KVMemory:
     made = KVMemory(replace(LAYOUT, num_layers=1), BLOCKS, torch.device("cpu"))
     made.layers[0].copy_(kv.layers[number])
     return made
-
-
-def test_what_is_given_up_is_not_sent() -> None:
-    outgoing, _, wire = sender(4)
-    outgoing.cancel()
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    assert outgoing.session is wire  # type: ignore[comparison-overlap]
-    outgoing.send()
-    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
-    assert not wire.num_cancelled
-    outgoing.cancel()
-    assert wire.num_cancelled == LAYERS
 
 
 def test_what_is_released_in_the_midst_is_taken_back() -> None:
@@ -347,14 +299,6 @@ def expected_next() -> tuple[Incoming, Slices, int]:
     return incoming, Slices(A, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
 
 
-def test_what_must_come_next_is_accepted() -> None:
-    incoming, slices, size = expected_next()
-    wire: Any = Wire()
-    assert incoming.place(wire, slices, size) is not None
-    incoming.frames.refuse()
-    assert wire.refused == [slices], "a session goes on writing into blocks that are free"
-
-
 def test_what_is_not_next_does_not_count() -> None:
     """Frames of a layer that come over several connections may be placed in any order, not received. All is in order
     with this one, but that the one before it is missing."""
@@ -436,24 +380,6 @@ def test_what_is_under_way_when_an_attempt_is_released_is_refused() -> None:
     assert wire.refused == [slices]
     (past,) = here.place(wire, replace(slices, layer=1), 4 * LAYOUT.token_bytes)  # type: ignore[arg-type]
     assert past.nbytes == 4 * LAYOUT.token_bytes, "it is read past"
-
-
-def test_nothing_is_accepted_after_everything_came() -> None:
-    outgoing, _, wire = sender(8)
-    outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.send()
-    outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
-    incoming, _ = receiver(8, (3, 4, 5))
-    ((slices, payload),) = wire.slices
-    assert arrive(incoming, slices, payload)
-    assert place(incoming, slices, len(payload)) is None
-    assert place(incoming, replace(slices, first_block=2, stop=8, seals=()), 0) is None
-
-
-def test_without_its_first_token_a_request_is_not_complete() -> None:
-    incoming, _ = receiver(4, (0, 1))
-    incoming.sent = Sent(A, 77)
-    assert not incoming.complete
 
 
 # Recurrent states, and prefixes that are not handed over.

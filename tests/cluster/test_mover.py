@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.messages import Enough, Given, Slices, Want
+from isthmus.cluster.messages import Given, Slices, Want
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
@@ -169,22 +169,6 @@ def test_kv_is_handed_over(run: Callable[..., None], granted_last: bool) -> None
     run(work)
 
 
-def test_without_its_first_token_nothing_is_complete(run: Callable[..., None]) -> None:
-    """As the later stages of a pipeline group, which do not know it."""
-
-    async def work(kit: Kit) -> None:
-        kit.here.expect(KEY, EXTENT, OURS)
-        kit.there.send(KEY, EXTENT)
-        compute(kit.there)
-        kit.there.mover.do(events.Finish(KEY))
-        await kit.until(lambda: is_whole(kit))
-        await asyncio.sleep(0.01)
-        assert not kit.here.landed
-        kit.there.give_up(KEY, "the end")
-
-    run(work)
-
-
 @pytest.mark.parametrize("from_thread", [False, True])
 def test_what_is_released_before_it_began_takes_nothing(run: Callable[..., None], from_thread: bool) -> None:
     """Actions of another thread are not overtaken by those of the event loop."""
@@ -336,70 +320,6 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
         assert here.mover.load_of(KEY) is None
         name = "kv_bytes_borrowed_total" if shares else "kv_bytes_fetched_total"
         assert here.mover.gauges()[name] == 5 * LAYOUT.block_bytes
-
-    run(work)
-
-
-def test_what_is_lent_is_given_back_when_it_is_copied(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        here, there = kit.there, kit.here
-        here.mover.fetcher._shares = True
-        put_chain(there.store, NAMES[:3], BLOCKS[:3])
-        here.mover.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
-        await kit.told(here, events.FetchEnded)
-        await kit.told(there, events.Enough)
-        await kit.until(lambda: not there.store.stat().num_pinned)
-        here.mover.do(events.Release(KEY))
-
-    run(work)
-
-
-def test_more_rounds_are_answered_from_one_decision(run: Callable[..., None]) -> None:
-    async def work(kit: Kit) -> None:
-        here, there = kit.there, kit.here
-        put_chain(there.store, NAMES, BLOCKS)
-        taken = here.store.reserve(13)  # of 16
-        here.mover.do(events.Fetch(KEY, OTHER, NAMES, 0))
-        tell = here.mover._told
-
-        def told(fact: events.Event) -> None:
-            tell(fact)
-            if isinstance(fact, events.Came):
-                here.store.give_back(taken[-3:])
-                del taken[-3:]
-
-        here.mover._told = told
-        assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 8)
-        assert [fact for fact in here.facts if isinstance(fact, events.Came)] == [
-            events.Came(KEY, 3),
-            events.Came(KEY, 6),
-        ]
-        assert len([fact for fact in there.facts if isinstance(fact, events.Wanted)]) == 1
-        await kit.told(there, events.Enough)
-        here.store.give_back(taken)
-
-    run(work)
-
-
-def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., None]) -> None:
-    """A decision may be late: the same key was given up, and asked for again."""
-
-    async def work(kit: Kit) -> None:
-        there = kit.here
-        put_chain(there.store, NAMES[:4], BLOCKS[:4])
-        there.mover._told = there.facts.append
-        assert kit.there.session is not None
-        for names in (NAMES[:2], NAMES[2:4]):
-            kit.there.session.send(Want(KEY, names, 0, False, 4))
-            await kit.told(there, events.Wanted)
-            there.facts.clear()
-            kit.there.session.send(Enough(KEY))
-        await kit.told(there, events.Enough)
-        kit.there.session.send(Want(KEY, NAMES[2:4], 0, False, 4))
-        await kit.told(there, events.Wanted)
-        there.mover.do(events.Give(KEY, OTHER, NAMES[:2], 0, 2, 0))
-        await asyncio.sleep(0.01)
-        assert there.mover.loans.bytes_out == 0
 
     run(work)
 

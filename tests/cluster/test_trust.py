@@ -27,6 +27,8 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.messenger import MemoryNetwork, Session
 from isthmus.node import events
+from isthmus.node.events import Heard
+from isthmus.node.letters import Granted
 from isthmus.types import (
     FinishReason,
     Generated,
@@ -36,7 +38,6 @@ from isthmus.types import (
     RequestId,
     Role,
     Sampling,
-    Span,
     TokenLogprobs,
 )
 from tests.virtual import ManualLoop
@@ -647,14 +648,14 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
 
 
 INTRODUCTION = messages.PeerHello(messages.PROTOCOL, NodeId("p"), RECIPE.revision, RECIPE.layout)
-OFFER = messages.Offer(RequestId("a#1"), 0, RECIPE.layout.num_layers)
+LETTER = Granted(RequestId("a#1"))
 WRONG_PEERS: dict[str, list[Any]] = {
-    "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), OFFER],
-    "revision": [replace(INTRODUCTION, revision="other"), OFFER],
-    "layout": [replace(INTRODUCTION, layout=OTHERS), OFFER],
-    "not introduced": [OFFER],
-    "a probe is no introduction": [messages.Probe(), OFFER],
-    "introduced twice": [INTRODUCTION, INTRODUCTION, OFFER],
+    "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), LETTER],
+    "revision": [replace(INTRODUCTION, revision="other"), LETTER],
+    "layout": [replace(INTRODUCTION, layout=OTHERS), LETTER],
+    "not introduced": [LETTER],
+    "a probe is no introduction": [messages.Probe(), LETTER],
+    "introduced twice": [INTRODUCTION, INTRODUCTION, LETTER],
 }
 
 
@@ -665,14 +666,14 @@ def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
         async with listening(network) as (process, address), asyncio.timeout(60):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), OFFER]))
-            offers = process.mover._receiver._offers
-            while not stranger.reasons and not offers:
+            stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), LETTER]))
+            heard = list[Any]()
+            process.mover._told = heard.append
+            while not stranger.reasons and not heard:
                 await asyncio.sleep(0.001)
-            if said is None:
-                assert offers == {OFFER.key: {next(iter(offers[OFFER.key])): Span(0, OFFER.stop_layer)}}
-            else:
-                assert not offers and stranger.reasons
+            letters = [fact for fact in heard if isinstance(fact, Heard)]
+            assert letters == ([Heard(INTRODUCTION.node, LETTER)] if said is None else [])
+            assert (said is None) is not bool(stranger.reasons)
 
     asyncio.run(work())
 

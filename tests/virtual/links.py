@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from isthmus.cluster.shipments import FRAME_BLOCKS
-
 from isthmus.attempts import key_of
 from isthmus.blocks import KVLayout
+from isthmus.cluster.shipments import FRAME_BLOCKS
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (

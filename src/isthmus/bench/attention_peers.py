@@ -33,6 +33,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.remote import Shape, answer_to, queries_of
 from isthmus.messenger import Session, TcpNetwork
 from isthmus.node import events
+from isthmus.node.letters import Reserve, Reserved, Shipped, Vacate
 from isthmus.types import NodeId, RequestId, Span
 
 Value = TypeVar("Value")
@@ -60,43 +61,22 @@ class Memory:
             return answer_to(asked, queries, kv, self.layout.block_size, self.shape, self.kernels)
 
 
-class _End:
-    """Sessions with another node, and the mover of this one behind them."""
-
-    def __init__(self, mover: KVMover) -> None:
-        self._mover = mover
-
-    def on_message(self, session: Session, message: Any) -> None:
-        if isinstance(message, messages.PeerHello):
-            self._mover.introduced(session, message.node)
-        else:
-            self._mover.on_peer(session, message)
-
-    def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
-        return self._mover.place(session, message, size)
-
-    def on_void(self, session: Session, message: Any) -> None:
-        self._mover.on_void(session, message)
-
-    def on_close(self, session: Session, reason: str) -> None:
-        self._mover.lost(session, reason)
-
-
 class _Node:
-    """The mover of a node, in the event loop of the thread that makes it. `tell` hears facts in place of a node that
-    decides."""
+    """The sessions and the mover of a node, in the event loop of the thread that makes it. `tell` hears facts in place
+    of a node that decides."""
 
-    def __init__(self, memory: Memory, addresses: dict[NodeId, str], tell: Callable[[Any], None]) -> None:
+    def __init__(
+        self, name: NodeId, memory: Memory, addresses: dict[NodeId, str], tell: Callable[[Any], None]
+    ) -> None:
         self.network, self._tasks = TcpNetwork(), set[asyncio.Task[None]]()
-        hello = messages.PeerHello(messages.PROTOCOL, HOME, "", memory.layout)
-        self.peers = Peers(self.network, hello, self.end, lambda _: HOME)
+        hello = messages.PeerHello(messages.PROTOCOL, name, "", memory.layout)
+        self.peers = Peers(self.network, hello, lambda: self, addresses.__getitem__, self._gone)
         self.mover = KVMover(
             memory=memory.kv,
             attends=memory.attend,
             first_layer=0,
             cache=None,
             peers=self.peers,
-            address_of=addresses.__getitem__,
             tell=tell,
             spawn=self._spawn,
             shares_memory=False,
@@ -105,11 +85,28 @@ class _Node:
         )
         self.mover.open(asyncio.get_running_loop())
 
-    def end(self) -> _End:
-        return _End(self.mover)
+    def _gone(self, node: NodeId, reason: str) -> None:
+        self.mover.gone(node, reason)
 
-    async def end_sessions(self, addresses: Iterable[str]) -> None:
-        sessions = [self.peers.open_to(address) for address in addresses]
+    def on_message(self, session: Session, message: Any) -> None:
+        peer = self.peers.node_of(session)
+        if isinstance(message, messages.PeerHello):
+            self.peers.entered(session, message)
+            session.answer_lines(self.mover.hosts.answer)
+        elif peer is not None:
+            self.mover.on_peer(session, peer, message)
+
+    def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
+        return self.mover.place(session, message, size)
+
+    def on_void(self, session: Session, message: Any) -> None:
+        self.mover.on_void(session, message)
+
+    def on_close(self, session: Session, reason: str) -> None:
+        self.peers.ended(session, reason)
+
+    async def end_sessions(self, nodes: Iterable[NodeId]) -> None:
+        sessions = [self.peers.open_to(node) for node in nodes]
         for session in sessions:
             if session is not None:
                 session.abort("the benchmark is over")
@@ -133,17 +130,20 @@ def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, t
 
         def tell(fact: Any) -> None:
             match fact:
-                case events.Asked():
+                case events.Heard(peer, Reserve(key, num_blocks, share)):
                     first = sum(given.values())
-                    given[fact.key] = fact.num_blocks
-                    blocks = tuple(range(first, first + fact.num_blocks))
-                    node.mover.do(events.Host(fact.key, fact.peer, blocks))
-                case events.Left():
-                    node.mover.do(events.Unhost(fact.key))
-                    del given[fact.key]
+                    given[key] = num_blocks
+                    do(events.Host(key, peer, share, tuple(range(first, first + num_blocks))))
+                    do(events.Tell(peer, Reserved(key, True)))
+                case events.Heard(_, Vacate(key)):
+                    do(events.Unhost(key))
+                    del given[key]
+                case events.Stowed(key, peer, stop, damaged):
+                    do(events.Tell(peer, Shipped(key, stop, damaged)))
 
-        node = _Node(memory, {}, tell)
-        _, port = await node.network.listen("127.0.0.1", 0, messages.PeerMessage, node.end)
+        node = _Node(NodeId("holder"), memory, {}, tell)
+        do = node.mover.do
+        _, port = await node.network.listen("127.0.0.1", 0, messages.PeerMessage, lambda: node)
         pipe.send(port)
         await asyncio.Event().wait()
 
@@ -174,7 +174,7 @@ class Live:
         self._keys: list[RequestId] = []
 
     def _start(self) -> _Node:
-        return _Node(self._memory, self._addresses, self._facts.put)
+        return _Node(HOME, self._memory, self._addresses, self._facts.put)
 
     def place(self, parts: Sequence[Sequence[Span]]) -> None:
         """Ships blocks of this memory: of each row, a span for each holder. What was there before goes."""
@@ -182,16 +182,17 @@ class Live:
         self._keys = [RequestId(f"row-{row}") for row in range(len(parts))]
         for key, spans in zip(self._keys, parts, strict=True):
             for holder, span in zip(self._addresses, spans, strict=True):
-                self._do(self._node.mover.do, events.Reserve(key, holder, len(span)))
-                self._wait_for(events.Reserved(key, holder, True))
                 blocks = tuple(range(span.start, span.stop))
+                self._do(self._node.mover.do, events.Tell(holder, Reserve(key, len(blocks))))
+                self._wait_for(events.Heard(holder, Reserved(key, True)))
+                self._do(self._node.mover.do, events.OpenLine(holder))
                 self._do(self._node.mover.do, events.Ship(key, holder, 0, blocks))
-                self._wait_for(events.Shipped(key, holder, len(blocks)))
+                self._wait_for(events.Heard(holder, Shipped(key, len(blocks))))
 
     def _vacate(self) -> None:
         for key in self._keys:
             for holder in self._addresses:
-                self._do(self._node.mover.do, events.Vacate(key, holder))
+                self._do(self._node.mover.do, events.Tell(holder, Vacate(key)))
 
     def elsewhere(self) -> Elsewhere:
         """Of one step."""
@@ -207,20 +208,22 @@ class Live:
         return self._do(self._count)
 
     def _count(self) -> int:
-        sessions = [self._node.peers.open_to(address) for address in self._addresses.values()]
+        sessions = [self._node.peers.open_to(holder) for holder in self._addresses]
         stats = [each.stat() for each in sessions if each is not None]
         return sum([stat.bytes_in + stat.bytes_out for stat in stats])
 
-    def _wait_for(self, expected: Any) -> None:
+    def _wait_for(self, expected: events.Heard) -> None:
         """Raises BenchError when something else happens."""
         while True:
             try:
                 fact = self._facts.get(timeout=LIMIT_S)
             except queue.Empty:
-                raise BenchError(f"no {type(expected).__name__} came in {LIMIT_S:g} s") from None
+                raise BenchError(f"no {type(expected.letter).__name__} came in {LIMIT_S:g} s") from None
             if fact == expected:
                 return
-            if not isinstance(fact, events.Shipped):  # which says how far it is
+            if not isinstance(fact, events.Heard) or not isinstance(
+                fact.letter, Shipped
+            ):  # which says how far it is
                 raise BenchError(f"{fact} in place of {expected}")
 
     def _do(self, function: Callable[..., Value], *arguments: Any) -> Value:
@@ -230,7 +233,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(LIMIT_S)
 
     def close(self) -> None:
-        ended = self._node.end_sessions(self._addresses.values())
+        ended = self._node.end_sessions(self._addresses)
         asyncio.run_coroutine_threadsafe(ended, self._loop).result(LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -60,7 +60,7 @@ class Landing:
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
         self.placed[head.layer] = stop
-        if first < self.num_whole:  # the other layers of it are of what was there before
+        if head.layer == 0:  # it comes first: what other layers have from there on is of what was there before
             self.whole = [min(whole, first) for whole in self.whole]
         self.whole[head.layer] = min(self.whole[head.layer], first)
         return placed

@@ -22,8 +22,9 @@ from isthmus.attempts import (
     Share,
 )
 from isthmus.node import adapter as adapter_module
-from isthmus.node import early
-from isthmus.node.adapter import SETTLE_NS, SEVERED_NS, Adapter, handover_key
+from isthmus.node import attempts as attempts_module
+from isthmus.node.adapter import SETTLE_NS, Adapter, handover_key
+from isthmus.node.attempts import SEVERED_NS
 from isthmus.node.events import (
     Action,
     Adopt,
@@ -35,7 +36,7 @@ from isthmus.node.events import (
     Discard,
     Dropped,
     EndFetch,
-    Enough,
+    EndGive,
     Event,
     Fetch,
     FetchEnded,
@@ -54,10 +55,9 @@ from isthmus.node.events import (
     Submit,
     Tell,
     Wake,
-    Wanted,
     Woken,
 )
-from isthmus.node.letters import Claim, Found, Landed, Letter, Passed, Reserve, Reserved, Shrink
+from isthmus.node.letters import Claim, Enough, Found, Landed, Letter, Passed, Reserve, Reserved, Shrink, Want
 from isthmus.scheduler import TierCache
 from isthmus.types import BlockName, NodeId, RequestId, Role, Tenant
 
@@ -379,7 +379,7 @@ def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() ->
 def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
     told(node, P0, Passed(KEY, 1, PARAMS), 1)
-    for number in range(early.MAX_EARLY):
+    for number in range(attempts_module.MAX_EARLY):
         told(node, P0, Passed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
     assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
 
@@ -414,7 +414,7 @@ def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(D0), RequestId("gone#1")
     for fact in (Came(key, 3), FetchEnded(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
-                 Forget(key), Enough(key, P0), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
+                 Forget(key), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
                  Heard(P0, Shrink(key, 1))):  # fmt: skip
         assert node.on(fact, 1) == []
     node.check_idle()
@@ -447,9 +447,9 @@ def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
     node = node_of(P0)
     kept(node, NAMES[:2])
     node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 2, 4)), 1)
-    node.on(Wanted(RequestId("f"), P1, NAMES, 0), 2)
+    told(node, P1, Want(RequestId("f"), NAMES, 0), 2)
     assert node.on(Gone(D0, "cut"), 3) == []
-    assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY)]
+    assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), P1)]
     node.on(FetchEnded(KEY, 0), 5)
     node.on(Over(KEY), 6)
     node.check_idle()
@@ -488,12 +488,12 @@ def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
 def test_what_another_node_wants_stays_until_it_has_enough() -> None:
     node = node_of(P0)
     kept(node, NAMES[:3])
-    assert node.on(Wanted(RequestId("f"), D0, NAMES, 1), 1) == [Give(RequestId("f"), D0, NAMES, 1, 3, 0)]
+    assert told(node, D0, Want(RequestId("f"), NAMES, 1), 1) == [Give(RequestId("f"), D0, NAMES, 1, 3, 0)]
     with pytest.raises(AssertionError):
         node.check_idle()
-    node.on(Enough(RequestId("f"), D0), 2)
+    assert told(node, D0, Enough(RequestId("f")), 2) == [EndGive(RequestId("f"), D0)]
     node.check_idle()
-    assert node_of(P0, None).on(Wanted(RequestId("f"), D0, NAMES, 1), 1) == [
+    assert told(node_of(P0, None), D0, Want(RequestId("f"), NAMES, 1), 1) == [
         Give(RequestId("f"), D0, NAMES, 1, 1, 0)
     ]
 

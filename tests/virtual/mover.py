@@ -403,7 +403,7 @@ class VirtualMover(LazyMover):
         loop = self._links.loop
         while not self.misses(run):
             jobs = self._pending(run)
-            if any(job.pending for job in jobs):
+            if any(self._links.moves.awaits(job) for job in jobs):
                 await self._links.changed(self.slot)
             elif (until := max([job.loaded_ns for job in jobs], default=0)) > loop.now_ns:
                 await loop.sleep_until(until, TRANSFER)
@@ -412,7 +412,8 @@ class VirtualMover(LazyMover):
 
     def is_waiting(self, run: Run) -> bool:
         """What its engine waits for before it asks any holder is not there."""
-        return any(job.pending or job.loaded_ns > self._links.loop.now_ns for job in self._pending(run))
+        now, awaits = self._links.loop.now_ns, self._links.moves.awaits
+        return any(job.loaded_ns > now or awaits(job) for job in self._pending(run))
 
     def load_for(self, run: Run) -> None:
         for piece in run.chunks:

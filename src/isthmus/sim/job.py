@@ -14,9 +14,8 @@ class SimJob:
     `name`: what the conductor calls it; `key`: what its nodes call its attempt, the last one that began, by `route`.
     `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it computes was its own.
 
-    `length`: of what this attempt prefills, the tokens that an earlier one gave included. Its prefill waits for
-    `pending` reads and fetches, and until `loaded_ns`; `arriving`: tokens of its cached prefix that were to be fetched
-    in part.
+    `length`: of what this attempt prefills, the tokens that an earlier one gave included. Its prefill waits until
+    `loaded_ns`.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
@@ -24,8 +23,8 @@ class SimJob:
     """
 
     __slots__ = (
-        "age", "arriving", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
-        "loaded_ns", "name", "num_generated", "pending", "prefill_slot", "record", "request", "resumed_ns", "route",
+        "age", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
+        "loaded_ns", "name", "num_generated", "prefill_slot", "record", "request", "resumed_ns", "route",
         "spans",
     )  # fmt: skip
 
@@ -36,7 +35,7 @@ class SimJob:
         self.name = self.key = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
         self.length = request.num_tokens
-        self.age = self.pending = self.num_generated = self.loaded_ns = self.arriving = 0
+        self.age = self.num_generated = self.loaded_ns = 0
         self.prefill_slot = self.decode_slot = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
@@ -58,7 +57,7 @@ class SimJob:
 
     def withdraw(self) -> None:
         """Its attempt is over, whatever it had come to. It decodes nowhere."""
-        self.pending = self.loaded_ns = self.arriving = 0
+        self.loaded_ns = 0
         if self.record.first_token_ns >= 0 and len(self.spans) == len(self.resumed_ns):
             self.spans.append((0, 0, 0))  # a token came, and the next will be that of another prefill
 

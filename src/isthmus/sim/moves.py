@@ -63,15 +63,26 @@ class _Handover:
 
 class _Transfer:
     """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
-    loaded beside them is. `is_prompts`: a prefill waits for it. Donors' blocks are nobody's: they come
-    before their prompt queues."""
+    loaded beside them is. `is_prompts`: a prefill waits for it, whose load counts on `counted_on` tokens. Donors'
+    blocks are nobody's: they come before their prompt queues."""
 
-    __slots__ = ("asked", "flow", "is_prompts", "job", "kv", "source", "stop", "target", "until_ns")
+    __slots__ = (
+        "asked",
+        "counted_on",
+        "flow",
+        "is_prompts",
+        "job",
+        "kv",
+        "source",
+        "stop",
+        "target",
+        "until_ns",
+    )
 
     def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: SimJob | None) -> None:
         self.asked, self.source, self.target, self.job = asked, source, target, job
         self.flow: Flow | None = None
-        self.stop = self.kv = 0
+        self.stop = self.kv = self.counted_on = 0
         self.until_ns = -1
         self.is_prompts = job is not None and job.prefill_slot == target.slot
 
@@ -178,7 +189,7 @@ class Moves:
         if not load.told:
             job.loaded_ns, names = ends, load.names
             if load.arriving and transfer is not None:
-                job.arriving, names = load.num_tokens, names[: transfer.asked.start] + donated
+                transfer.counted_on, names = load.num_tokens, names[: transfer.asked.start] + donated
             self.disks.load(node, load.key, names)
         elif transfer is not None:
             transfer.until_ns = ends
@@ -214,7 +225,6 @@ class Moves:
         self._begin_read(node, job, read.names, self._reads)
 
     def _begin_read(self, node: SimNode, job: SimJob, names: Sequence[BlockName], reads: Reads) -> None:
-        job.pending += 1
         size = self._bytes(node, names)
         self.bytes_moved["disk_read"] += size
         tag = self._read_ends, (job.key, node, reads)
@@ -223,7 +233,8 @@ class Moves:
     def _read_ends(self, what: tuple[RequestId, SimNode, Reads]) -> None:
         key, node, reads = what
         del reads[key]
-        self._came(self._attempts.get(key), node)
+        if key in self._attempts:
+            self._due.append((node, None))
 
     def _stop_reads(self, node: SimNode, key: RequestId) -> None:
         for reads in (self._reads, self._donor_reads):
@@ -240,11 +251,10 @@ class Moves:
     def _bytes(self, node: SimNode, names: Sequence[BlockName]) -> int:
         return len(names) * self._block_size * node.cost.kv_token_bytes
 
-    def _came(self, job: SimJob | None, node: SimNode) -> None:
-        """Something that a prefill waited for is there."""
-        if job is not None:
-            job.pending -= 1
-            self._due.append((node, None))
+    def awaits(self, job: SimJob) -> bool:
+        """Whether anything that its prefill needs is still read or fetched."""
+        key = job.key
+        return key in self._reads or key in self._donor_reads or (key, job.prefill_slot) in self._fetches
 
     def _save(self, node: SimNode, save: events.Save) -> None:
         if self.disks.are_at_risk:
@@ -281,9 +291,6 @@ class Moves:
         source, key = self._named[fetch.source], fetch.key
         transfer = _Transfer(fetch, source, node, self._attempts.get(key))
         self._fetches[key, node.slot] = transfer
-        if transfer.is_prompts:
-            assert transfer.job is not None
-            transfer.job.pending += 1
 
     def _give(self, node: SimNode, give: events.Give) -> None:
         key, target = give.key, self._named[give.peer]
@@ -362,9 +369,9 @@ class Moves:
         if job is None or self._attempts.get(key) is not job:
             return
         if transfer.is_prompts:
-            if job.arriving and stop * self._block_size < job.arriving:
+            if stop * self._block_size < transfer.counted_on:
                 target.missing[key] = stop
-            self._came(job, target)
+            self._due.append((target, None))
         elif transfer.until_ns >= 0:
             loaded = partial(self._recall_loaded, target, key, asked.names[: asked.start], stop)
             self._clock.call(max(transfer.until_ns, self._clock.now), TRANSFER_ENDS, loaded)

@@ -171,7 +171,7 @@ class Nodes:
                 continue
             if piece.samples:
                 node.sampling.append(job)
-            if job.pending or job.loaded_ns > self._clock.now:
+            if job.loaded_ns > self._clock.now or self.moves.awaits(job):
                 node.loading.append(job)
             if job.record.first_token_ns < 0 and job.record.prefill_start_ns < 0:
                 job.record.prefill_start_ns = self._clock.now
@@ -207,7 +207,7 @@ class Nodes:
         if node.missing and self._break_off(node):
             return False
         for job in node.loading:
-            if job.pending or job.loaded_ns > now:
+            if job.loaded_ns > now or self.moves.awaits(job):
                 self._stall(node)
                 return False
         if node.stalled:
@@ -226,7 +226,7 @@ class Nodes:
             node.stalled = True
             node.stalled_since = self._clock.now
         node.version += 1
-        if not any(job.pending for job in node.loading):  # of what is pending, the network tells
+        if not any(self.moves.awaits(job) for job in node.loading):  # of these the network tells
             self._clock.run_ends(max(job.loaded_ns for job in node.loading), TRANSFER_ENDS, node)
 
     def _misses(self, node: SimNode, run: Run) -> list[RequestId]:

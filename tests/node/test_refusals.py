@@ -26,6 +26,7 @@ from isthmus.node.events import (
     Release,
     Save,
     Send,
+    Tell,
     Wake,
     Woken,
 )
@@ -218,3 +219,11 @@ def test_distrust_is_remembered_of_so_many_requests(monkeypatch: pytest.MonkeyPa
         node.on(Broken(key, "x", distrust=True), 2)
     assert list(node._distrusted) == ["r2", "r3"]
     node.check_idle()
+
+
+def test_a_lost_peer_costs_nothing_that_waits_for_its_own_cache_alone() -> None:
+    node = node_of(3)
+    node.on(begin(Role.DECODE, handover_start=3, recall=fetch_of(HERE, 0, 3)), 1)
+    node.on(Received(KEY), 2)
+    assert node.on(Gone(PEER, "cut"), 3) == []
+    assert Tell(PEER, Landed(KEY)) in node.on(Loaded(KEY, 3), 4)

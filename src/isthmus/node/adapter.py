@@ -111,7 +111,7 @@ class Adapter:
             events.Begin: self._begin,
             events.Forget: self._forget,
             events.Become: self._become,
-            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+            events.Heard: lambda heard, now, actions: self._letters.get(type(heard.letter), letters.void)(
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,

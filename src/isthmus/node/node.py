@@ -82,7 +82,7 @@ class Node:
             events.Move: self._move,
             events.Return: self._return,
             events.Become: self._become,
-            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+            events.Heard: lambda heard, now, actions: self._letters.get(type(heard.letter), letters.void)(
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,

@@ -24,7 +24,7 @@ from isthmus.messenger import MemoryNetwork, Network, Server, Session
 from isthmus.messenger.memory import Link, MemoryPort
 from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.node.letters import Granted, Landed
+from isthmus.node.letters import Enough, Granted, Landed, Want
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 
@@ -102,11 +102,15 @@ class Side:
     def _told(self, fact: events.Event) -> None:
         self.facts.append(fact)
         match fact:
-            case events.Wanted(key, peer, names, start):
+            case events.Heard(peer, Want(key, names, start)):
                 stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
                 self.do(events.Give(key, peer, names, start, max(start, stop), 0))
+            case events.Heard(peer, Enough(key)):
+                self.do(events.EndGive(key, peer))
             case events.Came(key, stop) | events.FetchEnded(key, stop):
                 self._adopt(key, stop)
+                if isinstance(fact, events.FetchEnded) and self.peers.open_to(OTHER) is not None:
+                    self.do(events.Tell(OTHER, Enough(key)))
             case events.Heard(_, Granted(key)):
                 self.mover.send(key)
             case events.Received(key):
@@ -119,6 +123,9 @@ class Side:
                 for key in list(self._moving):
                     self.give_up(key, reason)
 
+    def want(self, fetch: events.Fetch) -> None:
+        self.do(events.Tell(OTHER, Want(fetch.key, fetch.names, fetch.start, fetch.whole)), fetch)
+
     def fetch(self, order: events.Fetch) -> Fetching:
         """To be run by `fetching`; whoever holds it may read from it."""
         return Fetching(order, self.cache)
@@ -127,6 +134,7 @@ class Side:
         """Returns when all that came is adopted."""
         fetch.hold()
         self.mover._fetches[fetch.key] = fetch
+        self.do(events.Tell(OTHER, Want(fetch.key, fetch.names, fetch.start, fetch.order.whole)))
         await self.mover._run_fetch(fetch, self.mover.fetcher.begin(fetch))
         await asyncio.sleep(0)  # what it told is heard
         await asyncio.wrap_future(self.cache.kept())

@@ -18,13 +18,14 @@ from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import fetches, loans
 from isthmus.cluster.cache import LOADERS, PrefixMissing
 from isthmus.cluster.fetches import Fetching
-from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.cluster.messages import Ended, Given, Lent, Pull
 from isthmus.engine import codecs
 from isthmus.errors import ProtocolError
 from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
 from isthmus.node import events
+from isthmus.node.letters import Enough, Want
 from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
-from isthmus.types import NodeId, RequestId, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Tier
 from tests.cluster.fault_peers import (
     LAYOUT,
     OTHER,
@@ -507,7 +508,7 @@ def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> Non
             there.set()
             await task
             assert fetch.num_whole == 0
-        assert pair.source.mover.loans.bytes_out == 0
+        assert pair.source.mover._loans.bytes_out == 0
 
     run(pair, MemoryNetwork(), work)
 
@@ -584,25 +585,10 @@ def test_a_block_damaged_in_the_arena_of_the_source(codec: str) -> None:
     run(pair, MemoryNetwork(), work)
 
 
-class Liar:
-    """Answers a Want with something else."""
-
-    def __init__(self, answer: Callable[[Any, Want], None]) -> None:
-        self._answer = answer
-        self.bytes_out = 0
-
-    def wanted(self, connection: Any, peer: NodeId, want: Want) -> None:
-        self._answer(connection, want)
-
-    def enough(self, connection: Any, key: RequestId, peer: NodeId) -> None: ...
-
-    def lost(self, connection: Any) -> None: ...
-
-
 ZERO = memoryview(bytes(LAYOUT.slice_bytes))
 SEALS = (b"x" * 16,)
 HANDLE = ArenaHandle("/proc/self/fd/0", b"n" * 16, 4, SHAPE)
-LIES: dict[str, Callable[[Any, Want], None]] = {
+LIES: dict[str, Callable[[Any, Pull], None]] = {
     "wrong seals": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO),
     "too many bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO, ZERO),
     "too few bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO[1:]),
@@ -624,7 +610,8 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
     pair = Pair(4, room=2)
 
     async def work() -> None:
-        pair.source.mover._loans = Liar(LIES[lie])  # type: ignore[assignment]
+        """The source answers a Pull with something else."""
+        pair.source.mover._asked[Pull] = lambda session, peer, pull: LIES[lie](session, pull)
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)
@@ -768,7 +755,7 @@ def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> No
     begun.fetch.session = begun.session  # type: ignore[assignment]
 
     async def work() -> None:
-        answer = begun.fetch.ask(begun.session, Want(KEY, tuple(begun.pair.names), 0, False, 3))  # type: ignore[arg-type]
+        answer = begun.fetch.ask(begun.session, Pull(KEY, 0, 3))  # type: ignore[arg-type]
         assert begun.place(begun.next) is not None
         with pytest.raises(ProtocolError, match="nobody asked"):
             fetcher.place(stranger, begun.next, 2 * LAYOUT.slice_bytes)  # type: ignore[arg-type]
@@ -798,10 +785,10 @@ LOANS: dict[str, Lent] = {
 
 def test_a_loan_is_what_was_asked_for_in_every_way(begun: Begun) -> None:
     assert not begun.fetch.asked_for(LOAN), "nothing is wanted yet"
-    begun.fetch.want = Want(KEY, tuple(begun.pair.names), 1, False, 3, host="here")
+    begun.fetch.pull = Pull(KEY, 1, 3, host="here")
     assert begun.fetch.asked_for(LOAN)
     assert [loan for loan, lent in LOANS.items() if begun.fetch.asked_for(lent)] == []
-    begun.fetch.want = msgspec.structs.replace(begun.fetch.want, host="")
+    begun.fetch.pull = msgspec.structs.replace(begun.fetch.pull, host="")
     assert not begun.fetch.asked_for(LOAN), "it is to be sent"
 
 
@@ -837,23 +824,24 @@ def test_a_false_loan_ends_the_fetch(loan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "want",
+    "pull",
     [
-        Want(KEY, tuple(names_of(4)), 0, False, 4, codec="rot13"),
-        Want(KEY, (), 0, False, 4),
-        Want(KEY, tuple(names_of(4)), 0, False, 0),
-        Want(KEY, tuple(names_of(4)), 0, False, -1),
-        Want(KEY, tuple(names_of(4)), 5, False, 4),
-        Want(KEY, tuple(names_of(4)), -1, False, 4),
+        Pull(KEY, 0, 4, codec="rot13"),
+        Pull(KEY, 0, 0),
+        Pull(KEY, 0, -1),
+        Pull(KEY, 5, 4),
+        Pull(KEY, -1, 4),
     ],
-    ids=["unknown codec", "no names", "no room", "negative room", "behind the end", "before the start"],
+    ids=["unknown codec", "no room", "negative room", "behind the end", "before the start"],
 )
-def test_a_strange_want_costs_the_source_nothing(want: Want) -> None:
+@pytest.mark.parametrize("names", [names_of(4), []], ids=["names", "no names"])
+def test_a_strange_pull_costs_the_source_nothing(names: list[BlockName], pull: Pull) -> None:
     pair = Pair(4)
 
     async def work() -> None:
         assert pair.target.session is not None
-        pair.target.session.send(want)
+        for said in (Want(KEY, tuple(names), 0), pull):
+            pair.target.session.send(said)
         for _ in range(50):
             await asyncio.sleep(0.001)
         pair.target.session.send(Enough(KEY))
@@ -878,16 +866,19 @@ def test_what_nobody_asked_for_is_read_past() -> None:
     run(pair, MemoryNetwork(), work)
 
 
-def test_a_second_want_before_the_first_was_answered_ends_the_session() -> None:
+def test_a_second_pull_before_the_first_was_answered_ends_the_session() -> None:
     pair = Pair(4)
 
     async def work() -> None:
         assert pair.target.session is not None
+        pair.target.session.send(Want(KEY, tuple(pair.names), 0))
+        while not pair.source.heard(Want):
+            await asyncio.sleep(0.001)
         for _ in range(2):
-            pair.target.session.send(Want(KEY, tuple(pair.names), 0, False, 4))
+            pair.target.session.send(Pull(KEY, 0, 4))
         while not pair.target.reasons:
             await asyncio.sleep(0.001)
-        assert "a second Want" in pair.target.reasons[0]
+        assert "a second Pull" in pair.target.reasons[0]
 
     run(pair, MemoryNetwork(), work)
 

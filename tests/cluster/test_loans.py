@@ -13,7 +13,7 @@ from isthmus.blocks import seal
 from isthmus.cluster import loans
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.loans import Loans
-from isthmus.cluster.messages import Ended, Given, Lent, Want
+from isthmus.cluster.messages import Ended, Given, Lent, Pull
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
 from isthmus.node import events
@@ -24,7 +24,7 @@ KEY, OTHER_KEY, PEER, OTHER = RequestId("a#1"), RequestId("b#1"), NodeId("peer")
 COUNT = 6
 NAMES = tuple([bytes([number]) * 16 for number in range(COUNT)])
 BLOCKS = [kv_block(LAYOUT, number) for number in range(COUNT)]
-WANT = Want(KEY, NAMES, 0, False, COUNT)
+PULL = Pull(KEY, 0, COUNT)
 
 
 class Line:
@@ -60,33 +60,26 @@ class Line:
 
 
 class Kit:
-    """Loans, and what it told its node."""
+    """Loans of a node that has all blocks."""
 
     def __init__(self) -> None:
         self.store = store_of(LAYOUT, COUNT + 2)
         put_chain(self.store, NAMES, BLOCKS)
         self.cache = NodeCache(LAYOUT, self.store)
-        self.told: list[events.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.lost: list[NodeId] = []
-        self.loans = Loans(self.cache, self.told.append, self._spawn)
+        self.loans = Loans(self.cache, self._spawn)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         self.tasks.append(asyncio.get_running_loop().create_task(work))
         return self.tasks[-1]
 
-    def lose(self, peer: NodeId) -> None:
-        """The node knows."""
-        self.lost.append(peer)
-        self.loans.lost(peer)
+    def ask(self, line: Line, pull: Pull = PULL, peer: NodeId = PEER, stop: int = COUNT) -> None:
+        """The node decided to give blocks up to `stop`, and they are asked for."""
+        self.loans.give(events.Give(pull.key, peer, NAMES, 0, stop, 0))
+        self.loans.pull(line, peer, pull)  # type: ignore[arg-type]
 
-    def ask(self, line: Line, want: Want = WANT, peer: NodeId = PEER, stop: int = COUNT) -> None:
-        """And the node decides to give blocks up to `stop`."""
-        self.loans.wanted(line, peer, want)  # type: ignore[arg-type]
-        self.loans.give(events.Give(want.key, peer, want.names, want.start, stop, 0))
-
-    def enough(self, line: Line, key: RequestId = KEY, peer: NodeId = PEER) -> None:
-        self.loans.enough(line, key, peer)  # type: ignore[arg-type]
+    def enough(self, key: RequestId = KEY, peer: NodeId = PEER) -> None:
+        self.loans.end(events.EndGive(key, peer))
 
     async def until(self, is_so: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
@@ -109,14 +102,11 @@ def run() -> Callable[[Work], None]:
         async def whole() -> None:
             kit, line = Kit(), Line()
             await work(kit, line)
-            for at, loan in list(kit.loans._loans.items()):
-                kit.loans.enough(loan.session, *at)
+            for at in list(kit.loans._loans):
+                kit.enough(*at)
             line.deliver(arrived=False)
             await asyncio.gather(*kit.tasks, return_exceptions=True)
             assert kit.held() == (0, 0)
-            wanted = [(fact.key, fact.peer) for fact in kit.told if isinstance(fact, events.Wanted)]
-            over = [(fact.key, fact.peer) for fact in kit.told if isinstance(fact, events.Enough)]
-            assert {*wanted} == {*over} or kit.lost, "the node was not told that it may let go"
             kit.cache.close()
             kit.store.close()
 
@@ -127,7 +117,7 @@ def run() -> Callable[[Work], None]:
 
 def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        kit.ask(line, replace(WANT, start=1, room=3), stop=COUNT - 1)
+        kit.ask(line, replace(PULL, start=1, room=3), stop=COUNT - 1)
         await kit.until(lambda: line.of(Ended))
         assert line.of(Ended) == [Ended(KEY, 3)]
         for layer, (message, payload) in enumerate(line.sent[:3]):
@@ -144,78 +134,65 @@ def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"codec": "rot13"}, {"room": -1}, {"start": -1}, {"start": COUNT + 1}],
+    [{"codec": "rot13"}, {"room": -1}, {"start": -1}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_cannot_be_wanted_is_refused_and_nobody_is_told(
-    run: Callable[[Work], None], changes: dict[str, Any]
-) -> None:
+def test_what_cannot_be_given_is_refused(run: Callable[[Work], None], changes: dict[str, Any]) -> None:
     async def work(kit: Kit, line: Line) -> None:
         with pytest.raises(ProtocolError):
-            kit.ask(line, replace(WANT, **changes))
-        assert not kit.told and not line.sent and not kit.loans._loans
+            kit.ask(line, replace(PULL, **changes))
+        assert not line.sent and not kit.tasks
 
     run(work)
 
 
-def test_one_want_at_a_time_and_of_the_same_prefix(run: Callable[[Work], None]) -> None:
+def test_one_pull_at_a_time(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        kit.ask(line, replace(WANT, room=2))
-        with pytest.raises(ProtocolError, match="a second Want"):
-            kit.loans.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+        kit.ask(line, replace(PULL, room=2))
+        with pytest.raises(ProtocolError, match="a second Pull"):
+            kit.loans.pull(line, PEER, PULL)  # type: ignore[arg-type]
         await kit.until(lambda: line.of(Ended))
-        with pytest.raises(ProtocolError):
-            kit.loans.wanted(line, PEER, replace(WANT, names=NAMES[::-1]))  # type: ignore[arg-type]
-        kit.loans.wanted(line, PEER, replace(WANT, start=2))  # type: ignore[arg-type]
+        kit.loans.pull(line, PEER, replace(PULL, start=2))  # type: ignore[arg-type]
         await kit.until(lambda: len(line.of(Ended)) == 2)
         assert line.of(Ended) == [Ended(KEY, 2), Ended(KEY, COUNT - 2)]
-        assert [fact for fact in kit.told if isinstance(fact, events.Wanted)] == [
-            events.Wanted(KEY, PEER, NAMES, 0, False)
-        ]
 
     run(work)
 
 
-def test_a_decision_about_other_blocks_or_a_second_one_gives_nothing(run: Callable[[Work], None]) -> None:
+def test_what_is_asked_for_before_the_node_decided_waits_for_that(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of so many; and it is given what was decided last for it, and nobody else."""
+    monkeypatch.setattr(loans, "MAX_PULLS", 2)
+
     async def work(kit: Kit, line: Line) -> None:
-        kit.loans.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+        for key in (RequestId("never#1"), OTHER_KEY, KEY):
+            kit.loans.pull(line, PEER, replace(PULL, key=key))  # type: ignore[arg-type]
         kit.loans.give(events.Give(KEY, OTHER, NAMES, 0, COUNT, 0))
-        kit.loans.give(events.Give(KEY, PEER, NAMES[:2], 0, 2, 0))
+        kit.loans.give(events.Give(RequestId("never#1"), PEER, NAMES, 0, COUNT, 0))
         assert not kit.tasks
-        for _ in range(2):
-            kit.loans.give(events.Give(KEY, PEER, NAMES, 0, COUNT, 0))
-        assert len(kit.tasks) == 1
-
-    run(work)
-
-
-def test_only_who_wanted_it_has_enough_of_it(run: Callable[[Work], None]) -> None:
-    async def work(kit: Kit, line: Line) -> None:
-        stranger = Line()
-        kit.ask(line)
-        kit.enough(stranger)
-        kit.enough(line, OTHER_KEY)
-        kit.enough(line, KEY, OTHER)
-        kit.lose(OTHER)
+        kit.enough(OTHER_KEY)
+        kit.loans.give(events.Give(OTHER_KEY, PEER, NAMES, 0, COUNT, 0))
+        assert not kit.tasks, "it asked for nothing since"
+        for stop in (2, 3):
+            kit.loans.give(events.Give(KEY, PEER, NAMES, 0, stop, 0))
+        kit.loans.pull(line, PEER, PULL)  # type: ignore[arg-type]
         await kit.until(lambda: line.of(Ended))
-        assert len(kit.loans._loans) == 1 and not any(isinstance(fact, events.Enough) for fact in kit.told)
-        kit.lose(PEER)
-        assert not kit.loans._loans and len(kit.told) == 1
+        assert line.of(Ended) == [Ended(KEY, 3)]
 
     run(work)
 
 
-def test_who_comes_back_over_another_session_begins_anew(run: Callable[[Work], None]) -> None:
+def test_only_who_got_it_has_enough_of_it(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        again = Line()
         kit.ask(line)
-        kit.ask(again)
-        await kit.until(lambda: again.of(Ended))
-        kinds = [type(fact).__name__ for fact in kit.told]
-        assert kinds == ["Wanted", "Enough", "Wanted"]
-        kit.enough(line)
-        assert kit.loans._loans, "the old session says nothing of the new loan"
-        again.deliver()
+        kit.enough(OTHER_KEY)
+        kit.enough(KEY, OTHER)
+        kit.loans.lost(OTHER)
+        await kit.until(lambda: line.of(Ended))
+        assert len(kit.loans._loans) == 1
+        kit.loans.lost(PEER)
+        assert not kit.loans._loans
 
     run(work)
 
@@ -245,9 +222,9 @@ def test_a_borrower_that_goes_leaves_nothing_pinned(run: Callable[[Work], None],
         await kit.until(lambda: line.of(Given))
         assert kit.held()[0]
         if how == "enough":
-            kit.enough(line)
+            kit.enough()
         elif how == "lost":
-            kit.lose(PEER)
+            kit.loans.lost(PEER)
         else:
             kit.loans.close()
         await kit.until(lambda: kit.tasks[0].done())
@@ -261,7 +238,7 @@ def test_a_borrower_that_goes_leaves_nothing_pinned(run: Callable[[Work], None],
 def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
         kit.loans._host = "this one"
-        kit.ask(line, replace(WANT, host="this one"))
+        kit.ask(line, replace(PULL, host="this one"))
         await kit.until(lambda: line.of(Lent))
         (lent,) = line.of(Lent)
         assert [len(seals) for seals in lent.seals] == [LAYOUT.num_layers] * COUNT == [3] * len(lent.slots)
@@ -273,7 +250,7 @@ def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) 
         assert not set(taken) & set(lent.slots)
         for slot, block in zip(lent.slots, BLOCKS, strict=True):
             assert bytes(kit.store.arena.slot(slot)) == block, "somebody else wrote there"
-        kit.enough(line)
+        kit.enough()
         kit.store.give_back(taken)
         await kit.until(lambda: kit.held() == (0, 0))
 
@@ -283,7 +260,7 @@ def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) 
 def test_to_another_host_nothing_is_lent(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
         kit.loans._host = "this one"
-        kit.ask(line, replace(WANT, host="another"))
+        kit.ask(line, replace(PULL, host="another"))
         await kit.until(lambda: line.of(Ended))
         assert not line.of(Lent)
 

@@ -13,14 +13,14 @@ import pytest
 
 from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.messages import Given, Slices, Want
+from isthmus.cluster.messages import Given, Slices
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import MemoryNetwork, Network
 from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.node.letters import Granted, Landed, Vacate
+from isthmus.node.letters import Enough, Granted, Landed, Vacate, Want
 from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
 from isthmus.types import BlockName, RequestId, Span, Tier
@@ -247,8 +247,8 @@ def test_a_lost_session_is_told_once_to_either_side(run: Callable[..., None]) ->
         here.expect(KEY, EXTENT, OURS)
         there.send(KEY, EXTENT)
         await kit.heard(there, Granted)
-        there.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
-        await kit.told(here, events.Wanted)
+        there.want(events.Fetch(KEY, OTHER, NAMES[:2], 0))
+        await kit.heard(here, Want)
         assert there.session is not None
         there.session.abort("killed")
         assert await kit.told(there, events.Gone) == events.Gone(OTHER, "killed")
@@ -304,7 +304,7 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
         here.mover.fetcher._shares = shares
         put_chain(here.store, NAMES[:1], BLOCKS[:1])
         put_chain(there.store, NAMES[:6], BLOCKS[:6])
-        here.mover.do(fetching)
+        here.want(fetching)
         here.mover.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
         load = here.mover.load_of(KEY)
         assert load is not None
@@ -313,9 +313,7 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
         assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 6)
         await kit.until(lambda: [stored(here, name) for name in NAMES[:6]] == BLOCKS[:6])  # adopted in a thread
         assert events.Moved(KEY, fetched=True) in here.facts
-        (wanted,) = [fact for fact in there.facts if isinstance(fact, events.Wanted)]
-        assert wanted == events.Wanted(KEY, OTHER, NAMES[:6], 1, False)
-        await kit.told(there, events.Enough)
+        await kit.heard(there, Enough)
         here.mover.loaded(KEY)
         assert here.mover.load_of(KEY) is None
         name = "kv_bytes_borrowed_total" if shares else "kv_bytes_fetched_total"
@@ -328,9 +326,9 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
 def test_a_fetch_that_is_ended_says_so(run: Callable[..., None], begun: bool) -> None:
     async def work(kit: Kit) -> None:
         kit.here.mover._told = kit.here.facts.append  # decides nothing
-        kit.there.mover.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
+        kit.there.want(events.Fetch(KEY, OTHER, NAMES[:3], 0))
         if begun:
-            await kit.told(kit.here, events.Wanted)
+            await kit.heard(kit.here, Want)
         kit.there.mover.do(events.EndFetch(KEY))
         assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
 
@@ -348,11 +346,11 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
         (state,) = state_names(NAMES[1], 1)
         put_chain(here.store, [*NAMES[:2], state], [*BLOCKS[:2], BLOCKS[7]])
         put_chain(there.store, NAMES[:4], BLOCKS[:4])
-        here.mover.do(events.Fetch(KEY, OTHER, NAMES[:4], 2))
+        here.want(events.Fetch(KEY, OTHER, NAMES[:4], 2))
         here.mover.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
         assert await kit.told(here, events.Loaded) == events.Loaded(KEY, 3)
         assert [b"".join(read(here, at)) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
-        await kit.told(there, events.Enough)
+        await kit.heard(there, Enough)
 
     run(work)
 
@@ -515,10 +513,7 @@ def test_without_a_cache() -> None:
         assert facts == [events.FetchEnded(KEY, 1)]
         assert not {"kv_bytes_fetched_total", "kv_bytes_given_total"} & set(mover.gauges())
         session: Any = object()
-        for said, words in (
-            (Want(KEY, NAMES[:1], 0, False, 1), "blocks are wanted from a node without a cache"),
-            (Given(KEY, 0, 0, (b"",)), "blocks came to a node without a cache"),
-        ):
+        for said, words in ((Given(KEY, 0, 0, (b"",)), "blocks came to a node without a cache"),):
             with pytest.raises(ProtocolError, match=words):
                 mover.on_peer(session, OTHER, said)
         await mover.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.attempts import Holding, Route, Share
+from isthmus.attempts import Holding, RequestFailed, Route, Share, Spread
 from isthmus.node import Node, events
 from isthmus.node.away import AGAIN_NS
 from isthmus.node.letters import Claim, Found, Granted, Letter, Reserve, Reserved, Shipped
@@ -186,3 +186,38 @@ def test_a_grant_may_come_while_holders_are_asked_what_they_have() -> None:
     told(home, FAR, Granted(KEY), 11)
     told(home, A0, Found(KEY, 2), 12)
     assert of_kind(told(home, A0, Reserved(KEY, True), 13), events.Send)
+
+
+def failures(actions: list[Any]) -> list[str]:
+    return [failed.reason for failed in of_kind(actions, RequestFailed)]
+
+
+def test_a_holder_that_is_gone_before_it_answers_has_nothing() -> None:
+    home = node(NEXT)
+    begin(home, 6 * SIZE + 1, 1, Holding((A0,), 3), Holding((A1,), 2))
+    told(home, A0, Found(KEY, 3), 11)
+    actions = home.on(events.Gone(A1, "cut"), 12)
+    assert not failures(actions)
+    assert [holder for holder, _ in said(actions, Reserve)] == [A0, A1]
+
+
+def test_a_holder_that_is_gone_fails_those_alone_whose_kv_it_has() -> None:
+    """One that was asked for more room, and has nothing of it, has refused; and one that refused has nothing."""
+    for answer in (events.Gone(A1, "cut"), events.Heard(A1, Reserved(KEY, False))):
+        home = lent()
+        assert said(home.on(events.Move(KEY, A1, 1), 30), Reserve)
+        actions = home.on(answer, 31)
+        assert of_kind(actions, Spread) and not failures(actions)
+        assert not failures(home.on(events.Gone(A1, "cut"), 32))
+        assert said(home.on(events.Move(KEY, A0, 1), 33), Reserve), "it may ask another"
+        assert failures(home.on(events.Gone(A0, "cut"), 34)) == ["home: a0, which has its KV, is gone: cut"]
+
+
+def test_only_holders_are_believed_and_once() -> None:
+    home = lent()
+    for letter in (Shipped(KEY, 2, damaged=True), Reserved(KEY, False), Reserved(KEY, True)):
+        assert told(home, A1, letter, 30) == []
+    home = node(NEXT)
+    begin(home, 6 * SIZE + 1, 1, Holding((A0,), 3))
+    assert said(told(home, A0, Found(KEY, 3), 11), Reserve)
+    assert not said(told(home, A0, Found(KEY, 2), 12), Reserve)

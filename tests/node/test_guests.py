@@ -99,6 +99,12 @@ def test_of_another_share_nothing_is_found_and_its_room_is_kept(share: Share) ->
     assert holder.num_hosted == 3 and holder.num_stowed(KEY) == 0
 
 
+def test_of_what_another_node_claimed_as_another_share_nothing_is_found() -> None:
+    holder = hosting(HOME)
+    told(holder, NEXT, Claim(KEY, OLD, HALF), 2)
+    assert told(holder, FAR, Claim(KEY, OLD, Share(2, 1, 2)), 3)[-1] == Tell(FAR, Found(KEY, 0))
+
+
 @pytest.mark.parametrize("share", [Share(0, 0, 0), Share(0, 0, 3), Share(0, 0, -1)], ids=str)
 def test_heads_that_cannot_be_cut_so_have_no_room(share: Share) -> None:
     holder = hosting(HOME)

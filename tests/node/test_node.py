@@ -16,7 +16,7 @@ from isthmus.node.events import (
     Broken,
     Came,
     EndFetch,
-    Enough,
+    EndGive,
     FetchEnded,
     Forget,
     Give,
@@ -36,10 +36,21 @@ from isthmus.node.events import (
     Tell,
     Trim,
     Unhost,
-    Wanted,
     Woken,
 )
-from isthmus.node.letters import Found, Granted, Landed, Reserve, Reserved, SendBack, Shipped, Shrink, Vacate
+from isthmus.node.letters import (
+    Enough,
+    Found,
+    Granted,
+    Landed,
+    Reserve,
+    Reserved,
+    SendBack,
+    Shipped,
+    Shrink,
+    Vacate,
+    Want,
+)
 from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
 from isthmus.types import NOBODY, NodeId, RequestId, Role, Tenant
 
@@ -310,7 +321,7 @@ def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(), RequestId("gone#1")
     for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Broken(key, "x"), Gone(P0, "x"),
-                 Forget(key), Enough(key, P0), Moved(key), Stowed(key, P0, 3), Stowed(key, P0, 0, damaged=True),
+                 Forget(key), Moved(key), Stowed(key, P0, 3), Stowed(key, P0, 0, damaged=True),
                  Reclaimed(key, whole=True)):  # fmt: skip
         assert node.on(fact, 1) == []
     for letter in (Granted(key), Landed(key), Reserved(key, True), Found(key, 3), Shipped(key, 3),
@@ -342,10 +353,9 @@ def test_of_what_is_wanted_as_much_is_given_as_is_here(held: int | None, whole: 
         node.on(Recovered((names[:held],)), 1)
     stop = 2 if held is None or held <= 2 or (whole and held < 5) else held
     on_disk = stop - 2
-    assert node.on(Wanted(RequestId("f"), P1, names, 2, whole), 2) == [
-        Give(RequestId("f"), P1, names, 2, stop, on_disk)
-    ]
-    node.on(Enough(RequestId("f"), P1), 3)
+    key = RequestId("f")
+    assert node.on(Heard(P1, Want(key, names, 2, whole)), 2) == [Give(key, P1, names, 2, stop, on_disk)]
+    assert node.on(Heard(P1, Enough(key)), 3) == [EndGive(key, P1)]
     node.check_idle()
 
 

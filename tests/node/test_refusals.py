@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from isthmus.attempts import BlocksStored, RequestFailed
-from isthmus.node import Node, early
+from isthmus.node import Node, attempts
 from isthmus.node import node as node_module
+from isthmus.node.attempts import SEVERED_NS
 from isthmus.node.events import (
     Begin,
     Broken,
     EndFetch,
+    EndGive,
     Fetch,
     FetchEnded,
     Forget,
@@ -24,12 +26,11 @@ from isthmus.node.events import (
     Release,
     Save,
     Send,
+    Tell,
     Wake,
-    Wanted,
     Woken,
 )
-from isthmus.node.letters import Granted, Landed
-from isthmus.node.node import SEVERED_NS
+from isthmus.node.letters import Granted, Landed, Want
 from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
 from isthmus.types import NodeId, RequestId, Role
 
@@ -78,7 +79,7 @@ def test_a_grant_may_come_before_the_heads_word_and_counts_from_its_decode_node_
 
 
 def test_letters_of_attempts_that_never_begin_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "MAX_EARLY", 2)
+    monkeypatch.setattr(attempts, "MAX_EARLY", 2)
     node, known = node_of(), []
     for number in range(3):
         node.on(Heard(PEER, Granted(RequestId(f"r#{number}"))), 1)
@@ -138,9 +139,9 @@ def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
     node = node_of(3)
     node.on(begin(Role.MIXED, fetch=fetch_of(PEER, 3, 5)), 1)
     for peer in (PEER, OTHER):
-        node.on(Wanted(RequestId("f"), peer, NAMES[:2], 0), 2)
-    assert node.on(Gone(OTHER, "cut"), 3) == []
-    assert node.on(Gone(PEER, "cut"), 4) == [EndFetch(KEY)]
+        node.on(Heard(peer, Want(RequestId("f"), NAMES[:2], 0)), 2)
+    assert node.on(Gone(OTHER, "cut"), 3) == [EndGive(RequestId("f"), OTHER)]
+    assert node.on(Gone(PEER, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), PEER)]
     node.on(Forget(KEY), 5)
     node.on(FetchEnded(KEY, 0), 6)
     node.on(Stepped(0), 7)
@@ -218,3 +219,11 @@ def test_distrust_is_remembered_of_so_many_requests(monkeypatch: pytest.MonkeyPa
         node.on(Broken(key, "x", distrust=True), 2)
     assert list(node._distrusted) == ["r2", "r3"]
     node.check_idle()
+
+
+def test_a_lost_peer_costs_nothing_that_waits_for_its_own_cache_alone() -> None:
+    node = node_of(3)
+    node.on(begin(Role.DECODE, handover_start=3, recall=fetch_of(HERE, 0, 3)), 1)
+    node.on(Received(KEY), 2)
+    assert node.on(Gone(PEER, "cut"), 3) == []
+    assert Tell(PEER, Landed(KEY)) in node.on(Loaded(KEY, 3), 4)

@@ -37,7 +37,7 @@ from isthmus.node.events import (
     Demote,
     Drop,
     EndFetch,
-    Enough,
+    EndGive,
     Fetch,
     FetchEnded,
     Finish,
@@ -72,7 +72,6 @@ from isthmus.node.events import (
     Trim,
     Unhost,
     Wake,
-    Wanted,
     Woken,
 )
 from isthmus.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Vacate
@@ -500,8 +499,6 @@ class World:
                 assert action.whole == bool(prompt and states), "a state is of no use in parts"
                 place.fetching[action.key] = action
                 place.ordered.add(action.key)
-                wanted = Wanted(action.key, place.name, action.names, action.start, action.whole)
-                self._over(place, action.source, wanted)
             case EndFetch():
                 self._end_fetch(place, action.key)
             case Give():
@@ -552,7 +549,7 @@ class World:
                 place.spread[key_of(action.request, action.attempt)] = action.holdings
             case MemoryUsed():
                 self._used(place, action)
-            case Admitted() | Joined():
+            case Admitted() | Joined() | EndGive():
                 pass
             case _:
                 raise AssertionError(f"what is {action}?")
@@ -702,13 +699,11 @@ class World:
         target = self.places[give.peer]
         fetch = target.fetching.pop(give.key, None)
         if fetch is not None:
-            self._later(place.name, Enough(give.key, give.peer))
             self._later(give.peer, Came(fetch, give.stop))
 
     def _end_fetch(self, place: Place, key: RequestId) -> None:
         fetch = place.fetching.pop(key, None)
         if fetch is not None:
-            self._over(place, fetch.source, Enough(key, place.name))
             self._later(place.name, Came(fetch, fetch.start))
 
     def _release(self, place: Place, key: RequestId) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, get_args
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -111,7 +111,7 @@ class Adapter:
             events.Begin: self._begin,
             events.Forget: self._forget,
             events.Become: self._become,
-            events.Heard: lambda heard, now, actions: self._letters.get(type(heard.letter), letters.void)(
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
@@ -130,6 +130,7 @@ class Adapter:
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
             letters.Passed: self._passed,
             letters.Landed: self._landed,
             letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from isthmus.attempts import Share
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """Checked where a letter is read from a session: a node counts on it."""
@@ -133,5 +133,5 @@ Letter = (
 )  # fmt: skip
 
 
-def void(*heard: Any) -> None:
+def void(peer: NodeId, letter: Any, now: int, actions: list[Any]) -> None:
     """Letters for nodes of another kind: whoever writes one has not asked what this node is."""

@@ -10,7 +10,7 @@ Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -82,7 +82,7 @@ class Node:
             events.Move: self._move,
             events.Return: self._return,
             events.Become: self._become,
-            events.Heard: lambda heard, now, actions: self._letters.get(type(heard.letter), letters.void)(
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
@@ -103,6 +103,7 @@ class Node:
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
             letters.Granted: self._granted,
             letters.Landed: self._landed,
             letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),

@@ -720,6 +720,26 @@ def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
     asyncio.run(work())
 
 
+def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (process, address), asyncio.timeout(60):
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            stranger.say(INTRODUCTION)
+            while process.peers.open_to(INTRODUCTION.node) is None:
+                await asyncio.sleep(0.001)
+            process.on_head(messages.Neighbours("", {INTRODUCTION.node: "p:1"}))
+            assert process.peers.open_to(INTRODUCTION.node) is not None
+            process.on_head(messages.Neighbours("", {}))
+            assert process.peers.open_to(INTRODUCTION.node) is None
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "it left the cluster" in stranger.reasons[0]
+
+    asyncio.run(work())
+
+
 def test_a_count_below_nothing_is_no_letter() -> None:
     async def work() -> None:
         network = MemoryNetwork()

@@ -327,19 +327,21 @@ def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
         pair.host(share=WHOLE)
         await pair.ship(OLD, 0, (5, 1, 7), WHOLE)
         returning = pair.home.mover.shipments
-        receive, damages = returning.receive, [damaged]
+        receive, damages, over = returning.receive, [damaged], list[int]()
 
         def received(head: messages.Shipment) -> None:
             if damages and head.layer == damages[0]:
                 damages.clear()
                 pair.home.memory.export(damaged, 3 * SIZE, 4 * SIZE)[7] ^= 1
             receive(head)
+            over.append(sum(isinstance(fact, events.Reclaimed) for fact in pair.home.facts))
 
         returning.receive = received  # type: ignore[method-assign]
         send_back(pair)
         assert await pair.told(pair.home, events.Reclaimed) == events.Reclaimed(OLD, whole=False)
         send_back(pair)
         assert await pair.told(pair.home, events.Reclaimed, 2) == events.Reclaimed(OLD, whole=True)
+        assert over == [number // LAYERS for number in range(1, 2 * LAYERS + 1)], "its last frame is waited for"
         assert returning.seal_mismatches == 1 and not pair.home.reasons
         assert [pair.here(block, WHOLE) for block in (3, 0)] == [pair.here(block, WHOLE) for block in (1, 7)]
 

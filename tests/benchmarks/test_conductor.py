@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.conductor import Cluster, Load
+from isthmus.conductor.view import PREFILLING
 from isthmus.types import Role
 
 SMALL = Load(num_nodes=6, num_blocks=20_000, prompt_blocks=100, num_decisions=300)
@@ -23,4 +24,4 @@ def test_all_that_follows_is_told() -> None:
     assert 0.1 < found.matched_share < 0.9
     view = cluster.conductor.view
     assert found.events > 3 * (found.decisions - len(view.requests))
-    assert all(not request.copies for request in view.requests.values() if not request.prefilling)
+    assert all(not request.copies for request in view.requests.values() if request.state is not PREFILLING)

@@ -708,7 +708,7 @@ def test_two_frames_for_the_same_bytes_are_refused() -> None:
     targets = [memoryview(bytearray(size))]
     assert placed(frames, first, codecs.NONE, LAYOUT.block_size, size, targets) == targets
     assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) is None
-    frames.void(first)
+    frames.void(None, first)  # type: ignore[arg-type]
     assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) == targets
     assert frames.take(first) is None and frames.take(second) == targets
 

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from isthmus.errors import OverloadedError
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.gateway.settings import TenantLimits
-from isthmus.types import Shares, Tenant
+from isthmus.types import Shares, Tenant, sharing
 
 from .fake import HANG, FakeBackend, says
 from .inprocess import Poster
@@ -147,7 +147,9 @@ def test_a_job_has_the_weight_of_its_tenant_and_none_without_keys(
     for key in (ACME, GLOBEX):
         assert complete(post, key, user="initech").status_code == 200
     assert [job.weight for job in backend.jobs] == ([3.0, 1.0] if keys else [0.0, 0.0])
-    assert [job.owner.name for job in backend.jobs] == (["acme", "globex"] if keys else ["", ""])
+    assert [sharing(job.tenant, job.weight).name for job in backend.jobs] == (
+        ["acme", "globex"] if keys else ["", ""]
+    )
 
 
 # Metrics.

@@ -143,8 +143,8 @@ def _chance(token: int, row: Row) -> float:
     return -1.0 - (token + len(row.outputs)) % 97
 
 
-class TokenSigner:
-    """Signatures of tokens alone: the emulated engine has no embeddings."""
+class TokenDonors(Donors):
+    """Signs tokens alone: the emulated engine has no embeddings."""
 
     ready = True
 
@@ -153,12 +153,6 @@ class TokenSigner:
         counts = [sum([row >> bit & 1 for row in rows]) for bit in range(SIGNATURE_BITS)]
         signature = sum([(2 * count > len(rows)) << bit for bit, count in enumerate(counts)])
         return signature.to_bytes(SIGNATURE_BITS // 8, "little")
-
-
-def donors_of(card: ModelCard) -> Donors:
-    donors: Any = Donors(card)
-    donors._signer = TokenSigner()
-    return donors
 
 
 CARD = ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0)
@@ -224,7 +218,7 @@ class VirtualCluster:
 
     def content(self, request: VirtualRequest) -> Content | None:
         """What the conductor is told of a prompt."""
-        return donors_of(CARD).content_of(self._job(RequestId(""), request))
+        return TokenDonors(CARD).content_of(self._job(RequestId(""), request))
 
     def run(self, requests: Sequence[VirtualRequest]) -> Flight:
         """All requests to their ends. Request number i, in the order given, is called `i`."""
@@ -247,8 +241,7 @@ class VirtualCluster:
             clock_ns=loop.clock_ns,
         )
         head.links = links
-        signed: Any = head._donors
-        signed._signer = TokenSigner()
+        head._donors = TokenDonors(CARD)
         head._link_stats = VirtualLinkStats(head.links)  # type: ignore[assignment]
         join = await head.open("head", 0)
         async with asyncio.TaskGroup() as group:

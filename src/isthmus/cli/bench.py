@@ -242,7 +242,7 @@ def policies(
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.simulate import progress_bar
     from isthmus.cli.tables import show
-    from isthmus.cluster.launcher import with_ray
+    from isthmus.cluster.with_ray import with_ray
     from isthmus.errors import ConfigError
     from isthmus.workers import LocalPool
 

@@ -50,7 +50,7 @@ def plan(
     from isthmus.cli.outputs import check_writable, write_bytes
     from isthmus.cli.plan_tables import answer_tables, simulated_tables
     from isthmus.cli.tables import show
-    from isthmus.cluster.launcher import with_ray
+    from isthmus.cluster.with_ray import with_ray
     from isthmus.config import load_config
     from isthmus.errors import ConfigError
     from isthmus.planner.answer import to_json

@@ -27,9 +27,10 @@ import msgspec
 
 from isthmus.cluster.joining import JoinToken, reached_at
 from isthmus.cluster.machines import available_bytes, check_memory
+from isthmus.cluster.with_ray import with_ray
 from isthmus.config import Config, child_environment, visible_devices
 from isthmus.deploy import Place, gpus_of, node_threads, places_of, role_config
-from isthmus.errors import ConfigError, StartError
+from isthmus.errors import StartError
 from isthmus.types import NodeId, Role
 
 log = logging.getLogger(__name__)
@@ -166,19 +167,6 @@ def launcher_of(config: Config) -> Launcher:
         return LocalLauncher()
     found: Launcher = with_ray("placement: ray").RayLauncher()
     return found
-
-
-def with_ray(asked: str) -> Any:
-    """The module that imports Ray, which takes a second and need not be installed. Raises ConfigError without it."""
-    try:
-        from isthmus.cluster import ray_launcher
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            f"{asked} needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
-        ) from None
-    return ray_launcher
 
 
 class LocalLauncher(Launcher):

@@ -156,7 +156,7 @@ def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
                 [batch async for batch in stream]
             await head.close()
         routed = [each.at_ns for each in tape.entries for action in each.actions if isinstance(action, Route)]
-        failed = dict[int, int]()  # both nodes say so
+        failed: dict[int, int] = {}  # both nodes may say so of an attempt
         for each in tape.entries:
             if isinstance(each.event, RequestFailed):
                 failed.setdefault(each.event.attempt, each.at_ns)

@@ -382,6 +382,33 @@ def test_what_is_under_way_when_an_attempt_is_released_is_refused() -> None:
     assert past.nbytes == 4 * LAYOUT.token_bytes, "it is read past"
 
 
+def test_nothing_is_written_to_what_was_received() -> None:
+    """Its last block may be on its way again until then: the prompt could have grown in it."""
+    here, told, _, wire = handovers(6, (1, 2))
+    tail = []
+    for layer in range(LAYERS):
+        for first, stop in ((0, 4), (1, 6)):
+            payload = bytes((stop - first * SIZE) * LAYOUT.token_bytes)
+            sealed = Slices(A, layer, first, stop, (seal(payload),))
+            (target,) = here.place(wire, sealed, len(payload))  # type: ignore[arg-type]
+            target[:] = payload
+            here.receive(wire, sealed)  # type: ignore[arg-type]
+        tail.append(replace(sealed, seals=(b"again",)))
+        here.place(wire, tail[-1], 2 * LAYOUT.token_bytes)  # type: ignore[arg-type]
+    here.sent(wire, Sent(A, 77))  # type: ignore[arg-type]
+    assert told[-1] == events.Received(A)
+    assert wire.refused == tail
+
+
+def test_a_frame_under_way_is_not_taken_for_whole_because_of_an_equal_one_without_a_payload() -> None:
+    incoming, _ = receiver(4, (0,))
+    size = 4 * LAYOUT.token_bytes
+    first = Slices(A, 0, 0, 4, (seal(bytes(size)),))
+    assert place(incoming, first, size) is not None
+    assert not incoming.receive(replace(first))
+    assert place(incoming, first, size) is None, "it is under way still"
+
+
 # Recurrent states, and prefixes that are not handed over.
 
 WITH_STATE = replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 8)

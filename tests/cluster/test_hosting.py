@@ -321,6 +321,35 @@ def send_back(pair: Pair) -> None:
     pair.holder.do(events.Ship(OLD, OTHER, 0, ROOM[1:]))
 
 
+class Slow:
+    """A session over which nothing gets anywhere, and what is sent over it."""
+
+    over, num_sent, num_cancelled = False, 0, 0
+
+    def send(self, head: messages.Shipment, *payload: memoryview) -> Slow:
+        self.num_sent += 1
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+def test_nothing_is_sent_back_of_blocks_that_were_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be another's before they are sent."""
+
+    async def test(pair: Pair) -> None:
+        pair.host(share=WHOLE)
+        await pair.ship(OLD, 0, (5, 1, 7), WHOLE)
+        slow = Slow()
+        monkeypatch.setattr(pair.holder.peers, "open_to", lambda peer: slow)
+        pair.holder.do(events.Ship(OLD, OTHER, 0, ROOM[1:]))
+        assert (slow.num_sent, slow.num_cancelled) == (LAYERS, 0)
+        pair.holder.do(events.Trim(OLD, 1))
+        assert slow.num_cancelled == LAYERS
+
+    with_pair(test)
+
+
 @pytest.mark.parametrize("damaged", range(LAYERS))
 def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
     """And may be asked back again at once."""

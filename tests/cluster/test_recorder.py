@@ -34,22 +34,9 @@ from isthmus.cost import Curve
 from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
 from isthmus.node import Node
-from isthmus.node.events import (
-    Action,
-    Become,
-    Begin,
-    Came,
-    Enough,
-    FetchEnded,
-    Granted,
-    Landed,
-    Lost,
-    Moved,
-    Recovered,
-    Wanted,
-    Woken,
-)
+from isthmus.node.events import Action, Become, Begin, Came, FetchEnded, Heard, Lost, Moved, Recovered, Woken
 from isthmus.node.events import Event as NodeEvent
+from isthmus.node.letters import Enough, Granted, Landed, Want
 from isthmus.scheduler import BlockPool, Saved, Stepped
 from isthmus.types import NS_PER_S, NodeId, RequestId, Role
 from tests.inside import inside
@@ -266,19 +253,19 @@ def told(node: Node) -> Iterator[NodeEvent]:
     yield Recovered((OTHER_CHAIN,))
     yield Begin(RequestId("b#1"), Role.PREFILL, Route(B, 1, P1, D1), 9, 20, OTHER_CHAIN[:2])
     yield begin
-    yield Granted(RequestId("b#1"))
+    yield Heard(D1, Granted(RequestId("b#1")))
     yield Moved(begin.key)
     yield Came(begin.key, 1)
     yield FetchEnded(begin.key, 2)
-    yield Granted(begin.key)
+    yield Heard(D1, Granted(begin.key))
     while node.scheduler.run is not None:
         yield Stepped(node.scheduler.run.steps)
-    yield Landed(RequestId("b#1"))
-    yield Wanted(RequestId("c#1"), M1, CHAIN, 0)
+    yield Heard(D1, Landed(RequestId("b#1")))
+    yield Heard(M1, Want(RequestId("c#1"), CHAIN, 0))
     yield Saved(begin.key)
     yield Lost(CHAIN[1:2])
-    yield Landed(begin.key)
-    yield Enough(RequestId("c#1"), M1)
+    yield Heard(D1, Landed(begin.key))
+    yield Heard(M1, Enough(RequestId("c#1")))
     yield Become(Role.DECODE)
     yield Woken()
 

@@ -234,6 +234,34 @@ def test_all_sessions_with_a_node_end_together() -> None:
     ends(work)
 
 
+def test_a_node_that_left_is_spoken_to_over_another_session() -> None:
+    """The one before may not have ended yet: of a machine without power nobody hears."""
+
+    async def work(here: End, there: End, network: Counted) -> None:
+        here.say(THERE, KEYS[0])
+        await there.hears(KEYS[0])
+        here.peers.left(NodeId("nobody"))
+        here.peers.left(THERE)
+        assert (here.said, here.reasons) == ([(THERE, "gone")], ["it left the cluster"])
+        here.say(THERE, KEYS[1])
+        await there.hears(KEYS[0], "gone", KEYS[1])
+        assert network.num_dials == 2
+
+    ends(work)
+
+
+def test_a_node_at_no_address_is_gone() -> None:
+    async def work() -> None:
+        gone: list[NodeId] = []
+        peers = Peers(TcpNetwork(), HELLO, Ear, lambda node: "nonsense", lambda node, reason: gone.append(node))
+        peers.say(THERE, Granted(KEYS[0]))
+        with pytest.raises(ConnectionError, match="'nonsense' is not HOST:PORT"):
+            await peers.get(THERE)
+        assert gone == [THERE]
+
+    asyncio.run(work())
+
+
 def test_over_sessions_of_later_stages_nothing_is_said() -> None:
     async def work(here: End, there: End, network: Counted) -> None:
         stage = await MemoryNetwork.connect(network, "here:1", PeerMessage, there, timeout_s=9)

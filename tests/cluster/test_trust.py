@@ -28,7 +28,7 @@ from isthmus.errors import OverloadedError, RequestError, StartError, Unavailabl
 from isthmus.messenger import MemoryNetwork, Session
 from isthmus.node import events
 from isthmus.node.events import Heard
-from isthmus.node.letters import Granted
+from isthmus.node.letters import Found, Granted, Passed, Want
 from isthmus.types import (
     FinishReason,
     Generated,
@@ -689,6 +689,67 @@ def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
             while not stranger.reasons:
                 await asyncio.sleep(0.001)
             assert "carried 100 bytes" in stranger.reasons[0]
+
+    asyncio.run(work())
+
+
+KEY, NAMES = RequestId("a#1"), (b"x" * 16,) * 4
+STRANGE: dict[str, tuple[list[Any], list[Any]]] = {
+    "for another kind of engine": ([Passed(KEY, 0)], []),
+    "blocks of a node that keeps none": (
+        [Want(KEY, NAMES, 2), messages.Pull(KEY, 0, 4)], [messages.Ended(KEY, 0)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (_, address), asyncio.timeout(60):
+            letters, answers = STRANGE[said]
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            end = Want(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
+            stranger.say(INTRODUCTION, *letters, *end)
+            while len(stranger.heard) <= len(answers):
+                await asyncio.sleep(0.001)
+                assert not stranger.reasons
+            assert stranger.heard == [*answers, messages.Ended(RequestId("last"), 0)]
+
+    asyncio.run(work())
+
+
+def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (process, address), asyncio.timeout(60):
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            stranger.say(INTRODUCTION)
+            while process.peers.open_to(INTRODUCTION.node) is None:
+                await asyncio.sleep(0.001)
+            process.on_head(messages.Neighbours("", {INTRODUCTION.node: "p:1"}))
+            assert process.peers.open_to(INTRODUCTION.node) is not None
+            process.on_head(messages.Neighbours("", {}))
+            assert process.peers.open_to(INTRODUCTION.node) is None
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "it left the cluster" in stranger.reasons[0]
+
+    asyncio.run(work())
+
+
+def test_a_count_below_nothing_is_no_letter() -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (_, address), asyncio.timeout(60):
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            stranger.say(INTRODUCTION, Found(KEY, -1))
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "num_blocks" in stranger.reasons[0]
 
     asyncio.run(work())
 

@@ -257,7 +257,7 @@ class HandoverReceiver:
 
     def _maybe_whole(self, incoming: Incoming) -> None:
         if incoming.complete and incoming.sent is not None:
-            del self._incoming[incoming.key]
+            self.release(incoming.key)
             self._received(incoming.key, incoming.sent.token)
             self._tell(events.Received(incoming.key))
 

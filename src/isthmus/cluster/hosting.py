@@ -107,9 +107,10 @@ class Hosts:
 
     def trim(self, trim: events.Trim) -> None:
         """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
-        more when this returns."""
+        more, or read for anybody, when this returns."""
         guest, count = self._guests[trim.key], trim.num_blocks
         guest.landing.refuse()
+        self._shipments.stop(trim.key)
         guest.stowed = min(guest.stowed, count)
         guest.landing.go_on(guest.stowed)
         guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table

@@ -148,7 +148,7 @@ class Loans:
                 loan.task.cancel()
 
     async def _answer(self, loan: _Loan, session: Session, pull: Pull) -> None:
-        names = loan.names[pull.start : loan.stop]
+        names = loan.names[pull.start : loan.stop] if self._of is not None else ()
         handle = self._cache.store.arena.handle if names and pull.host == self._host else None
         if handle is not None:
             await self._lend(loan, session, pull.key, names, handle)

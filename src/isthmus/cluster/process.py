@@ -298,7 +298,11 @@ class MemberProcess(ABC):
             case messages.Enrolled():
                 self._renewed(message)
             case messages.Neighbours():
+                before = self._addresses.get(message.cluster, {})
                 self._addresses[message.cluster] = message.addresses
+                for node in before:
+                    if node not in message.addresses:
+                        self.peers.left(node)
                 if message.cluster != self._facts.cluster:
                     self._link_monitor.linked(message)
             case messages.Poll():

@@ -136,7 +136,7 @@ class Peers:
             check_peer(session, node)
             if session.closed:
                 raise ConnectionError("its session is closed")
-        except (OSError, TimeoutError, LookupError) as error:
+        except (OSError, TimeoutError, LookupError, ValueError) as error:
             if self.open_to(node) is None:
                 self._unsaid.pop(node, None)
                 self._gone(node, f"it cannot be reached: {error or 'it is silent'}")
@@ -162,6 +162,13 @@ class Peers:
             for letter in self._unsaid.pop(node, ()):
                 session.send(letter)
 
+    def left(self, node: NodeId) -> None:
+        """The head says that it is gone. A session that waits for lost connections to come back does not know, and
+        another process may come under this name."""
+        session = next((session for session, name in self._names.items() if name == node), None)
+        if session is not None:
+            self.ended(session, "it left the cluster")
+
     def node_of(self, session: Session) -> NodeId | None:
         """With whom it is; None for one that is not open to letters yet, or any more."""
         return self._names.get(session)
@@ -174,7 +181,7 @@ class Peers:
         self._dialled.pop(node, None)
         for other in [other for other, name in self._names.items() if name == node]:
             del self._names[other]
-            other.close("another session with this node ended")
+            other.close(reason)
         self._gone(node, reason)
 
 

@@ -52,6 +52,7 @@ Head = Slices | Given | Shipment
 
 
 class _Frame(NamedTuple):
+    head: Head
     session: Session
     codec: str
     tokens: Span
@@ -80,15 +81,18 @@ class Frames:
         ):
             return None
         encoded = None if codec == codecs.NONE else memoryview(bytearray(size))
-        self._frames[head] = _Frame(session, codec, tokens, targets, encoded)
+        self._frames[head] = _Frame(head, session, codec, tokens, targets, encoded)
         return targets if encoded is None else [encoded]
 
     def take(self, head: Head) -> list[memoryview] | None:
-        """A whole frame, in its place; None for one without a payload, or that nobody encoded. Seals of the KV itself
-        are the caller's to check, where the codec is exact."""
-        frame = self._frames.pop(head, None)
-        if frame is None or frame.encoded is None:
-            return None if frame is None else frame.targets
+        """A whole frame, in its place; None for one without a payload, though an equal one may be on its way, or that
+        nobody encoded. Seals of the KV itself are the caller's to check, where the codec is exact."""
+        frame = self._frames.get(head)
+        if frame is None or frame.head is not head:
+            return None
+        del self._frames[head]
+        if frame.encoded is None:
+            return frame.targets
         codec, layout, num_tokens = frame.codec, self._layout, len(frame.tokens)
         try:
             if codec not in codecs.EXACT:

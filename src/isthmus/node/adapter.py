@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, get_args
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -130,6 +130,7 @@ class Adapter:
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
             letters.Passed: self._passed,
             letters.Landed: self._landed,
             letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),

@@ -14,10 +14,15 @@ bytes, and a letter never overtakes the KV it speaks of: it is said when that ha
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import msgspec
 
 from isthmus.attempts import Share
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""Checked where a letter is read from a session: a node counts on it."""
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -39,7 +44,7 @@ class Passed(msgspec.Struct, frozen=True, tag=True):
     `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
 
     key: RequestId
-    cached_tokens: int
+    cached_tokens: Count
     params: bytes = b""
 
 
@@ -48,7 +53,7 @@ class Want(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     names: tuple[BlockName, ...]
-    start: int
+    start: Count
     whole: bool = False
 
 
@@ -63,7 +68,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     too."""
 
     key: RequestId
-    num_blocks: int
+    num_blocks: Count
     share: Share = Share()
 
 
@@ -87,7 +92,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Claim`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
 
     key: RequestId
-    num_blocks: int
+    num_blocks: Count
 
 
 class Shipped(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +100,7 @@ class Shipped(msgspec.Struct, frozen=True, tag=True):
     `damaged`, one did not."""
 
     key: RequestId
-    stop: int
+    stop: Count
     damaged: bool = False
 
 
@@ -104,15 +109,15 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
     `Shrink` or `Vacate`."""
 
     key: RequestId
-    first: int
-    num_blocks: int
+    first: Count
+    num_blocks: Count
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
     """Of the room for an attempt's KV only that for the first `num_blocks` blocks is needed."""
 
     key: RequestId
-    num_blocks: int
+    num_blocks: Count
 
 
 class Vacate(msgspec.Struct, frozen=True, tag=True):
@@ -126,3 +131,7 @@ Letter = (
     | Want | Enough
     | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink | Vacate
 )  # fmt: skip
+
+
+def void(peer: NodeId, letter: Any, now: int, actions: list[Any]) -> None:
+    """Letters for nodes of another kind: whoever writes one has not asked what this node is."""

@@ -10,7 +10,7 @@ Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -103,6 +103,7 @@ class Node:
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
             letters.Granted: self._granted,
             letters.Landed: self._landed,
             letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),

@@ -342,7 +342,7 @@ def test_the_first_token_is_believed_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "more_bytes"),
     [
-        ({"first_block": 0}, SIZE * LAYOUT.token_bytes),  # again
+        ({"first_block": 0, "seals": (b"",) * 3}, SIZE * LAYOUT.token_bytes),  # again
         ({"first_block": -1}, 2 * SIZE * LAYOUT.token_bytes),
         ({"layer": LAYERS}, 0),
         ({"layer": -1, "first_block": 0, "seals": (b"",) * 3}, SIZE * LAYOUT.token_bytes),  # not the last one

@@ -14,7 +14,7 @@ from isthmus.blocks import seal
 from isthmus.cluster import messages
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.engine.interface import Asking, HolderLost
-from isthmus.messenger import MemoryNetwork, Priority, Session
+from isthmus.messenger import MemoryNetwork, Priority, Sending, Session
 from isthmus.node import events
 from isthmus.node.letters import Vacate
 from isthmus.types import RequestId
@@ -229,15 +229,17 @@ def test_of_who_left_nothing_counts(leaves: str) -> None:
     with_pair(test)
 
 
-@pytest.mark.parametrize(("layer", "first"), [(-1, 0), (LAYERS, 0), (0, -1), (0, 1), (0, 6)], ids=str)
-def test_what_cannot_come_next_ends_the_session(layer: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("layer", "first", "count"), [(-1, 0, 1), (LAYERS, 0, 1), (0, -1, 1), (0, 1, 1), (0, 0, 7)], ids=str
+)
+def test_what_cannot_come_next_ends_the_session(layer: int, first: int, count: int) -> None:
     """A gap, or what there is no room for."""
 
     async def test(pair: Pair) -> None:
         pair.host()
-        data, session = bytes(TWO_HEADS.slice_bytes // 2), pair.home.session
+        data, session = bytes(count * TWO_HEADS.slice_bytes // 2), pair.home.session
         assert session is not None
-        session.send(messages.Shipment(OLD, layer, first, (b"x" * 16,)), memoryview(data))
+        session.send(messages.Shipment(OLD, layer, first, (b"x" * 16,) * count), memoryview(data))
         assert "is not what must come next" in (await pair.told(pair.home, events.Gone)).reason
 
     with_pair(test)
@@ -356,19 +358,21 @@ def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
         pair.host(share=WHOLE)
         await pair.ship(OLD, 0, (5, 1, 7), WHOLE)
         returning = pair.home.mover.shipments
-        receive, damages = returning.receive, [damaged]
+        receive, damages, over = returning.receive, [damaged], list[int]()
 
         def received(head: messages.Shipment) -> None:
             if damages and head.layer == damages[0]:
                 damages.clear()
                 pair.home.memory.export(damaged, 3 * SIZE, 4 * SIZE)[7] ^= 1
             receive(head)
+            over.append(sum(isinstance(fact, events.Reclaimed) for fact in pair.home.facts))
 
         returning.receive = received  # type: ignore[method-assign]
         send_back(pair)
         assert await pair.told(pair.home, events.Reclaimed) == events.Reclaimed(OLD, whole=False)
         send_back(pair)
         assert await pair.told(pair.home, events.Reclaimed, 2) == events.Reclaimed(OLD, whole=True)
+        assert over == [0] * LAYERS + [1] * LAYERS, "its last frame is waited for"
         assert returning.seal_mismatches == 1 and not pair.home.reasons
         assert [pair.here(block, WHOLE) for block in (3, 0)] == [pair.here(block, WHOLE) for block in (1, 7)]
 
@@ -396,6 +400,50 @@ def test_a_return_that_ends_before_its_time_is_told_once_and_writes_nothing(how:
         told = [fact for fact in home.facts if isinstance(fact, events.Reclaimed)]
         assert told == [events.Reclaimed(OLD, whole=False)]
         assert [pair.here(block, WHOLE) for block in (3, 0)] == blocks and not returns.bytes_in
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize(
+    "gives",
+    [events.Rekey(OLD, KEY, OTHER, HALF, 0), events.Unhost(OLD), events.Trim(OLD, 1), events.Release(OLD)],
+    ids=lambda gives: type(gives).__name__,
+)
+def test_what_is_on_its_way_into_blocks_that_are_given_back_is_refused(gives: events.Action) -> None:
+    """They are another's when that returns; a home gives back blocks into which KV was to return."""
+
+    async def test(pair: Pair) -> None:
+        side = pair.home if isinstance(gives, events.Release) else pair.holder
+        pair.host()
+        pair.home.do(events.Reclaim(OLD, OTHER, (3, 0)))
+        session, refused = side.session, list[Any]()
+        assert session is not None
+        head = messages.Shipment(OLD, 0, 0, (b"x" * 16,))
+        side.mover.place(session, head, TWO_HEADS.slice_bytes // (1 if side is pair.home else 2))
+        session.refuse = refused.append  # type: ignore[method-assign, assignment]
+        side.do(gives)
+        assert refused == [head]
+
+    with_pair(test)
+
+
+def test_what_is_on_its_way_when_an_attempt_is_released_is_taken_back() -> None:
+    """Its blocks are another's when that returns."""
+
+    async def test(pair: Pair) -> None:
+        session, sendings = pair.home.session, list[Sending]()
+        assert session is not None
+        send = session.send
+
+        def noted(*message: Any, **how: Any) -> Sending:
+            sendings.append(send(*message, **how))
+            return sendings[-1]
+
+        session.send = noted  # type: ignore[method-assign]
+        pair.home.do(events.Ship(OLD, OTHER, 0, (5, 1), HALF))
+        assert len(sendings) == LAYERS and not any(sending.over for sending in sendings)
+        pair.home.do(events.Release(OLD))
+        assert all(sending.over for sending in sendings)
 
     with_pair(test)
 

@@ -237,12 +237,14 @@ def test_all_sessions_with_a_node_end_together() -> None:
         lines = await there.peers.dialled(HERE)
         while here.peers.node_of(lines) is None and len(here.peers._names) < 2:
             await asyncio.sleep(0)
-        assert there.peers.open_to(HERE) is not lines
+        other = here.peers.open_to(THERE)
+        assert there.peers.open_to(HERE) is not lines and other is not None
         lines.abort("cut")
         while here.peers.open_to(THERE) is not None or there.peers.open_to(HERE) is not None:
             await asyncio.sleep(0)
         assert here.said == [(THERE, "gone")] and there.said[1:] == [(HERE, "gone")]
         assert not here.peers._names and not there.peers._names
+        assert other.closed
 
     ends(work)
 

@@ -115,20 +115,16 @@ def test_who_does_not_ask_is_neither_served_nor_known(donor: Reuse, target: Reus
     assert read(some, "second", B, A, QUESTION, reuse=target, signature=ONE).assembly is None
 
 
-def test_other_scopes_do_not_exist() -> None:
+@pytest.mark.parametrize("reuse", [Reuse.CHUNKS, Reuse.SEMANTIC])
+def test_other_scopes_do_not_exist(reuse: Reuse) -> None:
     """The same words, of another tenant: routed as if nobody had ever asked anything."""
     some, alone = cluster("pd"), cluster("pd")
     read(some, "first", HEAD, A, B, QUESTION, reuse=Reuse.SEMANTIC, signature=ONE)
-    for reuse in (Reuse.CHUNKS, Reuse.SEMANTIC):
-        routes = [
-            each.reads(f"r-{reuse}", (*B, *A, *QUESTION), reuse, salt="another", signature=ONE)
-            for each in (some, alone)
-        ]
-        for each in (some, alone):
-            each.through(f"r-{reuse}")
-            each.end(f"r-{reuse}")
-        assert routes[0] is not None and routes[1] is not None and routes[0].assembly is None
-        assert msgspec.structs.replace(routes[0], work_ns=0) == msgspec.structs.replace(routes[1], work_ns=0)
+    routes = [
+        each.reads("r", (*B, *A, *QUESTION), reuse, salt="another", signature=ONE) for each in (some, alone)
+    ]
+    assert routes[0] is not None and routes[1] is not None and routes[0].assembly is None
+    assert msgspec.structs.replace(routes[0], work_ns=0) == msgspec.structs.replace(routes[1], work_ns=0)
 
 
 def test_without_a_good_donor_the_route_is_the_one_without_the_header() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from isthmus.attempts import key_of
 from isthmus.blocks import KVLayout
-from isthmus.cluster.shipments import FRAME_BLOCKS
 from isthmus.conductor import Route
 from isthmus.messenger import MemoryNetwork
 from isthmus.node.events import (
@@ -20,7 +19,6 @@ from isthmus.node.events import (
     Received,
     Ship,
 )
-from isthmus.node.letters import Shipped
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
@@ -37,14 +35,11 @@ class VirtualMoves(Moves):
 
     ether: Ether
     num_layers: int
-    frames: dict[tuple[int, int, RequestId], int]
-    """A holder says of each frame that it is there."""
 
     def _shipped(self, what: tuple[SimNode, SimNode, Ship]) -> None:
         source, target, ship = what
         weight = len(ship.blocks) * self.num_layers
         self.ether.gate.open(source.slot, target.slot, "shipment", ship.key, weight)
-        self.frames[target.slot, source.slot, ship.key] = -(-len(ship.blocks) // FRAME_BLOCKS)
         super()._shipped(what)
 
     def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
@@ -64,7 +59,7 @@ class VirtualLinks:
         self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
-        self.moves.ether, self.moves.num_layers, self.moves.frames = self.ether, layout.num_layers, {}
+        self.moves.ether, self.moves.num_layers = self.ether, layout.num_layers
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._ends_of: dict[RequestId, tuple[int, int]] = {}
         """Of every hand-over there ever was: what is said of it may come late."""
@@ -158,9 +153,7 @@ class VirtualLinks:
                 # Nodes report what came before its run ends with that.
                 self.loop.set(0, ARRIVAL, self._look, slot)
             case Heard():
-                peer, letter = self.slots[event.peer], event.letter
-                count = self.moves.frames.pop((peer, slot, letter.key)) if isinstance(letter, Shipped) else 1
-                opened(peer, slot, type(letter).__name__, letter.key, count)
+                opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
             case FetchEnded():

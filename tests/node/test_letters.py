@@ -92,4 +92,4 @@ def test_no_letter_ends_a_node_or_its_books(of: str, heard: list[events.Heard]) 
 )  # fmt: skip
 def test_what_counts_fewer_than_none_is_not_read(letter: Letter) -> None:
     with pytest.raises(msgspec.ValidationError, match=">= 0"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(letter), type=Letter)  # type: ignore[arg-type]
+        msgspec.msgpack.decode(msgspec.msgpack.encode(letter), type=Letter)

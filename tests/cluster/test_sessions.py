@@ -166,6 +166,21 @@ def test_letters_keep_their_order_whoever_is_being_dialled(held: tuple[str, ...]
     ends(work)
 
 
+def test_whoever_waits_for_a_session_gets_the_one_over_which_letters_go() -> None:
+    """What is sent over another one could overtake them, and no link between clusters would know of it."""
+
+    async def work(here: End, there: End, network: Counted) -> None:
+        network.held.add("there:1")
+        waits = asyncio.ensure_future(here.peers.get(THERE))
+        await asyncio.sleep(0)
+        there.say(HERE, KEYS[0])
+        await here.hears(KEYS[0])
+        network.go_on.set()
+        assert await waits is here.peers.open_to(THERE) is not await here.peers.dialled(THERE)
+
+    ends(work)
+
+
 @pytest.mark.parametrize("entered", [False, True])
 def test_a_node_that_is_dialled_in_vain_is_gone_unless_it_came_itself(entered: bool) -> None:
     """Once, with all that was said to it; what is said to it later is said."""

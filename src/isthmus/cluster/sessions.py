@@ -96,14 +96,18 @@ class Peers:
         self._dial(node)
 
     async def get(self, node: NodeId) -> Session:
-        """Raises OSError or TimeoutError."""
+        """The session over which letters go: the other node may open one while it is dialled. Raises OSError or
+        TimeoutError."""
+        session = self.open_to(node)
+        if session is not None:
+            return session
         try:
-            session = self.open_to(node)
-            return session if session is not None else await self.dialled(node)
+            dialled = await self.dialled(node)
         except OSError:
             if (other := self.open_to(node)) is not None:
                 return other
             raise
+        return self.open_to(node) or dialled
 
     async def dialled(self, node: NodeId) -> Session:
         """The one that was opened here. Raises OSError or TimeoutError."""

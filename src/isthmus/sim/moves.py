@@ -143,6 +143,7 @@ class Moves:
             events.Fetch: self._fetch,
             events.EndFetch: self._end_fetch,
             events.Give: self._give,
+            events.Offer: self._offer,
             events.Send: self._send,
             events.Finish: self._finish,
             events.Ship: self._ship,
@@ -390,6 +391,11 @@ class Moves:
         self._fetch_over(transfer, transfer.asked.start)
 
     # From prefill to decode.
+
+    def _offer(self, node: SimNode, offer: events.Offer) -> None:
+        """A session with the decode node is opened, if there is none."""
+        if not self._reaches(node, self._named[offer.peer]):
+            self._due.append((node, events.Gone(offer.peer, "it cannot be reached")))
 
     def _send(self, node: SimNode, send: events.Send) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""

@@ -38,7 +38,7 @@ from isthmus.sim.records import Conversion
 from isthmus.types import BlockName, NodeId, RequestId
 
 TAKE_NO_TIME = (
-    events.Offer, events.Receive, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
+    events.Receive, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
     events.Unhost, events.Adopt, events.Promote, events.Demote, events.Drop,
 )  # fmt: skip
 

@@ -440,6 +440,12 @@ def test_a_holder_or_a_home_that_is_lost_is_the_same(faults: Faults) -> None:
     assert max(route.attempt for route in routes(log)) > 1 or not faults.nodes
 
 
+def test_several_prompts_at_once_with_kv_elsewhere_are_the_same() -> None:
+    """One that passed another, which has no blocks for more than this, is not cut twice for one iteration."""
+    knobs = {"scheduling.partial_prefills": 2, "engine.token_budget": 64, "engine.max_sequences": 4}
+    same_logs({**knobs, **ATTENDED["1P2D1A"]}, chats(30, 4 * MS, seed=0, longest=300))
+
+
 LONG = [VirtualRequest(0, tuple(range(900)), 100), VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200)]
 
 

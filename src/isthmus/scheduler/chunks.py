@@ -178,6 +178,8 @@ class Chunks:
             oldest = self._next_in_order(prompts, budget, actions, now)
             if oldest is None:
                 return
+            if any(piece.request == oldest.request for piece in budget.chunks):
+                continue  # it passed one that waits for room with holders
             left = oldest.length - oldest.computed
             count = budget.fit(oldest.computed, left)
             if count < left and oldest.assembly is None:  # else it would never fit

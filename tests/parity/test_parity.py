@@ -440,6 +440,13 @@ def test_a_holder_or_a_home_that_is_lost_is_the_same(faults: Faults) -> None:
     assert max(route.attempt for route in routes(log)) > 1 or not faults.nodes
 
 
+def test_several_prompts_at_once_with_kv_elsewhere_are_the_same() -> None:
+    """One that passed another is not cut twice for one iteration; and none passes that waits for its decode node, whose
+    places those have that it passed."""
+    knobs = {"scheduling.partial_prefills": 2, "engine.token_budget": 64, "engine.max_sequences": 4}
+    same_logs({**knobs, **ATTENDED["1P2D1A"]}, chats(30, 4 * MS, seed=0, longest=300))
+
+
 LONG = [VirtualRequest(0, tuple(range(900)), 100), VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200)]
 
 
@@ -577,7 +584,7 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     if knobs["cache.dram"] == "0":
         knobs = knobs | {"cache.ssd": "0"}
     knobs |= {"cache.folder": "/nowhere"} if knobs["cache.ssd"] != "0" else {}
-    if knobs["scheduling.order"] == "promise" or shape in ATTENDED:  # several at once with KV elsewhere differ
+    if knobs["scheduling.order"] == "promise":
         knobs = knobs | {"scheduling.partial_prefills": 1}
     knobs |= SLO if knobs["scheduling.admission"] != "none" or knobs["scheduling.chunking"] == "tbt" else {}
     where: dict[str, Any] = LINKED if shape == "linked" else (SHAPES | ATTENDED)[shape]

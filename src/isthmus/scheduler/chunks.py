@@ -217,6 +217,8 @@ class Chunks:
                 return
             if sequence.request in served or sequence.assembly is not None:
                 continue  # what is assembled is not cut
+            if sequence.remote.num_planned:
+                continue  # it may wait for a decode node, which waits for those that it would pass
             if sequence.state is QUEUED:
                 has_place = left <= spare or self._num_partial(budget) < limits.partial_prefills
                 if not has_place or not self._admission.overtake(sequence, actions, now):

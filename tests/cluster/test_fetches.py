@@ -611,7 +611,7 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
 
     async def work() -> None:
         """The source answers a Pull with something else."""
-        pair.source.mover._asked[Pull] = lambda session, peer, pull: LIES[lie](session, pull)
+        pair.source.mover._heard[Pull] = lambda session, peer, pull: LIES[lie](session, pull)
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)

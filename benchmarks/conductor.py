@@ -25,7 +25,7 @@ import msgspec
 from rich.table import Table
 
 from isthmus.bench.policy_cells import CURVE, MEMORY
-from isthmus.conductor import (
+from isthmus.core.conductor import (
     BlocksEvicted,
     BlocksStored,
     Conductor,
@@ -40,9 +40,9 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
-from isthmus.errors import ConfigError
-from isthmus.sim.spread import nearest_rank
-from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
+from isthmus.lab.sim.spread import nearest_rank
 
 BLOCK_SIZE = 16
 NAME_BYTES = 16

@@ -23,8 +23,8 @@ from benchmarks.served import served
 from benchmarks.texts import library_texts
 from isthmus.bench import BenchError
 from isthmus.bench.serve import BEAT_S
-from isthmus.engine.spec import kv_layout, read_spec
-from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.engine.spec import kv_layout, read_spec
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
 BLOCK_SIZE = 16
 DTYPE = "float32"

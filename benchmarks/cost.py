@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import cost_kernels, cost_requests, cost_serving
 from benchmarks.cost_tables import Finding
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 _PARTS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     cost_serving.dense_findings,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.cost_tables import Finding, Kernel, read, roofline_finding
-from isthmus.cost import Hardware, hardware_named
+from isthmus.core.cost import Hardware, hardware_named
 
 _CACHE_BYTES = 100e6  # what is smaller may be read from the L2 cache over and over by a microbenchmark
 _MIN_ROWS = 12

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.cost import ModelFacts, facts_of
-from isthmus.papers.prfaas import configs as published
+from isthmus.core.cost import ModelFacts, facts_of
+from isthmus.lab.papers.prfaas import configs as published
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:

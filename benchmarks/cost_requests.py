@@ -15,8 +15,15 @@ from pathlib import Path
 
 from benchmarks.cost_models import facts
 from benchmarks.cost_tables import Finding, finding, read
-from isthmus.cost import Analytic, Coefficients, NodeCost, compile_cost, engine_coefficients, hardware_named
-from isthmus.cost.coefficients import ENGINES
+from isthmus.core.cost import (
+    Analytic,
+    Coefficients,
+    NodeCost,
+    compile_cost,
+    engine_coefficients,
+    hardware_named,
+)
+from isthmus.core.cost.coefficients import ENGINES
 
 _BLOCKS, _BLOCK = 2_588, 16  # what the engine reported for this run
 _TOKEN_BUDGET = 2_048

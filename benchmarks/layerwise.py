@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from isthmus.blocks import BlockNamer, seal
-from isthmus.cluster.cache import EngineCache, Loading
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Chunk
-from isthmus.errors import ConfigError
-from isthmus.store import Arena, Log, Shape, Store
+from isthmus.core.blocks import BlockNamer, seal
+from isthmus.core.errors import ConfigError
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Chunk
+from isthmus.live.kv.cache import EngineCache, Loading
+from isthmus.live.store import Arena, Log, Shape, Store
 
 PREFIX_TOKENS = 4000
 SUFFIX_TOKENS = 512

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.served import served
 from isthmus.bench import BenchError, serve
-from isthmus.engine.spec import kv_layout, read_spec
+from isthmus.live.engine.spec import kv_layout, read_spec
 
 BLOCK_SIZE = 16
 CURVE = {

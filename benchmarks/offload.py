@@ -14,15 +14,15 @@ import msgspec
 from rich.table import Table
 
 from isthmus.config import load_config
-from isthmus.deploy import PROFILES
-from isthmus.sim.deployment import deployment_of
-from isthmus.sim.faults import Faults, LinkFault
-from isthmus.sim.records import Result, Status
-from isthmus.sim.simulation import Simulation
-from isthmus.sim.spread import nearest_rank
-from isthmus.sim.summary import threshold_use, within_limits
-from isthmus.sim.workloads import load
-from isthmus.types import NS_PER_S
+from isthmus.core.types import NS_PER_S
+from isthmus.facts import PROFILES
+from isthmus.lab.sim.deployment import deployment_of
+from isthmus.lab.sim.faults import Faults, LinkFault
+from isthmus.lab.sim.records import Result, Status
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.spread import nearest_rank
+from isthmus.lab.sim.summary import threshold_use, within_limits
+from isthmus.lab.sim.workloads import load
 
 LENGTHS = "truncated_lognormal(mu=9.9,sigma=1,min=128,max=131072)"
 """The paper's prompts, in tokens; every answer has 1,024."""

@@ -18,8 +18,8 @@ from benchmarks.recall_model import ASK, BOS, VALUES, WORDS, Shape, Training, pa
 from isthmus.bench.reuse import rows_table
 from isthmus.bench.reuse_measures import Case, Row, all_settings, measure
 from isthmus.bench.reuse_runs import Prompts
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.reuse.selection import TAIL
+from isthmus.core.reuse.selection import TAIL
+from isthmus.live.engine.engine import Engine, EngineOptions
 
 NUM_PASSAGES, PASSAGE_TOKENS, PASSAGE_PAIRS = 6, 64, 4
 KINDS = ("identical", "reworded", "reordered", "50 % changed", "false", "unrelated")

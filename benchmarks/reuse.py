@@ -28,8 +28,8 @@ from benchmarks.models import BENCH_MODELS, make_random_model
 from benchmarks.served import START_S, served
 from isthmus.bench import BenchError, serve
 from isthmus.bench.serve import BEAT_S
-from isthmus.blocks import KVLayout
-from isthmus.engine.spec import read_spec
+from isthmus.core.blocks import KVLayout
+from isthmus.live.engine.spec import read_spec
 
 BLOCK_SIZE = 16
 OUTPUT_TOKENS = 2

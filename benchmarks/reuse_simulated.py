@@ -13,10 +13,10 @@ import msgspec
 from rich.table import Table
 
 from isthmus.config import load_config
-from isthmus.sim.deployment import deployment_of
-from isthmus.sim.simulation import Simulation
-from isthmus.sim.summary import Summary, summarize
-from isthmus.sim.workloads import generate
+from isthmus.lab.sim.deployment import deployment_of
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.summary import Summary, summarize
+from isthmus.lab.sim.workloads import generate
 
 WAYS = (("exact", "cacheblend"), ("chunks", "cacheblend"), ("chunks", "epic"), ("semantic", "cacheblend"))
 """What prompts ask for, and the selector for chunks."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 MODULES = """
 argparse asyncio base64 bisect calendar collections configparser contextlib copy csv datetime decimal

@@ -2,9 +2,9 @@
 
 The holder is a process, asked over sessions as nodes ask each other (`isthmus.bench.attention_peers`). It has this
 machine's cores, so its answers are held back for as long as one that has its own would take. Beside that, nobody is
-asked and zeros are the answer: a wait that takes no core and no message at all. All of these take turns within a round
-on one engine, and medians count. Next to each stands what `isthmus.cost.turns` says of the layers' time, measured alone
-for as many rows, and of the holder's; it knows nothing of what a message costs.
+asked and zeros are the answer: a wait that takes no core and no message at all. All of these take turns within a
+round on one engine, and medians count. Next to each stands what `isthmus.core.cost.turns` says of the layers' time,
+measured alone for as many rows, and of the holder's; it knows nothing of what a message costs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from rich.table import Table
 
 from isthmus.bench.attention_peers import SWITCH_S, Live, Memory
-from isthmus.cost import turns as cost
-from isthmus.engine.batch import Batch
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Asking, Chunk, Elsewhere, Held
-from isthmus.engine.turns import Turns
-from isthmus.types import Span
+from isthmus.core.cost import turns as cost
+from isthmus.core.types import Span
+from isthmus.live.engine.batch import Batch
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Asking, Chunk, Elsewhere, Held
+from isthmus.live.engine.turns import Turns
 
 SIZE = 16
 TAIL = 8

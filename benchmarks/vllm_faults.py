@@ -26,7 +26,7 @@ import aiohttp
 from rich.table import Table
 
 from benchmarks.breaking import FAULTS, KILLS, Cluster
-from isthmus.errors import ConfigError, StartError
+from isthmus.core.errors import ConfigError, StartError
 
 ALIKE = 0.5
 FIRST_TOKEN, VOCABULARY = 3, 250

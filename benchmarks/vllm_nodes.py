@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import aiohttp
 from rich.table import Table
 
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 SHORTEST = 5
 ALIKE = 0.4

@@ -31,12 +31,12 @@ from rich.table import Table
 from benchmarks.peers.servers import Running, Side, running
 from benchmarks.served import last_line, reserved_port, served
 from isthmus.bench import BenchError
-from isthmus.cluster.launcher import LaunchSpec, cores_of
-from isthmus.cluster.vllm.server import environment_of, settle
 from isthmus.config import Config
-from isthmus.errors import ConfigError
-from isthmus.sim.workloads import Replay, load
-from isthmus.types import NodeId, Role
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import NodeId, Role
+from isthmus.lab.sim.workloads import Replay, load
+from isthmus.live.cluster.launcher import LaunchSpec, cores_of
+from isthmus.live.servers.server import environment_of, settle
 
 PREFILLS = 2
 PROXY = "proxy"

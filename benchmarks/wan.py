@@ -19,8 +19,8 @@ from rich.table import Table
 from isthmus.bench.child import Child, Pipe
 from isthmus.bench.session_peer import Sessions
 from isthmus.bench.transfer_peers import Direction, Sockets, touched
-from isthmus.cluster.shaper import Port, Proxy, Shape
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
+from isthmus.live.cluster.shaper import Port, Proxy, Shape
 
 MIB = 1 << 20
 REGION_BYTES = 256 * MIB

@@ -22,15 +22,15 @@ import uvloop
 
 from isthmus.cli.node import SWITCH_S, process_of
 from isthmus.cli.serve import assemble
-from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Launcher, LaunchSpec, Process
-from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import EngineProcess
 from isthmus.config import Config, load_config
-from isthmus.gateway.server import bind, serve_http
-from isthmus.messenger import network
-from isthmus.messenger.tcp import TcpPort
-from isthmus.types import BlockName, Tier
+from isthmus.core.types import BlockName, Tier
+from isthmus.live.cluster.head import Head
+from isthmus.live.cluster.launcher import Launcher, LaunchSpec, Process
+from isthmus.live.cluster.node import NodeProcess
+from isthmus.live.cluster.process import EngineProcess
+from isthmus.live.gateway.server import bind, serve_http
+from isthmus.live.messenger import network
+from isthmus.live.messenger.tcp import TcpPort
 from tests.pace import paced
 from tests.served import LIMIT_S, POLL_S, Client
 

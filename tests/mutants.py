@@ -32,19 +32,23 @@ from tests.mutations import Mutant, places
 from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
-QUICK = "addresses cache fetches handover head link_monitor link_stats loans machines mover node pipeline "
-QUICK += "recorder reports runs sessions shaper stage streams trust virtual"
-# Of each room: its folder, the files that only live processes run, and its tests.
-ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "node": ("node", (), ("tests/node",)),
-    "scheduler": ("scheduler", (), ("tests/scheduler",)),
-    "conductor": ("conductor", (), ("tests/conductor",)),
-    "store": ("store", (), ("tests/store",)),
-    "messenger": ("messenger", (), ("tests/messenger",)),
+QUICK = {
+    "cluster": "donors head pipeline recorder reports runs stage streams trust virtual",
+    "kv": "cache fetches handover loans mover",
+    "peers": "link_monitor sessions",
+}
+EXECUTORS = [f"tests/live/{room}/test_{name}.py" for room, names in QUICK.items() for name in names.split()]
+# Of each room: its folders, the files that only live processes run, and its tests.
+ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "node": (("core/node",), (), ("tests/core/node",)),
+    "scheduler": (("core/scheduler",), (), ("tests/core/scheduler",)),
+    "conductor": (("core/conductor",), (), ("tests/core/conductor",)),
+    "store": (("live/store",), (), ("tests/live/store",)),
+    "messenger": (("live/messenger",), (), ("tests/live/messenger",)),
     "executors": (
-        "cluster",
+        ("live/cluster", "live/kv", "live/peers"),
         ("launcher.py", "local.py", "process.py", "ray_launcher.py"),
-        ("tests/node", *(f"tests/cluster/test_{name}.py" for name in QUICK.split())),
+        ("tests/core/node", *EXECUTORS),
     ),
 }
 KEPT = {(what, path) for what, row in read_document(ROOT / "tests/mutants.yaml").values.items() for path in row}
@@ -52,11 +56,10 @@ CPU_S, WALL_S, MEMORY_BYTES = 60, 240, 8 << 30
 
 
 def draw(room: str, seed: int, known: set[tuple[str, str]]) -> Iterator[Mutant]:
-    folder, left_out, _ = ROOMS[room]
+    folders, left_out, _ = ROOMS[room]
     chance = random.Random(f"{room} {seed}")
-    paths = [
-        path for path in sorted((ROOT / "src/isthmus" / folder).rglob("*.py")) if path.name not in left_out
-    ]
+    files = [path for folder in folders for path in sorted((ROOT / "src/isthmus" / folder).rglob("*.py"))]
+    paths = [path for path in files if path.name not in left_out]
     every = [place for path in paths for place in places(path)]
     chance.shuffle(every)
     for place in every:
@@ -113,7 +116,7 @@ def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
 def by_room(room: str, path: str, scratch: Path) -> str:
     """How the room's tests end: first the file that mirrors the one changed, if there is one."""
     env = {"PYTHONDONTWRITEBYTECODE": "1"}
-    mirror = f"tests/{ROOMS[room][0]}/test_{Path(path).name}"
+    mirror = str(Path("tests", *Path(path).parts[2:-1], f"test_{Path(path).name}"))
     end = outcome([mirror], scratch, **env) if (scratch / mirror).exists() else "survived"
     return outcome(ROOMS[room][2], scratch, **env) if end == "survived" else end
 

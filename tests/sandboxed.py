@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from isthmus import sandbox
-from isthmus.errors import ModelError
+from isthmus.core.errors import ModelError
 
 KEPT: list[bytes] = []
 

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.cluster.local import LocalCluster
+from isthmus.live.cluster.local import LocalCluster
 from tests.pace import paced
 
 START_S = LIMIT_S = 90

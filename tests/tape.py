@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.conductor import Action, Event
+from isthmus.core.conductor import Action, Event
 
 
 class Entry(msgspec.Struct, frozen=True):

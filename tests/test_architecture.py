@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.attempts import Route
-from isthmus.conductor.policies import POLICIES
 from isthmus.config import POLICIES as NAMES
-from isthmus.deploy.rules import make_known
-from isthmus.errors import ConfigError
+from isthmus.core.attempts import Route
+from isthmus.core.conductor.policies import POLICIES
+from isthmus.core.errors import ConfigError
+from isthmus.facts.rules import make_known
 from tests.cli.conftest import isthmus as isthmus
 from tests.parity.test_parity import COSTS, config_of, workload
 from tests.parity.worlds import deployed, same_worlds
@@ -53,13 +53,22 @@ def test_the_heart_is_six_files_away() -> None:
 
 def test_rooms_are_those_whose_imports_are_checked() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "rooms"]
-    checked = {room.strip() for layer in layers for room in layer.split("|")}
+    checked = set()
+    for contract in contracts:
+        if contract["type"] == "layers":
+            (container,) = contract["containers"]
+            wing = container.removeprefix("isthmus").removeprefix(".")
+            names = [room.strip() for layer in contract["layers"] for room in layer.split("|")]
+            checked |= {f"{wing}/{name}" if wing else name for name in names}
     rooms = {room.rstrip("/") for room in first_column("Rooms")}
-    leaves = {Path(leaf).stem for leaf in re.findall(r"`(\w+\.py)` \(", section("Rooms"))}
-    assert rooms | leaves | {"__main__"} >= checked >= rooms | leaves
-    folders = {folder.parent.name for folder in SOURCE.glob("*/__init__.py")}
-    assert folders == rooms
+    leaves = {leaf.removesuffix(".py") for leaf in re.findall(r"`([\w/]+\.py)` \(", section("Rooms"))}
+    assert rooms | leaves | {"__main__", "core", "live", "lab"} == checked | {"core", "live", "lab"}
+    folders = {
+        str(folder.parent.relative_to(SOURCE))
+        for depth in ("*", "core/*", "live/*", "lab/*")
+        for folder in SOURCE.glob(f"{depth}/__init__.py")
+    }
+    assert folders - {"core", "live", "lab"} == rooms
 
 
 def test_every_verb_is_there(isthmus: Command) -> None:

@@ -25,10 +25,10 @@ from isthmus.config import (
     parse_bytes,
     with_keys,
 )
-from isthmus.errors import ConfigError
-from isthmus.gateway.tools.formats import FORMATS
-from isthmus.reuse import SELECTIONS, SEMANTIC
-from isthmus.types import Reuse
+from isthmus.core.errors import ConfigError
+from isthmus.core.reuse import SELECTIONS, SEMANTIC
+from isthmus.core.types import Reuse
+from isthmus.live.gateway.tools.formats import FORMATS
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
@@ -490,7 +490,7 @@ def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option
 
 
 def test_a_cost_curve_is_a_file_or_its_values(file: Path) -> None:
-    """What is in it is checked where it is used: see tests/cost."""
+    """What is in it is checked where it is used: see tests/core/cost."""
     assert loaded(file, "engine: {cost: curve.yaml}").engine.cost == "curve.yaml"
     assert loaded(file, "engine: {cost: {num_layers: 4}}").engine.cost == {"num_layers": 4}
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.conductor import Rules
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic, Curve, compile_cost
-from isthmus.deploy import (
+from isthmus.core.conductor import Rules
+from isthmus.core.cost import Analytic, Curve, compile_cost
+from isthmus.core.errors import ConfigError
+from isthmus.core.scheduler import CPU_TILE, TILE, Chunking
+from isthmus.core.types import Role
+from isthmus.facts import (
     at_home,
     chunking_of,
     clusters_of,
@@ -24,9 +27,6 @@ from isthmus.deploy import (
     rooted,
     rules_of,
 )
-from isthmus.errors import ConfigError
-from isthmus.scheduler import CPU_TILE, TILE, Chunking
-from isthmus.types import Role
 from isthmus.yaml_file import read_document
 
 CURVE = {"kv_token_bytes": 1024, "num_layers": 4, "prefill_token_s": "1e-5", "decode_points": [[1, "5e-3"]]}

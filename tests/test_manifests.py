@@ -17,13 +17,13 @@ import yaml
 
 from isthmus.cli.main import app
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.local import check_joining
 from isthmus.config import Config, api_key, cluster_token, key_digest, load_config
-from isthmus.gateway.app import create_app
-from isthmus.gateway.settings import ApiKey, GatewaySettings
-from isthmus.gateway.tokenizer import GatewayTokenizer
-from tests.gateway.fake import FakeBackend
-from tests.gateway.server import serving
+from isthmus.live.cluster.local import check_joining
+from isthmus.live.gateway.app import create_app
+from isthmus.live.gateway.settings import ApiKey, GatewaySettings
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from tests.live.gateway.fake import FakeBackend
+from tests.live.gateway.server import serving
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml"

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 from isthmus.sandbox import NOWHERE, ForkServer, Limits, Sandbox, SandboxError, ask_all
 from tests.served import LIMIT_S, POLL_S
 

@@ -33,7 +33,10 @@ def test_draws(number, text):
 
 def test_examples_do_not_depend_on_what_was_loaded_before(tmp_path: Path) -> None:
     drawn = []
-    for name, others in (("alone", []), ("after", ["-p", "isthmus.config", "-p", "isthmus.sim.simulation"])):
+    for name, others in (
+        ("alone", []),
+        ("after", ["-p", "isthmus.config", "-p", "isthmus.lab.sim.simulation"]),
+    ):
         test, said = tmp_path / "test_draws.py", tmp_path / f"{name}.txt"
         test.write_text(DRAWS)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", *others, str(test)]

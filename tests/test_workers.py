@@ -15,13 +15,13 @@ import pytest
 
 from isthmus.bench.policies import Sweep
 from isthmus.bench.policy_cells import Cell, common_of
-from isthmus.errors import ConfigError, IsthmusError
-from isthmus.planner.answer import to_json
-from isthmus.planner.fleet import fleet_of
-from isthmus.planner.search import answer
-from isthmus.planner.trials import Trials
+from isthmus.core.errors import ConfigError, IsthmusError
+from isthmus.lab.planner.answer import to_json
+from isthmus.lab.planner.fleet import fleet_of
+from isthmus.lab.planner.search import answer
+from isthmus.lab.planner.trials import Trials
 from isthmus.workers import LocalPool, Work
-from tests.planner.fleets import config, demand
+from tests.lab.planner.fleets import config, demand
 from tests.served import LIMIT_S
 
 MODULE = "isthmus.bench.policy_cells"

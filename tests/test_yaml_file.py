@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus import yaml_file
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 from isthmus.yaml_file import Document, read_document
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.bench import BenchError
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 
 class Foreign:

@@ -10,7 +10,7 @@ import time
 
 from isthmus.bench import BenchError
 from isthmus.bench.store_peers import Blocks, timed
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 START_S = 10.0
 

@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.served import last_line, reserved_port
 from isthmus.bench import BenchError
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 START_S = 600.0
 """vLLM compiles the model at its first start on a machine, which takes minutes when that is busy."""

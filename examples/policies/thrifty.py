@@ -4,9 +4,9 @@ The quickest placement alone spreads equal prompts over all nodes, and each comp
 that has the prefix cached leaves node time to others.
 """
 
-from isthmus.conductor.estimates import Estimator, can_copy, least_sending
-from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import Placement
+from isthmus.core.conductor.estimates import Estimator, can_copy, least_sending
+from isthmus.core.conductor.rules import Rules
+from isthmus.core.conductor.view import Placement
 
 SLACK = 1.25
 """So many times the best predicted TTFT still counts as nearly as quick."""

@@ -94,7 +94,7 @@ def make_model(folder: Path) -> list[str]:
     """The arguments that serve it."""
     sys.path.insert(0, str(HERE.parents[1]))
     try:
-        from tests.engine.hybrids import save_tiny
+        from tests.live.engine.hybrids import save_tiny
     except ImportError as error:
         print(f"serving the default model, which keeps KV in all layers ({error})")
         return []

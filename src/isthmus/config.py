@@ -25,8 +25,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from isthmus.errors import ConfigError
-from isthmus.types import Reuse
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import Reuse
 from isthmus.yaml_file import Document, read_document
 
 _SIZE = re.compile(r"((?:\d(?:_?\d)*(?:\.\d*)?|\.\d+)(?:e\+?\d\d?)?)\s*([KMGT]i?)?B?", re.IGNORECASE)

@@ -32,7 +32,7 @@ from typing import NoReturn
 import msgspec
 
 from isthmus.config import child_environment
-from isthmus.errors import IsthmusError, StartError
+from isthmus.core.errors import IsthmusError, StartError
 
 Answer = Callable[[bytes], Sequence[bytes | memoryview]]
 """From a question to an answer, in pieces."""

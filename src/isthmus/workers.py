@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from isthmus.config import child_environment
-from isthmus.errors import ConfigError, IsthmusError
+from isthmus.core.errors import ConfigError, IsthmusError
 
 Progress = Callable[[int, int], None]
 """Hears (done, of how many)."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 64

@@ -12,10 +12,10 @@ from rich.console import Console
 from isthmus.bench import BenchError, attention, attention_peers
 from isthmus.bench.attention import MODELS, Plan, as_json, run, table
 from isthmus.bench.attention_peers import Live, Memory
-from isthmus.blocks import KVLayout
-from isthmus.node.events import Heard
-from isthmus.node.letters import Reserved
-from isthmus.types import NodeId, RequestId, Span
+from isthmus.core.blocks import KVLayout
+from isthmus.core.node.events import Heard
+from isthmus.core.node.letters import Reserved
+from isthmus.core.types import NodeId, RequestId, Span
 
 SMALL = Plan((MODELS["smollm2-135m"],), "float32", (1, 3), (64, 256), (2,), num_layers=2, rounds=1)
 

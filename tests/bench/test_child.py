@@ -7,7 +7,7 @@ import pytest
 
 from isthmus.bench.child import Child
 from isthmus.bench.transfer_peers import _serve_sockets, digest
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 
 def test_commands_are_answered_in_another_process() -> None:

@@ -15,8 +15,8 @@ from isthmus.bench.policy_cells import Cell, Outcome, Task, common_of
 from isthmus.bench.policy_cells import run_task as run_with
 from isthmus.bench.policy_cells import workload_of as workload_with
 from isthmus.cli.main import app
-from isthmus.errors import ConfigError
-from isthmus.sim.workloads import Workload
+from isthmus.core.errors import ConfigError
+from isthmus.lab.sim.workloads import Workload
 from isthmus.workers import LocalPool
 
 SPEC = "poisson:rate=4,num=60,input=3000,output=20,prefixes=5,prefix_tokens=4096"

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.models import make_random_model
 from isthmus.bench.profile import DECODE_STEPS, Case, cases_of, fit_profile, profile_engine
-from isthmus.cost import Curve, compile_cost, curve_of, to_mapping
-from isthmus.engine.engine import EngineOptions
-from tests.engine.hybrids import save_tiny
+from isthmus.core.cost import Curve, compile_cost, curve_of, to_mapping
+from isthmus.live.engine.engine import EngineOptions
+from tests.live.engine.hybrids import save_tiny
 
 TRUTH = Curve(
     kv_token_bytes=2048,

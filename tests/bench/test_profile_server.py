@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from isthmus.bench.profile_server import _mean_gap, profile_server
-from isthmus.blocks import KVLayout
-from isthmus.cluster.vllm.client import Computed, EngineError, Token
-from isthmus.errors import StartError
-from isthmus.types import FinishReason
+from isthmus.core.blocks import KVLayout
+from isthmus.core.errors import StartError
+from isthmus.core.types import FinishReason
+from isthmus.live.servers.client import Computed, EngineError, Token
 
 LAYOUT = KVLayout("float32", 16, 3, 2, 16)
 

@@ -16,7 +16,7 @@ from isthmus.bench.reuse_runs import Spoil
 from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
 from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
 from isthmus.bench.reuse_words import OPPOSITE, SAME, contradicted, paraphrased
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 SOME: list[Passage] = [
     (

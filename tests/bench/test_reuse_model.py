@@ -11,7 +11,7 @@ from isthmus.bench.reuse import Bench, Plan
 from isthmus.bench.reuse_measures import measure, settings
 from isthmus.bench.reuse_runs import Setting, Spoil
 from isthmus.cli.models import find_model
-from isthmus.reuse import SEMANTIC
+from isthmus.core.reuse import SEMANTIC
 
 
 @pytest.fixture(scope="module")

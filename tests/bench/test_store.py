@@ -21,7 +21,7 @@ from isthmus.bench.store_peers import (
     write_plain,
 )
 from isthmus.bench.transfer_peers import touched
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 KIB = 1024
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.accuracy import BLOCK_SIZE, NUM_IDLE, NUM_WARM, Plan, Times, compare
-from isthmus.cost import Curve
-from isthmus.sim.workloads import Request
+from isthmus.core.cost import Curve
+from isthmus.lab.sim.workloads import Request
 
 CURVE = Curve(2048, 4, prefill_token_s=1e-4, prefill_fixed_s=2e-3, decode_fixed_s=2e-3, origin="made up")
 PLAN = Plan(None, requests=12, rate=20.0, prompt="60", output="6", prefixes=2, prefix_tokens=32)

@@ -18,7 +18,7 @@ from benchmarks.models import make_random_model
 from benchmarks.peers.servers import Running
 from benchmarks.texts import LONGEST, SHORTEST, library_texts, texts_of
 from isthmus.bench import BenchError
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 
 def test_leading_tokens() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.conductor import Cluster, Load
-from isthmus.conductor.view import PREFILLING
-from isthmus.types import Role
+from isthmus.core.conductor.view import PREFILLING
+from isthmus.core.types import Role
 
 SMALL = Load(num_nodes=6, num_blocks=20_000, prompt_blocks=100, num_decisions=300)
 ROLES = [Role.PREFILL] * 3 + [Role.DECODE] * 3

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import cost, cost_requests
 from benchmarks.cost_requests import Request, simulate
 from benchmarks.cost_tables import Finding, Kernel, fit_roofline, roofline_s
-from isthmus.cost import Curve, compile_cost
+from isthmus.core.cost import Curve, compile_cost
 
 
 def test_a_roofline_is_found_again() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.cost_fit import ServingRow, closed_loop_tpot_s, fit_engine, fit_engines, predicted_tpot_s
-from isthmus.cost import ENGINES
-from tests.cost.models import instance
+from isthmus.core.cost import ENGINES
+from tests.core.cost.models import instance
 
 TRUTH = {
     "trtllm": ENGINES["trtllm"].but(

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import layerwise
 from benchmarks.layerwise import Result, Round
 from benchmarks.models import make_random_model
-from isthmus.cluster.cache import EngineCache
+from isthmus.live.kv.cache import EngineCache
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from benchmarks.models import make_random_model
 from benchmarks.peers.foreign import Foreign
 from isthmus.bench import BenchError, engine
 from isthmus.cli.main import main
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 KIB = 1024
 

@@ -13,8 +13,8 @@ from benchmarks.recall_model import KEYS, VALUES, WORDS, Llama, Shape, Training,
 from isthmus.bench import BenchError
 from isthmus.bench.reuse_measures import all_settings, measure
 from isthmus.bench.reuse_runs import Prompts
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Chunk
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Chunk
 
 SMALL = Shape(num_layers=3, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=32)
 SHORT = Training(threads=1, stages=((24, 4, 2, 2),))

@@ -15,7 +15,7 @@ from benchmarks import serving
 from benchmarks.peers.servers import Side, running
 from benchmarks.serving import ROWS, Chat, Figures, Pair, Random, Spread, result_of
 from isthmus.bench import BenchError
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 from tests.served import alive
 
 # Stands in for a server, and has a child as vLLM has: it must not outlive it.

@@ -8,9 +8,9 @@ import pytest
 from llguidance import LLMatcher
 
 from benchmarks.structured import Answer, Plan, Turn, fault_of, schemas, table, verdict
-from isthmus.gateway.bodies import parse_body
-from isthmus.gateway.requests import ChatRequest
-from isthmus.gateway.structured import grammar_of
+from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.requests import ChatRequest
+from isthmus.live.gateway.structured import grammar_of
 
 PLAN = Plan(2, 8, 2, 0, None)  # type: ignore[arg-type]
 

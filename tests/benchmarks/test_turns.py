@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import turns
 from benchmarks.models import make_random_model
-from isthmus.engine.interface import Asking
+from isthmus.live.engine.interface import Asking
 
 
 def test_steps_wait_for_a_holder_that_takes_its_time(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.breaking import Cluster
 from benchmarks.vllm_faults import EXACT, Found, Plan, Row, prompts_of, run, table
-from isthmus.errors import ConfigError
-from tests.cluster.vllm.fake_server import stand_in
+from isthmus.core.errors import ConfigError
+from tests.live.servers.fake_server import stand_in
 from tests.models import make_model
 from tests.served import node_pid, serve
 

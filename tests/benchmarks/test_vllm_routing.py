@@ -22,7 +22,7 @@ from benchmarks.vllm_routing import (
     total,
 )
 from isthmus.config import Config
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 LINES = (
     (0, 1000, (0, 1)),

@@ -21,12 +21,12 @@ from isthmus.cli.engines import (
 )
 from isthmus.cli.models import bytes_folder
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic, Cost, Curve
-from isthmus.deploy import Cluster, at_home, cost_of, nodes_of, role_config
-from isthmus.engine.emulated import PacedEngine
-from isthmus.errors import ConfigError, StartError
-from isthmus.store import Store
-from isthmus.types import NodeId, Role
+from isthmus.core.cost import Analytic, Cost, Curve
+from isthmus.core.errors import ConfigError, StartError
+from isthmus.core.types import NodeId, Role
+from isthmus.facts import Cluster, at_home, cost_of, nodes_of, role_config
+from isthmus.live.engine.emulated import PacedEngine
+from isthmus.live.store import Store
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from isthmus.cli import node, serve
-from isthmus.cluster.launcher import LaunchSpec
-from isthmus.errors import StartError
-from isthmus.gateway import server
-from isthmus.types import NodeId, Role
+from isthmus.core.errors import StartError
+from isthmus.core.types import NodeId, Role
+from isthmus.live.cluster.launcher import LaunchSpec
+from isthmus.live.gateway import server
 
 from .conftest import Command
 

@@ -10,9 +10,9 @@ from isthmus.cli import models
 from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model, tokenizer_folder
 from isthmus.cli.models import bytes_folder, find_model, model_of
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic
-from isthmus.deploy import cost_of, nodes_of
-from isthmus.errors import ModelError
+from isthmus.core.cost import Analytic
+from isthmus.core.errors import ModelError
+from isthmus.facts import cost_of, nodes_of
 from tests.gguf_files import write_gguf
 from tests.models import make_model
 from tests.quantised_files import quantise

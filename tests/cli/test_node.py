@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.node import node
-from isthmus.cluster.authority import Authority
-from isthmus.errors import ConfigError
-from isthmus.types import Role
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import Role
+from isthmus.live.cluster.authority import Authority
 
 from .conftest import Command
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from benchmarks.models import make_random_model
 from isthmus.cli.main import app
 from isthmus.config import load_config
-from isthmus.cost import Curve, curve_of
-from isthmus.deploy import cost_of
-from isthmus.errors import ConfigError
-from isthmus.sim.deployment import deployment_of
+from isthmus.core.cost import Curve, curve_of
+from isthmus.core.errors import ConfigError
+from isthmus.facts import cost_of
+from isthmus.lab.sim.deployment import deployment_of
 
 
 @pytest.fixture

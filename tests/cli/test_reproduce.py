@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from isthmus.papers.registry import PAPERS, TABLES
+from isthmus.lab.papers.registry import PAPERS, TABLES
 from tests.cli.conftest import Command
 
 

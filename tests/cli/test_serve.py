@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from isthmus.cli.serve import assemble, say_if_exact, say_if_mute
-from isthmus.cluster.launcher import LocalLauncher
 from isthmus.config import Config, load_config, with_keys
-from isthmus.gateway import GatewaySettings, GatewayTokenizer
-from isthmus.types import Reuse
-from tests.gateway import folder
+from isthmus.core.types import Reuse
+from isthmus.live.cluster.launcher import LocalLauncher
+from isthmus.live.gateway import GatewaySettings, GatewayTokenizer
+from tests.live.gateway import folder
 
 from .conftest import Command
 
@@ -52,7 +52,7 @@ def test_what_tenants_chose_reaches_the_gateway(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[GatewaySettings] = []
-    monkeypatch.setattr("isthmus.gateway.app.create_app", lambda *parts: given.append(parts[2]))
+    monkeypatch.setattr("isthmus.live.gateway.app.create_app", lambda *parts: given.append(parts[2]))
     emulated = {"engine.kind": "emulated", "engine.hardware": "h200", "engine.kv_memory": "64MiB"}
     config: Config = load_config(
         None, {**emulated, **ONE, "auth.keys": [{"tenant": "acme", "sha256": "0" * 64}]}

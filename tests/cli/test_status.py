@@ -17,8 +17,9 @@ from rich.console import Console
 
 from isthmus.cli import status as verb
 from isthmus.cli.status_tables import _size, status_tables
-from isthmus.gateway.node_metrics import NODE_METRICS
-from isthmus.gateway.status import (
+from isthmus.core.types import Role
+from isthmus.live.gateway.node_metrics import NODE_METRICS
+from isthmus.live.gateway.status import (
     CacheStatus,
     LinkStatus,
     MemoryStatus,
@@ -29,7 +30,6 @@ from isthmus.gateway.status import (
     TierStatus,
     TransferStatus,
 )
-from isthmus.types import Role
 from tests.cli.conftest import Command
 from tests.inside import inside
 from tests.models import make_model

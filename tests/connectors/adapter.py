@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isthmus.blocks.seals import seal
-from isthmus.store.arena import Arena as Store
-from isthmus.store.arena import ArenaHandle, PeerArena, Shape
+from isthmus.core.blocks.seals import seal
+from isthmus.live.store.arena import Arena as Store
+from isthmus.live.store.arena import ArenaHandle, PeerArena, Shape
 from isthmus_vllm.wire import (
     Arena,
     Done,

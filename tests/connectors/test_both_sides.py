@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from isthmus.cluster.vllm import wire as adapter
+from isthmus.live.servers import wire as adapter
 from isthmus_vllm import wire as connector
 
 MEMORY = ("/proc/1/fd/3", b"n" * 16, 4, 3, 64)

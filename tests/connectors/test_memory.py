@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from isthmus.store.arena import Arena, PeerArena, Shape
-from isthmus.store.memory import PAGE_BYTES
+from isthmus.live.store.arena import Arena, PeerArena, Shape
+from isthmus.live.store.memory import PAGE_BYTES
 from isthmus_vllm import memory
 from isthmus_vllm.memory import attach, create
 from isthmus_vllm.wire import Memory

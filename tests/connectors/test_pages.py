@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.blocks.seals import seal
+from isthmus.core.blocks.seals import seal
 from isthmus_vllm.memory import create
 from isthmus_vllm.pages import page_view, pages_of
 

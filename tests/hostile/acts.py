@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from isthmus.cluster.messages import Beat
-from isthmus.messenger.frames import Kind, prefix_of
-from isthmus.messenger.terms import Terms
+from isthmus.live.messenger.frames import Kind, prefix_of
+from isthmus.live.messenger.terms import Terms
+from isthmus.live.peers.messages import Beat
 from tests.hostile.victim import MODEL, Outcome, Victim
 
 LEAST = -(2**63)

@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
-from isthmus.engine.emulated import expected_tokens, recipe_of
+from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.hostile import bystander
 from tests.served import LIMIT_S, Served, alive, children_of, command, node_pid, wait_until_ready
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from isthmus.node import Node
-from isthmus.node.events import Action, Event, Fetch, FetchEnded, Received, Reclaimed, Ship, Stowed
-from isthmus.sim.node import SimNode
-from isthmus.sim.simulation import Simulation
-from isthmus.types import NodeId, RequestId
+from isthmus.core.node import Node
+from isthmus.core.node.events import Action, Event, Fetch, FetchEnded, Received, Reclaimed, Ship, Stowed
+from isthmus.core.types import NodeId, RequestId
+from isthmus.lab.sim.node import SimNode
+from isthmus.lab.sim.simulation import Simulation
 from tests.virtual.carried import Transfer
 
 PURPOSES = {"recall": "fetch"}

@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import bytes_folder
-from isthmus.conductor import LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
-from isthmus.cost import Cost, Curve, Handling, to_mapping
-from isthmus.deploy import at_home
-from isthmus.sim.deployment import deployment_of
-from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
-from isthmus.types import Reuse, Role
+from isthmus.core.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
+from isthmus.core.conductor import LinksMeasured, NodeLeft
+from isthmus.core.cost import Cost, Curve, Handling, to_mapping
+from isthmus.core.types import Reuse, Role
+from isthmus.facts import at_home
+from isthmus.lab.sim.deployment import deployment_of
+from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
 from tests.soak import matrix
 from tests.tape import Entry
 from tests.virtual import Flight, VirtualCluster, VirtualRequest

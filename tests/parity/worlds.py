@@ -7,16 +7,16 @@ from itertools import groupby
 
 import msgspec
 
-from isthmus.attempts import MemoryUsed, PrefillFinished, RequestFailed
-from isthmus.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
 from isthmus.config import Config
-from isthmus.cost import Cost
-from isthmus.deploy import nodes_of
-from isthmus.sim.deployment import Deployment, deployment_of
-from isthmus.sim.faults import Faults
-from isthmus.sim.simulation import Simulation
-from isthmus.sim.workloads import Request, Workload
-from isthmus.types import Role
+from isthmus.core.attempts import MemoryUsed, PrefillFinished, RequestFailed
+from isthmus.core.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
+from isthmus.core.cost import Cost
+from isthmus.core.types import Role
+from isthmus.facts import nodes_of
+from isthmus.lab.sim.deployment import Deployment, deployment_of
+from isthmus.lab.sim.faults import Faults
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.workloads import Request, Workload
 from tests.tape import Entry
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 from tests.virtual.carried import Transfer

@@ -18,9 +18,9 @@ import pytest
 
 from isthmus.cli.models import bytes_folder
 from isthmus.config import Config
-from isthmus.deploy import places_of
-from isthmus.engine.emulated import expected_tokens, recipe_of
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
+from isthmus.facts import places_of
+from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.models import make_model
 from tests.ray.machines import EAST, SPARE, WEST, Machines, environment_of, machine_of, nodes, parent_of
 from tests.served import LIMIT_S, alive, command, serve, streamed
@@ -166,7 +166,7 @@ def test_what_cannot_be_placed_is_named(cluster: Machines, tmp_path: Path) -> No
 def test_machines_without_authentication_are_refused(
     cluster: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from isthmus.cluster import ray_launcher
+    from isthmus.live.cluster import ray_launcher
 
     monkeypatch.setattr(ray_launcher, "get_authentication_mode", lambda: None)
     with pytest.raises(StartError, match=r"has \d machines and no authentication"):
@@ -182,7 +182,7 @@ def test_machines_without_authentication_are_refused(
     ],
 )
 def test_an_address_of_no_cluster_is_refused(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isthmus.cluster import ray_launcher
+    from isthmus.live.cluster import ray_launcher
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(StartError) as caught:
@@ -191,8 +191,8 @@ def test_an_address_of_no_cluster_is_refused(address: str, said: str, monkeypatc
 
 
 def test_another_version_is_refused(cluster: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isthmus.cluster import machines as said
-    from isthmus.cluster.ray_launcher import RayLauncher
+    from isthmus.live.cluster import machines as said
+    from isthmus.live.cluster.ray_launcher import RayLauncher
 
     monkeypatch.setattr(said, "PROTOCOL", said.PROTOCOL + 1)
     config = Config.model_validate(EMULATED)

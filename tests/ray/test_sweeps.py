@@ -17,13 +17,13 @@ import pytest
 
 from isthmus.bench import policies
 from isthmus.bench.policies import Sweep
-from isthmus.errors import ConfigError
-from isthmus.planner.answer import to_json
-from isthmus.planner.fleet import fleet_of
-from isthmus.planner.search import answer
-from isthmus.planner.trials import Trials
+from isthmus.core.errors import ConfigError
+from isthmus.lab.planner.answer import to_json
+from isthmus.lab.planner.fleet import fleet_of
+from isthmus.lab.planner.search import answer
+from isthmus.lab.planner.trials import Trials
 from isthmus.workers import LocalPool
-from tests.planner.fleets import config, demand
+from tests.lab.planner.fleets import config, demand
 from tests.ray.machines import Machines, workers
 from tests.served import LIMIT_S, POLL_S, alive, command
 
@@ -36,7 +36,7 @@ SPEC = "poisson:rate=4,num={num},input=3000,output=20,prefixes=5,prefix_tokens=4
 
 
 def ray_pool() -> Any:
-    from isthmus.cluster.ray_launcher import RayPool
+    from isthmus.live.cluster.ray_launcher import RayPool
 
     return RayPool()
 

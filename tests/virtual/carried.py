@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from isthmus.blocks import KVLayout
-from isthmus.cluster import messages
-from isthmus.cost.transfer import NONE, codec_speeds
-from isthmus.node.extent import Extent
-from isthmus.node.letters import Want
-from isthmus.sim.node import SimNode
-from isthmus.types import NodeId, RequestId
+from isthmus.core.blocks import KVLayout
+from isthmus.core.cost.transfer import NONE, codec_speeds
+from isthmus.core.node.extent import Extent
+from isthmus.core.node.letters import Want
+from isthmus.core.types import NodeId, RequestId
+from isthmus.lab.sim.node import SimNode
+from isthmus.live.peers import messages
 
 
 class Transfer(NamedTuple):

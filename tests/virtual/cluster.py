@@ -12,29 +12,13 @@ from typing import Any
 
 import msgspec
 
-from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.donors import Donors
-from isthmus.cluster.head import Head
-from isthmus.cluster.links import AddressBook
-from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import NodeOptions, Runtime
-from isthmus.conductor import Abort, Content, LinkState, Route
 from isthmus.config import Config
-from isthmus.cost import compile_cost
-from isthmus.deploy import NodeFacts, clusters_of
-from isthmus.engine.emulated import (
-    LAYERS,
-    EmulatedBatch,
-    EmulatedEngine,
-    Recipe,
-    expected_tokens,
-    layout_of,
-)
-from isthmus.engine.interface import SIGNATURE_BITS, Chunk, Row, Sampled, split_layers
-from isthmus.errors import IsthmusError
-from isthmus.node.guests import LEASE_NS
-from isthmus.sim.deployment import Deployment
-from isthmus.types import (
+from isthmus.core.blocks import BlockNamer, KVLayout
+from isthmus.core.conductor import Abort, Content, LinkState, Route
+from isthmus.core.cost import compile_cost
+from isthmus.core.errors import IsthmusError
+from isthmus.core.node.guests import LEASE_NS
+from isthmus.core.types import (
     NS_PER_S,
     BlockName,
     Generated,
@@ -47,6 +31,22 @@ from isthmus.types import (
     Tier,
     TokenLogprobs,
 )
+from isthmus.facts import NodeFacts, clusters_of
+from isthmus.lab.sim.deployment import Deployment
+from isthmus.live.cluster.donors import Donors
+from isthmus.live.cluster.head import Head
+from isthmus.live.cluster.links import AddressBook
+from isthmus.live.cluster.node import NodeProcess
+from isthmus.live.cluster.process import NodeOptions, Runtime
+from isthmus.live.engine.emulated import (
+    LAYERS,
+    EmulatedBatch,
+    EmulatedEngine,
+    Recipe,
+    expected_tokens,
+    layout_of,
+)
+from isthmus.live.engine.interface import SIGNATURE_BITS, Chunk, Row, Sampled, split_layers
 from tests.tape import Entry, MemoryTape
 from tests.virtual.carried import Transfer
 from tests.virtual.links import VirtualLinks

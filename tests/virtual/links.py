@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from isthmus.attempts import key_of
-from isthmus.blocks import KVLayout
-from isthmus.conductor import Route
-from isthmus.messenger import MemoryNetwork
-from isthmus.node.events import (
+from isthmus.core.attempts import key_of
+from isthmus.core.blocks import KVLayout
+from isthmus.core.conductor import Route
+from isthmus.core.node.events import (
     Event,
     Fetch,
     FetchEnded,
@@ -19,12 +18,13 @@ from isthmus.node.events import (
     Received,
     Ship,
 )
-from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import SimJob
-from isthmus.sim.moves import Due, Moves
-from isthmus.sim.node import SimNode, build_node
-from isthmus.sim.workloads import Request
-from isthmus.types import NodeId, RequestId
+from isthmus.core.types import NodeId, RequestId
+from isthmus.lab.sim.deployment import Deployment
+from isthmus.lab.sim.job import SimJob
+from isthmus.lab.sim.moves import Due, Moves
+from isthmus.lab.sim.node import SimNode, build_node
+from isthmus.lab.sim.workloads import Request
+from isthmus.live.messenger import MemoryNetwork
 from tests.virtual.carried import Carried
 from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover

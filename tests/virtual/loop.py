@@ -10,7 +10,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any
 
-from isthmus.types import NS_PER_S
+from isthmus.core.types import NS_PER_S
 
 MESSAGE, ARRIVAL, PREFILL_ENDS, TRANSFER, FLOWS, STEP_ENDS, OTHERS = range(7)
 """Whose timer comes first at equal times; of the same kind, the one that was set first."""

@@ -9,24 +9,24 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from isthmus.cluster import messages
-from isthmus.cluster.holding import _Line as Line
-from isthmus.cluster.hosting import Hosts
-from isthmus.cluster.hosting import _decode as decode
-from isthmus.cluster.mover import KVMover
-from isthmus.cluster.node import NodeProcess
-from isthmus.deploy import NodeFacts
-from isthmus.engine.interface import Engine
-from isthmus.messenger import Handler, LineLost, MemoryNetwork, Priority, Sending, Server, Session
-from isthmus.messenger.memory import Link
-from isthmus.node.events import EndFetch, Event, FetchEnded, Missing, Offer
-from isthmus.node.letters import Letter
-from isthmus.scheduler import Run, Saved
-from isthmus.sim.job import SimJob
-from isthmus.sim.node import SimNode
-from isthmus.store import Arena, Log, RecordFormat, Shape, Store
-from isthmus.types import BlockName, NodeId, RequestId
-from tests.store.support import CrashingFiles
+from isthmus.core.node.events import EndFetch, Event, FetchEnded, Missing, Offer
+from isthmus.core.node.letters import Letter
+from isthmus.core.scheduler import Run, Saved
+from isthmus.core.types import BlockName, NodeId, RequestId
+from isthmus.facts import NodeFacts
+from isthmus.lab.sim.job import SimJob
+from isthmus.lab.sim.node import SimNode
+from isthmus.live.cluster.node import NodeProcess
+from isthmus.live.engine.interface import Engine
+from isthmus.live.kv.holding import _Line as Line
+from isthmus.live.kv.hosting import Hosts
+from isthmus.live.kv.hosting import _decode as decode
+from isthmus.live.kv.mover import KVMover
+from isthmus.live.messenger import Handler, LineLost, MemoryNetwork, Priority, Sending, Server, Session
+from isthmus.live.messenger.memory import Link
+from isthmus.live.peers import messages
+from isthmus.live.store import Arena, Log, RecordFormat, Shape, Store
+from tests.live.store.support import CrashingFiles
 from tests.virtual.carried import Carried
 from tests.virtual.loop import ARRIVAL, MESSAGE, TRANSFER
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.cluster import messages
-from isthmus.cluster.stage import StageNode, StageStepper
+from isthmus.live.cluster.stage import StageNode, StageStepper
+from isthmus.live.peers import messages
 from tests.virtual.mover import LazyMover
 
 

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from isthmus.cluster.node import NodeProcess
-from isthmus.cost import compile_cost
-from isthmus.engine.emulated import EmulatedEngine
-from isthmus.engine.interface import HolderLost
-from isthmus.node.events import Missing
-from isthmus.scheduler import Run
-from isthmus.sim.node import SimNode
-from isthmus.types import NS_PER_S, NodeId
+from isthmus.core.cost import compile_cost
+from isthmus.core.node.events import Missing
+from isthmus.core.scheduler import Run
+from isthmus.core.types import NS_PER_S, NodeId
+from isthmus.lab.sim.node import SimNode
+from isthmus.live.cluster.node import NodeProcess
+from isthmus.live.engine.emulated import EmulatedEngine
+from isthmus.live.engine.interface import HolderLost
 from tests.virtual.loop import MESSAGE, PREFILL_ENDS, STEP_ENDS, ManualLoop
 from tests.virtual.mover import VirtualMover
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from isthmus.cluster.vllm.server import Sockets
+from isthmus.live.servers.server import Sockets
 from tests import served as serving
 from tests.connectors.served import PYTHON, SOURCE, server
 from tests.models import make_model

@@ -3,7 +3,7 @@
 Measurements against other people's software and validations of ours are in `benchmarks/`, beside `src/`.
 """
 
-from isthmus.errors import IsthmusError
+from isthmus.core.errors import IsthmusError
 
 
 class BenchError(IsthmusError):

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from isthmus.bench import BenchError
 from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
-from isthmus.blocks import KVLayout
-from isthmus.engine.batch import Batch, build_batch
-from isthmus.engine.interface import Chunk, Elsewhere, Held
-from isthmus.engine.remote import Remote
-from isthmus.types import Span
+from isthmus.core.blocks import KVLayout
+from isthmus.core.types import Span
+from isthmus.live.engine.batch import Batch, build_batch
+from isthmus.live.engine.interface import Chunk, Elsewhere, Held
+from isthmus.live.engine.remote import Remote
 
 BLOCK = 16
 SAMPLE_S = 0.25

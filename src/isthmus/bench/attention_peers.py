@@ -23,18 +23,18 @@ import uvloop
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Pipe
 from isthmus.bench.transfer_peers import receive_into
-from isthmus.blocks import KVLayout
-from isthmus.cluster import messages
-from isthmus.cluster.mover import KVMover
-from isthmus.cluster.sessions import Peers
-from isthmus.engine import kernels
-from isthmus.engine.interface import Asked, Asking, Elsewhere
-from isthmus.engine.kv import KVMemory
-from isthmus.engine.remote import Shape, answer_to, queries_of
-from isthmus.messenger import Session, TcpNetwork
-from isthmus.node import events
-from isthmus.node.letters import Reserve, Reserved, Shipped, Vacate
-from isthmus.types import NodeId, RequestId, Span
+from isthmus.core.blocks import KVLayout
+from isthmus.core.node import events
+from isthmus.core.node.letters import Reserve, Reserved, Shipped, Vacate
+from isthmus.core.types import NodeId, RequestId, Span
+from isthmus.live.engine import kernels
+from isthmus.live.engine.interface import Asked, Asking, Elsewhere
+from isthmus.live.engine.kv import KVMemory
+from isthmus.live.engine.remote import Shape, answer_to, queries_of
+from isthmus.live.kv.mover import KVMover
+from isthmus.live.messenger import Session, TcpNetwork
+from isthmus.live.peers import messages
+from isthmus.live.peers.sessions import Peers
 
 Value = TypeVar("Value")
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import msgspec
 
-from isthmus.errors import StartError
+from isthmus.core.errors import StartError
 
 START_S = 60.0
 """How long another process may take to start, or to answer."""

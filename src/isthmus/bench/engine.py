@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from rich.table import Table
 
-from isthmus.engine.batch import Chunk
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.sampling import Row, sample
-from isthmus.types import Sampling
+from isthmus.core.types import Sampling
+from isthmus.live.engine.batch import Chunk
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.sampling import Row, sample
 
 CHUNK_TOKENS = 512
 _GREEDY = Row(Sampling(temperature=0.0), ())

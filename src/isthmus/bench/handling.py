@@ -18,12 +18,12 @@ from typing import Any, Self, TypeVar
 import msgspec
 import uvloop
 
-from isthmus.blocks import seal
-from isthmus.cluster.sessions import NoPayloads
-from isthmus.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
-from isthmus.engine import codecs
-from isthmus.engine.interface import KVBytes, OnLayer
-from isthmus.messenger import Session, TcpNetwork
+from isthmus.core.blocks import seal
+from isthmus.core.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
+from isthmus.live.engine import codecs
+from isthmus.live.engine.interface import KVBytes, OnLayer
+from isthmus.live.messenger import Session, TcpNetwork
+from isthmus.live.peers.sessions import NoPayloads
 
 MAX_BLOCKS = 16
 """Of each layer so many go together: a chunk of a prompt."""

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Outcome, Task, common_of
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 from isthmus.workers import Pool, Progress, Work
 
 GB = 1_000_000_000

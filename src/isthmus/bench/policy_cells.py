@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from isthmus.conductor import Rules
 from isthmus.config import load_config
-from isthmus.cost import Curve, hardware_named
-from isthmus.deploy import NodeFacts, Rates, Sequences
-from isthmus.errors import ConfigError
-from isthmus.sim.deployment import FAR, Deployment, deployment_of
-from isthmus.sim.records import Result, Status
-from isthmus.sim.simulation import Simulation
-from isthmus.sim.spread import nearest_rank
-from isthmus.sim.summary import within_limits
-from isthmus.sim.workloads import Replay, Workload, load, replayed
-from isthmus.types import NS_PER_S, NodeId, Role
+from isthmus.core.conductor import Rules
+from isthmus.core.cost import Curve, hardware_named
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import NS_PER_S, NodeId, Role
+from isthmus.facts import NodeFacts, Rates, Sequences
+from isthmus.lab.sim.deployment import FAR, Deployment, deployment_of
+from isthmus.lab.sim.records import Result, Status
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.spread import nearest_rank
+from isthmus.lab.sim.summary import within_limits
+from isthmus.lab.sim.workloads import Replay, Workload, load, replayed
 from isthmus.workers import serve
 
 OURS = "isthmus"

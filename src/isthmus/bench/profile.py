@@ -20,12 +20,12 @@ import torch
 
 from isthmus.bench.handling import measure_handling
 from isthmus.bench.least_squares import least_squares
-from isthmus.cost import Curve, NodeCost, compile_cost
-from isthmus.cost.transfer import Handling
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Chunk, OnLayer, Row
-from isthmus.engine.remote import shapes_of
-from isthmus.types import Sampling
+from isthmus.core.cost import Curve, NodeCost, compile_cost
+from isthmus.core.cost.transfer import Handling
+from isthmus.core.types import Sampling
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Chunk, OnLayer, Row
+from isthmus.live.engine.remote import shapes_of
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 CACHED = (0, 512, 2048)

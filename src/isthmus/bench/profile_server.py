@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from isthmus.bench.profile import DECODE_STEPS, SLOW_S, Case, Profile, cases_of, fit_profile
-from isthmus.blocks import KVLayout
-from isthmus.cluster.vllm.client import Client, EngineError, body_of
-from isthmus.errors import StartError
-from isthmus.types import Sampling
+from isthmus.core.blocks import KVLayout
+from isthmus.core.errors import StartError
+from isthmus.core.types import Sampling
+from isthmus.live.servers.client import Client, EngineError, body_of
 
 _GREEDY = Sampling(temperature=0.0)
 _STEPS = 4 * DECODE_STEPS

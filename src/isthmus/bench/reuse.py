@@ -20,10 +20,10 @@ from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker,
 from isthmus.bench.reuse_runs import Prompts, Setting, Spoil
 from isthmus.bench.reuse_scores import says
 from isthmus.bench.reuse_texts import Passage, digest, prose
-from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.errors import RequestError
-from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC
+from isthmus.core.errors import RequestError
+from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
 RECALL_TOKENS = 8
 _WORDS_PER_TOKEN = 0.6

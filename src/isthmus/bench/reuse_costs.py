@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from isthmus.bench.reuse_runs import Prompts, Setting
-from isthmus.engine.alike import nearest, warped
-from isthmus.reuse import SEMANTIC
+from isthmus.core.reuse import SEMANTIC
+from isthmus.live.engine.alike import nearest, warped
 
 
 @dataclass(frozen=True)

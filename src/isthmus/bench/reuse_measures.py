@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from isthmus.bench.reuse_runs import Answer, Assembled, Prompts, Setting, Spoil
 from isthmus.bench.reuse_scores import agreement, divergence, perplexity_ratio, rouge_l
-from isthmus.reuse import SELECTIONS, Selection
+from isthmus.core.reuse import SELECTIONS, Selection
 
 SHARES = {
     "semantic": (0.0, 0.1, 0.2, 0.7, 1.0),

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.bench import BenchError
-from isthmus.engine.engine import Engine
-from isthmus.engine.interface import Assembling, Chunk, Donated
-from isthmus.reuse import Packing, Selection, cut, pack, passages, rows_per_layer
-from isthmus.types import Reused
+from isthmus.core.reuse import Packing, Selection, cut, pack, passages, rows_per_layer
+from isthmus.core.types import Reused
+from isthmus.live.engine.engine import Engine
+from isthmus.live.engine.interface import Assembling, Chunk, Donated
 
 _PIECE = 2048
 """A prompt in full is computed in pieces of so many tokens."""

@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 
 import blake3
 
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 LEAST_WORDS, MOST_WORDS = 5, 60

@@ -19,8 +19,8 @@ import uvloop
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Pipe
 from isthmus.bench.transfer_peers import Direction, Through, digest, touched
-from isthmus.blocks import seal
-from isthmus.messenger import Session, TcpNetwork
+from isthmus.core.blocks import seal
+from isthmus.live.messenger import Session, TcpNetwork
 
 Value = TypeVar("Value")
 

@@ -30,9 +30,9 @@ from isthmus.bench.store_peers import (
     write_plain,
 )
 from isthmus.bench.transfer_peers import shown_bytes, touched
-from isthmus.errors import ConfigError
-from isthmus.store import Arena, Log, Shape, Store
-from isthmus.types import BlockName
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import BlockName
+from isthmus.live.store import Arena, Log, Shape, Store
 
 KIB, MIB = 1 << 10, 1 << 20
 NUM_LAYERS = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from isthmus.config import parse_bytes
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 

@@ -65,7 +65,7 @@ def serve(
 
 def _row(text: str) -> Any:
     from isthmus.bench.serve import Row
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     try:
         return Row(*map(int, text.split("/")))
@@ -88,7 +88,7 @@ def messenger(
     from isthmus.cli import amounts
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.tables import show
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     check_writable("--json", json_file)
     if direction not in tuple(bench.Direction):
@@ -125,7 +125,7 @@ def attention(
     from isthmus.cli import amounts
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.tables import show
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     check_writable("--json", json_file)
     names = models.split(",")
@@ -242,8 +242,8 @@ def policies(
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.simulate import progress_bar
     from isthmus.cli.tables import show
-    from isthmus.cluster.with_ray import with_ray
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
+    from isthmus.live.cluster.with_ray import with_ray
     from isthmus.workers import LocalPool
 
     check_writable("--json", json_file)

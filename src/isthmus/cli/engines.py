@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING
 import blake3
 import msgspec
 
-from isthmus.blocks import KVLayout
 from isthmus.cli.models import bytes_folder
-from isthmus.cluster.process import OnLost
-from isthmus.conductor.holders import longest
 from isthmus.config import Config
-from isthmus.cost import compile_cost, facts_of
-from isthmus.deploy import Cluster, NodeFacts, cost_of, for_role, kv_memory_of, role_config, role_facts
-from isthmus.engine import emulated
-from isthmus.engine.interface import Engine, split_layers
-from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
-from isthmus.engine.spec import kv_layout as spec_layout
-from isthmus.engine.spec import read_spec
-from isthmus.errors import ConfigError, ModelError, StartError
-from isthmus.files import open_files
-from isthmus.files.grammar import GrammarLimits
-from isthmus.models import Fields, ModelSpec, read_model, read_quantisation
-from isthmus.store import Arena, Log, RecordFormat, Shape, Store
-from isthmus.types import NodeId, Role
+from isthmus.core.blocks import KVLayout
+from isthmus.core.conductor.holders import longest
+from isthmus.core.cost import compile_cost, facts_of
+from isthmus.core.errors import ConfigError, ModelError, StartError
+from isthmus.core.models import Fields, ModelSpec, read_model, read_quantisation
+from isthmus.core.types import NodeId, Role
+from isthmus.facts import Cluster, NodeFacts, cost_of, for_role, kv_memory_of, role_config, role_facts
+from isthmus.live.cluster.process import OnLost
+from isthmus.live.engine import emulated
+from isthmus.live.engine.interface import Engine, split_layers
+from isthmus.live.engine.recipe import LAYERS as EMULATED_LAYERS
+from isthmus.live.engine.spec import kv_layout as spec_layout
+from isthmus.live.engine.spec import read_spec
+from isthmus.live.store import Arena, Log, RecordFormat, Shape, Store
+from isthmus.model_files import open_files
+from isthmus.model_files.grammar import GrammarLimits
 
 if TYPE_CHECKING:
-    from isthmus.cluster.vllm.process import ServedEngine
+    from isthmus.live.servers.process import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *,
 
 
 def _open_torch(config: Config, folder: Path, threads: int, facts: NodeFacts, stage: int) -> Engine:
-    from isthmus.engine import attending
-    from isthmus.engine import engine as torch_engine
+    from isthmus.live.engine import attending
+    from isthmus.live.engine import engine as torch_engine
 
     stages = facts.pipeline
     kind = attending.AttentionEngine if facts.role is Role.ATTENTION else torch_engine.Engine

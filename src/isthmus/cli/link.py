@@ -9,6 +9,6 @@ import typer
 
 def link(name: Annotated[str, typer.Option(help="For `ps`.")] = "") -> None:
     """Carry the link whose orders come on standard input."""
-    from isthmus.cluster.shaper import main
+    from isthmus.live.cluster.shaper import main
 
     main()

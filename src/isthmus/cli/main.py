@@ -11,7 +11,7 @@ from collections.abc import Callable
 import typer
 
 from isthmus.cli import bench, key, link, node, plan, profile, replay, reproduce, serve, simulate, status
-from isthmus.errors import IsthmusError
+from isthmus.core.errors import IsthmusError
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ModelError
-from isthmus.files.header import whole_name
+from isthmus.core.errors import ModelError
+from isthmus.model_files.header import whole_name
 
 if TYPE_CHECKING:
     from isthmus.config import Config
@@ -24,7 +24,7 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja"]
 def bytes_folder() -> Path:
     """A model folder without weights: a small config, and a tokenizer whose tokens are the 256 bytes and 16 special
     ones. Enough to emulate, and to read what comes of an emulated model that brings no tokenizer."""
-    return Path(__file__).parent.parent / "bytes"
+    return Path(__file__).parent.parent / "byte_tokenizer"
 
 
 def model_of(config: Config) -> tuple[Path, str]:

@@ -14,16 +14,16 @@ import msgspec
 import typer
 
 from isthmus.cli.garbage import started, starting
-from isthmus.errors import ConfigError, IsthmusError
-from isthmus.types import NodeId, Role
+from isthmus.core.errors import ConfigError, IsthmusError
+from isthmus.core.types import NodeId, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from isthmus.cluster.launcher import LaunchSpec
-    from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
     from isthmus.config import Config
-    from isthmus.deploy import NodeFacts
+    from isthmus.facts import NodeFacts
+    from isthmus.live.cluster.launcher import LaunchSpec
+    from isthmus.live.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
 
 SWITCH_S = 0.0002
 CANCELLED = "ended by a signal"
@@ -52,18 +52,18 @@ def node(
     if launched:
         _run_launched()
         return
-    from isthmus.cluster.joining import FORM, JoinToken, reached_at
-    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.live.cluster.joining import FORM, JoinToken, reached_at
+    from isthmus.live.cluster.launcher import LaunchSpec
 
     if role is None or join is None:
         raise ConfigError(f"isthmus node needs --role prefill|decode|mixed|attention and --join {FORM}")
     from isthmus.config import cluster_token, load_config
-    from isthmus.deploy import at_home
+    from isthmus.facts import at_home
 
     try:
         joining = JoinToken.parse(join)
         if joining.pin:
-            from isthmus.cluster.authority import key_of
+            from isthmus.live.cluster.authority import key_of
 
             key_of(joining.pin)
     except ValueError as error:
@@ -112,8 +112,8 @@ def node(
 
 def _run_alone(spec: LaunchSpec, join_s: float) -> None:
     """Whoever started it starts it again where it ends with an error: since its head is gone, for example."""
-    from isthmus.cluster.process import STOPPED
-    from isthmus.errors import StartError
+    from isthmus.core.errors import StartError
+    from isthmus.live.cluster.process import STOPPED
 
     # The first process of a container has no default for it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -125,7 +125,7 @@ def _run_alone(spec: LaunchSpec, join_s: float) -> None:
 
 def _in_cluster(config: Config, name: str | None) -> Config:
     """The configuration of one cluster. Raises ConfigError when it is not named right."""
-    from isthmus.deploy import clusters_of
+    from isthmus.facts import clusters_of
 
     found = {cluster.name: cluster.config for cluster in clusters_of(config)}
     if (name or "") not in found:
@@ -139,7 +139,7 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
     with starting():
-        from isthmus.cluster.launcher import LaunchSpec, Trouble
+        from isthmus.live.cluster.launcher import LaunchSpec, Trouble
 
         line = sys.stdin.buffer.readline()
     if not line:
@@ -174,8 +174,8 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         yield process_of(spec, join_s=join_s)
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, served_length, store_opener
-    from isthmus.cluster.vllm.opening import opened
-    from isthmus.deploy import for_role
+    from isthmus.facts import for_role
+    from isthmus.live.servers.opening import opened
 
     folder, facts = Path(spec.model), _facts_of(spec, config)
     layout = kv_layout(config, folder)
@@ -199,10 +199,10 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     """What `spec` says, with its engine and its store, ready to run. `join_s`: how long it waits for
     its head. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import open_engine, store_opener
-    from isthmus.cluster.node import NodeProcess
-    from isthmus.cluster.recorder import node_recorder
-    from isthmus.cluster.stage import StageNode
     from isthmus.config import Config
+    from isthmus.live.cluster.node import NodeProcess
+    from isthmus.live.cluster.recorder import node_recorder
+    from isthmus.live.cluster.stage import StageNode
 
     config = Config.model_validate_json(spec.config)
     facts = _facts_of(spec, config)
@@ -220,12 +220,12 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
 
 
 def _runtime_of(spec: LaunchSpec, config: Config) -> Runtime:
-    from isthmus.cluster.process import Runtime
-    from isthmus.cluster.sessions import network_of
+    from isthmus.live.cluster.process import Runtime
+    from isthmus.live.peers.sessions import network_of
 
     if not spec.pin:
         return Runtime(network_of(config, spec.token))
-    from isthmus.cluster.authority import NodeCredentials
+    from isthmus.live.cluster.authority import NodeCredentials
 
     credentials = NodeCredentials(spec.pin, spec.node)
     return Runtime(network_of(config, spec.token, credentials), credentials=credentials)
@@ -233,13 +233,13 @@ def _runtime_of(spec: LaunchSpec, config: Config) -> Runtime:
 
 def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
     from isthmus.cli.engines import node_facts
-    from isthmus.deploy import Cluster
+    from isthmus.facts import Cluster
 
     return node_facts(Cluster(spec.cluster, config), spec.role, Path(spec.model), spec.node)
 
 
 def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, join_s: float) -> NodeOptions:
-    from isthmus.cluster.process import NodeOptions
+    from isthmus.live.cluster.process import NodeOptions
 
     return NodeOptions(
         facts=facts,

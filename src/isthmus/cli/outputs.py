@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 
 def check_writable(option: str, file: Path | None) -> None:

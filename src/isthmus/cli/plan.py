@@ -9,8 +9,8 @@ import typer
 
 if TYPE_CHECKING:
     from isthmus.config import Config
-    from isthmus.planner.demand import Demand
-    from isthmus.planner.fleet import Fleet
+    from isthmus.lab.planner.demand import Demand
+    from isthmus.lab.planner.fleet import Fleet
 
 
 def plan(
@@ -50,12 +50,12 @@ def plan(
     from isthmus.cli.outputs import check_writable, write_bytes
     from isthmus.cli.plan_tables import answer_tables, simulated_tables
     from isthmus.cli.tables import show
-    from isthmus.cluster.with_ray import with_ray
     from isthmus.config import load_config
-    from isthmus.errors import ConfigError
-    from isthmus.planner.answer import to_json
-    from isthmus.planner.fleet import fleet_of
-    from isthmus.planner.search import answer
+    from isthmus.core.errors import ConfigError
+    from isthmus.lab.planner.answer import to_json
+    from isthmus.lab.planner.fleet import fleet_of
+    from isthmus.lab.planner.search import answer
+    from isthmus.live.cluster.with_ray import with_ray
 
     for option, file in (("--json", json_file), ("--report", report)):
         check_writable(option, file)
@@ -74,7 +74,7 @@ def plan(
     show(*answer_tables(found))
     if simulate:
         from isthmus.cli.simulate import progress_bar
-        from isthmus.planner.trials import Trials
+        from isthmus.lab.planner.trials import Trials
 
         trials = Trials(settings, config.parent, demand, num_requests=requests or 1000, goodput=goodput or 0.9)
         with progress_bar("simulating") as progress:
@@ -85,7 +85,7 @@ def plan(
     if json_file is not None:
         write_bytes(json_file, to_json(found))
     if report is not None:
-        from isthmus.planner.report import page
+        from isthmus.lab.planner.report import page
 
         write_bytes(report, page(found, config.read_text(encoding="utf8", errors="replace")).encode())
 
@@ -93,8 +93,8 @@ def plan(
 def _demand(
     settings: Config, fleet: Fleet, trace: Path | None, lengths: str | None, output_tokens: int | None
 ) -> Demand:
-    from isthmus.errors import ConfigError
-    from isthmus.planner.demand import demand_of_lengths, demand_of_trace
+    from isthmus.core.errors import ConfigError
+    from isthmus.lab.planner.demand import demand_of_lengths, demand_of_trace
 
     if (trace is None) == (lengths is None):
         raise ConfigError("--trace FILE or --lengths SPEC: give one of them")
@@ -112,7 +112,7 @@ def _bandwidths(text: str | None, fleet: Fleet) -> list[float]:
     """In Gbps, ascending."""
     import math
 
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     if text is None:
         return []

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.planner.answer import Answer
-from isthmus.planner.sheets import Sheet, analytic, simulated
+from isthmus.lab.planner.answer import Answer
+from isthmus.lab.planner.sheets import Sheet, analytic, simulated
 
 
 def answer_tables(answer: Answer) -> list[Table]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.errors import ConfigError
+from isthmus.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from isthmus.bench.profile import Profile
@@ -53,7 +53,7 @@ def profile(
         found = _of_server(vllm, served_model_name, folder, dtype, max_length, rounds, budget_s)
     else:
         from isthmus.bench.profile import profile_engine
-        from isthmus.engine.engine import EngineOptions
+        from isthmus.live.engine.engine import EngineOptions
 
         options = EngineOptions(
             engine.dtype, engine.device, threads, engine.block_size, engine.kv_memory, max_length
@@ -75,12 +75,12 @@ def _of_server(
     import asyncio
 
     from isthmus.bench.profile_server import profile_server
-    from isthmus.blocks import KVLayout
     from isthmus.cli.engines import vllm_layout
-    from isthmus.cluster.vllm.client import Client
-    from isthmus.cluster.vllm.opening import Told, told
     from isthmus.config import vllm_key
-    from isthmus.engine.recipe import vocab_of
+    from isthmus.core.blocks import KVLayout
+    from isthmus.live.engine.recipe import vocab_of
+    from isthmus.live.servers.client import Client
+    from isthmus.live.servers.opening import Told, told
 
     url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
@@ -123,7 +123,7 @@ def as_yaml(found: Profile) -> str:
     """What `engine.cost: FILE` reads."""
     import yaml
 
-    from isthmus.cost import to_mapping
+    from isthmus.core.cost import to_mapping
 
     return yaml.safe_dump(to_mapping(found.curve), sort_keys=False)
 

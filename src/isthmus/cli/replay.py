@@ -18,8 +18,8 @@ def replay(
 
     Exit status 1 at the first that differs.
     """
-    from isthmus.cluster.recorder import replay as replay_file
-    from isthmus.deploy.rules import make_known
+    from isthmus.facts.rules import make_known
+    from isthmus.live.cluster.recorder import replay as replay_file
 
     if policy is not None:
         make_known(policy)

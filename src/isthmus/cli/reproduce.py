@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from isthmus.papers.lab import Lab
-    from isthmus.papers.table import Table
+    from isthmus.lab.papers.lab import Lab
+    from isthmus.lab.papers.table import Table
 
 
 _STAR = "*: hangs on inputs inferred from the published results, so agreement is no independent test."
@@ -30,9 +30,9 @@ def reproduce(
     """A published table: published, ours, difference."""
     from isthmus.cli.outputs import check_writable, write_bytes
     from isthmus.cli.tables import comparison_tables, show
-    from isthmus.errors import ConfigError
-    from isthmus.papers.lab import Lab
-    from isthmus.papers.registry import named
+    from isthmus.core.errors import ConfigError
+    from isthmus.lab.papers.lab import Lab
+    from isthmus.lab.papers.registry import named
 
     check_writable("--json", json_file)
     if traces is not None and not traces.is_dir():
@@ -58,7 +58,7 @@ def _list(json_file: Path | None) -> None:
 
     from isthmus.cli.outputs import write_bytes
     from isthmus.cli.tables import show
-    from isthmus.papers.registry import PAPERS
+    from isthmus.lab.papers.registry import PAPERS
 
     drawn = Drawn("name", "what", "published in", "traces")
     entries = []

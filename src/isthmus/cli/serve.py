@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import asyncio
 
     from isthmus.cli.engines import Served
-    from isthmus.cluster.launcher import Launcher
-    from isthmus.cluster.local import LocalCluster
     from isthmus.config import Config, TenantConfig
-    from isthmus.gateway.settings import HttpLimits, TenantLimits
-    from isthmus.gateway.tokenizer import GatewayTokenizer
+    from isthmus.live.cluster.launcher import Launcher
+    from isthmus.live.cluster.local import LocalCluster
+    from isthmus.live.gateway.settings import HttpLimits, TenantLimits
+    from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
 FEW_CONNECTIONS = 1024
 """With fewer the operator is told why."""
@@ -114,7 +114,7 @@ def _run(config: Path | None, overrides: dict[str, Any], keys: list[str]) -> Non
     import asyncio
 
     from isthmus.config import cluster_token, load_config, with_keys
-    from isthmus.deploy import at_home, rooted, shaped
+    from isthmus.facts import at_home, rooted, shaped
 
     overrides["token"] = cluster_token()
     given = at_home(load_config(config, overrides), config.parent if config else Path())
@@ -142,10 +142,10 @@ async def _serve(config: Config, why: str) -> None:
     """`why`: what to say of its nodes, "" if they were named."""
     import asyncio
 
-    from isthmus.cluster.launcher import launcher_of
-    from isthmus.gateway.certificate import Certificate
-    from isthmus.gateway.server import bind, serve_http
-    from isthmus.messenger import address_of
+    from isthmus.live.cluster.launcher import launcher_of
+    from isthmus.live.gateway.certificate import Certificate
+    from isthmus.live.gateway.server import bind, serve_http
+    from isthmus.live.messenger import address_of
 
     began = time.monotonic()
     files = config.https
@@ -191,13 +191,13 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import as_computed, grammar_limits, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
-    from isthmus.cluster.local import JoinedCluster, LocalCluster, check_joining
-    from isthmus.deploy import clusters_of, nodes_of, places_of, shares_of
-    from isthmus.gateway.app import create_app
-    from isthmus.gateway.preparing import Preparing
-    from isthmus.gateway.settings import ApiKey, GatewaySettings
-    from isthmus.gateway.tokenizer import GatewayTokenizer
-    from isthmus.types import ModelCard
+    from isthmus.core.types import ModelCard
+    from isthmus.facts import clusters_of, nodes_of, places_of, shares_of
+    from isthmus.live.cluster.local import JoinedCluster, LocalCluster, check_joining
+    from isthmus.live.gateway.app import create_app
+    from isthmus.live.gateway.preparing import Preparing
+    from isthmus.live.gateway.settings import ApiKey, GatewaySettings
+    from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
     places_of(config)  # what makes no sense is said before a model is looked for
     joins = config.placement == "join"
@@ -254,8 +254,8 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
 
 def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
     """Raises StartError when the descriptor limit leaves too few connections."""
-    from isthmus.gateway.descriptors import connections_within, raise_descriptors
-    from isthmus.gateway.settings import HttpLimits
+    from isthmus.live.gateway.descriptors import connections_within, raise_descriptors
+    from isthmus.live.gateway.settings import HttpLimits
 
     limits, descriptors = config.limits, raise_descriptors()
     connections = connections_within(descriptors, num_nodes, limits.connections)
@@ -276,7 +276,7 @@ def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
 
 
 def _limits(tenant: TenantConfig) -> TenantLimits:
-    from isthmus.gateway.settings import TenantLimits
+    from isthmus.live.gateway.settings import TenantLimits
 
     return TenantLimits(tenant.requests_per_s, tenant.tokens_per_s, tenant.burst_s, tenant.concurrent)
 
@@ -301,7 +301,7 @@ def _simulated_only(config: Config) -> list[str]:
 
 def say_if_exact(config: Config, why: str) -> None:
     """`why`: as `ModelCard.no_reuse`. Requests are computed all the same, and nobody is told with each."""
-    from isthmus.types import Reuse
+    from isthmus.core.types import Reuse
 
     if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
         print(f"isthmus: reuse stays exact, whatever the section reuse says: {why}", file=sys.stderr)
@@ -330,7 +330,7 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
 def say_if_plain(config: Config, host: str) -> None:
     """`host`: at which nodes join. Said of one that is reached from other machines, when there is no TLS."""
-    from isthmus.cluster.joining import is_loopback
+    from isthmus.live.cluster.joining import is_loopback
 
     if config.tls.mode == "none" and not is_loopback(host):
         _say_in_red(

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.sim.cycles import no_cycles
+from isthmus.lab.sim.cycles import no_cycles
 
 if TYPE_CHECKING:
     from isthmus.config import Config
-    from isthmus.sim.deployment import Deployment
-    from isthmus.sim.records import Result
-    from isthmus.sim.simulation import Progress
-    from isthmus.sim.summary import Summary
-    from isthmus.sim.workloads import Workload
+    from isthmus.lab.sim.deployment import Deployment
+    from isthmus.lab.sim.records import Result
+    from isthmus.lab.sim.simulation import Progress
+    from isthmus.lab.sim.summary import Summary
+    from isthmus.lab.sim.workloads import Workload
 
 
 @no_cycles()
@@ -59,9 +59,9 @@ def simulate(
     from isthmus.cli.outputs import check_writable, write_bytes
     from isthmus.cli.tables import show, summary_tables
     from isthmus.config import load_config
-    from isthmus.sim.deployment import deployment_of
-    from isthmus.sim.summary import summarize, to_json
-    from isthmus.sim.workloads import Replay, load
+    from isthmus.lab.sim.deployment import deployment_of
+    from isthmus.lab.sim.summary import summarize, to_json
+    from isthmus.lab.sim.workloads import Replay, load
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
         check_writable(option, file)
@@ -89,7 +89,7 @@ def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:
     """`texts`: of links, nodes, sessions, disks."""
     import msgspec
 
-    from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
+    from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
 
     links, nodes, sessions, disks = texts
     faults = Faults(
@@ -106,7 +106,7 @@ def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:
 
 
 def _source(trace: Path | None, workload: str | None) -> Path | str:
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     if (trace is None) == (workload is None):
         raise ConfigError("--trace FILE or --workload SPEC: give one of them")
@@ -129,9 +129,9 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
     """The simulation, timed; with `log` also its flight recording, which `isthmus replay` reads."""
     from time import perf_counter
 
-    from isthmus.cluster.recorder import Header, Recorder
-    from isthmus.conductor.events import RECORDING_FORMAT
-    from isthmus.sim.simulation import Simulation
+    from isthmus.core.conductor.events import RECORDING_FORMAT
+    from isthmus.lab.sim.simulation import Simulation
+    from isthmus.live.cluster.recorder import Header, Recorder
 
     recorder = None if log is None else Recorder(log, Header(RECORDING_FORMAT, deployment.rules))
     try:
@@ -167,7 +167,7 @@ def progress_bar(title: str) -> Iterator[Progress | None]:
 def _write_report(result: Result, summary: Summary, settings: Config, path: Path) -> None:
     import yaml
 
-    from isthmus.sim.report import write_report
+    from isthmus.lab.sim.report import write_report
 
     given = settings.model_dump(mode="json", exclude_unset=True)
     write_report(result, summary, yaml.safe_dump(given, sort_keys=False), path)

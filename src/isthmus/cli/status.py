@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from isthmus.gateway.status import Status
+    from isthmus.live.gateway.status import Status
 
 ANSWER_S = 5.0
 
@@ -44,7 +44,7 @@ def _checked(url: str) -> str:
     """The base URL without a slash at its end. Raises ConfigError."""
     from urllib.parse import urlsplit
 
-    from isthmus.errors import ConfigError
+    from isthmus.core.errors import ConfigError
 
     try:
         parts = urlsplit(url)
@@ -74,7 +74,7 @@ def _live(base: str, key: str | None, every_s: float) -> None:
     from rich.text import Text
 
     from isthmus.cli.status_tables import status_tables
-    from isthmus.errors import UnavailableError
+    from isthmus.core.errors import UnavailableError
 
     def now() -> RenderableType:
         return Group(*status_tables(_read(_ask(base, key), base), base))
@@ -101,7 +101,7 @@ def _ask(base: str, key: str | None) -> bytes:
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
-    from isthmus.errors import UnavailableError
+    from isthmus.core.errors import UnavailableError
 
     request = Request(f"{base}/status")
     if key is not None:
@@ -129,8 +129,8 @@ def _read(answer: bytes, base: str) -> Status:
     """Raises UnavailableError when something else than this version's gateway answered."""
     import msgspec
 
-    from isthmus.errors import UnavailableError
-    from isthmus.gateway.status import Status
+    from isthmus.core.errors import UnavailableError
+    from isthmus.live.gateway.status import Status
 
     try:
         return msgspec.json.decode(answer, type=Status)

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.gateway.status import CacheStatus, NodeStatus, OffloadStatus, Status, TierStatus
+from isthmus.live.gateway.status import CacheStatus, NodeStatus, OffloadStatus, Status, TierStatus
 
 _NONE = "–"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

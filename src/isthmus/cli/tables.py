@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.sim.spread import Spread
-from isthmus.sim.summary import Loss, Parts, ReuseUse, Summary, ThresholdUse
+from isthmus.lab.sim.spread import Spread
+from isthmus.lab.sim.summary import Loss, Parts, ReuseUse, Summary, ThresholdUse
 
 _NONE = "–"
 _PLAIN_WIDTH = 1000

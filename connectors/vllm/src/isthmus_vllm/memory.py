@@ -1,4 +1,4 @@
-"""Shared memory of equal slots, laid out as `isthmus.store.arena` does it.
+"""Shared memory of equal slots, laid out as `isthmus.live.store.arena` does it.
 
 An anonymous file (memfd) that the kernel frees with its last mapping. First a page with a magic word and a nonce, by
 which a peer that opens it through /proc knows that it found what was meant; then the slots, each one block: its layer

@@ -1,4 +1,4 @@
-"""Names of KV blocks: the keyed BLAKE3 chain of `isthmus.blocks.names`, with the key already derived.
+"""Names of KV blocks: the keyed BLAKE3 chain of `isthmus.core.blocks.names`, with the key already derived.
 
 The key covers model revision, layout and tenant salt, so this side needs to know none of them.
 """

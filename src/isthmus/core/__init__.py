@@ -1,0 +1,1 @@
+"""What decides: pure, without clock, chance, sockets, files, threads or torch."""

@@ -1,0 +1,303 @@
+"""The three rules of lending, each from what the nodes of a cluster have to who lends whom how much.
+
+    ledger   (Infinite-LLM's first form, DistKV-LLM) who lacks memory borrows as much, from whom has most of it
+    greedy   (its second form, "debtors and creditors") as much as makes the tokens of both together, per second, most
+    relief   ours: by what iterations really take, and only where it is sooner than waiting
+
+All move blocks of a debtor's longest request, and all pay back alike. Who lends does not borrow at the same time and
+who borrows does not lend, so debts make no chains; and a holder never passes a guest on. Who owes whom is the sum of
+what requests have elsewhere and is written nowhere else.
+
+All counts are blocks. A `Memory` is made for one plan and changes with it: what is to go counts as gone, and what is to
+come home has its room there and is still where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from isthmus.core.conductor.events import Lend, Repay
+from isthmus.core.conductor.view import NodeView, RequestView
+from isthmus.core.cost import Part, Path, slowest
+
+Plan = list[Lend | Repay]
+
+LEAST_GAIN = 1e-3
+"""Of what two nodes give, that a move of the greedy rule must add: less is within what rounding makes of it."""
+_PS = 1e12
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """A request that decodes at home: `num_blocks` there, and before them what `holders` have, in order. Nothing of it
+    is on its way."""
+
+    request: RequestView
+    num_blocks: int
+    holders: Sequence[tuple[Memory, int]] = ()
+
+    @property
+    def returnable(self) -> int:
+        """Of what its last holder has: the whole request must fit at home in what is not elsewhere."""
+        facts, home = self.request.arrived, self.request.decode
+        if not self.holders or home is None:
+            return 0
+        whole = -(-(facts.num_tokens + facts.max_tokens) // home.block_size)
+        away = sum([count for _, count in self.holders])
+        least = whole - home.capacity_tokens // home.block_size
+        return max(0, min(self.holders[-1][1], away - least))
+
+    @property
+    def movable(self) -> int:
+        """All but the block that is being filled."""
+        return max(0, self.num_blocks - 1)
+
+    def may_go_to(self, holder: Memory) -> bool:
+        """What lies with one holder follows each other."""
+        return all(other is not holder for other, _ in self.holders[:-1])
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """The KV memory of one node."""
+
+    node: NodeView
+    free: int = 0  # what nobody has, or will have when all that is on its way is there
+    spare: int = 0  # of that, kept for requests that run
+    wanted: int = 0  # by requests that wait for memory
+    waiting: int = 0  # how many these are
+    batch: int = 0  # requests that decode
+    here: int = 0  # blocks of theirs at home
+    lent: int = 0  # that hold others' KV
+    borrows: bool = True  # it may: it has lacked memory for a while, and said so since the last plan for it
+    owed: dict[Memory, int] = field(default_factory=dict)  # of its own requests' KV, with whom and how much
+    residents: list[Resident] = field(default_factory=list)
+
+    def reserve(self, share: float) -> int:
+        """That it keeps for its own requests to grow."""
+        return int(self.node.capacity_tokens // self.node.block_size * share)
+
+    def room(self, reserve: float) -> int:
+        """What it can lend: what it has beyond its reserve. Who lacks memory, or has borrowed some, lends none."""
+        return 0 if self.lacking or self.owed else max(0, self.free - self.spare - self.reserve(reserve))
+
+    @property
+    def lacking(self) -> int:
+        """Blocks that are missing for all that wait and what is to spare."""
+        return max(0, self.wanted + self.spare - self.free)
+
+    @property
+    def may_borrow(self) -> bool:
+        return bool(self.lacking and self.borrows and not self.lent and self.residents)
+
+    @property
+    def longest(self) -> Resident:
+        return max(self.residents, key=lambda resident: resident.num_blocks)
+
+    @property
+    def needs(self) -> int:
+        """Blocks of one that waits here, in the mean."""
+        return max(1, -(-self.wanted // max(1, self.waiting)))
+
+    def creditors(self, memories: Sequence[Memory], reserve: float) -> list[tuple[Memory, int]]:
+        """Who can lend for its longest request, and how much."""
+        resident = self.longest
+        others = [each for each in memories if each is not self and resident.may_go_to(each)]
+        return [(each, room) for each in others if (room := each.room(reserve))]
+
+    def admit(self, count: int) -> None:
+        """So many of those that wait are here."""
+        num_blocks = count * self.needs
+        self.waiting, self.batch = self.waiting - count, self.batch + count
+        self.wanted, self.here = self.wanted - num_blocks, self.here + num_blocks
+        self.free -= num_blocks
+
+    def lend(self, holder: Memory, count: int) -> Lend:
+        """So many blocks of its longest request go to a holder."""
+        resident = self.longest
+        assert 0 < count <= resident.movable and count <= holder.free and resident.may_go_to(holder)
+        self.residents.remove(resident)
+        self.here, self.free = self.here - count, self.free + count
+        holder.free, holder.lent = holder.free - count, holder.lent + count
+        self.owed[holder] = self.owed.get(holder, 0) + count
+        request = resident.request
+        return Lend(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)
+
+    def repay(self, resident: Resident, count: int) -> Repay:
+        """So many of its resident's blocks come home from the last of its holders. Until they have, it owes them."""
+        holder, there = resident.holders[-1]
+        assert 0 < count <= resident.returnable <= there and count <= self.free
+        self.residents.remove(resident)
+        self.free -= count
+        request = resident.request
+        return Repay(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)
+
+
+def repayments(memories: Sequence[Memory], reserve: float) -> Plan:
+    """What a creditor needs itself goes home, if there is room; and so does what a debtor has room for again: all of a
+    holding, or as much as it keeps in reserve, so that little is not sent to and fro."""
+    plan: Plan = []
+    for creditor in memories:
+        if creditor.lacking and creditor.lent:
+            plan += _called_in(creditor, memories)
+    for debtor in memories:
+        if not debtor.owed or debtor.lacking:
+            continue
+        least = debtor.spare + debtor.reserve(reserve)
+        for resident in [each for each in debtor.residents if each.returnable]:
+            count = min(resident.returnable, debtor.free - least)
+            if count >= min(resident.returnable, max(1, least)):
+                plan.append(debtor.repay(resident, count))
+    return plan
+
+
+def _called_in(creditor: Memory, memories: Sequence[Memory]) -> Plan:
+    plan: Plan = []
+    missing = creditor.lacking
+    for debtor in memories:
+        for resident in list(debtor.residents) if creditor in debtor.owed else ():
+            if resident.holders and resident.holders[-1][0] is creditor and not debtor.lacking:
+                count = min(missing, resident.returnable, debtor.free - debtor.spare)
+                if count > 0:
+                    plan.append(debtor.repay(resident, count))
+                    missing -= count
+    return plan
+
+
+def ledger(memories: Sequence[Memory], reserve: float) -> Plan:
+    """As much as is lacking, from whom has most."""
+    plan = repayments(memories, reserve)
+    for debtor in memories:
+        found = debtor.creditors(memories, reserve) if debtor.may_borrow else []
+        if found:
+            creditor, room = max(found, key=lambda each: each[1])
+            count = min(debtor.lacking, room, debtor.longest.movable)
+            if count > 0:
+                plan.append(debtor.lend(creditor, count))
+    return plan
+
+
+def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
+    """To whom has most, so many blocks that the tokens of both together, per second, become most, where the debtor
+    admits whom it has room for then and the creditor attends to more; until no move adds any.
+
+    An iteration of a batch b over contexts that sum to S takes W(b) / f(b) + S / g, and gives b tokens; what W / f and
+    g are on a node its cost model says. The paper leaves two thresholds open: here a debtor is a node where requests
+    wait for memory, for the others could admit nobody more, and a creditor one with memory to spare.
+    """
+    plan = repayments(memories, reserve)
+    while True:
+        before = len(plan)
+        debtors = [each for each in memories if each.waiting and each.may_borrow]
+        for debtor in sorted(debtors, key=lambda each: each.batch):
+            found = debtor.creditors(memories, reserve)
+            if found:
+                creditor, room = max(found, key=lambda each: each[1])
+                count, admitted = best(debtor, creditor, min(room, debtor.longest.movable))
+                if count:
+                    plan.append(debtor.lend(creditor, count))
+                    debtor.admit(admitted)
+        if len(plan) == before:
+            return plan
+
+
+def best(debtor: Memory, creditor: Memory, most: int) -> tuple[int, int]:
+    """Of up to `most` blocks, how many to move, and how many requests the debtor then admits; (0, 0) for none.
+
+    Between two admissions every further block only makes the creditor slower than the debtor faster, or the other way
+    round: what is looked at is the fewest blocks for each number of admissions.
+    """
+    before, found, gain = rate(debtor) + rate(creditor), (0, 0), 0.0
+    each = debtor.needs
+    for admitted in range(1, debtor.waiting + 1):
+        count = max(1, admitted * each + debtor.spare - debtor.free)
+        if count > most:
+            break
+        after = _rate(debtor.node, debtor.batch + admitted, debtor.here - count + admitted * each)
+        after += _rate(creditor.node, creditor.batch, creditor.here + creditor.lent + count)
+        if after - before > max(gain, LEAST_GAIN * before):
+            found, gain = (count, admitted), after - before
+    return found
+
+
+def rate(memory: Memory) -> float:
+    """Tokens per second, by the greedy rule's model."""
+    return _rate(memory.node, memory.batch, memory.here + memory.lent)
+
+
+def _rate(node: NodeView, batch: int, num_blocks: int) -> float:
+    if not batch:
+        return 0.0
+    fixed, slope = node.cost.decode_step_ps(batch)
+    return batch * _PS / max(1, fixed + slope * num_blocks * node.block_size)
+
+
+def relief(memories: Sequence[Memory], reserve: float) -> Plan:
+    """As much as is lacking, with whoever loses least by it, where it pays.
+
+    Beside the greedy rule's model it counts that a home whose KV is in part elsewhere asks for it in each layer, that
+    attention there and at home goes on at the same time, and that a holder attends to guests once in each iteration of
+    *their* home. Memory that a move frees comes bit by bit, as blocks go while a request decodes; requests that end
+    free some too, and how fast they do is measured. A move is of use if it is sooner. Where nobody waits but running
+    requests are about to fill the memory, blocks move before one is pre-empted and computed anew.
+    """
+    plan = repayments(memories, reserve)
+    for debtor in memories:
+        options = []
+        for creditor, room in debtor.creditors(memories, reserve) if debtor.may_borrow else ():
+            count = min(debtor.lacking, room, debtor.longest.movable)
+            if count > 0:
+                options.append((_gained(debtor, creditor, count), creditor, count))
+        most = max(options, key=lambda each: each[0], default=None)
+        if most is not None and most[0] > 0:
+            plan.append(debtor.lend(*most[1:]))
+    return plan
+
+
+def _gained(debtor: Memory, creditor: Memory, count: int) -> float:
+    """Tokens per second that both nodes give more when so many blocks are with the creditor, as if a request were
+    admitted in parts. Where nobody waits, what a pre-emption would lose counts instead, as much as all that decode
+    there: less than nothing is not worth it."""
+    admitted = min(debtor.waiting, count / debtor.needs) if debtor.waiting else 0
+    owed = {**debtor.owed, creditor: debtor.owed.get(creditor, 0) + count}
+    here = debtor.here - count + round(admitted * debtor.needs)
+    home_s, alone_s = _home_s(debtor, debtor.batch + round(admitted), here, owed), _iteration_s(creditor)
+    there_s = alone_s + _attends_s(creditor, count) * alone_s / home_s
+    after = (debtor.batch + admitted) / home_s + creditor.batch / there_s
+    if not debtor.waiting:
+        return after
+    return after - (debtor.batch / _iteration_s(debtor) + creditor.batch / alone_s)
+
+
+def _iteration_s(memory: Memory) -> float:
+    return _home_s(memory, memory.batch, memory.here, memory.owed) + _attends_s(memory, memory.lent)
+
+
+def _attends_s(holder: Memory, num_blocks: int) -> float:
+    """That a holder takes for so much of others' KV, in each of their iterations."""
+    return holder.node.cost.attend_ps(1, num_blocks * holder.node.block_size) / _PS
+
+
+def _home_s(home: Memory, batch: int, here: int, owed: dict[Memory, int]) -> float:
+    """An iteration, with what it attends to here and elsewhere at the same time."""
+    cost, size = home.node.cost, home.node.block_size
+    fixed, slope = cost.decode_step_ps(max(1, batch))
+    attends = slope * here * size
+    if owed:
+        parts = [
+            Part(_path(home, each), cost.queries.num_bytes(1), each.node.cost.attend_ps(1, blocks * size))
+            for each, blocks in owed.items()
+        ]
+        attends = max(attends, slowest(parts, cost.queries.layers, _link(home)).whole)
+    return (fixed + attends) / _PS
+
+
+def _path(home: Memory, holder: Memory) -> Path:
+    rtt_ns = max(home.node.paths.rtt_ns, holder.node.paths.rtt_ns)
+    return Path(1000 * rtt_ns, min(_link(home), _link(holder)))
+
+
+def _link(memory: Memory) -> float:
+    """Bytes per second; a stand-in where that is not known."""
+    return memory.node.paths.network or memory.node.paths.handover or 1 << 40

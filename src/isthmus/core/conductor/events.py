@@ -1,0 +1,266 @@
+"""What the conductor is told and what it answers; also what the flight recorder writes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from isthmus.core.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    MemoryUsed,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Route,
+    Spread,
+)
+from isthmus.core.cost import Cost
+from isthmus.core.types import BlockName, NodeId, RequestId, Reuse, Role
+
+RECORDING_FORMAT = 7
+"""Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
+
+
+class Paths(msgspec.Struct, frozen=True):
+    """How fast KV moves to and from one node, in bytes per second; 0: not at all.
+
+    `network`: between its cache and another node's, each way; `memory`: from its DRAM to its device;
+    `disk`: from its SSD; `handover`: between prefill and decode, 0 when that shares `network`. `rtt_ns`: of a question
+    to another node of its cluster and the answer, what does not depend on their size.
+    """
+
+    network: int = 0
+    memory: int = 0
+    disk: int = 0
+    handover: int = 0
+    rtt_ns: int = 0
+
+
+class NodeJoined(msgspec.Struct, frozen=True, tag=True):
+    """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold.
+
+    `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps;
+    `kv_dtype`: of its KV, "" when nobody knows; `cluster`: where it stands, "" if there is only one;
+    `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
+    up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
+    0 for no limit known. `lends`: it may hold KV of requests that are computed elsewhere, and have others hold its own.
+    `kv_heads`: into so many equal parts the KV of a token can be cut. `reuse_layers`: those that keep KV, where prompts
+    can be assembled from others' KV; else 0.
+    """
+
+    node: NodeId
+    role: Role
+    capacity_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    cost: Cost | None = None
+    paths: Paths = Paths()
+    cache_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_dtype: str = ""
+    cluster: str = ""
+    state_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_sequences: Annotated[int, msgspec.Meta(ge=0)] = 0
+    lends: bool = True
+    kv_heads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    reuse_layers: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class LinkState(msgspec.Struct, frozen=True):
+    """One direction of a link between clusters, over the period just past.
+
+    `up`: at least one session crosses it, or could; `sent_bytes`: that left; `busy_ns`: how long something was on its
+    way; `queued_bytes`: handed over to be sent and not out yet; `retransmits`: of TCP segments; `rtt_ns`: 0 if not
+    known.
+    """
+
+    source: str
+    target: str
+    up: bool
+    sent_bytes: int = 0
+    busy_ns: int = 0
+    queued_bytes: int = 0
+    retransmits: int = 0
+    rtt_ns: int = 0
+
+
+class LinksMeasured(msgspec.Struct, frozen=True, tag=True):
+    """Comes every `Rules.period_ns` where there are links, or nodes may be converted."""
+
+    links: tuple[LinkState, ...] = ()
+
+
+class NodeLeft(msgspec.Struct, frozen=True, tag=True):
+    """A node closed its session or fell silent; whatever it held is lost."""
+
+    node: NodeId
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What a prompt says, as far as others with the same can be found: only of requests that may be computed with
+    more than their own prefix, as `reuse` says. Digests `pieces` of what it is cut into (`isthmus.core.reuse.cut`),
+    where each ends, and the `signature` of its embedding. `scope`: prompts of other scopes are none of its
+    business."""
+
+    reuse: Reuse
+    scope: bytes
+    pieces: tuple[bytes, ...]
+    stops: tuple[int, ...]
+    signature: bytes = b""
+
+
+class RequestArrived(msgspec.Struct, frozen=True, tag=True):
+    """A request of `num_tokens` prompt tokens whose full blocks have `names`.
+
+    `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. A higher `priority` is refused last. `weight`: of
+    its tenant's share next to others', 0: it has none, as where there are no API keys.
+    """
+
+    request: RequestId
+    tenant: str
+    num_tokens: int
+    max_tokens: int
+    names: tuple[BlockName, ...]
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+    content: Content | None = None
+    weight: float = 0.0
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """The prompt of this attempt is computed: its prefill node works on something else now."""
+
+    request: RequestId
+    attempt: int
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+    """The last token of a request was produced, its `num_generated`-th."""
+
+    request: RequestId
+    num_generated: int = 0
+
+
+class HoldExpired(msgspec.Struct, frozen=True, tag=True):
+    """No node came in time for a request on hold since `attempt`."""
+
+    request: RequestId
+    attempt: int
+
+
+class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
+    """The client does not want the rest."""
+
+    request: RequestId
+
+
+Event = (
+    NodeJoined
+    | NodeLeft
+    | RequestArrived
+    | FetchFinished
+    | FirstToken
+    | PrefillFinished
+    | RequestEnded
+    | RequestFailed
+    | HoldExpired
+    | RequestCancelled
+    | BlocksStored
+    | BlocksEvicted
+    | RoleChanged
+    | LinksMeasured
+    | Spread
+    | MemoryUsed
+)
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """Turn a request away that has got no token yet. `code`: `overloaded`, `unavailable` or `too_long`.
+
+    `stage`: who could not take it, `prefill` or `decode`.
+    """
+
+    request: RequestId
+    code: str
+    reason: str
+    retry_after_ms: int = 0
+    stage: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """An attempt that a `Route` began is over: tell `nodes`, those of it that are here, to forget it. Each attempt ends
+    so, once, before the next one begins or the request ends; after `RequestEnded` and `RequestCancelled`, too."""
+
+    request: RequestId
+    attempt: int
+    nodes: tuple[NodeId, ...]
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """No node can go on with an accepted request now: wait `wait_ms` for one to join or to have memory, or as long as
+    the driver sees fit if that is 0, then say `HoldExpired`. `attempt` 0: it had none yet."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+    wait_ms: int = 0
+
+
+class Fail(msgspec.Struct, frozen=True, tag=True):
+    """End an accepted request with an error that the client sees. `final`: the fault is the request's own."""
+
+    request: RequestId
+    reason: str
+    final: bool = False
+
+
+class Convert(msgspec.Struct, frozen=True, tag=True):
+    """Give a node, which nothing needs any more, another role; then say `RoleChanged`. It keeps its cache."""
+
+    node: NodeId
+    role: Role
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """So many more blocks of an attempt are to lie with `holder`: tell its `home`, which says `Spread`."""
+
+    request: RequestId
+    attempt: int
+    home: NodeId
+    holder: NodeId
+    num_blocks: int
+
+
+class Repay(msgspec.Struct, frozen=True, tag=True):
+    """The last `num_blocks` of what an attempt has with `holder`, its last one, are to come home: tell `home`, which
+    says `Spread` when they have, or cannot."""
+
+    request: RequestId
+    attempt: int
+    home: NodeId
+    holder: NodeId
+    num_blocks: int
+
+
+class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
+    """From now on prompts with more uncached tokens are prefilled in another cluster; None: no prompt is."""
+
+    threshold: int | None
+    reason: str
+
+
+class Remember(msgspec.Struct, frozen=True, tag=True):
+    """Other prompts may be assembled from this request's: keep the tokens of its full blocks, until `Unremember`."""
+
+    request: RequestId
+
+
+class Unremember(msgspec.Struct, frozen=True, tag=True):
+    """No route will name this request as a donor any more."""
+
+    request: RequestId
+
+
+Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet | Lend | Repay | Remember | Unremember

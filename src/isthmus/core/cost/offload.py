@@ -1,0 +1,302 @@
+"""Prefill in another cluster: how much of it a deployment bears (Prefill-as-a-Service, arXiv 2604.15039, section 3).
+
+Requests with more than `threshold` uncached tokens are prefilled in a remote cluster and their KV crosses a link;
+the others are prefilled at home, where all are decoded. Numbered equations are the paper's. Rates are requests per
+second, times seconds, bandwidth and KV bytes (per second).
+
+A class of requests, offloaded or not, enters the equations by what one of them takes. The paper takes it of one
+representative length, the class's mean (`representative`); `expected` takes the mean over the class, which is what
+queues see. Nothing here assumes that equation (1) falls with the length: for most models it rises first.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from isthmus.core.cost.lengths import Lengths
+from isthmus.core.cost.node_cost import NodeCost
+from isthmus.core.types import NS_PER_S
+
+_PS_PER_MS = 1_000_000_000
+REMOTE_COMPUTE, LINK, LOCAL_COMPUTE, DECODE = "remote compute", "link", "local compute", "decode"
+"""What can bind."""
+
+
+def kv_throughput(kv_bytes: float, prefill_s: float) -> float:
+    """Equation (1): bytes per second that one instance's prefill gives off."""
+    return kv_bytes / prefill_s
+
+
+def egress_of(num_gpus: float, gpus_per_instance: float, kv_bytes: float, prefill_s: float) -> float:
+    """Equation (2): what a prefill cluster sends at full load, from the means over the requests offloaded."""
+    return num_gpus / gpus_per_instance * kv_throughput(kv_bytes, prefill_s)
+
+
+def remote_rate(num_instances: float, prefill_s: float, kv_bytes: float, egress: float) -> float:
+    """Equation (3): the slower of computing and sending, which overlap layer by layer."""
+    return min(_ratio(num_instances, prefill_s), _ratio(egress, kv_bytes))
+
+
+def local_rate(num_instances: float, prefill_s: float) -> float:
+    """Equation (4): prefill at home, whose network does not bind."""
+    return _ratio(num_instances, prefill_s)
+
+
+def decode_rate(num_instances: float, batch: float, step_s: float, output_tokens: float) -> float:
+    """Equation (5): so many sequences in a batch, a token each in every step."""
+    return _ratio(num_instances * batch, step_s * output_tokens)
+
+
+def largest_batch(cost: NodeCost, context: float, most: int, tbt_ms: int | None) -> int:
+    """`BS_max` of equation (5): of sequences of `context` tokens each, up to `most`, as many as decode together with
+    every step inside the limit, which None is not. 0: not even one."""
+    if tbt_ms is None:
+        return most
+    limit_ps = tbt_ms * _PS_PER_MS
+
+    def too_long(batch: int) -> bool:
+        fixed, slope = cost.decode_step_ps(batch)
+        return fixed + slope * batch * context > limit_ps
+
+    return bisect_left(range(1, most + 1), True, key=too_long)
+
+
+def highest_rate(remote: float, local: float, decode: float, share: float) -> float:
+    """Equation (6): `share` of the requests passes the remote stage, the rest the local one, all are decoded."""
+    return min(_ratio(remote, share), _ratio(local, 1 - share), decode)
+
+
+def prefill_imbalance(remote: float, local: float, share: float) -> float:
+    """Equation (7), 0 at the best threshold: by how much the remote stage bears more, as a share of the lesser.
+
+    Infinite where one stage has nothing to do.
+    """
+    one, other = _ratio(remote, share), _ratio(local, 1 - share)
+    return _ratio(one - other, min(one, other))
+
+
+def decode_imbalance(remote: float, local: float, decode: float) -> float:
+    """Equation (8), 0 at the best split: by how much decode bears more, as a share of the lesser.
+
+    Instances are whole, so it is seldom 0: the objective is (6), this says what is left over.
+    """
+    return _ratio(decode - remote - local, min(decode, remote + local))
+
+
+def _ratio(amount: float, per: float) -> float:
+    """Nothing to do is done at any rate, even with no resource."""
+    if per > 0:
+        return amount / per
+    return math.copysign(math.inf, amount)
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a request of a length takes: seconds of one instance, there and at home, and bytes on the link."""
+
+    remote_s: Callable[[float], float]
+    local_s: Callable[[float], float]
+    kv_bytes: Callable[[float], float]
+
+
+def work_of(remote: NodeCost, local: NodeCost) -> Work:
+    """By the cost models of one instance in each cluster, nothing cached. A length is rounded to whole tokens."""
+    return Work(
+        remote_s=lambda length: remote.prefill_ns(round(length), 0) / NS_PER_S,
+        local_s=lambda length: local.prefill_ns(round(length), 0) / NS_PER_S,
+        kv_bytes=lambda length: remote.state_bytes + remote.kv_token_bytes * length,
+    )
+
+
+class Classes(msgspec.Struct, frozen=True):
+    """What a threshold makes of a workload. Of a class that is empty, times and bytes are 0.
+
+    `share`: of the requests offloaded; `remote_s`, `kv_bytes`: what one of those takes; `local_s`: one of the rest.
+    """
+
+    threshold: float
+    share: float
+    remote_s: float
+    local_s: float
+    kv_bytes: float
+
+
+Split = Callable[[Lengths, Work, Sequence[float]], list[Classes]]
+"""`representative` or `expected`: the classes of each of ascending thresholds."""
+
+
+def representative(lengths: Lengths, work: Work, thresholds: Sequence[float]) -> list[Classes]:
+    """As the paper: each class is its mean length."""
+    found = []
+    for threshold in thresholds:
+        share = lengths.share(threshold)
+        above = lengths.mean_above(threshold) if share > 0 else 0.0
+        found.append(
+            Classes(
+                threshold=threshold,
+                share=share,
+                remote_s=work.remote_s(above) if share > 0 else 0.0,
+                local_s=work.local_s(lengths.mean_below(threshold)) if share < 1 else 0.0,
+                kv_bytes=work.kv_bytes(above) if share > 0 else 0.0,
+            )
+        )
+    return found
+
+
+def expected(lengths: Lengths, work: Work, thresholds: Sequence[float]) -> list[Classes]:
+    """With the exact distribution: the mean of what the requests of a class take."""
+    *remote_s, all_remote_s = lengths.sums(work.remote_s, (*thresholds, math.inf))
+    *kv_bytes, all_kv_bytes = lengths.sums(work.kv_bytes, (*thresholds, math.inf))
+    local_s = lengths.sums(work.local_s, thresholds)
+    found = []
+    for at, threshold in enumerate(thresholds):
+        share = lengths.share(threshold)
+        found.append(
+            Classes(
+                threshold=threshold,
+                share=share,
+                remote_s=(all_remote_s - remote_s[at]) / share if share > 0 else 0.0,
+                local_s=local_s[at] / (1 - share) if share < 1 else 0.0,
+                kv_bytes=(all_kv_bytes - kv_bytes[at]) / share if share > 0 else 0.0,
+            )
+        )
+    return found
+
+
+class Fleet(msgspec.Struct, frozen=True):
+    """`num_remote`: prefill instances there; `num_local`: instances at home, to be split into prefill and decode.
+
+    `egress`: of the link, bytes per second; `decode_rate`: requests per second of one decode instance, by (5).
+    """
+
+    num_remote: int
+    num_local: int
+    egress: float
+    decode_rate: float
+
+
+class Solution(msgspec.Struct, frozen=True):
+    """A threshold and a split, and what they bear.
+
+    `remote`, `local`, `decode`: equations (3) to (5); `rate`: (6); `binds`: the term that sets it; `egress`: bytes
+    per second on the link at that rate.
+    """
+
+    classes: Classes
+    num_prefill: int
+    num_decode: int
+    remote: float
+    local: float
+    decode: float
+    rate: float
+    binds: str
+    egress: float
+
+
+def bear(classes: Classes, fleet: Fleet, num_prefill: int) -> Solution:
+    """Equations (3) to (6) with so many of the instances at home for prefill, the others for decode."""
+    share, num_decode = classes.share, fleet.num_local - num_prefill
+    remote = (
+        remote_rate(fleet.num_remote, classes.remote_s, classes.kv_bytes, fleet.egress) if share > 0 else 0.0
+    )
+    local = local_rate(num_prefill, classes.local_s) if share < 1 else 0.0
+    decode = num_decode * fleet.decode_rate
+    rate = highest_rate(remote, local, decode, share)
+    return Solution(
+        classes=classes,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        remote=remote,
+        local=local,
+        decode=decode,
+        rate=rate,
+        binds=_binds(classes, fleet, num_prefill, decode),
+        egress=rate * share * classes.kv_bytes,
+    )
+
+
+def _binds(classes: Classes, fleet: Fleet, num_prefill: int, decode: float) -> str:
+    """The first of the terms of (6), (3) taken apart, that is the least."""
+    share = classes.share
+    terms = {
+        REMOTE_COMPUTE: _ratio(fleet.num_remote, share * classes.remote_s),
+        LINK: _ratio(fleet.egress, share * classes.kv_bytes),
+        LOCAL_COMPUTE: _ratio(num_prefill, (1 - share) * classes.local_s),
+        DECODE: decode,
+    }
+    return min(terms, key=lambda name: terms[name])
+
+
+def solve(many: Iterable[Classes], fleet: Fleet) -> list[Solution]:
+    """The grid over thresholds and splits: the best split of each threshold, in order of the thresholds.
+
+    Of equal splits the one with the fewest prefill instances.
+    """
+    splits = range(fleet.num_local + 1)
+    return [max((bear(classes, fleet, split) for split in splits), key=_rate) for classes in many]
+
+
+def best(solutions: Iterable[Solution]) -> Solution:
+    """The highest rate; of equals the highest threshold, which sends the least over the link."""
+    return max(solutions, key=lambda each: (each.rate, each.classes.threshold))
+
+
+def _rate(solution: Solution) -> float:
+    return solution.rate
+
+
+class Threshold(msgspec.Struct, frozen=True):
+    """`tokens`: longer ones are offloaded, None offloads nothing. `rate`: requests per second that both prefill
+    stages bear together, equation (6) without decode; `share`: of the requests offloaded; `binds`: what sets it."""
+
+    tokens: int | None
+    rate: float
+    share: float
+    binds: str
+
+
+def best_threshold(
+    lengths: Sequence[int],
+    remote_s: Callable[[int], float],
+    num_remote: float,
+    local_s: Callable[[int], float],
+    num_local: float,
+    kv_bytes: Callable[[int], float],
+    egress: float,
+) -> Threshold:
+    """The threshold at which both stages bear the most of such requests as in `lengths`, which has at least one.
+
+    Exact for the sample: every way to cut it is tried, with the mean of what each class takes, in O(n log n). A
+    stage without instances, or a link of rate 0, bears no request but those that need nothing of it. Thresholds
+    between two lengths of the sample are as good as each other; the answer is the lowest of them, since too high a
+    threshold costs more than too low a one. Of equal cuts, the one that offloads the least.
+    """
+    assert lengths
+    counts = sorted(Counter(lengths).items())
+    local_sums = [0.0, *accumulate(count * local_s(length) for length, count in counts)]
+    staying = len(lengths)
+    remote_sum = kv_sum = 0.0
+
+    def cut(tokens: int | None, kept: int) -> Threshold:
+        """`kept` of the distinct lengths stay. A stage's rate is its capacity over its part of the mean request."""
+        terms = {
+            REMOTE_COMPUTE: _ratio(num_remote, remote_sum),
+            LINK: _ratio(egress, kv_sum),
+            LOCAL_COMPUTE: _ratio(num_local, local_sums[kept]),
+        }
+        binds = min(terms, key=lambda name: terms[name])
+        return Threshold(tokens, len(lengths) * terms[binds], 1 - staying / len(lengths), binds)
+
+    found = cut(None, len(counts))
+    for kept in reversed(range(len(counts))):
+        length, count = counts[kept]
+        staying -= count
+        remote_sum += count * remote_s(length)
+        kv_sum += count * kv_bytes(length)
+        found = max(found, cut(counts[kept - 1][0] if kept else 0, kept), key=lambda each: each.rate)
+    return found

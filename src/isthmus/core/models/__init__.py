@@ -1,0 +1,32 @@
+"""What a Hugging Face `config.json` says of a model: the one reader for what work costs and for the engine. Pure."""
+
+from isthmus.core.models.families import read_model
+from isthmus.core.models.fields import Fields
+from isthmus.core.models.quantisation import Quantisation, read_quantisation
+from isthmus.core.models.spec import (
+    Attention,
+    Delta,
+    Dense,
+    Experts,
+    LatentAttention,
+    LayerSpec,
+    Lightning,
+    ModelSpec,
+    RopeSpec,
+)
+
+__all__ = [
+    "Attention",
+    "Delta",
+    "Dense",
+    "Experts",
+    "Fields",
+    "LatentAttention",
+    "LayerSpec",
+    "Lightning",
+    "ModelSpec",
+    "Quantisation",
+    "RopeSpec",
+    "read_model",
+    "read_quantisation",
+]

@@ -1,0 +1,466 @@
+"""Decides for a node whose engine plans its own batches and keeps its own KV memory: vLLM.
+
+What is left to decide: when an attempt goes to the engine, which is when all is here that it was sent here for; what of
+the cache stays until the engine has it; what the cache keeps of what the engine computed; and how a prompt that is
+computed here gets to where it decodes. As `Node`, it takes one fact and answers with actions.
+
+KV goes from one engine to another in one of two ways. Through the cache (`tiers`): the prefill node keeps all full
+blocks of the prompt, the decode node fetches those that it has not, as it would fetch any prefix, and computes the
+tail. Or the engines do it themselves (no `tiers`): what the first one says of where its KV lies, `params`, goes to the
+second, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, get_args
+
+from isthmus.core.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    FetchOrder,
+    PrefillFinished,
+    RoleChanged,
+)
+from isthmus.core.node import events, letters
+from isthmus.core.node.attempts import Attempts
+from isthmus.core.node.fetches import Fetches
+from isthmus.core.node.node import TRANSFER_NS
+from isthmus.core.scheduler import Keeper, TierCache
+from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
+
+SETTLE_NS = 2 * NS_PER_S
+"""So long a prompt that is computed may wait for its last blocks to be saved."""
+MAX_REFUSED = 1024
+OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink, letters.Vacate)
+
+Names = tuple[BlockName, ...]
+
+
+class State(Enum):
+    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
+    on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
+    it over."""
+
+    GATHERING = auto()
+    AWAITING = auto()
+    FETCHING = auto()
+    SUBMITTED = auto()
+    ANSWERED = auto()
+    PASSED = auto()
+
+
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = State
+
+# What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
+AWAITS = {GATHERING: AWAITING}
+FETCHES = {AWAITING: FETCHING}
+SUBMITS = {GATHERING: SUBMITTED, AWAITING: SUBMITTED, FETCHING: SUBMITTED}
+ANSWERS = {SUBMITTED: ANSWERED}
+PASSES = {ANSWERED: PASSED}
+
+
+def handover_key(key: RequestId) -> RequestId:
+    """Of the fetch of what an attempt's prefill node computed. Its route may ask for another one before."""
+    return RequestId(f"{key}/handover")
+
+
+class _Attempt:
+    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
+    `awaited`: its prefill node waits for word that nothing more is needed of it."""
+
+    __slots__ = (
+        "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
+    )  # fmt: skip
+
+    def __init__(self, begin: events.Begin) -> None:
+        self.begin = begin
+        self.state = GATHERING
+        self.pinned: Names = ()
+        self.params = b""
+        self.awaited = False
+        self.cached_tokens: int | None = None
+        self.due_ns = 0
+        self.reason = ""
+        self.settled = False  # all of it that is to be saved is told
+
+
+class Adapter:
+    """`tiers`: its cache, None where engines hand KV over themselves. `transfer_ns`: how long a fetch that began may
+    bring nothing."""
+
+    def __init__(
+        self, node: NodeId, role: Role, tiers: TierCache | None, *, transfer_ns: int = TRANSFER_NS
+    ) -> None:
+        self.node, self.role, self.tiers = node, role, tiers
+        self._keeper = Keeper(tiers, node) if tiers is not None else None
+        self._fetches = Fetches(tiers, transfer_ns)
+        self._attempts = Attempts[_Attempt](node)
+        self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
+        """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
+        self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
+        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile,
+        even of an attempt that is forgotten here: an engine that reads what this one has let go of goes on with
+        somebody else's."""
+        self._engine: Counter[BlockName] = Counter()
+        """Copies in the engine's own memory."""
+        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+            events.Begin: self._begin,
+            events.Forget: self._forget,
+            events.Become: self._become,
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+                heard.peer, heard.letter, now, actions
+            ),
+            events.Gone: self._gone,
+            events.Answered: self._answered,
+            events.Settled: self._settled,
+            events.Over: self._over,
+            events.Broken: self._broken,
+            events.Came: self._came,
+            events.FetchEnded: self._fetch_ended,
+            events.Moved: self._moved,
+            events.Filled: self._filled,
+            events.Lost: self._lost,
+            events.Recovered: self._recovered,
+            events.Held: self._held,
+            events.Dropped: self._dropped,
+            events.Woken: self._woken,
+        }
+        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
+            letters.Passed: self._passed,
+            letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
+            **dict.fromkeys(OF_HOLDERS, self._refuses),
+        }
+
+    def on(self, event: events.Event, now: int) -> list[events.Action]:
+        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
+        actions: list[events.Action] = []
+        self._handlers[type(event)](event, now, actions)
+        return [each for action in actions if (each := self._seen(action)) is not None]
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that the engine has."""
+        return sum([attempt.state is SUBMITTED for attempt in self._attempts.values()])
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._attempts) - self.num_running
+
+    @property
+    def num_held(self) -> int:
+        """Distinct blocks in the engine's own memory."""
+        return len(self._engine)
+
+    def check_idle(self) -> None:
+        """All that attempts took was given back."""
+        assert not self._attempts, "an attempt never ended"
+        assert not self._given, "a decode node never answered for what it was given"
+        self._fetches.check_idle()
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+    # An attempt begins and ends.
+
+    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
+        attempt = _Attempt(event)
+        self._attempts.add(attempt)
+        route = event.route
+        if route.holdings or route.growth or route.assembly is not None:
+            self._fail(attempt, "its engine computes with the KV of its own prefix alone", now, actions)
+            return
+        if self.tiers is not None:
+            attempt.pinned = event.names
+            self.tiers.pin(event.names)
+        fetch = event.fetch
+        if fetch is not None and self.tiers is not None:
+            self._fetch(event.key, fetch, event, actions)
+        else:
+            self._gathered(attempt, now, actions)
+
+    def _gathered(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+        """What its route fetches is here, or will not be."""
+        begin = attempt.begin
+        if begin.fetch is not None and begin.part is not DECODE:
+            actions.append(FetchFinished(begin.route.request, begin.route.attempt))
+        if begin.part is not DECODE:
+            self._submit(attempt, actions)
+            return
+        attempt.state = AWAITS[attempt.state]
+        early = self._attempts.take_early(begin.peer, begin.key)
+        if early is not None:
+            self._passed(begin.peer, early, now, actions)
+
+    def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
+        attempt.state = SUBMITS[attempt.state]
+        if self.tiers is not None:
+            num_blocks = self.tiers.match(names)[0]
+            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
+        actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
+
+    def _answered(self, event: events.Answered, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or attempt.state is not SUBMITTED:
+            return
+        part = attempt.begin.part
+        if part is not PREFILL:
+            self._unpin(attempt)  # it is in the engine's memory
+            self._land(attempt, actions)
+            return
+        attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
+        attempt.state = ANSWERS[attempt.state]
+        if self.tiers is None or attempt.settled:
+            self._pass(attempt, now, actions)
+        else:
+            attempt.due_ns = now + SETTLE_NS
+            actions.append(events.Wake(attempt.due_ns))
+
+    def _settled(self, event: events.Settled, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        attempt.settled = True  # the engine's answer may come later
+        if attempt.state is ANSWERED:
+            self._pass(attempt, now, actions)
+
+    def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+        """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
+        begin, params = attempt.begin, attempt.params
+        attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
+        self._given[begin.key] = begin.peer, params
+        passed = letters.Passed(begin.key, attempt.cached_tokens or 0, params)
+        actions.append(events.Tell(begin.peer, passed))
+
+    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(landed.key)
+        reader, params = self._given.get(landed.key, (None, b""))
+        if reader != peer:
+            return
+        del self._given[landed.key]
+        if landed.unread:
+            self._discard(params, actions)
+        if attempt is not None:
+            route = attempt.begin.route
+            actions.append(PrefillFinished(route.request, route.attempt))
+            self._end(attempt, actions)
+
+    def _over(self, event: events.Over, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._end(attempt, actions)
+
+    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
+        """The head, which says so, heeds nothing any more that comes of it."""
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            if attempt.state is PASSED:
+                self._discard(attempt.params, actions)  # its decode node is gone
+            self._end(attempt, actions)
+
+    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._fail(attempt, event.reason, now, actions, final=event.final)
+
+    def _fail(
+        self, attempt: _Attempt, reason: str, now: int, actions: list[events.Action], *, final: bool = False
+    ) -> None:
+        """Gives it up; the conductor may try again, unless it is `final`."""
+        self._land(attempt, actions, unread=True)
+        self._end(attempt, actions)
+        actions.append(self._attempts.failure(attempt, reason, final=final))
+
+    def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        """The attempt is over, whatever it had come to."""
+        begin, key = attempt.begin, attempt.begin.key
+        del self._attempts[key]
+        if self._attempts.take_early(begin.peer, key) is not None:
+            attempt.awaited = True
+            self._land(attempt, actions, unread=True)
+        elif begin.part is DECODE and attempt.state in (GATHERING, AWAITING):
+            self._refused[key] = begin.peer
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+        self._land(attempt, actions)
+        for each in (key, handover_key(key)):
+            self._fetches.end(each, actions)
+        self._unpin(attempt)
+        actions.append(events.Release(key))
+
+    def _land(self, attempt: _Attempt, actions: list[events.Action], *, unread: bool = False) -> None:
+        """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
+        tells the other one itself when it has done with its KV."""
+        if attempt.awaited:
+            attempt.awaited, attempt.params = False, b""
+            landed = letters.Landed(attempt.begin.key, unread)
+            actions.append(events.Tell(attempt.begin.peer, landed))
+
+    def _discard(self, params: bytes, actions: list[events.Action]) -> None:
+        if params:
+            actions.append(events.Discard(params))
+
+    def _unpin(self, attempt: _Attempt) -> None:
+        if attempt.pinned and self.tiers is not None:
+            self.tiers.unpin(attempt.pinned)
+            attempt.pinned = ()
+
+    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
+        self.role = event.role
+        actions.append(RoleChanged(self.node, event.role))
+
+    # Handing over.
+
+    def _passed(self, peer: NodeId, passed: letters.Passed, now: int, actions: list[events.Action]) -> None:
+        key = passed.key
+        attempt = self._attempts.get(key)
+        if self._refused.get(key) == peer:
+            del self._refused[key]
+            actions.append(events.Tell(peer, letters.Landed(key, unread=True)))
+            return
+        if attempt is None or attempt.state is not AWAITING:
+            if attempt is None or attempt.state is GATHERING:
+                self._attempts.put_early(peer, passed)
+            return
+        begin = attempt.begin
+        if begin.peer != peer:
+            return
+        attempt.cached_tokens, attempt.params, attempt.awaited = passed.cached_tokens, passed.params, True
+        present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
+        if present < len(begin.names):
+            attempt.state = FETCHES[attempt.state]
+            order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
+            self._fetch(handover_key(key), order, begin, actions)
+        else:
+            self._take_over(attempt, actions)
+
+    def _take_over(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        """What its prefill node gives is here. What is not is computed."""
+        if self.tiers is not None:
+            self._land(attempt, actions)
+        self._submit(attempt, actions)
+
+    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
+        """Nothing more comes from the peer, and it takes nothing of what it was told."""
+        self._fetches.gone(event.peer, actions)
+        for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
+            attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
+            if attempt is None:
+                self._discard(params, actions)
+                continue
+            attempt.params = params
+            self._attempts.give_up(attempt, event.peer, event.reason, now, actions)
+        for attempt in self._attempts.values():
+            if attempt.awaited and attempt.begin.peer == event.peer:
+                attempt.awaited = False  # nobody waits for word of it
+
+    def _refuses(self, peer: NodeId, wanted: Any, now: int, actions: list[events.Action]) -> None:
+        """No other node's KV lies in this engine's memory."""
+        if isinstance(wanted, letters.Reserve):
+            actions.append(events.Tell(peer, letters.Reserved(wanted.key, False)))
+        elif isinstance(wanted, letters.Claim):
+            actions.append(events.Tell(peer, letters.Found(wanted.key, 0)))
+
+    # Fetching from other nodes.
+
+    def _fetch(
+        self, key: RequestId, order: FetchOrder, begin: events.Begin, actions: list[events.Action]
+    ) -> None:
+        names = begin.names[: order.stop]
+        wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
+        self._fetches.begin(wanted, actions)
+
+    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
+        if event.fetched:
+            self._fetches.moved(event.key, now)
+
+    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, actions)
+
+    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
+        """What came is kept, whoever asked for it."""
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        self._keep_fetched(*came, actions)
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._gathered(attempt, now, actions)
+            return
+        for attempt in self._attempts.values():
+            if attempt.state is FETCHING and handover_key(attempt.begin.key) == event.key:
+                self._take_over(attempt, actions)
+                return
+
+    # What is kept.
+
+    def _filled(self, event: events.Filled, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        tenant = attempt.begin.tenant if attempt is not None else NOBODY
+        self._keep(event.names, actions, event.key, tenant)
+
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, actions: list[events.Action]) -> None:
+        self._keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
+
+    def _keep(self, names: Names, actions: list[events.Action], key: RequestId, tenant: Tenant) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(names, actions, key, tenant=tenant)
+
+    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
+        if self._keeper is not None and event.names:
+            self._keeper.lose(event.names, actions)
+
+    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+        if self._keeper is not None:
+            self._keeper.recover(event.chains, actions)
+
+    def _held(self, event: events.Held, now: int, actions: list[events.Action]) -> None:
+        new = tuple([name for name in event.names if not self._engine[name]])
+        self._engine.update(event.names)
+        unknown = tuple([name for name in dict.fromkeys(new) if not self._is_kept(name)])
+        if unknown:
+            actions.append(BlocksStored(self.node, unknown))
+
+    def _dropped(self, event: events.Dropped, now: int, actions: list[events.Action]) -> None:
+        """Of several copies of a block the last one counts."""
+        names = tuple(self._engine) if event.all else event.names
+        gone = []
+        for name in names:
+            left = 0 if event.all else self._engine[name] - 1
+            if left > 0:
+                self._engine[name] = left
+            else:
+                gone += [name] if self._engine.pop(name, 0) else []
+        evicted = tuple([name for name in gone if not self._is_kept(name)])
+        if evicted:
+            actions.append(BlocksEvicted(self.node, evicted))
+
+    def _is_kept(self, name: BlockName) -> bool:
+        return self.tiers is not None and self.tiers.holds(name)
+
+    def _seen(self, action: events.Action) -> events.Action | None:
+        """What left the cache is still here while the engine has it."""
+        if not isinstance(action, BlocksEvicted) or not self._engine:
+            return action
+        gone = tuple([name for name in action.names if name not in self._engine])
+        return BlocksEvicted(action.node, gone) if gone else None
+
+    # Time.
+
+    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+        for attempt in self._attempts.due(now):
+            if attempt.state is ANSWERED:
+                self._pass(attempt, now, actions)
+            elif attempt.state is PASSED:
+                self._fail(attempt, attempt.reason, now, actions)
+        self._fetches.end_late(now, actions)

@@ -1,0 +1,95 @@
+"""Prefixes that a node fetches from other nodes' caches, and what other nodes fetch from its own.
+
+What another node gets stays where it is until that has it; what a fetch brought is kept, whoever asked for it.
+"""
+
+from __future__ import annotations
+
+from isthmus.core.node import events
+from isthmus.core.node.letters import Enough, Want
+from isthmus.core.scheduler import Actions, TierCache
+from isthmus.core.types import BlockName, NodeId, RequestId
+
+
+class Fetches:
+    """`tiers`: None where nothing is kept, so no other node gets anything. `transfer_ns`: how long a fetch that began
+    may bring nothing."""
+
+    def __init__(self, tiers: TierCache | None, transfer_ns: int) -> None:
+        self._tiers, self._transfer_ns = tiers, transfer_ns
+        self._fetches: dict[RequestId, events.Fetch] = {}
+        self._moved_ns: dict[RequestId, int] = {}  # when bytes last came, or were asked for
+        self._given: dict[tuple[RequestId, NodeId], tuple[BlockName, ...]] = {}
+
+    # From other nodes.
+
+    def begin(self, fetch: events.Fetch, actions: Actions) -> None:
+        self._fetches[fetch.key] = fetch
+        want = Want(fetch.key, fetch.names, fetch.start, fetch.whole)
+        actions += [events.Tell(fetch.source, want), fetch]
+
+    def moved(self, key: RequestId, now: int) -> None:
+        if key in self._fetches:
+            self._moved_ns[key] = now
+
+    def came(self, key: RequestId, stop: int) -> tuple[events.Fetch, int] | None:
+        """The fetch, and how many leading blocks are here, now that `[start, stop)` of it came: what it was to follow
+        may have gone. None for one of a node of this name that is gone."""
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            return None
+        tiers, start = self._tiers, fetch.start
+        held = tiers.match(fetch.names[:start])[0] if tiers is not None else start
+        return fetch, held if held < start else stop
+
+    def ended(self, key: RequestId, stop: int, actions: Actions) -> tuple[events.Fetch, int] | None:
+        """As `came`. Nothing more will."""
+        found = self.came(key, stop)
+        if found is not None:
+            fetch = self._fetches.pop(key)
+            self._moved_ns.pop(key, None)
+            actions.append(events.Tell(fetch.source, Enough(key)))
+        return found
+
+    def end(self, key: RequestId, actions: Actions) -> None:
+        """Nobody waits for it. A run may wait for its end."""
+        if key in self._fetches:
+            actions.append(events.EndFetch(key))
+
+    def end_late(self, now: int, actions: Actions) -> None:
+        """Ends those that stand still for too long."""
+        late = now - self._transfer_ns
+        actions += [events.EndFetch(key) for key, moved_ns in self._moved_ns.items() if moved_ns < late]
+
+    # To other nodes.
+
+    def wanted(self, peer: NodeId, want: Want, actions: Actions) -> None:
+        names, start = want.names, want.start
+        found, on_disk = self._tiers.match(names) if self._tiers is not None else (0, 0)
+        if found <= start or start < 0 or (want.whole and found < len(names)):
+            found = start
+        elif self._tiers is not None:
+            self._let_go(want.key, peer)  # in place of what it had
+            self._given[want.key, peer] = names[:found]
+            self._tiers.pin(names[:found])
+        on_disk = min(on_disk, found - start)
+        actions.append(events.Give(want.key, peer, names, start, found, on_disk))
+
+    def enough(self, peer: NodeId, said: Enough, actions: Actions) -> None:
+        self._let_go(said.key, peer)
+        actions.append(events.EndGive(said.key, peer))
+
+    def _let_go(self, key: RequestId, peer: NodeId) -> None:
+        names = self._given.pop((key, peer), None)
+        if self._tiers is not None and names is not None:
+            self._tiers.unpin(names)
+
+    def gone(self, peer: NodeId, actions: Actions) -> None:
+        """Nothing more comes from it, and it needs nothing more."""
+        actions += [events.EndFetch(key) for key, fetch in self._fetches.items() if fetch.source == peer]
+        for key, _ in [at for at in self._given if at[1] == peer]:
+            self.enough(peer, Enough(key), actions)
+
+    def check_idle(self) -> None:
+        assert not self._fetches, "a fetch never ended"
+        assert not self._given, "another node never had enough"

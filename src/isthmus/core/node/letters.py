@@ -1,0 +1,137 @@
+"""Letters: what one node says to another, one class each. Sessions and links carry them and know none of them.
+
+A node answers `Tell(peer, letter)` and hears `Heard(peer, letter)`; a letter about an attempt that its reader does not
+know is void, but for those that may come before the head's word (`Granted`, `Passed`). KV travels apart, as frames of
+bytes, and a letter never overtakes the KV it speaks of: it is said when that has come, by the node to which it came.
+
+    decode  ──Granted──> prefill  ══KV══>  decode  ──Landed──> prefill
+    prefill ──Passed───> decode   ──Landed──> prefill                       where engines hand over by themselves
+    fetcher ──Want─────> source   ══blocks══> fetcher ──Enough──> source
+    home    ──Reserve──> holder   ──Reserved──> home  ══KV══> holder ──Shipped──> home ──Shrink, Vacate──> holder
+    home    ──SendBack─> holder   ══KV══> home
+    next    ──Claim────> holder   ──Found──> next                           when the home before it is gone
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from isthmus.core.attempts import Share
+from isthmus.core.types import BlockName, NodeId, RequestId
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""Checked where a letter is read from a session: a node counts on it."""
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The decode node has room for an attempt: its KV may be sent."""
+
+    key: RequestId
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """All KV of an attempt is at its decode node, whole: the prefill node may let go of it. `unread`: the decode node
+    has taken nothing and will take nothing."""
+
+    key: RequestId
+    unread: bool = False
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """The prompt of an attempt is computed at its prefill node, of whose tokens `cached_tokens` needed no computing.
+    `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
+
+    key: RequestId
+    cached_tokens: Count
+    params: bytes = b""
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """The blocks of this prefix from `start` on are wanted. `whole`: all of them or none."""
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+    start: Count
+    whole: bool = False
+
+
+class Enough(msgspec.Struct, frozen=True, tag=True):
+    """What was wanted is there, or is not wanted any more. Unknown ones are no error."""
+
+    key: RequestId
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Keep room for the first `num_blocks` blocks of a share of an attempt's KV, or go on keeping it for this node
+    too."""
+
+    key: RequestId
+    num_blocks: Count
+    share: Share = Share()
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Reserve`. Not `granted`: there is no room."""
+
+    key: RequestId
+    granted: bool
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """What lies here of the attempt `old`, whose home is gone, is of the attempt `key` from now on, if it is this
+    share."""
+
+    key: RequestId
+    old: RequestId
+    share: Share
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Claim`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
+
+    key: RequestId
+    num_blocks: Count
+
+
+class Shipped(msgspec.Struct, frozen=True, tag=True):
+    """The first `stop` blocks of an attempt's share are with the holder, in all layers, and their seals matched; or, if
+    `damaged`, one did not."""
+
+    key: RequestId
+    stop: Count
+    damaged: bool = False
+
+
+class SendBack(msgspec.Struct, frozen=True, tag=True):
+    """Blocks `[first, first + num_blocks)` of an attempt's share are wanted at home. They stay with the holder until
+    `Shrink` or `Vacate`."""
+
+    key: RequestId
+    first: Count
+    num_blocks: Count
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Of the room for an attempt's KV only that for the first `num_blocks` blocks is needed."""
+
+    key: RequestId
+    num_blocks: Count
+
+
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """The node that says so needs the room for an attempt's KV no more. Unknown ones are no error."""
+
+    key: RequestId
+
+
+Letter = (
+    Granted | Landed | Passed
+    | Want | Enough
+    | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink | Vacate
+)  # fmt: skip
+
+
+def void(peer: NodeId, letter: Any, now: int, actions: list[Any]) -> None:
+    """Letters for nodes of another kind: whoever writes one has not asked what this node is."""

@@ -1,0 +1,709 @@
+"""One node decides: what becomes of an attempt, from its route to its last token, and of the blocks it keeps.
+
+`on(event, now)` takes one fact and answers with actions; whoever carries them out, the live process or the simulator,
+knows no rule. Facts may come at any time, also while a run is out: what touches the blocks of a request in that run
+waits until the iteration under way is over, and `Cut` asks for that.
+
+Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import msgspec
+
+from isthmus.core.attempts import (
+    FetchFinished,
+    FetchOrder,
+    PrefillFinished,
+    RoleChanged,
+    assembly_of,
+)
+from isthmus.core.blocks import state_names
+from isthmus.core.node import events, letters
+from isthmus.core.node.attempt import Attempt
+from isthmus.core.node.attempts import Attempts
+from isthmus.core.node.away import Away
+from isthmus.core.node.donors import Donors
+from isthmus.core.node.extent import extent_of
+from isthmus.core.node.fetches import Fetches
+from isthmus.core.node.guests import Guests
+from isthmus.core.node.usage import Usage
+from isthmus.core.scheduler import Limits, Saved, Scheduler, Stepped
+from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
+from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+
+TRANSFER_NS = 30 * NS_PER_S
+MAX_DISTRUSTED = 1024
+
+Names = tuple[BlockName, ...]
+
+
+class Node:
+    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+
+    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
+    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of
+    a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    `report_ns`: how often it says at most what its memory is used for, 0 for never.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[Role, Limits],
+        scheduler: Scheduler,
+        *,
+        stages: int = 1,
+        kv_heads: int = 1,
+        transfer_ns: int = TRANSFER_NS,
+        report_ns: int = 0,
+    ) -> None:
+        self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
+        self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
+        self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
+        self._attempts = Attempts[Attempt](self.node)
+        self._fetches = Fetches(self.tiers, transfer_ns)
+        self._away = Away(scheduler)
+        self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
+        self._donors = Donors(scheduler)
+        self._usage = Usage(scheduler, report_ns) if report_ns else None
+        self._forgotten: list[Attempt] = []  # while a run with them is out
+        self._sampled_early: list[events.Sampled] = []  # told while a run with them is out
+        self._distrusted: dict[RequestId, None] = {}
+        self._next_role: Role | None = None
+        self._is_cut = False
+        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+            events.Begin: self._begin,
+            events.Forget: self._forget,
+            events.Move: self._move,
+            events.Return: self._return,
+            events.Become: self._become,
+            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+                heard.peer, heard.letter, now, actions
+            ),
+            events.Gone: self._gone,
+            events.Stowed: lambda event, now, actions: self._guests.stowed(event, actions),
+            events.Reclaimed: self._reclaimed,
+            Stepped: self._stepped,
+            Saved: self._saved,
+            events.Missing: self._missing,
+            events.Sampled: self._sampled,
+            events.Came: self._came,
+            events.FetchEnded: self._fetch_ended,
+            events.Loaded: self._loaded,
+            events.Received: self._received,
+            events.Moved: self._moved,
+            events.Broken: self._broken,
+            events.Lost: self._lost,
+            events.Recovered: self._recovered,
+            events.Woken: self._woken,
+        }
+        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
+            **dict.fromkeys(get_args(letters.Letter), letters.void),
+            letters.Granted: self._granted,
+            letters.Landed: self._landed,
+            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
+            letters.Reserve: lambda peer, wanted, now, actions: self._guests.reserve(peer, wanted, actions),
+            letters.Reserved: self._reserved,
+            letters.Claim: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
+            letters.Found: self._found,
+            letters.Shipped: self._shipped,
+            letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
+            letters.Shrink: self._shrink,
+            letters.Vacate: self._vacate,
+        }
+
+    def on(self, event: events.Event, now: int) -> list[events.Action]:
+        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
+        actions: list[events.Action] = []
+        self._handlers[type(event)](event, now, actions)
+        if self._usage is not None:
+            self._usage.tell(self._attempts, now, actions)
+        return actions
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether it keeps answers: not of models with recurrent states, since nobody takes a snapshot at their end."""
+        return self.tiers is not None and not self._state_blocks
+
+    @property
+    def has_holders(self) -> bool:
+        """Whether any attempt here has, or is to have, KV elsewhere."""
+        return bool(self._away.attempts)
+
+    def held_elsewhere(self) -> list[Attempt]:
+        """Attempts that decode here with KV elsewhere."""
+        attempts = self._away.attempts.values()
+        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
+
+    @property
+    def num_hosted(self) -> int:
+        """Blocks for KV of other nodes' requests."""
+        return self._guests.num_blocks
+
+    def num_stowed(self, key: RequestId) -> int:
+        """Leading blocks of a share of another node's attempt that are whole here."""
+        return self._guests.num_stowed(key)
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    def check(self) -> None:
+        """Invariants, for tests and the simulator."""
+        self.scheduler.check()
+        if self.tiers is not None:
+            self.tiers.check()
+        for attempt in self._attempts.values():
+            assert attempt.state is not DECODING or not attempt.pinned, (
+                "what decodes needs nothing of the tiers"
+            )
+
+    def check_idle(self) -> None:
+        """All that attempts took was given back."""
+        scheduler = self.scheduler
+        assert not self._attempts and not self._forgotten, "an attempt never ended"
+        self._fetches.check_idle()
+        self._away.check_idle()
+        self._guests.check_idle()
+        self._donors.check_idle()
+        assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
+        assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+    # An attempt begins and ends.
+
+    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
+        distrusts = event.route.request in self._distrusted
+        if distrusts:
+            event = self._without_cache(event)
+        route, part = event.route, event.part
+        extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
+        attempt = Attempt.of(event, extent, part is PREFILL or self._stages > 1)
+        self._attempts.add(attempt)
+        reason = ""
+        if route.holdings or route.growth:
+            reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
+        if reason:
+            self._fail(attempt, reason, now, actions)
+            return
+        if route.taken and attempt.remote.planned and not self._state_blocks:
+            actions += self._away.claim(attempt)
+            return
+        if attempt.assembly is not None:
+            can = self.tiers is not None and self._stages == 1 and not self._state_blocks and not distrusts
+            if not (can and self.scheduler.has_room(attempt)) and not self._disassemble(attempt, now, actions):
+                return
+            fetches = self._donors.begin(attempt)
+            attempt.awaits = bool(fetches)
+            for fetch in fetches:
+                self._fetches.begin(fetch, actions)
+        self._enter(attempt, now, actions)
+
+    def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+        """What was fetched for it is here: its donors stay until it has them. Whether it goes on."""
+        return self._donors.enter(attempt) or self._disassemble(attempt, now, actions)
+
+    def _disassemble(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+        """A donor is not here, or of no use: all that is not cached is computed. Or it is over, if its decode node has
+        room for what is packed, and no more. Whether it goes on."""
+        assembly = assembly_of(attempt.begin.route)
+        if attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None:
+            self._fail(attempt, "it cannot be assembled of its donors' KV", now, actions)
+            return False
+        self.scheduler.disassemble(attempt, attempt.begin.names)
+        return True
+
+    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """It waits for memory from now on."""
+        key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
+        fetch, scheduler = attempt.fetch, self.scheduler
+        gathers = attempt.assembly is not None and not attempt.awaits
+        if gathers and not self._gather(attempt, now, actions):
+            return
+        if part is DECODE:
+            if route.handover_start and not self._pin_recalled(attempt):
+                self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
+                return
+            if fetch is not None:  # before the load that may follow at once
+                self._fetch(attempt, fetch, actions)
+            scheduler.expect(attempt, actions)
+        else:
+            if part is PREFILL:
+                actions.append(events.Offer(key, route.decode, attempt.extent))
+                attempt.granted |= self._attempts.take_early(route.decode, key) is not None
+            self._cut(actions)
+            if fetch is not None:
+                self._fetch(attempt, fetch, actions)
+            scheduler.arrive(attempt)
+            if fetch is None and attempt.num_cached and self.tiers is not None and self.tiers.ssd.held:
+                self._read(attempt, attempt.num_cached, actions)  # before the load that may follow at once
+        if scheduler.run is None:
+            self._plan(now, actions)
+
+    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._end(attempt, now, actions)
+
+    def _end(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """The attempt is over, whatever it had come to."""
+        key = attempt.begin.key
+        del self._attempts[key]
+        self._away.stop(attempt)
+        actions += self._donors.end(attempt)
+        self._fetches.end(key, actions)
+        if self.scheduler.computes(attempt):
+            self._forgotten.append(attempt)
+            self._cut(actions)
+        else:
+            self._release(attempt, actions)
+            self._free(attempt, now, actions)
+
+    def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """Nothing is under way for it any more, here and at holders."""
+        actions.append(events.Release(attempt.begin.key))
+        if attempt.remote.holders:
+            self._away.end(attempt, actions)
+
+    def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Its blocks are free, and somebody may wait for them."""
+        self._cut(actions)
+        self.scheduler.forget(attempt)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    def _fail(
+        self,
+        attempt: Attempt,
+        reason: str,
+        now: int,
+        actions: list[events.Action],
+        *,
+        final: bool = False,
+        no_room: bool = False,
+    ) -> None:
+        """Gives it up; the conductor may try again, unless it is `final`."""
+        self._end(attempt, now, actions)
+        actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
+
+    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if event.distrust:
+            self._distrusted[attempt.begin.route.request] = None
+            if len(self._distrusted) > MAX_DISTRUSTED:
+                del self._distrusted[next(iter(self._distrusted))]
+        self._fail(attempt, event.reason, now, actions, final=event.final)
+
+    @staticmethod
+    def _without_cache(begin: events.Begin) -> events.Begin:
+        """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
+        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
+        return msgspec.structs.replace(begin, route=alone, names=())
+
+    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
+        self._next_role = event.role
+        self._maybe_switch(actions)
+
+    def _maybe_switch(self, actions: list[events.Action]) -> None:
+        if self._next_role is not None and self.scheduler.run is None:
+            self.scheduler.change(self._limits[self._next_role])
+            actions.append(RoleChanged(self.node, self._next_role))
+            self._next_role = None
+
+    # What stands still, and what is gone.
+
+    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
+        """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
+        fetches; those whose KV it holds, and its own that lies here."""
+        peer = event.peer
+        self._fetches.gone(peer, actions)
+        for attempt in list(self._attempts.values()):
+            begin = attempt.begin
+            awaits = begin.part is not MIXED and begin.peer == peer and not attempt.received
+            if awaits and not attempt.due_ns:
+                self._attempts.give_up(attempt, peer, event.reason, now, actions)
+            if peer in attempt.remote.holders:
+                self._lost_holder(attempt, event, now, actions)
+        if self._guests.gone(peer, now, actions):
+            self._replan(now, actions)
+
+    def _lost_holder(
+        self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
+    ) -> None:
+        """A holder that has nothing of it only does not answer."""
+        peer, remote = event.peer, attempt.remote
+        if remote.claimed.get(peer, 0) is None:
+            self._found(peer, letters.Found(attempt.request, 0), now, actions)
+        elif peer in remote.asked and not remote.has_some(peer):
+            self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
+        elif any(peer in holding.holders for holding in remote.planned):
+            self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
+
+    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
+        if not event.fetched:
+            attempt = self._attempts.get(event.key)
+            if attempt is not None:
+                attempt.moved_ns = now
+        else:
+            self._fetches.moved(event.key, now)
+
+    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+        for attempt in self._attempts.due(now):
+            self._fail(attempt, attempt.reason, now, actions)
+        late = now - self._transfer_ns
+        for attempt in list(self._attempts.values()):
+            if 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
+                self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
+        self._fetches.end_late(now, actions)
+        if self._guests.expire(now, actions):
+            self._replan(now, actions)
+
+    # Handing over.
+
+    def _granted(self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(granted.key)
+        if attempt is None:
+            self._attempts.put_early(peer, granted)
+        elif attempt.begin.peer == peer and not attempt.granted:
+            attempt.granted = True
+            if attempt.state is COMPUTING:
+                actions += attempt.admitted()
+            self._send(attempt, actions)
+
+    def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """What was granted is sent from its first chunk on; what is packed, once all of it is."""
+        is_due = attempt.is_whole or not attempt.packs
+        if attempt.granted and attempt.started and is_due and not attempt.due_ns:
+            peer, extent = attempt.begin.peer, attempt.extent
+            actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
+
+    def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """Its prompt is computed and its first token is known."""
+        attempt.sampled = True
+        self._donors.end(attempt)
+        self._maybe_finish(attempt, actions)
+
+    def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """Its decode node attends to all of its KV: what is handed over follows what holders have."""
+        if attempt.packs:
+            self._send(attempt, actions)
+        elif attempt.granted and attempt.is_whole and not attempt.due_ns:
+            actions.append(events.Finish(attempt.begin.key))
+
+    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(landed.key)
+        if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
+            return  # nobody says so of what was not all sent
+        del self._attempts[landed.key]
+        route = attempt.begin.route
+        actions.append(PrefillFinished(route.request, route.attempt))
+        self._release(attempt, actions)
+        self._free(attempt, now, actions)
+
+    # Receiving.
+
+    def _pin_recalled(self, attempt: Attempt) -> bool:
+        """Keeps what its cache is to give where it is; False: it is not there any more."""
+        begin, tiers = attempt.begin, self.tiers
+        recall = begin.route.recall
+        if recall is None:
+            return False
+        own = recall.start if attempt.fetch is not None else recall.stop
+        if own and (tiers is None or tiers.match(begin.names[:own])[0] < own):
+            return False
+        if tiers is not None:  # what is fetched is to stay too until it is in the engine
+            attempt.pinned = begin.names[: recall.stop]
+            tiers.pin(attempt.pinned)
+        return True
+
+    def _loaded(self, event: events.Loaded, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if event.num_blocks < attempt.begin.route.handover_start:
+            self._fail(attempt, "a prefix it counted on is not in its cache any more", now, actions)
+            return
+        attempt.recalled = True
+        self.scheduler.unpin(attempt)
+        self._maybe_whole(attempt, now, actions)
+
+    def _received(self, event: events.Received, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            attempt.received = True
+            self._maybe_whole(attempt, now, actions)
+
+    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
+            actions.append(events.Tell(attempt.begin.peer, letters.Landed(attempt.begin.key)))
+            self._cut(actions)
+            self.scheduler.imported(attempt)
+            if self.scheduler.run is None:
+                self._plan(now, actions)
+
+    # Fetching from other nodes, and giving to them.
+
+    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
+        """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
+        need: that comes with the hand-over."""
+        begin = attempt.begin
+        names, whole = begin.names[: fetch.stop], False
+        if self._state_blocks and begin.part is not DECODE and names:
+            names, whole = names + state_names(names[-1], self._state_blocks), True
+        wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
+        self._fetches.begin(wanted, actions)
+
+    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
+        came = self._fetches.came(event.key, event.stop)
+        if came is not None:
+            self._keep_fetched(*came, now, actions)
+
+    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
+        """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
+        came = self._fetches.ended(event.key, event.stop, actions)
+        if came is None:
+            return
+        attempt, (fetch, stop) = self._attempts.get(event.key), came
+        if attempt is None or attempt.begin.part is DECODE:
+            if attempt is not None:
+                attempt.fetch = None
+            self._keep_fetched(fetch, stop, now, actions)
+            waited = self._donors.fetched(event.key)
+            if waited is not None:
+                self._donors_came(waited, now, actions)
+            return
+        if fetch.whole:
+            count = len(fetch.names) - self._state_blocks
+            stop = count if stop == len(fetch.names) else min(stop, count - 1)
+        self.scheduler.fetched(attempt, stop, actions)
+        self._plan(now, actions)
+        self._tell_fetched(attempt, actions)
+
+    def _donors_came(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Whatever of them did: no more will."""
+        attempt.awaits = False
+        self._tell_fetched(attempt, actions)
+        if self._gather(attempt, now, actions):
+            self._replan(now, actions)
+
+    @staticmethod
+    def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
+        if attempt.fetch is None and not attempt.awaits:
+            route = attempt.begin.route
+            actions.append(FetchFinished(route.request, route.attempt))
+
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
+        """The cache gets a prefix that is here, a part of it from another node."""
+        if stop:
+            self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
+            self._plan(now, actions)
+
+    # KV that lies on other nodes, and that of others here.
+
+    def _move(self, event: events.Move, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return  # the conductor hears why
+        moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
+        if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
+            actions.append(attempt.spread())
+
+    def _return(self, event: events.Return, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
+            actions.append(attempt.spread())
+
+    def _reserved(
+        self, holder: NodeId, reserved: letters.Reserved, now: int, actions: list[events.Action]
+    ) -> None:
+        attempt = self._attempts.get(reserved.key)
+        if attempt is None or holder not in attempt.remote.asked:
+            return
+        is_ordered = attempt.remote.more is not None and not attempt.remote.growing
+        if not self._away.reserved(attempt, holder, reserved.granted, now):
+            self._fail(attempt, f"{holder} has no room for its KV", now, actions, no_room=True)
+            return
+        if reserved.granted:
+            actions.append(events.OpenLine(holder))
+        if is_ordered and not attempt.remote.asked:
+            actions.append(attempt.spread())
+        self._maybe_whole(attempt, now, actions)
+        self._replan(now, actions)
+
+    def _found(self, holder: NodeId, found: letters.Found, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(found.key)
+        if attempt is None:
+            return
+        if found.num_blocks:
+            actions.append(events.OpenLine(holder))
+        if self._away.found(attempt, holder, found.num_blocks):
+            self._enter(attempt, now, actions)
+
+    def _shipped(
+        self, holder: NodeId, shipped: letters.Shipped, now: int, actions: list[events.Action]
+    ) -> None:
+        attempt = self._attempts.get(shipped.key)
+        if attempt is None or holder not in attempt.remote.holders:
+            return
+        if shipped.damaged:
+            self._fail(attempt, f"a KV block came to {holder} damaged (seal mismatch)", now, actions)
+            return
+        attempt.remote.arrived(holder, shipped.stop)
+        self._arrived(attempt, now, actions)
+
+    def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._away.reclaimed(event)
+        if attempt is None or not event.whole:  # its blocks are free
+            if attempt is not None:
+                actions.append(attempt.spread())
+            self._replan(now, actions)
+        else:
+            self._arrived(attempt, now, actions)
+
+    def _arrived(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Some of its KV is where it was to go."""
+        if self.scheduler.computes(attempt):
+            self._cut(actions)
+            return
+        self._ship(now, actions)
+        self._replan(now, actions)
+
+    def _ship(self, now: int, actions: list[events.Action]) -> None:
+        """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
+        what has all there is handed over."""
+        for attempt in self._away.settle(actions):
+            self._maybe_finish(attempt, actions)
+        self._away.ship(now, actions)
+
+    def _drop(self, now: int, actions: list[events.Action]) -> None:
+        gone, self.scheduler.dropped = self.scheduler.dropped, []
+        for attempt in gone:
+            if attempt.request in self._attempts:  # else it was forgotten
+                dropped = self._attempts[attempt.request]
+                self._fail(dropped, "others needed its memory", now, actions, no_room=True)
+
+    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: list[events.Action]) -> None:
+        if self._guests.shrink(peer, wanted, actions):
+            self._replan(now, actions)
+
+    def _vacate(self, peer: NodeId, left: letters.Vacate, now: int, actions: list[events.Action]) -> None:
+        if self._guests.vacate(peer, left, now, actions):
+            self._replan(now, actions)
+
+    def _replan(self, now: int, actions: list[events.Action]) -> None:
+        """Blocks are free for which somebody may wait."""
+        self._cut(actions)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    # Runs.
+
+    def _plan(self, now: int, actions: list[events.Action]) -> None:
+        """Plans the next run, if none is out."""
+        run = self.scheduler.plan(actions, now)
+        if self.scheduler.dropped:
+            self._drop(now, actions)
+        if run is None:
+            return
+        for piece in run.chunks:
+            attempt = self._attempts.get(piece.request)
+            if attempt is not None and not attempt.started:
+                attempt.started = True
+                self._send(attempt, actions)
+
+    def _cut(self, actions: list[events.Action]) -> None:
+        """Asks once for the end of the run that is out: somebody waits for the next one."""
+        run = self.scheduler.run
+        if run is not None and not self._is_cut and run.steps > 1:
+            self._is_cut = True
+            actions.append(events.Cut())
+
+    def _stepped(self, event: Stepped, now: int, actions: list[events.Action]) -> None:
+        scheduler, run = self.scheduler, self.scheduler.run
+        assert run is not None
+        self._is_cut = False
+        if self._forgotten:
+            for attempt in self._forgotten:
+                self._release(attempt, actions)
+                scheduler.forget(attempt)
+            self._forgotten.clear()
+        over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
+        for attempt in over:
+            self._away.stop(attempt)
+            self._donors.end(attempt)
+        if run.chunks and event.steps and self._stages == 1:
+            for piece in run.chunks:
+                sampled = self._attempts.get(piece.request) if piece.samples else None
+                if sampled is not None:
+                    self._prompt_computed(sampled, actions)
+        scheduler.step(event, actions)
+        if self._sampled_early:
+            early, self._sampled_early = self._sampled_early, []
+            for sampled_event in early:
+                self._sampled(sampled_event, now, actions)
+        self._ship(now, actions)
+        self._plan(now, actions)
+        for attempt in over:  # when what is saved of it has been taken over
+            self._release(attempt, actions)
+        if self._next_role is not None:
+            self._maybe_switch(actions)
+
+    def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
+        if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
+            self._sampled_early.append(event)  # the first stage has not said yet that it is through
+            return
+        for key in event.keys:
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                continue
+            if key not in event.ended:
+                self._prompt_computed(attempt, actions)
+                continue
+            del self._attempts[key]
+            self._release(attempt, actions)
+            self._free(attempt, now, actions)
+
+    def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
+        """What could not be loaded is computed. Without its end a recurrent state is none."""
+        attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
+        if attempt is not None and attempt.assembly is not None:
+            if not self._disassemble(attempt, now, actions):
+                return
+            num_blocks = min(num_blocks, attempt.cached // self._block_size)
+        num_tokens = 0 if self._state_blocks else num_blocks * self._block_size
+        actions.append(events.Shorten(event.key, num_tokens))
+        if attempt is not None:
+            self.scheduler.missing(attempt, num_blocks)
+
+    # What is kept.
+
+    def _read(self, attempt: Attempt, num_cached: int, actions: list[events.Action]) -> None:
+        """Begins with what lies on the SSD while the request waits."""
+        tiers, names = self.tiers, attempt.begin.names[:num_cached]
+        assert tiers is not None
+        if self._state_blocks and names:
+            names += state_names(names[-1], self._state_blocks)
+        found, on_disk = tiers.match(names)
+        if on_disk:
+            actions.append(events.Read(attempt.begin.key, names[found - on_disk : found]))
+
+    def _saved(self, event: Saved, now: int, actions: list[events.Action]) -> None:
+        self.scheduler.saved(event.request)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
+        if event.names:
+            self.scheduler.lose(event.names, actions)
+            self._plan(now, actions)
+
+    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+        self.scheduler.recover(event.chains, actions)

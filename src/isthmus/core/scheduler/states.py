@@ -1,0 +1,199 @@
+"""Recurrent states on one node: slots for the live ones, and where snapshots of them are taken and can be used.
+
+A request that computes has one live state, in a slot. A *snapshot* is a copy of it at one position, in ordinary
+blocks that follow, in a chain, the block at whose end it was taken (`isthmus.core.blocks.state_names`). KV of a
+prefix is of use up to any block; a state only at exactly the position it was taken at. So a prefix can be used as far
+as both reach.
+
+Snapshots are taken where a later prompt is likely to part from this one:
+
+* at the last full block before the prompt's end: the next turn of a chat repeats the prompt up to there, and so does
+  the same prompt sent again (one token is always computed);
+* where KV of the prompt was cached further than a state: somebody else's prompt shared these blocks and went on
+  differently, as a third one may (Marconi, section on speculative insertion, calls it a branch point);
+* at the prompt's end, when the request leaves: the other node goes on from it.
+
+Models without recurrent layers have `NoStates`, which answers the same questions.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from heapq import heappop, heappush
+
+from isthmus.core.blocks import state_name, state_names
+from isthmus.core.scheduler.pool import Blocks, Pool
+from isthmus.core.scheduler.sequence import COMPUTING, DECODING, Prefix, Sequence, Snapshot
+from isthmus.core.scheduler.tiers import TierCache
+from isthmus.core.types import BlockName
+
+Names = tuple[BlockName, ...]
+Positions = abc.Sequence[tuple[int, int]]
+"""(position, depth) of snapshots, as in `Snapshot`."""
+
+
+class States:
+    """`num_blocks` of a snapshot, above 0; `num_slots` of live states: as many as were ever in use at once, for how
+    many may be changes with a node's role. `restoring`: who decodes from a snapshot in the next run."""
+
+    def __init__(self, num_blocks: int, block_size: int, pool: Pool) -> None:
+        assert num_blocks > 0, "models without recurrent layers need no states"
+        self.num_blocks, self._size, self._pool = num_blocks, block_size, pool
+        self.num_slots = 0
+        self._free: list[int] = []  # a heap: the lowest first
+        self.restoring: list[Sequence] = []
+
+    # Which prefixes can be used.
+
+    def chain(self, names: Names, depth: int) -> Names:
+        """The leading `depth` blocks and the snapshot at their end."""
+        return names[:depth] + self.parts(names, depth) if depth else ()
+
+    def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
+        """The snapshot's blocks alone."""
+        return state_names(names[depth - 1], self.num_blocks)
+
+    def usable(self, names: abc.Sequence[BlockName], found: int, holds: abc.Callable[[BlockName], bool]) -> int:
+        """Of `found` leading blocks that are cached, how many end where a snapshot is held."""
+        count = self.num_blocks
+        for depth in range(found, 0, -1):
+            if holds(state_name(names[depth - 1], count - 1, count)):
+                return depth
+        return 0
+
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
+        """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
+        depth = self.usable(names, len(held), self._pool.holds)
+        state = self._pool.match(self.parts(names, depth)) if depth else ()
+        if len(state) < self.num_blocks:  # some of it was evicted
+            return (), ()
+        return held[:depth], state
+
+    def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
+        """Of its `present` leading blocks, `on_disk` of them on SSD, how many can be used; and how many blocks of that,
+        snapshot included, are on SSD."""
+        usable = min(present, (sequence.length - 1) // self._size)
+        usable = self.usable(sequence.names, usable, tiers.holds)
+        return usable, tiers.match(self.chain(sequence.names, usable))[1]
+
+    def leaves_some(self, depth: int, length: int) -> bool:
+        """Whether a prompt that goes on at the end of so many blocks has a token left to compute."""
+        return depth * self._size < length
+
+    def missing(self, sequence: Sequence, num_blocks: int) -> None:
+        """Of what was to be loaded only so much could be: there is no state but the one at its end."""
+        if sequence.restore:
+            sequence.computed = 0
+            self.restored(sequence)
+
+    # What a request holds.
+
+    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
+        """The snapshots to be taken of its prompt. Ascending."""
+        last = min((sequence.length - 1) // self._size, len(sequence.names))
+        depths = sorted({min(prefix.num_found, last), last})
+        at = [(depth * self._size, depth) for depth in depths if depth * self._size > prefix.num_tokens]
+        return [*at, (sequence.length, 0)] if sequence.hands_over else at
+
+    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None:
+        """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
+        allocate = self._pool.allocate
+        sequence.restore = allocate(self.num_blocks) if prefix.loads else prefix.state
+        sequence.snapshots = [Snapshot(*position, allocate(self.num_blocks)) for position in positions]
+        self._take_slot(sequence)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Blocks for the snapshot that it is sent with."""
+        sequence.restore = self._pool.allocate(self.num_blocks)
+
+    def join(self, sequence: Sequence) -> None:
+        """It came, and decodes from the next run on."""
+        self._take_slot(sequence)
+        self.restoring.append(sequence)
+
+    def ran(self) -> None:
+        """A run in which those that joined went on from their snapshots."""
+        for sequence in self.restoring:
+            if sequence.state is DECODING:  # else it was pre-empted, and holds something else
+                self.restored(sequence)
+        self.restoring.clear()
+
+    def restored(self, sequence: Sequence) -> None:
+        """Its live state does not need the snapshot any more that it goes on from."""
+        self._pool.release(sequence.restore)
+        sequence.restore = ()
+
+    def leave(self, sequence: Sequence) -> None:
+        """It computes no more: the slot of its live state is free."""
+        if sequence.slot >= 0:
+            heappush(self._free, sequence.slot)
+            sequence.slot = -1
+
+    def release(self, sequence: Sequence) -> list[Snapshot]:
+        """Gives all back but the blocks of its snapshots, which may be in saving, and hands these over."""
+        self.restored(sequence)
+        self.leave(sequence)
+        snapshots, sequence.snapshots = sequence.snapshots, []
+        return snapshots
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        if not self._free:
+            heappush(self._free, self.num_slots)
+            self.num_slots += 1
+        sequence.slot = heappop(self._free)
+
+    def check(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Who computes has a slot of its own, and nobody else has one; none was lost."""
+        slots = []
+        for sequence in sequences:
+            computes = sequence.state is COMPUTING or sequence.state is DECODING
+            assert computes == (sequence.slot >= 0), "who computes has a slot, and nobody else"
+            slots += [sequence.slot] if computes else []
+        assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot was lost or given twice"
+
+
+class NoStates:
+    """A model without recurrent layers goes on from any prefix, and holds nothing but its KV."""
+
+    num_blocks = 0
+    restoring = ()
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+
+    def chain(self, names: Names, depth: int) -> Names:
+        return names[:depth]
+
+    def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
+        return ()
+
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
+        return held, ()
+
+    def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
+        return present, on_disk
+
+    def leaves_some(self, depth: int, length: int) -> bool:
+        """The last token may be computed anew."""
+        return True
+
+    def missing(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.computed = min(sequence.computed, num_blocks * self._size)
+
+    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
+        return ()
+
+    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None: ...
+    def reserve(self, sequence: Sequence) -> None: ...
+    def ran(self) -> None: ...
+
+    join = restored = leave = reserve
+
+    def release(self, sequence: Sequence) -> abc.Sequence[Snapshot]:
+        return ()
+
+    def check(self, sequences: abc.Iterable[Sequence]) -> None:
+        assert all(sequence.slot < 0 and not sequence.restore for sequence in sequences)
+
+
+AnyStates = States | NoStates

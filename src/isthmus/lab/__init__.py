@@ -1,0 +1,1 @@
+"""What studies decisions in virtual time."""

@@ -1,0 +1,12 @@
+"""Infinite-LLM (arXiv 2401.02669): attention over KV on many instances.
+
+Two versions have different headlines. The first (DistKV-LLM, January 2024) borrows with a ledger; the second (July
+2024) plans moves with a performance model. Which one a figure is of stands with it.
+"""
+
+from __future__ import annotations
+
+from isthmus.lab.papers.infinite_llm import context, gain, moves, traffic
+from isthmus.lab.papers.table import Table
+
+TABLES: tuple[Table, ...] = (context.TABLE, traffic.TABLE, gain.TABLE, moves.TABLE)

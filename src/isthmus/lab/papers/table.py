@@ -1,0 +1,76 @@
+"""What a published table is here: its name, what is known of its set-up, and how our figures are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from isthmus.lab.papers.lab import Lab, Trace
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One published figure and ours. `reason`: why one of them is None.
+
+    `inferred`: ours hangs on an input that was inferred from results of the paper, so agreement is no independent test.
+    """
+
+    row: str
+    column: str
+    published: float | None
+    ours: float | None = None
+    reason: str = ""
+    inferred: bool = False
+
+
+class Table(msgspec.Struct, frozen=True):
+    """`source`: where it is published; `setup`: what we ran, and what the paper leaves open."""
+
+    name: str
+    title: str
+    source: str
+    setup: str
+    measure: Callable[[Lab], Iterable[Cell]]
+    traces: tuple[Trace, ...] = ()
+
+    def rows(self, lab: Lab) -> Iterator[dict[str, Any]]:
+        """One mapping for each cell: table, row, column, published, ours; where they apply, reason and inferred."""
+        for cell in self.measure(lab):
+            row = {"table": self.name, **msgspec.to_builtins(cell)}
+            yield {key: value for key, value in row.items() if key not in _OPTIONAL or value}
+
+
+_OPTIONAL = ("reason", "inferred")
+
+Figures = Mapping[str, float | None]
+"""Column -> figure."""
+
+NO_FIGURE = "nothing to compute it from"
+"""Why one of ours is None where the trace is there."""
+
+
+def compare(row: str, published: Figures, ours: Figures, *, unpublished: str = "") -> Iterator[Cell]:
+    """A row of published figures beside ours, which has the same columns. `unpublished`: why one may be None."""
+    for column, figure in published.items():
+        reason = NO_FIGURE if ours[column] is None else unpublished if figure is None else ""
+        yield Cell(row, column, figure, ours[column], reason)
+
+
+def on_trace(
+    lab: Lab,
+    trace: Trace,
+    published: Mapping[str, Figures],
+    measure: Callable[[Trace, str], Figures],
+    *,
+    unpublished: str = "",
+) -> Iterator[Cell]:
+    """The rows of one trace, each measured by its name; without the trace, the reason in place of our figures."""
+    for row, figures in published.items():
+        name = f"{trace}, {row}"
+        if lab.has(trace):
+            yield from compare(name, figures, measure(trace, row), unpublished=unpublished)
+        else:
+            yield from (
+                Cell(name, column, figure, None, lab.absence(trace)) for column, figure in figures.items()
+            )

@@ -1,0 +1,38 @@
+"""Virtual time, and what is to happen when.
+
+At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs, then all others;
+then in the order in which they were set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappush
+
+from isthmus.lab.sim.node import SimNode
+
+PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS, OTHERS = 1, 2, 3, 4
+"""Priorities at equal times. Of transfers, the heap has those the network does not know."""
+
+Call = Callable[[], None]
+
+
+class Clock:
+    """The time, which whoever runs the loop sets, and what is set for later."""
+
+    __slots__ = ("_num_set", "heap", "now")
+
+    def __init__(self) -> None:
+        self.now = 0  # ns
+        # (time, priority, number, node, version of the node's run), or in place of a node what to call.
+        self.heap: list[tuple[int, int, int, SimNode | None, int, Call | None]] = []
+        self._num_set = 0
+
+    def run_ends(self, time: int, priority: int, node: SimNode) -> None:
+        """The run of a node ends then, unless it is another one by then."""
+        self._num_set += 1
+        heappush(self.heap, (time, priority, self._num_set, node, node.version, None))
+
+    def call(self, time: int, priority: int, call: Call) -> None:
+        self._num_set += 1
+        heappush(self.heap, (time, priority, self._num_set, None, 0, call))

@@ -1,0 +1,65 @@
+"""A deployment to simulate: its nodes, and what they have in common, made from the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.config import Config
+from isthmus.core.conductor import Rules
+from isthmus.core.types import NS_PER_S, Role, Shares
+from isthmus.facts import UNLIMITED, NodeFacts, at_home, bytes_per_s, nodes_of, rules_of, shares_of
+from isthmus.lab.sim.faults import Faults
+
+FAR = 1 << 30
+"""Iterations and chunks that a simulated scheduler plans ahead: more than there are. It changes no result."""
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """All nodes, and what they have in common.
+
+    `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a link between clusters
+    may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes wrong. `shares`: of tenants
+    that a workload names. `has_names`: prompts share blocks, or might; where none does, none need be kept.
+    `has_answers`: names of their answers are known too.
+    """
+
+    nodes: tuple[NodeFacts, ...]
+    rules: Rules
+    spine: int = UNLIMITED
+    link_ns: int = 3 * NS_PER_S
+    rejoin_ns: int = 30 * NS_PER_S
+    faults: Faults = Faults()
+    shares: Shares = Shares()
+    has_names: bool = True
+    has_answers: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """The same on all nodes."""
+        return self.nodes[0].block_size
+
+    def has_cache(self, facts: NodeFacts) -> bool:
+        """Whether something can come to be in a node's cache: where answers have no names, a node that only decodes,
+        and always will, has nothing to keep."""
+        keeps = facts.role is not Role.DECODE or self.rules.convert or self.has_answers
+        return keeps and facts.cache_blocks > 0
+
+
+def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:
+    """The configured nodes, for a workload with blocks of `block_size` tokens. Paths are relative to `folder`.
+
+    Raises ConfigError as `nodes_of`.
+    """
+    config = at_home(config, folder)
+    limits = config.limits
+    nodes = nodes_of(config, block_size, model=Path(config.model) if config.model else None)
+    return Deployment(
+        nodes=tuple(msgspec.structs.replace(facts, max_steps=FAR, max_chunks=FAR) for facts in nodes),
+        rules=rules_of(config),
+        spine=bytes_per_s(config.network.spine_gbps, UNLIMITED),
+        link_ns=int(limits.link_s * NS_PER_S),
+        rejoin_ns=int(limits.rejoin_s * NS_PER_S),
+        shares=shares_of(config),
+    )

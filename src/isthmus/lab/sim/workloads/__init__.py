@@ -1,0 +1,7 @@
+"""Where requests come from: published traces, generators, recordings of a live cluster."""
+
+from isthmus.lab.sim.workloads.generators import generate
+from isthmus.lab.sim.workloads.load import load, replayed
+from isthmus.lab.sim.workloads.workload import Replay, Request, Workload
+
+__all__ = ["Replay", "Request", "Workload", "generate", "load", "replayed"]

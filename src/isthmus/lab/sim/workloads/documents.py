@@ -1,0 +1,134 @@
+"""Prompts that are made of documents, as retrieval makes them: a common beginning, documents in any order, a question.
+
+Tokens are drawn, so that block names, pieces and their ends are those of a real prompt: names are a chain over blocks
+of tokens, pieces are cut by the code that cuts them live.
+
+A paraphrase says what an earlier prompt says in other words: nothing but the beginning is equal, and its signature is
+alike. Those of any two other prompts are not, whatever documents both have.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from bisect import bisect_left
+from itertools import accumulate, count
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.core.conductor import Content
+from isthmus.core.reuse import cut
+from isthmus.core.types import Reuse
+from isthmus.lab.sim.workloads.lengths import Lengths
+
+VOCABULARY = 1 << 17
+SIGNATURE_BITS = 256
+
+
+class Documents(msgspec.Struct, frozen=True):
+    """What prompts are made of; the names are those of a specification (`generators.py`), `question` is its `input`."""
+
+    question: Lengths
+    documents: int
+    document_tokens: Lengths
+    retrieved: int
+    prefixes: int = 0
+    prefix_tokens: int = 0
+    zipf: float = 1.0
+    paraphrases: float = 0.0
+    alike: float = 0.9
+    reuse: Reuse = Reuse.EXACT
+    seed: int = 0
+    block_size: int = 1
+
+
+class Prompt(NamedTuple):
+    """Ids of its blocks, and what it says if it may be computed with more than its own prefix."""
+
+    num_tokens: int
+    blocks: tuple[int, ...]
+    content: Content | None
+
+
+class _Said(NamedTuple):
+    """A prompt that may be said in other words: tokens after its `beginning`."""
+
+    beginning: list[int]
+    num_more: int
+    signature: bytes
+
+
+class Prompts:
+    """`draw` gives one after the other. The `reuse` of a specification changes nothing but what they ask for."""
+
+    def __init__(self, made: Documents) -> None:
+        self._made = made
+        self._picks, self._words, self._others = (
+            random.Random(f"{made.seed}/{purpose}") for purpose in ("documents", "words", "paraphrases")
+        )
+        texts = random.Random(f"{made.seed}/texts")
+        self._beginnings = [_tokens(texts, made.prefix_tokens) for _ in range(made.prefixes)] or [[]]
+        self._documents = [_tokens(texts, made.document_tokens.draw(texts)) for _ in range(made.documents)]
+        self._of_beginnings = _popularity(len(self._beginnings), made.zipf)
+        self._of_documents = _popularity(made.documents, made.zipf)
+        self._said: list[_Said] = []
+        self._ids: dict[tuple[int, bytes], int] = {}
+        self._numbers = count()
+
+    def draw(self) -> Prompt:
+        made = self._made
+        if self._said and self._others.random() < made.paraphrases:
+            said = self._said[int(self._others.random() * len(self._said))]
+            tokens = said.beginning + _tokens(self._words, said.num_more)
+            return self._prompt(tokens, self._alike(said.signature))
+        beginning = self._beginnings[self._choose(self._of_beginnings)]
+        chosen: dict[int, None] = {}
+        while len(chosen) < made.retrieved:
+            chosen[self._choose(self._of_documents)] = None
+        order = list(chosen)
+        self._picks.shuffle(order)
+        more = [token for number in order for token in self._documents[number]]
+        more += _tokens(self._words, made.question.draw(self._words))
+        signature = self._words.randbytes(SIGNATURE_BITS // 8)
+        if made.paraphrases:
+            self._said.append(_Said(beginning, len(more), signature))
+        return self._prompt(beginning + more, signature)
+
+    def _choose(self, popularity: list[float]) -> int:
+        return bisect_left(popularity, self._picks.random() * popularity[-1])
+
+    def _alike(self, signature: bytes) -> bytes:
+        """One whose bits differ in as many places as stand for that cosine."""
+        differing = round(math.acos(self._made.alike) / math.pi * SIGNATURE_BITS)
+        flipped = sum([1 << bit for bit in self._others.sample(range(SIGNATURE_BITS), differing)])
+        return (int.from_bytes(signature, "little") ^ flipped).to_bytes(len(signature), "little")
+
+    def _prompt(self, tokens: list[int], signature: bytes) -> Prompt:
+        made, content = self._made, None
+        if made.reuse is not Reuse.EXACT:
+            content = Content(made.reuse, b"", *cut(tokens, ""), signature)
+        return Prompt(len(tokens), self._names(tokens), content)
+
+    def _names(self, tokens: list[int]) -> tuple[int, ...]:
+        """A number for each block, the same for the same tokens up to its end; one of its own for the last if it is not
+        full."""
+        ids, size, names = self._ids, self._made.block_size, list[int]()
+        for at in range(0, len(tokens) - size + 1, size):
+            key = names[-1] if names else -1, array("I", tokens[at : at + size]).tobytes()
+            if key not in ids:
+                ids[key] = next(self._numbers)
+            names.append(ids[key])
+        if len(tokens) % size:
+            names.append(next(self._numbers))
+        return tuple(names)
+
+
+def _popularity(number: int, zipf: float) -> list[float]:
+    """The i-th most popular of so many is chosen in proportion to i ** -zipf."""
+    return list(accumulate([rank**-zipf for rank in range(1, number + 1)]))
+
+
+def _tokens(rng: random.Random, number: int) -> list[int]:
+    return rng.choices(range(VOCABULARY), k=number)

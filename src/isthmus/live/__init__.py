@@ -1,0 +1,1 @@
+"""What carries decisions out on real machines."""

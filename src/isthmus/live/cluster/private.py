@@ -1,0 +1,63 @@
+"""Files that only this user may read, from their creation on: recordings, logs, and the secrets that a head keeps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from isthmus.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT = 4096
+"""Bytes that are read of a kept file."""
+
+
+def private(path: str, flags: int) -> int:
+    """An `opener` for `open`. One that others could read before is closed to them. Raises OSError."""
+    fd = os.open(path, flags, 0o600)
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode) and mode & 0o077:
+            os.fchmod(fd, 0o600)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def kept(path: Path, make: Callable[[], bytes]) -> bytes:
+    """What a file of this user alone holds; the first time what `make` makes. Raises ConfigError, also for a file that
+    others can read."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write_once(path, make())
+        with path.open("rb") as file:
+            state, data = os.fstat(file.fileno()), file.read(MAX_KEPT)
+    except OSError as error:
+        raise ConfigError(f"tls.folder: {path}: {error.strerror}") from None
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(f"tls.folder: {path}: others can read it; chown and chmod 600 it, or remove it")
+    return data
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    """Whole or not at all, for this user alone; whoever else was first wins."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with open(file, "wb") as sink:
+            sink.write(data)
+            sink.flush()
+            os.fsync(sink.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            log.info("%s was made by somebody else meanwhile", path)
+    finally:
+        draft.unlink()

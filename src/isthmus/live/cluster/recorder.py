@@ -1,0 +1,171 @@
+"""The flight recorder, of conductor and nodes: every event and its actions as one JSON line, and their replay.
+
+Recordings are handed around, so they name no tenant: who asks has an opaque name before conductor and nodes hear of
+it, and a replay decides by the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import blake3
+import msgspec
+
+from isthmus.core.conductor import Conductor, Event, Rules
+from isthmus.core.conductor.events import RECORDING_FORMAT
+from isthmus.core.conductor.policies import POLICIES
+from isthmus.core.errors import ConfigError
+from isthmus.core.node.events import Event as NodeEvent
+from isthmus.core.scheduler import BlockPool, Run
+from isthmus.facts import NodeFacts
+from isthmus.live.cluster.private import private
+
+log = logging.getLogger(__name__)
+
+
+def opaque(tenant: str, secret: str) -> str:
+    """Another name for a tenant, the same for the same cluster's `secret`; nobody's stays nobody's."""
+    if not tenant:
+        return ""
+    key = blake3.blake3(secret.encode(), derive_key_context="isthmus recordings: names of tenants").digest()
+    return blake3.blake3(tenant.encode(), key=key).hexdigest(length=8)
+
+
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First line of a recording: `rules` of a conductor, or `node`, what a node was, and how long its transfers may
+    bring nothing."""
+
+    format: int
+    rules: Rules | None = None
+    node: NodeFacts | None = None
+    transfer_ns: int = 0
+
+    def subject(self) -> Callable[[Any, int], Sequence[Any]]:
+        """A new one of what was recorded: takes an event, answers with actions."""
+        if self.node is None:
+            assert self.rules is not None
+            return Conductor(self.rules).on
+        return self.node.node_of(BlockPool(self.node.kv_blocks), transfer_ns=self.transfer_ns).on
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One line of a recording, to be compared."""
+
+    at_ns: int
+    event: msgspec.Raw
+    actions: msgspec.Raw
+
+
+class Recorder:
+    """Appends to a file; each line is written at once, so a crash loses at most the line under way."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        try:
+            self._file: BufferedWriter = open(path, "wb", opener=private)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"record: cannot write {path}: {error.strerror}") from None
+        self._write(_ENCODER.encode(header))
+
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        """At once, before the next event: a run is written down as it was then."""
+        self._write(_ENCODER.encode({"at_ns": at_ns, "event": event, "actions": actions}))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+
+class LiveRecorder(Recorder):
+    """A full disk ends the recording, not the cluster; what comes after the end is not written."""
+
+    _is_over = False
+
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        if not self._is_over:
+            try:
+                super().record(at_ns, event, actions)
+            except OSError as error:
+                log.error("the flight recording %s ends here: %s", self._file.name, error.strerror)
+                self.close()
+
+    def close(self) -> None:
+        self._is_over = True
+        with contextlib.suppress(OSError):  # it writes what it could not
+            super().close()
+
+
+def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:
+    """Beside the conductor's recording at `path`: one file for each start of a node, the `start`-th."""
+    header = Header(RECORDING_FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
+    number = f".{start}" if start > 1 else ""
+    return LiveRecorder(path.with_suffix(f".{facts.node}{number}{path.suffix}"), header)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Run):
+        return {"type": "Run", "steps": value.steps, "num_decodes": value.num_decodes, "pieces": value.pieces}
+    raise NotImplementedError(f"{type(value).__name__} cannot be written down")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def read(path: Path) -> tuple[Header, Sequence[bytes]]:
+    """Header and the lines that follow it. Raises ConfigError for what is no recording of this version."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if not lines:
+        raise ConfigError(f"{path}: empty; a recording starts with a header line")
+    try:
+        header = msgspec.json.decode(lines[0], type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: line 1 is no recording header: {error}") from None
+    if header.format != RECORDING_FORMAT:
+        raise ConfigError(f"{path}: recording format {header.format}; this version reads {RECORDING_FORMAT}")
+    if (header.rules is None) == (header.node is None):
+        raise ConfigError(f"{path}: line 1 is no recording header: it names neither rules nor a node, or both")
+    return header, lines[1:]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first line at which a replay decided otherwise: JSON."""
+
+    line: int
+    event: str
+    recorded: str
+    replayed: str
+
+
+def replay(path: Path) -> tuple[int, Difference | None]:
+    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None). Raises
+    ConfigError naming the line that cannot be read."""
+    header, lines = read(path)
+    if header.rules is not None and header.rules.policy not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise ConfigError(
+            f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}; one of your own: --policy"
+        )
+    decide = header.subject()
+    line_of = msgspec.json.Decoder(Line).decode
+    event_of: Callable[[bytes], Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent).decode
+    for number, text in enumerate(lines, start=2):
+        try:
+            line = line_of(text)
+            event = event_of(line.event)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: line {number} cannot be read: {error}") from None
+        replayed = _ENCODER.encode(decide(event, line.at_ns))
+        if replayed != bytes(line.actions):
+            texts = (bytes(line.event), bytes(line.actions), replayed)
+            return number - 1, Difference(number, *[text.decode() for text in texts])
+    return len(lines), None

@@ -1,0 +1,437 @@
+"""What a node computes, one iteration at a time: a run that was decided in, tokens and facts out.
+
+It owns the tokens of the node's attempts, which nobody who decides needs. It has no thread: a worker calls it, from
+one thread, under the node's lock where that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from isthmus.core.blocks import BlockNamer
+from isthmus.core.node.events import Begin, Broken, Load, Missing, Release, Shorten
+from isthmus.core.scheduler import Admitted, Piece, Preempted, Run, Stepped
+from isthmus.core.types import BlockName, FinishReason, Generated, RequestId, Reused, Role, Span, TokenLogprobs
+from isthmus.live.engine.constraints import Constraints
+from isthmus.live.engine.interface import (
+    Assembling,
+    Chunk,
+    Donated,
+    Elsewhere,
+    Engine,
+    Held,
+    Hidden,
+    HolderLost,
+    OnLayer,
+    OnScores,
+    Row,
+)
+from isthmus.live.kv.cache import PrefixMissing, Staging
+from isthmus.live.kv.mover import KVMover
+from isthmus.live.peers.messages import Output, Scores, StageSampled
+
+COUNTERS = (
+    "engine_seconds",
+    "kv_wait_seconds",
+    "iterations",
+    "tokens_computed",
+    "tokens_sampled",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "num_preemptions",
+)
+"""Totals since the start; each is a metric with the suffix `_total`."""
+MAX_NAMERS = 64
+
+Names = tuple[BlockName, ...]
+
+
+class _Attempt:
+    """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
+    its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
+    """
+
+    __slots__ = ("_outputs", "begin", "cached", "num_loading", "reused", "row", "snapshots", "tokens")
+
+    def __init__(self, begin: Begin) -> None:
+        self.begin = begin
+        self.num_loading = 0
+        self.reused: Reused | None = None
+        self.snapshots: dict[int, tuple[int, ...]] = {}
+        self.tokens = list(begin.tokens)
+        self._outputs = list(begin.tokens[begin.num_prompt :])
+        repeats_less = begin.sampling.repetition_penalty != 1
+        prompt = tuple(dict.fromkeys(begin.tokens[: begin.num_prompt])) if repeats_less else ()
+        self.row = Row(begin.sampling, self._outputs, prompt)
+        self.cached: int | None = None
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._outputs.append(token)
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the most likely go with the scores of its prompt; None: it is not to be scored, or was."""
+        wanted = self.row.sampling.prompt_logprobs
+        return wanted if len(self.tokens) == self.begin.num_prompt else None
+
+    @property
+    def departs(self) -> bool:
+        return self.begin.part is Role.PREFILL
+
+    @property
+    def names(self) -> Names:
+        return self.begin.names
+
+    def finish_reason(self, token: int, constraints: Constraints) -> FinishReason | None:
+        if constraints.ends(self.begin.sampling, token):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.begin.stop_length else None
+
+
+@dataclass
+class Execution:
+    """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
+    midst of an iteration, which therefore does not count, or a holder of KV is `lost`; `broken`: no token can be chosen
+    for these any more. `elsewhere`: where more KV of its chunks lies."""
+
+    run: Run
+    batch: Any
+    sampled: list[tuple[_Attempt, Piece]]
+    on_layer: OnLayer | None
+    before_layer: OnLayer | None
+    on_scores: OnScores | None
+    elsewhere: Elsewhere | None = None
+    missing: Missing | None = None
+    lost: bool = False
+    steps: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    ended: list[_Attempt] = field(default_factory=list)
+    broken: dict[RequestId, Broken] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ended or self.broken) or self.steps == self.run.steps or self.missing is not None
+
+
+class Runs:
+    """`outputs` hears the tokens of an iteration, in order, and `scores` those of prompts before, while it is computed.
+    `mover`: who moves the bytes. `onward`: takes what this stage computed of a batch to those that follow; None for a
+    whole model or the last stage."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mover: KVMover,
+        outputs: Callable[[Sequence[Output]], None],
+        scores: Callable[[Scores], None],
+        clock_ns: Callable[[], int],
+        onward: Callable[[Run, Hidden], None] | None = None,
+    ) -> None:
+        self.engine, self._mover, self._outputs, self._scores = engine, mover, outputs, scores
+        self._clock_ns, self._onward = clock_ns, onward
+        self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
+        self._attempts: dict[RequestId, _Attempt] = {}
+        self._awaited: RequestId
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
+        self.keeps_answers = self.saves = False
+        """Whether the node keeps answers, and anything at all, beside the engine's memory."""
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+
+    # Under the node's lock.
+
+    def begin(self, begin: Begin) -> None:
+        self._attempts[begin.key] = _Attempt(begin)
+        self.prepare(begin)
+
+    def prepare(self, begin: Begin) -> Future[None] | None:
+        """Begins with what its first token will need; done when that is there."""
+        return self.engine.constraints.prepare(begin.sampling) if self._onward is None else None
+
+    def received(self, key: RequestId, token: int) -> None:
+        """The first new token of an attempt, from where its prompt was computed."""
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.append(token)
+
+    def released(self, action: Release) -> None:
+        """No run needs its tokens any more."""
+        self._attempts.pop(action.key, None)
+
+    def admitted(self, action: Admitted) -> None:
+        attempt = self._attempts.get(action.request)
+        if attempt is None:
+            return
+        if attempt.cached is None:  # not again after a pre-emption
+            attempt.cached = min(action.cached_tokens, attempt.begin.num_prompt)
+            self.counters["prefix_cache_hits"] += attempt.cached
+            self.counters["prefix_cache_queries"] += attempt.begin.num_prompt
+
+    def loading(self, action: Load) -> None:
+        attempt = self._attempts.get(action.key)
+        if attempt is not None:
+            attempt.num_loading = len(action.names)
+
+    def shortened(self, action: Shorten) -> None:
+        """Of a cached prefix not all could be loaded."""
+        attempt = self._attempts.get(action.key)
+        if attempt is None:
+            return
+        attempt.num_loading = -(-action.num_tokens // self._size)
+        if attempt.cached is not None:
+            self.counters["prefix_cache_hits"] -= max(0, attempt.cached - action.num_tokens)
+            attempt.cached = min(attempt.cached, action.num_tokens)
+
+    def preempted(self, action: Preempted) -> None:
+        self.counters["num_preemptions"] += 1
+        attempt = self._attempts.get(action.request)
+        if attempt is not None:
+            attempt.snapshots.clear()
+
+    def start(self, run: Run) -> Execution:
+        """Lays out a run that was decided. Its attempts are all here."""
+        pieces = run.pieces
+        attempts = [self._attempts[piece.request] for piece in pieces]
+        chunks = [
+            self._chunk(attempt, piece, index < run.num_decodes)
+            for index, (attempt, piece) in enumerate(zip(attempts, pieces, strict=True))
+        ]
+        batch = self.engine.build(chunks)
+        sampled = [(attempts[index], pieces[index]) for index in batch.order]
+        prompts = list(zip(attempts[run.num_decodes :], run.chunks, strict=True))
+        staged = [each for attempt, piece in prompts if (each := self._stage(attempt, piece)) is not None]
+        departing = [piece for attempt, piece in prompts if attempt.departs and not _packs(piece)]
+        on_layer = before_layer = None
+        if departing or staged:
+            on_layer = lambda layer: self._layer_done(layer, departing, staged)  # noqa: E731
+        loading = [attempt for attempt, _ in prompts if attempt.num_loading]
+        if loading:
+            before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
+        on_scores: OnScores | None = None
+        if any(chunk.targets for chunk in chunks):
+            on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
+        elsewhere: Elsewhere | None = None
+        if any(piece.remote for piece in pieces):
+            elsewhere = self._mover.holders.remote([piece.request for piece in pieces])
+        return Execution(run, batch, sampled, on_layer, before_layer, on_scores, elsewhere)
+
+    def add_tokens(self, execution: Execution) -> None:
+        """Adds the tokens of an iteration to their attempts, and tells them."""
+        if execution.missing is not None or execution.lost or self._onward is not None:
+            return
+        if self._state_blocks:
+            self._note_states(execution.run)
+        if any(piece.assembly is not None for piece in execution.run.chunks):
+            self._note_assembled(execution)
+        sampled = zip(execution.sampled, execution.tokens, execution.logprobs, strict=True)
+        execution.ended += self._emit(
+            (attempt, token, chosen)
+            for (attempt, piece), token, chosen in sampled
+            if piece.request not in execution.broken
+        )
+
+    def finish(self, execution: Execution) -> list[Missing | Broken | Stepped]:
+        """What the node is to be told of an executed run. What broke comes first: the node then plans without it."""
+        run, steps, counters = execution.run, execution.steps, self.counters
+        sampled = sum([piece.samples for piece in run.pieces])
+        counters["iterations"] += steps
+        counters["tokens_computed"] += sum([piece.count for piece in run.pieces]) + (steps - 1) * sampled
+        counters["tokens_sampled"] += sampled * steps if self._onward is None else 0
+        for piece in run.chunks if execution.before_layer is not None and steps else ():
+            self._mover.loaded(piece.request)
+            if piece.request in self._attempts:
+                self._attempts[piece.request].num_loading = 0
+        ended = tuple([attempt.begin.key for attempt in execution.ended])
+        answers = tuple([self._all_names(attempt) for attempt in execution.ended]) if self.keeps_answers else ()
+        stepped = Stepped(steps, ended, answers)
+        before = [] if execution.missing is None else [execution.missing]
+        return [*before, *execution.broken.values(), stepped]
+
+    def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
+        """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
+        found = zip(map(self._attempts.get, message.keys), message.tokens, message.logprobs, strict=True)
+        ended = self._emit((attempt, token, chosen) for attempt, token, chosen in found if attempt is not None)
+        return tuple([attempt.begin.key for attempt in ended])
+
+    # By the worker, without the lock.
+
+    def compute(self, execution: Execution, hidden: Hidden | None = None) -> None:
+        """One iteration of the engine. Touches nothing else. `hidden`: of the stage before."""
+        started_ns = self._clock_ns()
+        inputs = execution.on_layer, execution.before_layer, hidden
+        try:
+            if self._onward is None:
+                rows, on_scores = [attempt.row for attempt, _ in execution.sampled], execution.on_scores
+                found = self.engine.step(execution.batch, rows, *inputs, on_scores, execution.elsewhere)
+                execution.tokens, execution.logprobs = found
+                execution.broken = self._broken(execution)
+            else:
+                self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
+            execution.steps += 1
+        except PrefixMissing as missing:
+            execution.missing = Missing(self._awaited, missing.num_blocks)
+        except HolderLost as lost:
+            execution.lost = True
+            execution.broken = self._lost(execution.run, lost)
+        self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _lost(self, run: Run, lost: HolderLost) -> dict[RequestId, Broken]:
+        """The iteration is not over, and whose KV lies with this holder cannot go on. Live states, which had moved on,
+        are nobody's either."""
+        reason = f"{lost.holder} has its KV and did not attend to it: {lost}"
+        broken = [
+            piece.request
+            for piece in run.pieces
+            if self._state_blocks or any(lost.holder in holding.holders for holding in piece.remote)
+        ]
+        return {key: Broken(key, reason) for key in broken}
+
+    def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
+        objection = self.engine.constraints.objection
+        followed = [(a, piece) for a, piece in execution.sampled if a.begin.sampling.grammar]
+        reasons = [(piece.request, objection(attempt.row)) for attempt, piece in followed]
+        return {key: Broken(key, reason, final=True) for key, reason in reasons if reason}
+
+    @staticmethod
+    def advance(execution: Execution) -> None:
+        """Moves the batch on to the next iteration."""
+        execution.batch.advance(execution.tokens)
+
+    # One iteration.
+
+    def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
+        start, stop, num_top = piece.start, piece.start + piece.count, attempt.num_top
+        return Chunk(
+            attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.begin.salt,
+            piece.slot, piece.restore, piece.snapshots,
+            () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
+            tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.remote]),
+            self._assembling(attempt.begin, piece), piece.packing,
+        )  # fmt: skip
+
+    def _assembling(self, begin: Begin, piece: Piece) -> Assembling | None:
+        assembly = piece.assembly
+        if assembly is None:
+            return None
+        donated, first = list[Donated](), 0
+        for donor, tokens in zip(assembly.donors, begin.donors, strict=True):
+            count = len(donor.names) - donor.first
+            donated.append(Donated(tokens, piece.scratch[first : first + count], donor.first * self._size))
+            first += count
+        packing = assembly.packing
+        packed = () if packing is None else piece.scratch[: packing.num_packed]
+        return Assembling(assembly.selection, tuple(donated), assembly.passages, packing, packed)
+
+    def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
+        route = attempt.begin.route
+        self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
+
+    def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
+        """Blocks that a chunk completes go to the store while it is computed."""
+        if not self.saves or piece.assembly is not None:
+            return None
+        full = slice(
+            piece.start // self._size, min((piece.start + piece.count) // self._size, len(attempt.names))
+        )
+        return self._mover.stage(piece.request, attempt.names[full], piece.table[full])
+
+    def _await_loads(self, layer: int, loading: Sequence[_Attempt]) -> None:
+        """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
+        one that it waited for last."""
+        started_ns = self._clock_ns()
+        for attempt in loading:
+            self._awaited = attempt.begin.key
+            load = self._mover.load_of(self._awaited)
+            if load is not None:
+                load.wait(layer, attempt.num_loading)
+        self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
+        for staging in staged:
+            self._mover.save_layer(staging, layer)
+        for piece in departing:
+            self._announce(layer, piece)
+
+    def _announce(self, layer: int, piece: Piece) -> None:
+        """Blocks that this chunk completed in one layer; the last chunk also gives the unfinished block."""
+        end = piece.start + piece.count
+        stop = end if piece.samples else end // self._size * self._size
+        if stop:  # what came before it is here as well, and perhaps was not told yet
+            self._mover.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.table)
+
+    def _note_states(self, run: Run) -> None:
+        """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
+        for piece in run.chunks:
+            attempt = self._attempts[piece.request]
+            attempt.snapshots.update(piece.snapshots)
+            if piece.samples and attempt.departs:
+                count = -(-len(attempt.tokens) // self._size)
+                blocks = piece.table[:count] + attempt.snapshots[len(attempt.tokens)]
+                layers = Span(0, self.engine.memory.layout.num_layers)
+                self._mover.kv_ready(
+                    piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks
+                )
+
+    def _note_assembled(self, execution: Execution) -> None:
+        """Where the KV of prompts came from that were assembled; of a departing one that was packed, what goes."""
+        num_decodes = execution.run.num_decodes
+        for at, piece in enumerate(execution.run.chunks, num_decodes):
+            if piece.assembly is None:
+                continue
+            attempt = self._attempts[piece.request]
+            attempt.reused = execution.batch.reused[at]
+            packing = piece.assembly.packing
+            if attempt.departs and packing is not None:
+                dropped = packing.num_dropped
+                kept = piece.scratch[: packing.num_packed] + piece.blocks[packing.num_blocks :]
+                layers = Span(0, self.engine.memory.layout.num_layers)
+                tokens = Span(dropped * self._size, len(attempt.tokens))
+                self._mover.kv_ready(piece.request, layers, tokens, (0,) * dropped + kept)
+
+    def _emit(self, sampled: Iterable[tuple[_Attempt, int, TokenLogprobs | None]]) -> list[_Attempt]:
+        """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
+        outputs, ended = [], []
+        for attempt, token, logprobs in sampled:
+            begin = attempt.begin
+            route, first = begin.route, len(attempt.tokens) == len(begin.tokens)
+            attempt.append(token)
+            finish = attempt.finish_reason(token, self.engine.constraints)
+            cached = attempt.cached if first else None
+            index, reused = len(attempt.tokens) - 1 - begin.num_prompt, attempt.reused if first else None
+            generated = Generated(index, token, finish, logprobs, cached, reused=reused)
+            outputs.append((route.request, route.attempt, generated))
+            if finish is not None:
+                ended.append(attempt)
+            elif attempt.departs:
+                self._mover.first_token(begin.key, token)
+        if outputs:
+            self._outputs(outputs)
+        return ended
+
+    def _all_names(self, attempt: _Attempt) -> Names:
+        """Of all full blocks of prompt and answer. The last token has no KV."""
+        if attempt.begin.route.assembly is not None:
+            return ()  # it follows from more than its tokens
+        known, tokens, salt = attempt.names, attempt.tokens, attempt.begin.salt
+        full = (len(tokens) - 1) // self._size
+        if full <= len(known):
+            return known[:full]
+        parent = known[-1] if known else None
+        assert parent is None or isinstance(parent, bytes)
+        return (
+            *known,
+            *self._namer(salt).names(tokens[: full * self._size], parent=parent, start=len(known) * self._size),
+        )
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        return BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)
+
+
+def _packs(piece: Piece) -> bool:
+    """Whether its KV lies elsewhere in the engine when it is computed."""
+    return piece.assembly is not None and piece.assembly.packing is not None

@@ -1,0 +1,132 @@
+"""A batch of decodes as several that take turns: while others attend to KV of one, layers run for the next.
+
+Which of them runs when, and on which replica of the layers, is `isthmus.core.cost.turns`. Its context goes from
+replica to replica as the pass itself. Two take turns in the engine's thread; more have a thread for each replica.
+Replicas share this engine's weights and device: on a CPU they share its cores, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from isthmus.core.cost.turns import jobs_of, replica_of, replicas_of
+from isthmus.live.engine.choice import SELDOM, Choice
+from isthmus.live.engine.mixers import Pass
+from isthmus.live.engine.program import Passing, Program, Residual, onward, through
+
+MOST_UNASKED = 2
+"""More need replicas of the layers on other devices, to be of use."""
+
+
+class Turns:
+    """`batches`: into so many a batch is split, or fewer if it has fewer rows; None: into two where steps are quicker
+    then. Whether they are depends on how long others take, and is tried now and then."""
+
+    def __init__(self, batches: int | None, clock_s: Callable[[], float]) -> None:
+        self._batches, self._clock_s = batches, clock_s
+        self._choices: dict[int, Choice] = {}
+        # A new thread counts on as many threads as the process was told to take once torch was asked in it.
+        self._threads = [
+            ThreadPoolExecutor(1, f"replica-{at}", torch.get_num_threads)
+            for at in range(replicas_of(batches or MOST_UNASKED))
+        ]
+
+    def splits(self, run: Pass) -> bool:
+        """Not if a pass waits for nobody or computes prompts, and not if somebody follows it layer by layer."""
+        batch = run.batch
+        if (
+            not batch.remote
+            or not batch.only_decodes
+            or run.on_layer is not None
+            or run.before_layer is not None
+        ):
+            return False
+        return batch.num_rows > 1 and (batch.recurrence is None or batch.recurrence.only_steps)
+
+    def run(self, program: Program, x_TN: Tensor, run: Pass) -> Residual:
+        """`program` for a pass that splits. Raises HolderLost."""
+        if self._batches is not None:
+            return self._run(program, x_TN, run, self._batches)
+        choice = self._choices.setdefault(run.batch.num_rows.bit_length(), Choice(MOST_UNASKED, 1, SELDOM // 2))
+        batches, started_s = choice.next(), self._clock_s()
+        residual = self._run(program, x_TN, run, batches)
+        choice.took(batches, self._clock_s() - started_s)
+        return residual
+
+    def _run(self, program: Program, x_TN: Tensor, run: Pass, batches: int) -> Residual:
+        if batches == 1:
+            return through(program.passing(x_TN, run))
+        passings = [
+            program.passing(x_TN[at], replace(run, batch=run.batch.within(at.start, at.stop)))
+            for at in rows_of(run.batch.num_rows, batches)
+        ]
+        deltas = [delta for _, delta in self._take(passings, program.num_slices)]
+        return x_TN, torch.cat(deltas)  # each has changed its own rows of x
+
+    def _take(self, passings: Sequence[Passing], num_slices: int) -> list[Residual]:
+        if replicas_of(len(passings)) > 1:
+            return _Rotation(passings, num_slices).run(self._threads)
+        found: dict[int, Residual] = {}
+        for batch, _ in jobs_of(0, len(passings), num_slices):
+            residual = onward(passings[batch])
+            if residual is not None:
+                found[batch] = residual
+        return [found[batch] for batch in range(len(passings))]
+
+
+def rows_of(num_rows: int, batches: int) -> list[slice]:
+    """As even as can be, and none empty."""
+    batches = min(batches, num_rows)
+    bounds = [num_rows * at // batches for at in range(batches + 1)]
+    return [slice(first, stop) for first, stop in pairwise(bounds)]
+
+
+class _Rotation:
+    """A step of more than two. A replica takes each batch from its own inbox for it, so that none overtakes."""
+
+    def __init__(self, passings: Sequence[Passing], num_slices: int) -> None:
+        self._num_batches, self._num_slices = len(passings), num_slices
+        self._replicas = replicas_of(len(passings))
+        self._inboxes = [[SimpleQueue[Passing | None]() for _ in passings] for _ in range(self._replicas)]
+        self._found: dict[int, Residual] = {}
+        for batch, passing in enumerate(passings):
+            self._inboxes[replica_of(batch, 0, len(passings))][batch].put(passing)
+
+    def run(self, threads: Sequence[ThreadPoolExecutor]) -> list[Residual]:
+        running = [threads[replica].submit(self._run, replica) for replica in range(self._replicas)]
+        errors = [error for each in running if (error := each.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [self._found[batch] for batch in range(self._num_batches)]
+
+    def _run(self, replica: int) -> None:
+        try:
+            with torch.inference_mode():
+                for batch, at in jobs_of(replica, self._num_batches, self._num_slices):
+                    passing = self._inboxes[replica][batch].get()
+                    if passing is None:
+                        return
+                    self._advance(batch, at, passing)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _advance(self, batch: int, at: int, passing: Passing) -> None:
+        residual = onward(passing)
+        if residual is None:
+            self._inboxes[replica_of(batch, at + 1, self._num_batches)][batch].put(passing)
+        else:
+            self._found[batch] = residual
+
+    def _stop(self) -> None:
+        """A replica failed: nobody waits for what does not come."""
+        for inboxes in self._inboxes:
+            for inbox in inboxes:
+                inbox.put(None)

@@ -1,0 +1,256 @@
+"""The HTTP front of a cluster: routes, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+import isthmus
+from isthmus.core.errors import IsthmusError
+from isthmus.core.types import ModelCard
+from isthmus.live.gateway.auth import ApiKeys
+from isthmus.live.gateway.backend import Backend
+from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply
+from isthmus.live.gateway.completion_wire import CompletionDialect, CompletionReply
+from isthmus.live.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
+from isthmus.live.gateway.identity import RequestIds
+from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter
+from isthmus.live.gateway.openapi import Operation, document
+from isthmus.live.gateway.origins import ANY, Origins
+from isthmus.live.gateway.preparing import Preparing
+from isthmus.live.gateway.problems import (
+    UnknownModelError,
+    UnknownRouteError,
+    WrongMethodError,
+    problem_headers,
+    problem_json,
+    status_of,
+)
+from isthmus.live.gateway.quotas import Quotas
+from isthmus.live.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from isthmus.live.gateway.responses.body import ResponsesRequest
+from isthmus.live.gateway.responses.reply import ResponsesReply
+from isthmus.live.gateway.responses.wire import ResponsesDialect
+from isthmus.live.gateway.settings import GatewaySettings
+from isthmus.live.gateway.status import Status, cluster_status
+from isthmus.live.gateway.tenants import TenantGate
+from isthmus.live.gateway.tokenize import DetokenizeReply, TokenizeReply
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.traffic import Traffic
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: GatewayTokenizer,
+    settings: GatewaySettings | None = None,
+    preparing: Preparing | None = None,
+) -> Starlette:
+    """An ASGI app that serves `backend`. `settings` None: the defaults. `preparing`: what becomes of bodies, None: all
+    of it in this process. Raises ConfigError where the settings do not fit the model."""
+    settings = settings or GatewaySettings()
+    traffic = Traffic(settings.http)
+    preparing = preparing or Preparing(backend.card, tokenizer, settings)
+    meter = Meter(backend, preparing, traffic, names_tenants=settings.names_tenants)
+    operations = _operations(backend, tokenizer, settings, meter, preparing)
+
+    @cache
+    def description() -> bytes:
+        """Made when first asked for, since it takes longer than all else here."""
+        return document(operations, backend.card, keys=bool(settings.keys))
+
+    async def described(request: Request) -> Response:
+        return Response(await asyncio.to_thread(description), media_type="application/json")
+
+    routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
+
+    def refuse(error: Exception) -> Response:
+        meter.failed(status_of(error))
+        return _problem(error)
+
+    def outermost(app: ASGIApp) -> ASGIApp:
+        return RequestIds(Origins(app, allowed=_origins(settings), refuse=refuse))
+
+    app = _App(
+        outermost,
+        routes=[*routes, Route("/openapi.json", described)],
+        middleware=_guard(settings, operations, meter, refuse),
+        exception_handlers=_handlers(refuse),
+    )
+    app.state.preparing = preparing
+    app.state.traffic = traffic  # the server's: what it serves this app on
+    return app
+
+
+class _App(Starlette):
+    """`outermost`: middleware around all that Starlette has, so that answers that tell of bugs go through it, too."""
+
+    def __init__(self, outermost: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
+        super().__init__(**options)
+        self._outermost = outermost
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self._outermost(super().build_middleware_stack())
+
+
+def _origins(settings: GatewaySettings) -> tuple[str, ...] | None:
+    """Where keys are asked for, any page may ask: no browser adds a key by itself, as it does cookies."""
+    return (ANY,) if settings.origins is None and settings.keys else settings.origins
+
+
+def _guard(
+    settings: GatewaySettings,
+    operations: list[Operation],
+    meter: Meter,
+    refuse: Callable[[Exception], Response],
+) -> list[Middleware]:
+    """What asks for a key, if there are any, and what tenants' limits ask, if they have any."""
+    opened = {each.path for each in operations if each.open}
+    if not settings.keys:
+        return []
+    guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
+    limits = [settings.tenant_default, *settings.tenant_limits.values()]
+    if not (settings.names_tenants or any(each.is_limited for each in limits)):
+        return [guard]
+    quotas = Quotas(settings.tenant_limits, settings.tenant_default)
+    return [guard, Middleware(TenantGate, quotas=quotas, meter=meter.tenants, refuse=refuse)]
+
+
+def _operations(
+    backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings, meter: Meter, preparing: Preparing
+) -> list[Operation]:
+    """All that is served: the routes, and what the document says of them."""
+    service = Service(backend, tokenizer, settings, meter, preparing)
+    chat = GenerationEndpoint(service, "chat", ChatDialect)
+    completion = GenerationEndpoint(service, "completion", CompletionDialect)
+    response = GenerationEndpoint(service, "response", ResponsesDialect)
+    tokenize, detokenize = JsonEndpoint(service, "tokenize"), JsonEndpoint(service, "detokenize")
+    pages = _Pages(backend, meter)
+    return [
+        Operation(
+            "/v1/chat/completions", chat, "Answer messages", body=ChatRequest, reply=ChatReply, streams=True
+        ),
+        Operation(
+            "/v1/completions",
+            completion,
+            "Continue a prompt",
+            body=CompletionRequest,
+            reply=CompletionReply,
+            streams=True,
+        ),
+        Operation(
+            "/v1/responses",
+            response,
+            "Answer a conversation, of which nothing is kept",
+            body=ResponsesRequest,
+            reply=ResponsesReply,
+            streams=True,
+        ),
+        Operation(
+            "/tokenize", tokenize, "Tokens of a text or of messages", body=TokenizeRequest, reply=TokenizeReply
+        ),
+        Operation("/detokenize", detokenize, "Text of tokens", body=DetokenizeRequest, reply=DetokenizeReply),
+        Operation("/v1/models", pages.models, "The served model, in a list", reply=ModelList),
+        Operation("/v1/models/{name:path}", pages.model, "The served model", reply=ModelEntry),
+        Operation("/version", pages.version, "Of this server", reply=Version),
+        Operation("/health", pages.health, "Whether requests can be served", open=True),
+        Operation("/ping", pages.health, "The same", open=True),
+        Operation("/metrics", pages.metrics, "For Prometheus", media="text/plain"),
+        Operation("/status", pages.status, "What runs now", reply=Status),
+    ]
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """`max_model_len`: prompt and answer together, in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "isthmus"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelEntry]
+    object: str = "list"
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class _Pages:
+    """The endpoints that answer from what is known already."""
+
+    def __init__(self, backend: Backend, meter: Meter) -> None:
+        self._backend = backend
+        self._meter = meter
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList([_entry(self._backend.card)]))
+
+    async def model(self, request: Request) -> Response:
+        """Raises UnknownModelError."""
+        name = request.path_params["name"]
+        if name != self._backend.card.name:
+            raise UnknownModelError(name, self._backend.card.name)
+        return _json(_entry(self._backend.card))
+
+    async def version(self, request: Request) -> Response:
+        return _json(Version(isthmus.__version__))
+
+    async def health(self, request: Request) -> Response:
+        if self._backend.healthy:
+            return Response()
+        return Response(status_code=503, headers={"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        await self._backend.poll()
+        return Response(self._meter.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def status(self, request: Request) -> Response:
+        await self._backend.poll()
+        return _json(cluster_status(self._backend, self._meter.num_running))
+
+
+def _entry(card: ModelCard) -> ModelEntry:
+    return ModelEntry(card.name, card.created_s, card.max_length, card.name)
+
+
+def _json(content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _handlers(refuse: Callable[[Exception], Response]) -> dict[Any, Any]:
+    """How errors that no endpoint answered become answers. Starlette raises a bug's again, for the server's log."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return refuse(error)
+
+    async def on_route(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405:
+            message = f"{request.method} is not allowed on {request.url.path}"
+            response = refuse(WrongMethodError(message))
+            response.headers.update(error.headers or {})
+            return response
+        return refuse(UnknownRouteError(f"no such route: {request.url.path}"))
+
+    return {IsthmusError: on_error, HTTPException: on_route, Exception: on_error}
+
+
+def _problem(error: Exception) -> Response:
+    response = Response(problem_json(error), status_of(error), media_type="application/json")
+    response.raw_headers.extend(problem_headers(error))
+    return response

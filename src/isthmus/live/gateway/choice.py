@@ -1,0 +1,126 @@
+"""One choice of an answer: its stream of tokens, and the text they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from isthmus.core.errors import ProtocolError
+from isthmus.core.types import FinishReason, Generated, Job, Reused, TokenLogprobs
+from isthmus.live.gateway.backend import TokenStream
+from isthmus.live.gateway.detokenizer import Detokenizer
+from isthmus.live.gateway.stops import StopMatcher
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Log-probabilities of one output token. `offset`: characters of text before it."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class Delta(msgspec.Struct):
+    """What one batch of tokens adds to a choice. `finish` is set on the last delta only."""
+
+    text: str
+    tokens: list[int]
+    scores: list[Score]
+    finish: FinishReason | None = None
+    prompt_scores: tuple[TokenLogprobs, ...] | None = None
+
+
+class Choice:
+    """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too;
+    `silent`: the first token ends it and is not part of it."""
+
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        stream: TokenStream,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        *,
+        shows_end: bool = False,
+        silent: bool = False,
+    ) -> None:
+        self.index = index
+        self.job = job
+        self.stream = stream
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.reused = Reused(0, 0, 0, len(job.tokens))  # where the KV of its prompt came from
+        self.finish: FinishReason | None = None
+        self._num_chars = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._shows_end, self._silent = shows_end, silent
+
+    def push(self, batch: Sequence[Generated]) -> Delta:
+        """Takes the next tokens. Those behind the end of a stop string are ignored and not counted.
+
+        Raises ProtocolError when log-probabilities were asked for and are missing.
+        """
+        delta = Delta("", [], [])
+        for generated in batch:
+            if generated.cached_tokens is not None:
+                self.cached_tokens = generated.cached_tokens
+            if generated.index == 0:  # a further attempt finds the answer so far in its cache, too
+                self.reused = generated.reused or self._all_exact()
+            if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
+                delta.prompt_scores = self._prompt_scores(generated)
+            if self._silent:
+                self.finish = FinishReason.LENGTH
+                break
+            self.num_tokens += 1
+            delta.tokens.append(generated.token)
+            if self.job.sampling.logprobs is not None:
+                delta.scores.append(self._score(generated))
+            delta.text += self._text(generated)
+            self.finish = FinishReason.STOP if self._stops.matched else generated.finish
+            if self.finish is not None:
+                break
+        delta.finish = self.finish
+        return delta
+
+    @property
+    def stopped(self) -> bool:
+        """It ended at a stop string, of which the cluster knows nothing."""
+        return self._stops.matched
+
+    def _all_exact(self) -> Reused:
+        return Reused(self.cached_tokens, 0, 0, len(self.job.tokens) - self.cached_tokens)
+
+    def _text(self, generated: Generated) -> str:
+        # A token that ends the answer, as eos does, is counted but gives no text.
+        ends = generated.finish is FinishReason.STOP and not self._shows_end
+        piece = "" if ends else self._detokenizer.push(generated.token)
+        if generated.finish is not None:
+            piece += self._detokenizer.flush()
+        self._num_chars += len(piece)
+        shown = self._stops.push(piece)
+        return shown + self._stops.flush() if generated.finish is not None else shown
+
+    def _prompt_scores(self, first: Generated) -> tuple[TokenLogprobs, ...]:
+        scores = first.prompt_logprobs
+        if scores is None or len(scores) != len(self.job.tokens) - 1:
+            raise ProtocolError(f"{self.job.request}: the prompt's log-probabilities did not come whole")
+        return scores
+
+    def _score(self, generated: Generated) -> Score:
+        if generated.logprobs is None:
+            raise ProtocolError(f"{self.job.request}: a token came without the log-probabilities asked for")
+        return Score(generated.token, generated.logprobs, self._num_chars)
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of a choice as one, for the answer that is not streamed."""
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        scores=[score for delta in deltas for score in delta.scores],
+        finish=deltas[-1].finish,
+        prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
+    )

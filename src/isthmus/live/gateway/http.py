@@ -1,0 +1,87 @@
+"""The thin layer between ASGI messages and the rest: bodies in, events and bodies out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from starlette.types import Receive, Scope, Send
+
+from isthmus.live.gateway.client import ClientGoneError
+from isthmus.live.gateway.problems import BodyTooLargeError, UnsupportedMediaError
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would collect events into blocks otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+NOTE = b"x-isthmus-note"
+"""Header of an answer: what of the request has no part in it."""
+_COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
+"""Of other content codings some clients speak who mean a charset."""
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole request body. Raises BodyTooLargeError and UnsupportedMediaError, as early as they are known, or
+    ClientGoneError."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > max_bytes:
+            raise _too_large(max_bytes)
+        if name == b"content-encoding" and (coding := _COMPRESSION.search(value)):
+            raise UnsupportedMediaError(coding[0].decode().lower())
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def send_body(send: Send, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """A whole answer with status 200."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class EventWriter:
+    """Server-sent events over one response, which starts with the first write."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = False
+        self._send, self._headers = send, [*EVENT_HEADERS, *headers]
+        self._turn = asyncio.Lock()  # choices write from their own tasks
+
+    async def write(self, events: bytes) -> None:
+        """Raises ClientGoneError."""
+        async with self._turn:
+            await self._start()
+            if events:
+                await self._body(events, more=True)
+
+    async def close(self, events: bytes) -> None:
+        """Writes `events` and ends the response. Raises ClientGoneError."""
+        async with self._turn:
+            await self._body(events, more=False)
+
+    async def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+
+    async def _body(self, body: bytes, *, more: bool) -> None:
+        try:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except OSError:  # what ASGI says of a closed connection
+            raise ClientGoneError from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"the body is larger than {max_bytes} bytes, the most this server reads")

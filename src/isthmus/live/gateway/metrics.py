@@ -1,0 +1,216 @@
+"""Prometheus metrics of the gateway, in base units. Names follow vLLM's behind the prefix `isthmus_`.
+
+Times, lengths and finish reasons count choices (what the cluster calls a request: a call with `n: 4` is four);
+failures and cancellations count HTTP requests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from isthmus.live.gateway.backend import Backend
+from isthmus.live.gateway.choice import Choice, Delta
+from isthmus.live.gateway.node_metrics import PREFIX, NodeMetrics
+from isthmus.live.gateway.offload_metrics import OffloadMetrics
+from isthmus.live.gateway.preparing import Preparing
+from isthmus.live.gateway.settings import GatewaySettings
+from isthmus.live.gateway.tally import Tally
+from isthmus.live.gateway.tenants import TenantMeter
+from isthmus.live.gateway.traffic import Traffic
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+
+
+class Meter:
+    """All metrics of one app, in a registry of their own. `tenants`: those that name tenants, if any may."""
+
+    def __init__(
+        self, backend: Backend, preparing: Preparing, traffic: Traffic, *, names_tenants: bool = False
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.tenants = TenantMeter(registry) if names_tenants else None
+        registry.register(_Preparing(preparing))
+        registry.register(_TrafficMetrics(traffic))
+        registry.register(NodeMetrics(backend, names_tenants=names_tenants))
+        registry.register(_Refusals(backend))
+        registry.register(OffloadMetrics(backend))
+        self.first_token = self._tally(
+            "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
+        )
+        self.between_tokens = self._tally(
+            "inter_token_latency_seconds", "Time between two tokens of a request.", BETWEEN_TOKENS_S
+        )
+        self.whole_request = self._tally(
+            "e2e_request_latency_seconds", "From the arrival of a request to its last token.", WHOLE_REQUEST_S
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that came from the cache.")
+        self.moved_tokens = self._counter(
+            "prompt_tokens_moved", "Prompt tokens whose KV came from the same text at another place."
+        )
+        self.similar_tokens = self._counter(
+            "prompt_tokens_similar", "Prompt tokens whose KV came from a prompt that means nearly the same."
+        )
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.succeeded = self._counter("request_success", "Requests that ended well.", "finished_reason")
+        self.within_slo = self._counter("requests_within_slo", "Requests that ended well inside their limits.")
+        self._failed = self._counter("requests_failed", "HTTP requests that failed.", "status")
+        self._cancelled = self._counter("requests_cancelled", "HTTP requests given up by clients.")
+        self.running = Gauge(PREFIX + "num_requests_running", "Requests in the cluster now.", registry=registry)
+
+    @property
+    def num_running(self) -> int:
+        """Choices under way."""
+        return int(self._registry.get_sample_value(f"{PREFIX}num_requests_running") or 0)
+
+    def failed(self, status: int) -> None:
+        self._failed.labels(str(status)).inc()
+
+    def cancelled(self) -> None:
+        self._cancelled.inc()
+
+    def render(self) -> bytes:
+        """The Prometheus text of all metrics, those of the nodes included."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self._registry)
+
+    def _tally(self, name: str, text: str, bounds: Sequence[float]) -> Tally:
+        tally = Tally(PREFIX + name, text, bounds)
+        self._registry.register(tally)
+        return tally
+
+
+class ChoiceTimer:
+    """Feeds the meter from one choice. `arrival_s`: the request's, by `time.perf_counter`."""
+
+    def __init__(
+        self, meter: Meter, settings: GatewaySettings, choice: Choice, *, arrival_s: float, leads: bool
+    ) -> None:
+        """`leads`: it is the first choice of its prompt, so the prompt is counted here."""
+        self._meter = meter
+        self._slo = _Slo(choice.job.ttft_ms or settings.ttft_ms, choice.job.tbt_ms or settings.tbt_ms)
+        self._choice = choice
+        self._arrival_s = arrival_s
+        self._leads = leads
+        self._last_s: float | None = None
+        self._num_cached = 0
+
+    def observe(self, delta: Delta) -> None:
+        """A batch of tokens came. Its tokens share the gap before it, as they came at once."""
+        now_s = time.perf_counter()
+        num_tokens = len(delta.tokens)
+        self._meter.generated_tokens.inc(num_tokens)
+        if self._last_s is None:
+            self._observe_first(now_s)
+        elif num_tokens:
+            gap_s = (now_s - self._last_s) / num_tokens
+            self._meter.between_tokens.observe(gap_s, times=num_tokens)
+            self._slo.observe_gap(gap_s, num_tokens)
+        self._last_s = now_s
+        if (
+            self._leads and self._choice.cached_tokens > self._num_cached
+        ):  # some engines tell it with the last token
+            self._meter.cached_tokens.inc(self._choice.cached_tokens - self._num_cached)
+            self._num_cached = self._choice.cached_tokens
+        if delta.finish is not None:
+            self._meter.whole_request.observe(now_s - self._arrival_s)
+            self._meter.succeeded.labels(delta.finish).inc()
+            self._meter.within_slo.inc(self._slo.kept)
+
+    def _observe_first(self, now_s: float) -> None:
+        self._meter.first_token.observe(now_s - self._arrival_s)
+        self._slo.observe_first(now_s - self._arrival_s)
+        if self._leads:
+            self._meter.prompt_tokens.inc(len(self._choice.job.tokens))
+            self._meter.moved_tokens.inc(self._choice.reused.moved)
+            self._meter.similar_tokens.inc(self._choice.reused.similar)
+
+
+class _Slo:
+    """Whether one choice keeps its limits: time to first token, and the mean of its longest tenth of gaps."""
+
+    def __init__(self, ttft_ms: int | None, tbt_ms: int | None) -> None:
+        self._ttft_ms, self._tbt_ms = ttft_ms, tbt_ms
+        self._in_time = True
+        self._gaps_s: list[float] = []
+
+    def observe_first(self, ttft_s: float) -> None:
+        self._in_time = self._ttft_ms is None or ttft_s * 1000 <= self._ttft_ms
+
+    def observe_gap(self, gap_s: float, times: int) -> None:
+        if self._tbt_ms is not None:
+            self._gaps_s += [gap_s] * times
+
+    @property
+    def kept(self) -> bool:
+        if not self._in_time or self._tbt_ms is None or not self._gaps_s:
+            return self._in_time
+        longest = sorted(self._gaps_s, reverse=True)[: math.ceil(len(self._gaps_s) / 10)]
+        return sum(longest) / len(longest) * 1000 <= self._tbt_ms
+
+
+class _TrafficMetrics(Collector):
+    """Of connections, read when Prometheus asks."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        traffic = self._traffic
+        text = "HTTP connections and requests turned away, by the limit (limits.*) that did it."
+        refused = CounterMetricFamily(f"{PREFIX}http_refused", text, labels=["reason"])
+        for reason, count in traffic.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+        yield GaugeMetricFamily(f"{PREFIX}http_connections", "Open HTTP connections.", traffic.num_connections)
+        text = "Bytes of request bodies that are not whole yet."
+        yield GaugeMetricFamily(f"{PREFIX}http_body_bytes", text, traffic.body_bytes)
+
+
+class _Refusals(Collector):
+    """Requests the cluster turned away, read when Prometheus asks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> list[CounterMetricFamily]:
+        """Nothing is known yet; without this the registry would ask at once."""
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        text = "Requests turned away, by the stage that could not take them."
+        family = CounterMetricFamily(f"{PREFIX}requests_refused", text, labels=["stage"])
+        for stage, count in self._backend.refusals().items():
+            family.add_metric([stage], count)
+        yield family
+
+
+class _Preparing(Collector):
+    """Large bodies, and those with a grammar."""
+
+    def __init__(self, preparing: Preparing) -> None:
+        self._preparing = preparing
+
+    def describe(self) -> list[Metric]:
+        """Known when it is asked for."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = "Large bodies, or with a grammar, that are being read or wait for it."
+        yield GaugeMetricFamily(f"{PREFIX}requests_preparing", waiting, self._preparing.num_waiting)
+        deaths = "Processes that died over such a body; its request was refused."
+        yield CounterMetricFamily(f"{PREFIX}preparing_deaths", deaths, self._preparing.num_deaths)

@@ -1,0 +1,336 @@
+"""From a parsed request to a prepared one: the jobs to submit, and what their answer must carry.
+
+This is where a request meets the model: tokenising, lengths, vocabulary, defaults.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from isthmus.core.errors import RequestError
+from isthmus.core.types import Job, ModelCard, RequestId, Reuse
+from isthmus.live.gateway.auth import salt_of
+from isthmus.live.gateway.limits import answer_tokens, check_chars, check_prompt, truncated
+from isthmus.live.gateway.problems import UnknownModelError
+from isthmus.live.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+    TemplateFields,
+)
+from isthmus.live.gateway.reuse import reuse_of
+from isthmus.live.gateway.sampling import Sampler, check_vocabulary, sampler_of
+from isthmus.live.gateway.settings import GatewaySettings
+from isthmus.live.gateway.structured import check_grammar, grammar_of
+from isthmus.live.gateway.terms import Terms
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.tool_fields import left_out
+from isthmus.live.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
+from isthmus.live.gateway.tools.formats import Format
+
+DEFAULT_COMPLETION_TOKENS = 16
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an answer is written. `usage`: None in no event, False in the last one, True in each."""
+
+    stream: bool
+    usage: bool | None
+    stops: tuple[str, ...]
+    shows_stop: bool
+    shows_special: bool
+    token_ids: bool
+    tokens_as_ids: bool
+    echo: bool
+    only_echo: bool
+    prompt_logprobs: int | None
+
+    @property
+    def counts(self) -> bool:
+        """Usage is part of a streamed answer."""
+        return self.usage is not None
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts;
+    `offsets`: of their tokens in these; both where the answer repeats them. `repeated`: fields of a ResponsesReply that
+    are the request's, where it is one's."""
+
+    id: str
+    created_s: int
+    model: str
+    prompts: tuple[Tokens, ...]
+    texts: tuple[str, ...]
+    offsets: tuple[Tokens, ...]
+    n: int
+    jobs: tuple[Job, ...]
+    writing: Writing
+    tools: ToolUse | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Of the request, what has no part in the answer and the client is told so: each kind once."""
+
+    @property
+    def reuse(self) -> Reuse:
+        """Which KV its prompts may be computed with; all of its jobs say the same."""
+        return self.jobs[0].reuse
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """With the most tokens its answers may have. `text`: as the client sent it, and where in it tokens begin, where the
+    answer repeats it."""
+
+    tokens: Tokens
+    max_tokens: int
+    text: str = ""
+    offsets: Tokens = ()
+
+
+@dataclass(frozen=True)
+class RequestPreparer:
+    """Turns requests into prepared ones. `hex_id` makes the answer's id unique. `tool_format`: of the calls that this
+    model writes, None if that is not known."""
+
+    card: ModelCard
+    tokenizer: GatewayTokenizer
+    settings: GatewaySettings
+    tool_format: Format | None
+
+    def chat(
+        self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
+    ) -> PreparedRequest:
+        """`prefix`: of the answer's id. Raises RequestError."""
+        self.check_model(request.model)
+        if len(request.tools or ()) > self.settings.max_tools:
+            raise over("tools", len(request.tools or ()), self.settings.max_tools)
+        tools = tool_use(request, self.tool_format)
+        grammar = self._answer_grammar(request)
+        if tools and (tools.forced or tools.strict or tools.constrained):
+            grammar = call_grammar(request, tools, grammar, self.tokenizer, self.settings.grammar)
+        sampler = self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, grammar)
+        asked, param = _chat_max_tokens(request)
+        tokens = truncated(self.chat_tokens(request, request.add_special_tokens), request, asked, self.card)
+        check_prompt(len(tokens), self.card, "messages")
+        max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
+        prompt = _Prompt(tokens, max_tokens)
+        prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
+        return replace(prepared, left_out=tuple(dict.fromkeys(left_out(request.tools_))))
+
+    def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
+        """Raises RequestError."""
+        self.check_model(request.model)
+        asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
+        sampler = self._sampler(request, request.logprobs, asked, self._answer_grammar(request))
+        self._check_count(len(request.prompt), request.n or 1)
+        prompts = [self._prompt(prompt, request) for prompt in request.prompt]
+        return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, prompts)
+
+    def chat_tokens(self, request: TemplateFields, add_special_tokens: bool | None) -> Tokens:
+        """Tokens of a conversation. Raises RequestError."""
+        if request.add_generation_prompt and request.continue_final_message:
+            message = "'add_generation_prompt' and 'continue_final_message' contradict each other: give one"
+            raise RequestError(message, param="continue_final_message")
+        if len(request.messages) > self.settings.max_messages:
+            raise over("messages", len(request.messages), self.settings.max_messages)
+        messages = [message.for_template() for message in request.messages]
+        text = self.tokenizer.render(messages, **_template_options(request))
+        if isinstance(request, ChatRequest):
+            self._check_chars(text, request, "messages")
+        return tuple(self.tokenizer.encode_text(text, add_special_tokens=bool(add_special_tokens)))
+
+    def _check_chars(self, text: str, request: GenerationRequest, param: str) -> None:
+        """Raises RequestError."""
+        if request.truncate_prompt_tokens is None:
+            check_chars(len(text), self.tokenizer.least_tokens(len(text)), self.card, param)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError. No name means the served model."""
+        if name is not None and name != self.card.name:
+            raise UnknownModelError(name, self.card.name)
+
+    def _answer_grammar(self, request: GenerationRequest) -> str:
+        """Of an answer that calls nothing; "" where it is free. Raises RequestError."""
+        grammar, param = grammar_of(request)
+        if grammar:
+            check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
+        return grammar
+
+    def _sampler(
+        self,
+        request: GenerationRequest,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        grammar: str,
+    ) -> Sampler:
+        """`grammar`: of the answer, "" where it is free. Raises RequestError."""
+        if request.best_of not in (None, request.n or 1):
+            message = "'best_of' is supported only as equal to 'n': answers are not ranked"
+            raise RequestError(message, param="best_of")
+        if request.stream and request.prompt_logprobs is not None:
+            message = "'prompt_logprobs' come in one piece: leave it out, or do not stream"
+            raise RequestError(message, param="prompt_logprobs")
+        bad_words = self.tokenizer.words_as_tokens(request.bad_words or ())
+        return sampler_of(
+            request,
+            self.tokenizer.generation,
+            self.card,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            bad_words=bad_words,
+            grammar=grammar,
+        )
+
+    def _prepared(
+        self,
+        answer_id: str,
+        request: GenerationRequest,
+        terms: Terms,
+        sampler: Sampler,
+        prompts: list[_Prompt],
+        tools: ToolUse | None = None,
+    ) -> PreparedRequest:
+        """Raises RequestError."""
+        n = request.n or 1
+        reuse = reuse_of(terms, _scored(request), self.settings, self.card)
+        weight = self.settings.shares.weight_of(terms.tenant)
+        jobs: list[Job] = []
+        for prompt in prompts:
+            for sampling in sampler.for_prompt(n):
+                jobs.append(
+                    Job(
+                        request=RequestId(f"{answer_id}-{len(jobs)}"),
+                        tokens=prompt.tokens,
+                        max_tokens=prompt.max_tokens,
+                        sampling=sampling,
+                        tenant=terms.tenant or request.user or "",
+                        salt=salt_of(terms.tenant, request.cache_salt or ""),
+                        priority=terms.priority,
+                        ttft_ms=terms.ttft_ms,
+                        tbt_ms=terms.tbt_ms,
+                        reuse=reuse,
+                        weight=weight,
+                    )
+                )
+        return PreparedRequest(
+            id=answer_id,
+            created_s=int(time.time()),
+            model=self.card.name,
+            prompts=tuple(prompt.tokens for prompt in prompts),
+            texts=tuple(prompt.text for prompt in prompts),
+            offsets=tuple(prompt.offsets for prompt in prompts),
+            n=n,
+            jobs=tuple(jobs),
+            writing=_writing(request),
+            tools=tools,
+        )
+
+    def _check_count(self, num_prompts: int, n: int) -> None:
+        most = self.settings.max_sequences
+        if num_prompts * n > most:
+            message = (
+                f"{num_prompts} prompts with n = {n} are {num_prompts * n} sequences; ask for at most {most}"
+            )
+            raise RequestError(message, param="prompt")
+
+    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _Prompt:
+        """Raises RequestError."""
+        if isinstance(prompt, str):
+            special = request.add_special_tokens is not False
+            self._check_chars(prompt, request, "prompt")
+            # An empty text stays empty: the special tokens around it alone are no prompt.
+            tokens = tuple(self.tokenizer.encode_text(prompt, add_special_tokens=special)) if prompt else ()
+        else:
+            tokens = prompt
+        asked = request.max_tokens
+        if asked == 0 and not request.echo:
+            raise RequestError("'max_tokens' may be 0 only with echo: true", param="max_tokens")
+        default = DEFAULT_COMPLETION_TOKENS
+        kept = truncated(tokens, request, default if asked is None else asked, self.card)
+        check_prompt(len(kept), self.card, "prompt", 0 if asked == 0 else 1)
+        check_vocabulary(kept, self.card, "prompt")
+        most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
+        found = _Prompt(kept, most)
+        if not request.echo:
+            return found
+        sent = prompt if isinstance(prompt, str) and kept == tokens else None
+        text = self.tokenizer.prompt_text(kept, alone=asked == 0) if sent is None else sent
+        scored = request.logprobs is not None
+        return replace(found, text=text, offsets=self.tokenizer.offsets(kept, text) if scored else ())
+
+
+def over(param: str, count: int, most: int) -> RequestError:
+    """The refusal of a list that is longer than the limit of its name."""
+    return RequestError(
+        f"{param!r} has {count} entries; this server takes up to {most} (limits.{param})", param=param
+    )
+
+
+def _writing(request: GenerationRequest) -> Writing:
+    options = request.stream_options
+    counts = options is not None and bool(options.include_usage)
+    return Writing(
+        stream=bool(request.stream),
+        usage=bool(options and options.continuous_usage_stats) if counts else None,
+        stops=request.stop or (),
+        shows_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+        shows_special=request.skip_special_tokens is False,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        only_echo=request.max_tokens == 0,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+def _template_options(request: TemplateFields) -> dict[str, Any]:
+    """What of a request's fields the template is rendered with."""
+    continues = bool(request.continue_final_message)
+    opens = request.add_generation_prompt
+    extra = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    return {
+        "add_generation_prompt": not continues if opens is None else opens,
+        "continue_final_message": continues,
+        "chat_template_kwargs": extra,
+        "documents": request.documents,
+        "tools": definitions(request),
+    }
+
+
+def _scored(request: GenerationRequest) -> str:
+    """What asks for log-probabilities of the prompt, "" if nothing does."""
+    if request.prompt_logprobs is not None:
+        return "'prompt_logprobs'"
+    echoed = isinstance(request, CompletionRequest) and _echoed(request) is not None
+    return "'echo' with 'logprobs'" if echoed else ""
+
+
+def _echoed(request: CompletionRequest) -> int | None:
+    """Log-probabilities that an echoed prompt needs."""
+    return request.logprobs if request.echo else None
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise RequestError("'top_logprobs' is allowed only with logprobs: true", param="top_logprobs")
+    return None
+
+
+def _chat_max_tokens(request: ChatRequest) -> tuple[int | None, str]:
+    """The client's limit, and the name of the field it stood in."""
+    if request.max_completion_tokens is None:
+        return request.max_tokens, "max_tokens"
+    if request.max_tokens not in (None, request.max_completion_tokens):
+        message = "'max_tokens' and 'max_completion_tokens' mean the same and differ: give only one"
+        raise RequestError(message, param="max_tokens")
+    return request.max_completion_tokens, "max_completion_tokens"

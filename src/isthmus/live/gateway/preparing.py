@@ -1,0 +1,288 @@
+"""Where a body becomes a prepared request: here, if it is small and asks for no grammar, else in a sandbox.
+
+A large body takes long to read and to tokenise, and a grammar meets a library's native code; other requests' tokens are
+to flow meanwhile, whatever becomes of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
+from isthmus.core.types import Job, ModelCard
+from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.client import while_connected
+from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
+from isthmus.live.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from isthmus.live.gateway.responses.body import ResponsesRequest
+from isthmus.live.gateway.responses.chat import ResponsesPreparer, renamed
+from isthmus.live.gateway.settings import GatewaySettings
+from isthmus.live.gateway.structured import is_constrained
+from isthmus.live.gateway.terms import Terms
+from isthmus.live.gateway.tokenize import TokenizeEndpoints
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.tool_use import format_of
+from isthmus.live.gateway.wire import encode
+from isthmus.sandbox import Answer, ForkServer, Limits, Sandbox, SandboxError, serve
+
+KEPT_BYTES = 64 << 20
+"""By which a worker may have grown."""
+NICE = 10
+"""Of workers: others' tokens come first."""
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """`read`: kind of the body; `make`: what becomes of it, a PreparedRequest, or the answer itself."""
+
+    read: Any
+    make: Callable[[Any, str, Terms], PreparedRequest | bytes]
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What workers need. `model`: where the tokenizer is."""
+
+    model: str
+    card: ModelCard
+    settings: GatewaySettings
+
+
+class Preparing:
+    """The preparations of all endpoints, by name. `close` ends the workers."""
+
+    def __init__(
+        self, card: ModelCard, tokenizer: GatewayTokenizer, settings: GatewaySettings, model: Path | None = None
+    ) -> None:
+        """`model`: from where workers read the tokenizer again; None: all is done here, in a thread if it is large.
+        Raises ConfigError."""
+        self._preparations, self._settings = preparations(card, tokenizer, settings), settings
+        self._waiting = self._waiting_bytes = 0
+        self._sandboxes = list[Sandbox]()
+        num_workers = settings.num_preparers
+        self._threads = ThreadPoolExecutor(num_workers, "preparing")
+        self.setup = Setup(str(model), card, replace(settings, keys=()))
+        if model is not None:
+            self._server = ForkServer("isthmus.live.gateway.preparing", msgspec.msgpack.encode(self.setup))
+            limits = Limits(settings.prepare_bytes, settings.prepare_s, KEPT_BYTES, nice=NICE)
+            self._sandboxes = [Sandbox(self._server, limits) for _ in range(num_workers)]
+            self._idle = deque(self._sandboxes)
+
+    def open(self) -> None:
+        """Starts the workers, that the first who needs one does not wait for it."""
+        for _ in self._sandboxes:
+            self._threads.submit(self._with_sandbox, Sandbox.open)
+
+    async def __call__(self, name: str, body: bytes, hex_id: str, terms: Terms, receive: Receive) -> Any:
+        """A client that goes away meanwhile, of which `receive` tells, takes no worker's time. Raises RequestError,
+        OverloadedError, ClientGoneError."""
+        preparation = self._preparations[name]
+        if len(body) <= self._settings.long_body_bytes:
+            request = parse_body(preparation.read, body, self._settings.max_depth)
+            if not self._sandboxes or not _asks_for_grammar(request):
+                return preparation.make(request, hex_id, terms)
+        self._check_room(len(body))
+        self._waiting += 1
+        self._waiting_bytes += len(body)
+        try:
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._threads, self._prepare, name, body, hex_id, terms)
+            return await while_connected(work, receive)
+        finally:
+            self._waiting -= 1
+            self._waiting_bytes -= len(body)
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        most = self._settings.http.bodies
+        if self._waiting >= self._settings.max_preparing:
+            message = f"{self._waiting} large requests are being read, the limit (limits.preparing); try again"
+        elif self._waiting and self._waiting_bytes + num_bytes > most:
+            message = (
+                f"requests of {self._waiting_bytes} bytes are being read; with this one they were more than "
+            )
+            message += f"{most}, the limit (limits.bodies); try again"
+        else:
+            return
+        raise OverloadedError(message, retry_after_s=1)
+
+    def _prepare(self, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
+        """In a thread. Raises RequestError."""
+        if not self._sandboxes:
+            preparation = self._preparations[name]
+            return preparation.make(parse_body(preparation.read, body, self._settings.max_depth), hex_id, terms)
+        question = _encode(_Question(name, body, hex_id, terms))
+        try:
+            return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
+        except SandboxError as error:
+            refusal = self._too_much(error.note)
+            raise (renamed(refusal) if name == "response" else refusal) from None
+        except StartError as error:
+            raise UnavailableError(f"large bodies cannot be read now: {error}") from None
+
+    def _with_sandbox(self, work: Callable[[Sandbox], Result]) -> Result:
+        """In a thread; there are as many sandboxes as threads."""
+        sandbox = self._idle.popleft()
+        try:
+            return work(sandbox)
+        finally:
+            self._idle.append(sandbox)
+
+    def _too_much(self, param: str) -> RequestError:
+        settings, grammar = self._settings, self._settings.grammar
+        if param:
+            return RequestError(
+                f"{param!r} cannot be followed: it takes more than {grammar.cpu_s:g} s (limits.grammar_s) or "
+                f"{settings.prepare_bytes >> 20} MiB to compile, or the library of grammars fails on it",
+                param=param,
+            )
+        return RequestError(
+            f"the body takes more than {settings.prepare_s:g} s (limits.prepare_s) or {settings.prepare_bytes >> 20} "
+            "MiB (limits.prepare_memory) to read; send a smaller one"
+        )
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that died over a request."""
+        return sum(sandbox.deaths for sandbox in self._sandboxes)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting
+
+    def close(self) -> None:
+        for sandbox in self._sandboxes:
+            sandbox.close()
+        if self._sandboxes:
+            self._server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def preparations(
+    card: ModelCard, tokenizer: GatewayTokenizer, settings: GatewaySettings
+) -> dict[str, Preparation]:
+    """Raises ConfigError."""
+    preparer = RequestPreparer(card, tokenizer, settings, format_of(tokenizer.template, settings.tool_format))
+    responses, texts = ResponsesPreparer(preparer), TokenizeEndpoints(preparer)
+    return {
+        "chat": Preparation(ChatRequest, preparer.chat),
+        "completion": Preparation(CompletionRequest, preparer.completion),
+        "response": Preparation(ResponsesRequest, responses.prepare),
+        "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(texts.tokenize(request))),
+        "detokenize": Preparation(DetokenizeRequest, lambda request, *_: encode(texts.detokenize(request))),
+    }
+
+
+def _asks_for_grammar(request: Any) -> bool:
+    if not isinstance(request, GenerationRequest):
+        return False
+    tools = getattr(request, "tools", None)
+    text = request.text if isinstance(request, ResponsesRequest) else None
+    forms = text is not None and text.format is not None and text.format.type != "text"
+    return bool(tools) or forms or is_constrained(request)
+
+
+# What goes to a worker and what comes from it.
+
+
+class _Question(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    body: bytes
+    hex_id: str
+    terms: Terms
+
+
+class _Packed(msgspec.Struct, frozen=True, tag=True):
+    """A prepared request whose jobs differ only in what is in `draws`: seed and most tokens. What they share is there
+    once: prompts and grammars are large."""
+
+    request: PreparedRequest
+    job: Job
+    draws: tuple[tuple[int, int], ...]
+
+
+class _Refused(msgspec.Struct, frozen=True, tag=True):
+    message: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_question = msgspec.msgpack.Decoder(_Question).decode
+_encode_answer = msgspec.json.Encoder().encode  # schemas hold integers that msgpack has no room for
+_answer = msgspec.json.Decoder(_Packed | _Refused).decode
+_WHOLE, _PACKED = b"w", b"p"
+"""What an answer begins with: it is the client's as it stands, or to be unpacked."""
+
+
+def _packed(prepared: PreparedRequest) -> _Packed:
+    draws = tuple([(job.sampling.seed, job.max_tokens) for job in prepared.jobs])
+    job = msgspec.structs.replace(prepared.jobs[0], tokens=())
+    return _Packed(replace(prepared, jobs=()), job, draws)
+
+
+def _unpacked(found: bytearray) -> PreparedRequest | bytes:
+    """Raises RequestError."""
+    kind, content = bytes(found[:1]), memoryview(found)[1:]
+    if kind == _WHOLE:
+        return bytes(content)
+    said = _answer(content)
+    if isinstance(said, _Refused):
+        error = RequestError(said.message, param=said.param, code=said.code)
+        error.http_status = said.status
+        raise error
+    prepared = said.request
+    jobs = [
+        msgspec.structs.replace(
+            said.job,
+            request=f"{prepared.id}-{at}",
+            tokens=prepared.prompts[at // prepared.n],
+            max_tokens=max_tokens,
+            sampling=msgspec.structs.replace(said.job.sampling, seed=seed),
+        )
+        for at, (seed, max_tokens) in enumerate(said.draws)
+    ]
+    return replace(prepared, jobs=tuple(jobs))
+
+
+def _load(setup: bytes) -> Answer:
+    said = msgspec.msgpack.decode(setup, type=Setup)
+    tokenizer = GatewayTokenizer.load(Path(said.model))
+    found = preparations(said.card, tokenizer, said.settings)
+    tokenizer.read_for_grammars()
+
+    def answer(data: bytes) -> Sequence[bytes]:
+        asked = _question(data)
+        preparation = found[asked.name]
+        try:
+            request = parse_body(preparation.read, asked.body, said.settings.max_depth)
+            made = preparation.make(request, asked.hex_id, asked.terms)
+            return [_WHOLE, made] if isinstance(made, bytes) else [_PACKED, _encode_answer(_packed(made))]
+        except RequestError as error:
+            refused = _Refused(str(error), error.param, error.code, error.http_status)
+            return [_PACKED, _encode_answer(refused)]
+
+    return answer
+
+
+def main() -> None:
+    """Of the fork server."""
+    serve(_load)

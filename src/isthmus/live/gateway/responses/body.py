@@ -1,0 +1,174 @@
+"""The body of `/v1/responses`, field by field, in the three groups that requests.py speaks of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from isthmus.live.gateway import fields as f
+from isthmus.live.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
+from isthmus.live.gateway.requests import MAX_LOGPROBS, GenerationRequest
+from isthmus.live.gateway.responses.items import Input, flat_name
+from isthmus.live.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
+from isthmus.live.gateway.tool_fields import (
+    CHOICE,
+    NAME,
+    FunctionDefinition,
+    Tools,
+    functions,
+    left_out,
+    parse_choice,
+    tools,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    # Of items that this server's answers never have.
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+
+
+def _called(name: str) -> Checked:
+    """A field that only chat completions have."""
+
+    def check(value: Any) -> Any:
+        raise refuse(f"is not a field of responses: it is called {name!r} here")
+
+    return Checked(check, NULL)
+
+
+class SchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+    name: str = Field(max_length=f.MAX_LABEL_CHARS, description="a string of at most 256 characters")
+    schema_: Annotated[Any, Schema] = Field(alias="schema")
+
+
+class TextOptions(Strict):
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
+        default=None, description="an object with a type"
+    )
+    verbosity: str | None = f.label()
+
+
+class ReasoningOptions(Strict):
+    effort: str | None = f.label()
+    """For the chat template, as it is."""
+    summary: Annotated[Any, only("auto", "concise", "detailed")] = None
+    generate_summary: Annotated[Any, only("auto", "concise", "detailed")] = None
+    """Its older name. Nothing is summarised: answers show what the model wrote."""
+    context: Annotated[Any, only("auto", "current_turn", "all_turns")] = None
+    mode: Annotated[Any, only("standard")] = None
+
+
+class FunctionTool(FunctionDefinition):
+    type: Literal["function"]
+    output_schema: dict[str, Any] | None = f.free_object()
+    allowed_callers: Annotated[Any, only(["direct"])] = None
+    defer_loading: Annotated[Any, only(False)] = None
+    background: Annotated[Any, only(False)] = Field(default=None, alias="async")
+
+
+class NamespaceTool(Strict):
+    """Functions of one origin, such as an MCP server."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
+    description: str | None = f.text()
+    tools: Tools[FunctionTool] = Field(fail_fast=True, description="a list of tools")
+
+    @property
+    def flat(self) -> list[FunctionTool]:
+        found = functions(self.tools) or []
+        return [each.model_copy(update={"name": flat_name(self.name, each.name)}) for each in found]
+
+
+def _offered(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
+    """Without what is in it that is no function."""
+    return tool.model_copy(update={"tools": functions(tool.tools)}) if isinstance(tool, NamespaceTool) else tool
+
+
+def _check_choice(value: Any) -> Any:
+    """As it is: the answer repeats it."""
+    parse_choice(value)
+    return value
+
+
+class ResponsesRequest(GenerationRequest):
+    input: Input
+    instructions: str | None = f.text()
+    max_output_tokens: int | None = f.num_tokens(1)
+    include: list[Annotated[Any, only(*INCLUDABLE)]] | None = Field(
+        default=None, fail_fast=True, description="a list of strings"
+    )
+    top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
+    text: TextOptions | None = Field(default=None, description="an object")
+    reasoning: ReasoningOptions | None = Field(default=None, description="an object")
+    tools_: Tools[FunctionTool | NamespaceTool] | None = tools()
+    tool_choice: Annotated[Any, Checked(_check_choice, CHOICE)] = None
+    parallel_tool_calls: bool | None = f.boolean()
+    chat_template_kwargs: dict[str, Any] | None = f.free_object()
+    truncation: Annotated[Any, only("disabled", "auto")] = None
+    """auto: of a conversation that is too long, turns are dropped from the beginning on."""
+
+    # Accepted: no answer would be another without them.
+    max_tool_calls: int | None = f.integer(1, f.MAX_INT)
+    """Of tools that the server runs, of which there are none."""
+    client_metadata: dict[str, Any] | None = f.free_object()
+    """Codex's word for `metadata`."""
+    include_reasoning: bool | None = f.boolean()
+    mm_payload: str | None = f.label()
+
+    # Accepted as long as they ask for nothing.
+    background: Annotated[Any, only(False)] = None
+    chat_template: Annotated[Any, Refused] = None
+    media_io_kwargs: Annotated[Any, only({})] = None
+    enable_response_messages: Annotated[Any, only(False)] = None
+    previous_input_messages: Annotated[Any, only([])] = None
+
+    # Refused: they need what is kept of earlier requests, or what only OpenAI has.
+    previous_response_id: Annotated[Any, Refused] = None
+    conversation: Annotated[Any, Refused] = None
+    prompt: Annotated[Any, Refused] = None
+    context_management: Annotated[Any, only([])] = None
+    background_options: Annotated[Any, Refused] = None
+    access_programs: Annotated[Any, Refused] = None
+    image: Annotated[Any, Refused] = None
+
+    # What chat completions have and responses do not.
+    max_tokens: Annotated[Any, _called("max_output_tokens")] = None
+    response_format: Annotated[Any, _called("text.format")] = None
+    n: Annotated[Any, only(1)] = None
+    best_of: Annotated[Any, only(1)] = None
+    prompt_logprobs: Annotated[Any, Refused] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+
+    @property
+    def tools(self) -> list[FunctionTool]:
+        """All functions, by the names that the model is told."""
+        return [
+            each for tool in self.offered for each in (tool.flat if isinstance(tool, NamespaceTool) else [tool])
+        ]
+
+    @property
+    def offered(self) -> list[FunctionTool | NamespaceTool]:
+        """The tools without those that are no functions."""
+        found: list[FunctionTool | NamespaceTool] = functions(self.tools_) or []
+        return [_offered(tool) for tool in found]
+
+    @property
+    def left_out(self) -> list[str]:
+        spaces = [tool.tools for tool in self.tools_ or () if isinstance(tool, NamespaceTool)]
+        return [words for tools in (self.tools_, *spaces) for words in left_out(tools)]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """The names of the likeliest tokens are of no use without the tokens', so asking for them asks for both."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)

@@ -1,0 +1,189 @@
+"""Serves the gateway's app on a bound socket until told to stop, then drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from email.utils import formatdate
+from functools import partial
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
+
+from isthmus.core.errors import StartError
+from isthmus.live.gateway.certificate import Certificate
+from isthmus.live.gateway.connections import Connection, Opening
+from isthmus.live.gateway.preparing import Preparing
+from isthmus.live.gateway.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+WARM_S = 3.0
+"""After the server began, unless somebody needs them before."""
+SWEEP_S = 0.25
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+END_S = 1.0
+"""What the last bytes of answers get to leave, once the time for answers is over."""
+ACCEPTED_AT_ONCE = 16
+"""New handshakes between two turns of the event loop."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises StartError when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise StartError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port or --host"
+        ) from None
+    bound.setblocking(False)
+    return bound
+
+
+async def serve_http(
+    app: Starlette,
+    bound: socket.socket,
+    stop: asyncio.Event,
+    *,
+    drain_s: float,
+    at_once: asyncio.Event | None = None,
+    certificate: Certificate | None = None,
+) -> None:
+    """Serves until `stop`; then takes no new connections and gives running answers `drain_s` to end, less if `at_once`
+    is set. What is left then is ended by us, each answer in its own form. HTTPS with a `certificate`."""
+    server = _Server(app, bound, certificate)
+    try:
+        async with asyncio.TaskGroup() as group:
+            sweeping = group.create_task(server.sweep())
+            warming = group.create_task(_warm(app.state.preparing))
+            async with server.listening(group):
+                await stop.wait()
+            bound.close()
+            await server.drain(drain_s, at_once or asyncio.Event())
+            sweeping.cancel()
+            warming.cancel()
+    finally:
+        bound.close()
+        await server.end_answers()
+        app.state.preparing.close()
+
+
+async def _warm(preparing: Preparing) -> None:
+    """Starts the workers for large bodies when the nodes have had the processor."""
+    await asyncio.sleep(WARM_S)
+    preparing.open()
+
+
+class _Server:
+    """What is accepted is counted at once, before it has a handshake."""
+
+    def __init__(self, app: Starlette, bound: socket.socket, certificate: Certificate | None) -> None:
+        self._bound, self._certificate = bound, certificate
+        self._traffic: Traffic = app.state.traffic
+        self._state = ServerState()
+        self._resume: Callable[[], None] | None = None
+        """Listens again, after there was no descriptor."""
+        self._config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+        self._config.load()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, group: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Meanwhile, and not afterwards, connections are taken; `group` makes their handshakes."""
+        loop = asyncio.get_running_loop()
+        if self._certificate is None:
+            server = await loop.create_server(self._connection, sock=self._bound, backlog=BACKLOG)
+            try:
+                yield
+            finally:
+                server.close()
+            return
+        self._listen(group)
+        try:
+            yield
+        finally:
+            self._resume = None
+            loop.remove_reader(self._bound)
+
+    def _connection(self) -> Connection:
+        return Connection(self._traffic, self._config, self._state)
+
+    def _listen(self, group: asyncio.TaskGroup) -> None:
+        """The loop's own servers hide a connection until its handshake is over, so that nobody could end it."""
+        self._resume = None
+        asyncio.get_running_loop().add_reader(self._bound, self._accept, group)
+
+    def _accept(self, group: asyncio.TaskGroup) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._bound.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # the client is gone already
+            except OSError as error:  # no descriptor is left: it can wait for the next sweep
+                log.warning("a connection could not be accepted: %s", error.strerror)
+                asyncio.get_running_loop().remove_reader(self._bound)
+                self._resume = partial(self._listen, group)
+                return
+            accepted.setblocking(False)
+            connection = self._connection()
+            connection.opening = Opening(group.create_task(self._open(connection, accepted)), accepted)
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        """Makes the connection its handshake. `sweep` ends one that takes too long."""
+        assert self._certificate is not None
+        loop, context = asyncio.get_running_loop(), self._certificate.context
+        try:
+            await loop.connect_accepted_socket(lambda: connection, accepted, ssl=context)
+        except (OSError, asyncio.CancelledError):
+            self._traffic.leave(connection)
+            accepted.close()
+
+    async def sweep(self) -> None:
+        while True:
+            self._state.default_headers = [
+                (b"date", formatdate(time.time(), usegmt=True).encode()),
+                *self._config.encoded_headers,
+            ]
+            self._traffic.sweep()
+            if self._resume is not None:
+                self._resume()
+            if self._certificate is not None:
+                self._certificate.renew(time.monotonic())
+            await asyncio.sleep(SWEEP_S)
+
+    async def drain(self, drain_s: float, at_once: asyncio.Event) -> None:
+        """Returns when no connection is left, or the time is over."""
+        self._traffic.stopping = True
+        for connection in self._traffic.connections():
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._traffic.num_connections and not at_once.is_set():
+                    await asyncio.sleep(0.05)
+
+    async def end_answers(self) -> None:
+        """Ends every answer under way in its own form, then every connection."""
+        for connection in self._traffic.connections():
+            connection.end()
+        tasks = list(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+        until = time.monotonic() + END_S
+        while self._traffic.num_connections and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        for connection in self._traffic.connections():
+            connection.abort()

@@ -1,0 +1,262 @@
+"""What runs now: the object that `GET /status` answers, and how it is made of what the nodes report.
+
+Its keys are stable; docs/status.md says what each means. Counters count from the start of their node.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from isthmus.core.types import NS_PER_MS, NodeId, Role
+from isthmus.live.gateway.backend import Backend, BlockShape, LinkView, OffloadView
+
+Gauges = Mapping[str, float]
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """One tier of a node's cache. `hits`: blocks read from it; `hit_rate`: those in tokens, over all prompt tokens
+    looked up in the cluster, None before the first."""
+
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    hits: int
+    hit_rate: float | None
+    evictions: int
+    bytes_in: int
+    bytes_out: int
+
+
+class CacheStatus(msgspec.Struct, frozen=True):
+    """What a node keeps beside its engine's memory. `tiers`: "memory" and, where there is an SSD, "disk"."""
+
+    tiers: tuple[TierStatus, ...]
+    pinned_blocks: int
+    write_queue_blocks: int
+    degraded: bool
+    io_errors: int
+    lost_blocks: int
+    seal_mismatches: int
+    misses: int
+
+
+class MemoryStatus(msgspec.Struct, frozen=True):
+    """KV memory of a node's engine."""
+
+    capacity_bytes: int
+    used_bytes: int
+    cached_bytes: int
+
+
+class ReuseStatus(msgspec.Struct, frozen=True):
+    """Prompt tokens looked up, those found, their ratio (None before the first), and blocks that left the node."""
+
+    queried_tokens: int
+    hit_tokens: int
+    hit_rate: float | None
+    evicted_blocks: int
+
+
+class TransferStatus(msgspec.Struct, frozen=True):
+    """KV that moved between this node and others: of requests that decode elsewhere than they prefill (`handover`),
+    and cached blocks: received (`fetched`), read in another node's memory (`borrowed`), sent (`given`)."""
+
+    handover_bytes_in: int
+    handover_bytes_out: int
+    fetched_bytes: int
+    borrowed_bytes: int
+    given_bytes: int
+    seal_mismatches: int
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one.
+    `products`: how its engine multiplies, a line for each shape of weights that was timed; `remark`: what to know of
+    it, such as a promise that its engine cannot keep."""
+
+    node: str
+    role: Role
+    requests_running: int
+    requests_waiting: int
+    preemptions: int
+    kv_memory: MemoryStatus
+    prefix_cache: ReuseStatus
+    transfers: TransferStatus
+    cache: CacheStatus | None
+    cluster: str = ""
+    products: tuple[str, ...] = ()
+    remark: str = ""
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """One direction of a link between clusters. `sent_bytes` since the gateway started; `gbps` over the last period,
+    of `rated_gbps`; `queued_bytes`: handed over to be sent and not there; `rtt_ms`: of a message, None before one."""
+
+    source: str
+    target: str
+    up: bool
+    sent_bytes: int
+    gbps: float
+    rated_gbps: float
+    queued_bytes: int
+    rtt_ms: float | None
+
+
+class OffloadStatus(msgspec.Struct, frozen=True):
+    """Several clusters. `threshold`: prompts with more uncached tokens are prefilled in another cluster, None: no
+    prompt is; `reason`: of its latest change; `changes`: how often it was set; `requests`: sent to another cluster;
+    `conversions`: of nodes to another role."""
+
+    threshold: int | None
+    reason: str
+    changes: int
+    requests: int
+    conversions: int
+    links: tuple[LinkStatus, ...]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A cluster at one moment. `time_s`: since 1970; `requests_running`: answers under way."""
+
+    time_s: float
+    model: str
+    healthy: bool
+    requests_running: int
+    requests_refused: dict[str, int]
+    hit_rate: float | None
+    nodes: tuple[NodeStatus, ...]
+    offload: OffloadStatus | None = None
+
+
+def cluster_status(backend: Backend, requests_running: int) -> Status:
+    """The cluster as its nodes last reported it. One that joined is there from its first report on."""
+    gauges: dict[str, dict[str, float]] = {}
+    for name, by_node in backend.gauges().items():
+        for node, value in by_node.items():
+            gauges.setdefault(node, {})[name] = value
+    # Later stages of a pipeline group report as well, but look up no prompts.
+    queried = sum(found.get("prefix_cache_queries_total", 0) for found in gauges.values())
+    hits = sum(found.get("prefix_cache_hits_total", 0) for found in gauges.values())
+    return Status(
+        time_s=time.time(),
+        model=backend.card.name,
+        healthy=backend.healthy,
+        requests_running=requests_running,
+        requests_refused=backend.refusals(),
+        hit_rate=_share(hits, queried),
+        nodes=tuple(_nodes(backend, gauges, queried)),
+        offload=_offload(backend.offload()),
+    )
+
+
+def _offload(found: OffloadView | None) -> OffloadStatus | None:
+    if found is None:
+        return None
+    return OffloadStatus(
+        threshold=found.threshold,
+        reason=found.reason,
+        changes=found.changes,
+        requests=found.requests,
+        conversions=found.conversions,
+        links=tuple([_link(link) for link in found.links]),
+    )
+
+
+def _link(link: LinkView) -> LinkStatus:
+    return LinkStatus(
+        source=link.source,
+        target=link.target,
+        up=link.up,
+        sent_bytes=link.sent_bytes,
+        gbps=link.bytes_per_s * 8 / 1e9,
+        rated_gbps=link.rated_bytes_per_s * 8 / 1e9,
+        queued_bytes=link.queued_bytes,
+        rtt_ms=link.rtt_ns / NS_PER_MS if link.rtt_ns else None,
+    )
+
+
+def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> Iterable[NodeStatus]:
+    """By cluster, role and name: a node that was started again keeps its place."""
+    roles, products, remarks = list(Role), backend.products(), backend.remarks()
+
+    def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
+        node, (role, _, cluster) = item
+        return cluster, roles.index(role), len(node), node
+
+    for node, (role, shape, cluster) in sorted(backend.nodes().items(), key=place):
+        if node in gauges:
+            found = _node(node, role, shape, cluster, gauges[node], queried)
+            own, remark = tuple(products.get(node, ())), remarks.get(node, "")
+            yield msgspec.structs.replace(found, products=own, remark=remark)
+
+
+def _node(
+    node: NodeId, role: Role, shape: BlockShape, cluster: str, found: Gauges, queried: float
+) -> NodeStatus:
+    blocks = {name: int(found[name]) for name in ("kv_blocks", "kv_blocks_available", "kv_blocks_cached")}
+    return NodeStatus(
+        node=node,
+        role=role,
+        requests_running=int(found["node_requests_running"]),
+        requests_waiting=int(found["node_requests_waiting"]),
+        preemptions=int(found["num_preemptions_total"]),
+        kv_memory=MemoryStatus(
+            capacity_bytes=blocks["kv_blocks"] * shape.block_bytes,
+            used_bytes=(blocks["kv_blocks"] - blocks["kv_blocks_available"]) * shape.block_bytes,
+            cached_bytes=blocks["kv_blocks_cached"] * shape.block_bytes,
+        ),
+        prefix_cache=ReuseStatus(
+            queried_tokens=int(found["prefix_cache_queries_total"]),
+            hit_tokens=int(found["prefix_cache_hits_total"]),
+            hit_rate=_share(found["prefix_cache_hits_total"], found["prefix_cache_queries_total"]),
+            evicted_blocks=int(found["kv_blocks_evicted_total"]),
+        ),
+        transfers=TransferStatus(
+            handover_bytes_in=int(found["kv_bytes_in_total"]),
+            handover_bytes_out=int(found["kv_bytes_out_total"]),
+            # A node without a cache neither fetches nor gives.
+            fetched_bytes=int(found.get("kv_bytes_fetched_total", 0)),
+            borrowed_bytes=int(found.get("kv_bytes_borrowed_total", 0)),
+            given_bytes=int(found.get("kv_bytes_given_total", 0)),
+            seal_mismatches=int(found["seal_mismatches_total"]),
+        ),
+        cache=_cache(found, shape, queried) if "cache_memory_bytes" in found else None,
+        cluster=cluster,
+    )
+
+
+def _cache(found: Gauges, shape: BlockShape, queried: float) -> CacheStatus:
+    tiers = ["memory", "disk"] if found["cache_disk_capacity_bytes"] else ["memory"]
+    return CacheStatus(
+        tiers=tuple([_tier(tier, found, shape, queried) for tier in tiers]),
+        pinned_blocks=int(found["cache_pinned_blocks"]),
+        write_queue_blocks=int(found["cache_write_queue_blocks"]),
+        degraded=bool(found["cache_degraded"]),
+        io_errors=int(found["cache_io_errors_total"]),
+        lost_blocks=int(found["cache_lost_blocks_total"]),
+        seal_mismatches=int(found["cache_seal_mismatches_total"]),
+        misses=int(found["cache_misses_total"]),
+    )
+
+
+def _tier(tier: str, found: Gauges, shape: BlockShape, queried: float) -> TierStatus:
+    hits = int(found[f"cache_{tier}_hits_total"])
+    return TierStatus(
+        tier=tier,
+        capacity_bytes=int(found[f"cache_{tier}_capacity_bytes"]),
+        used_bytes=int(found[f"cache_{tier}_bytes"]),
+        blocks=int(found[f"cache_{tier}_blocks"]),
+        hits=hits,
+        hit_rate=_share(hits * shape.block_size, queried),
+        evictions=int(found[f"cache_{tier}_evictions_total"]),
+        bytes_in=int(found[f"cache_{tier}_bytes_in_total"]),
+        bytes_out=int(found[f"cache_{tier}_bytes_out_total"]),
+    )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,210 @@
+"""Structured output: what an answer must look like, from all the fields that can say so to one grammar.
+
+The grammar is llguidance's own form; engines obey it token by token (`Sampling.grammar`). JSON may have white space
+between its parts, but not without end: a small model would put out nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from pydantic import Field
+
+from isthmus import sandbox
+from isthmus.core.errors import RequestError
+from isthmus.live.gateway import fields as f
+from isthmus.live.gateway.fields import Checked, Refused, Strict, only, refuse
+from isthmus.live.gateway.schemas.grammar import FREE, Spacing, lark_as_read, schema_lark
+from isthmus.live.gateway.schemas.reading import SchemaError
+from isthmus.model_files.grammar import GrammarError, GrammarLimits, compile_grammar
+
+if TYPE_CHECKING:
+    from isthmus.live.gateway.requests import GenerationRequest
+
+MAX_CHOICES = 1024
+MAX_CHECKED = 128
+"""So many grammars are known to be right: clients send the same again and again."""
+
+
+def _parse_schema(value: Any) -> Any:
+    """A JSON schema as JSON, or as a text that holds it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_float=Decimal)
+        except (ValueError, ArithmeticError, RecursionError):
+            raise refuse("must be a JSON schema: the text is not JSON") from None
+    if not isinstance(value, dict | bool):
+        raise refuse("must be a JSON schema: an object, or its text")
+    return value
+
+
+# Nothing fits `false`.
+Schema = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    name: str | None = f.label()
+    description: str | None = f.text()
+    strict: bool | None = f.boolean()
+    """Answers always follow the schema, as if it were true."""
+    schema_: Annotated[Any, Schema] = Field(default=None, alias="schema")
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+
+    json_: Annotated[Any, Schema] = Field(default=None, alias="json")
+    json_object: bool | None = f.boolean()
+    regex: str | None = f.regex()
+    choice: Annotated[Any, f.texts(1, MAX_CHOICES, f.MAX_STOP_CHARS)] = None
+    grammar: str | None = f.text()
+    disable_any_whitespace: bool | None = f.boolean()
+    disable_additional_properties: Annotated[Any, only(False)] = None
+    whitespace_pattern: Annotated[Any, Refused] = None
+    structural_tag: Annotated[Any, Refused] = None
+
+
+def grammar_of(request: GenerationRequest) -> tuple[str, str]:
+    """The grammar that the request's fields ask for, and the field that does; ("", "") if none does.
+
+    Raises RequestError if several do.
+    """
+    given = [*_from_format(request), *_from_object(request), *_from_words(request)]
+    if len(given) > 1:
+        one, other = given[0][1], given[1][1]
+        raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
+    return given[0] if given else ("", "")
+
+
+def is_constrained(request: GenerationRequest) -> bool:
+    """Whether some field says how the answer must look."""
+    return request.structured_outputs is not None or any(
+        form is not None and not isinstance(form, TextFormat)
+        for form in (
+            request.response_format, request.guided_json, request.guided_regex, request.guided_choice,
+            request.guided_grammar, request.json_schema, request.regex, request.ebnf,
+        )
+    )  # fmt: skip
+
+
+@lru_cache(MAX_CHECKED)
+def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
+    """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
+    sandbox.note(param)
+    try:
+        compile_grammar(grammar, tokenizer, limits)
+    except GrammarError as error:
+        raise unfollowed(param, error) from None
+
+
+def unfollowed(param: str, error: Exception) -> RequestError:
+    """The refusal of a field whose schema or grammar is not followed."""
+    return RequestError(f"{param!r} cannot be followed: {error}", param=param)
+
+
+Given = list[tuple[str, str]]
+"""Grammars, each with the field that asks for it."""
+
+
+def _from_format(request: GenerationRequest) -> Given:
+    form, param = request.response_format, "response_format"
+    if isinstance(form, JsonObjectFormat):
+        return [_json({"type": "object"}, param)]
+    if isinstance(form, JsonSchemaFormat):
+        schema = form.json_schema.schema_
+        return [_json({} if schema is None else schema, f"{param}.json_schema.schema")]
+    return []
+
+
+def _from_object(request: GenerationRequest) -> Given:
+    asked, param = request.structured_outputs, "structured_outputs"
+    if asked is None:
+        return []
+    spaces, given = not asked.disable_any_whitespace, []
+    if asked.json_ is not None:
+        given.append(_json(asked.json_, f"{param}.json", spaces=spaces))
+    if asked.json_object:
+        given.append(_json({"type": "object"}, f"{param}.json_object", spaces=spaces))
+    given += _regex(asked.regex, f"{param}.regex")
+    given += _choice(asked.choice, f"{param}.choice")
+    given += _grammar(asked.grammar, f"{param}.grammar")
+    if not given:
+        message = f"{param!r} says nothing: give one of json, json_object, regex, choice, grammar"
+        raise RequestError(message, param=param)
+    return given
+
+
+def _from_words(request: GenerationRequest) -> Given:
+    schemas = {"guided_json": request.guided_json, "json_schema": request.json_schema}
+    return [
+        *(_json(schema, param) for param, schema in schemas.items() if schema is not None),
+        *_regex(request.guided_regex, "guided_regex"),
+        *_regex(request.regex, "regex"),
+        *_choice(request.guided_choice, "guided_choice"),
+        *_grammar(request.guided_grammar, "guided_grammar"),
+        *_grammar(request.ebnf, "ebnf"),
+    ]
+
+
+def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
+    sandbox.note(param)
+    try:
+        return LLMatcher.grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing())), param
+    except SchemaError as error:
+        raise unfollowed(param, error) from None
+
+
+def _regex(regex: str | None, param: str) -> Given:
+    return [] if regex is None else [(LLMatcher.grammar_from_regex(regex), param)]
+
+
+def _choice(choices: tuple[str, ...] | None, param: str) -> Given:
+    return [] if choices is None else [(LLMatcher.grammar_from_lark(_any_of(choices)), param)]
+
+
+def _grammar(grammar: str | None, param: str) -> Given:
+    return [] if grammar is None else [(_lark(grammar, param), param)]
+
+
+def _any_of(choices: tuple[str, ...]) -> str:
+    """Lark for one of these texts, as one word of its lexer: of so many rules the parser would refuse to keep track.
+    JSON's string escapes are Lark's; it takes some signs only so."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+
+
+def _lark(grammar: str, param: str) -> str:
+    """Lark as it is; GBNF (`root ::= ...`), which vLLM and SGLang take too, translated."""
+    sandbox.note(param)
+    if grammar.lstrip().startswith("{"):  # the library's own form, in which nothing is read as it is here
+        raise RequestError(f"{param!r} must be Lark or GBNF, not JSON", param=param)
+    if "::=" not in grammar:
+        try:
+            return LLMatcher.grammar_from_lark(lark_as_read(grammar))
+        except SchemaError as error:
+            raise unfollowed(param, error) from None
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar))
+    except Exception as error:  # the library raises bare exceptions of several types
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None

@@ -1,0 +1,234 @@
+"""Text to tokens and back, from a model's files."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from isthmus.core.errors import ModelError, RequestError
+from isthmus.live.gateway.detokenizer import MAX_PENDING, Detokenizer
+from isthmus.live.gateway.generation import GenerationDefaults, load_generation
+from isthmus.live.gateway.template import ChatTemplate, load_template
+from isthmus.model_files import added_tokens, open_files
+from isthmus.model_files.grammar import GrammarError, grammar_tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+LOOK_BACK = 64
+"""Tokens at the end of a prompt, of which the last visible ones begin the window of its answers."""
+
+
+class GatewayTokenizer:
+    """A tokenizer with its chat template and generation defaults. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, generation: GenerationDefaults
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.generation = generation
+        self._tokenizer = tokenizer
+        self.template = template
+        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        self._visible = _visible(tokenizer)
+        self._all_visible = _visible(tokenizer, special=True)
+        self._shown: dict[tuple[str, ...], bytes] = {(): self._visible}
+        self._longest = _longest(tokenizer)
+        self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+
+    @classmethod
+    def load(cls, model: Path) -> GatewayTokenizer:
+        """Of a model folder or a GGUF file. Raises ModelError naming the file that is missing or wrong."""
+        files = open_files(model)
+        text = files.required("tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            where = files.where("tokenizer.json")
+            raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
+        _add(tokenizer, added_tokens(files))
+        return cls(tokenizer, load_template(files), load_generation(files))
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens the model expects around it."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def least_tokens(self, num_chars: int) -> int:
+        """So many tokens at least a text of so many characters has; tokenising a long one only to refuse it takes
+        seconds and hundreds of MiB. 0 if that is not known."""
+        return num_chars // self._longest if self._longest else 0
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation; `options` are the template's. Raises RequestError without a template, or if the
+        template refuses."""
+        if self.template is None:
+            raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
+        return self.template.render(messages, **options)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """Tokens of a conversation. Raises as `render`."""
+        return self._encode(self.render(messages, **options), add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; without special tokens, unless they are wanted."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, special: bool = False, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """Of one answer to `prompt`. `special`: all special tokens are text, `shown`: these are."""
+        visible = self._all_visible if special else self._visible_with(tuple(shown))
+        at_end = [token for token in prompt[-LOOK_BACK:] if token < len(visible) and visible[token]]
+        # Three tokens more than enough, of which as many go as begin amid a character.
+        before = at_end[-MAX_PENDING - 3 :]
+        while len(before) > MAX_PENDING and self.token_bytes(before[0])[:1] in _CONTINUATIONS:
+            del before[0]
+        decode = self._tokenizer.decode
+        return Detokenizer(lambda tokens: decode(tokens, False), visible, before, open=self._is_open(before))
+
+    def prompt_text(self, prompt: Sequence[int], *, alone: bool) -> str:
+        """Text of `prompt`; up to where that of its answers begins, by `detokenizer`, unless it stands `alone`."""
+        end = len(prompt)
+        while not alone and end > len(prompt) - MAX_PENDING and self._is_open(prompt[:end]):
+            end -= 1
+        rest = self.detokenizer(prompt[:end])
+        return self.decode(prompt[:end]) + "".join(map(rest.push, prompt[end:]))
+
+    def offsets(self, tokens: Sequence[int], text: str) -> tuple[int, ...]:
+        """Where in `text`, that `tokens` are of, each begins, in characters; one amid a character where that begins.
+        The space before a text that its tokens have and the text has not counts for nothing, nor do special tokens that
+        the text does not spell."""
+        starts, at, decoder = list[int](), 0, _Utf8("replace")
+        for token in tokens:
+            starts.append(min(at, len(text)))
+            raw = self.token_bytes(token)
+            if token < len(self._visible) and self._visible[token]:
+                spelled = decoder.decode(raw)
+                unspaced = spelled[:1] == " " and not text.startswith(spelled, at)
+                at += len(spelled) - (unspaced and text.startswith(spelled[1:], at))
+            elif raw and text.startswith(special := raw.decode(), at):
+                at += len(special)
+        return tuple(starts)
+
+    def _is_open(self, tokens: Sequence[int]) -> bool:
+        """They end amid a character."""
+        decoder = _Utf8("replace")
+        decoder.decode(b"".join(map(self.token_bytes, tokens[-MAX_PENDING:])))
+        return bool(decoder.getstate()[0])
+
+    def _visible_with(self, shown: tuple[str, ...]) -> bytes:
+        """`shown`: of a tool format, of which there are few."""
+        if shown not in self._shown:
+            visible = bytearray(self._visible)
+            for token in self.special_tokens(shown):
+                visible[token] = 1
+            self._shown[shown] = bytes(visible)
+        return self._shown[shown]
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of `texts` that are special tokens, by id."""
+        return {
+            token: text for token, text in self._added.items() if text in texts and not self._visible[token]
+        }
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that is `text`, if there is one."""
+        return next(iter(self.special_tokens([text])), None)
+
+    def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is, and as it is written behind a space."""
+        found = [(word, f" {word.lstrip()}") for word in words]
+        return tuple(
+            dict.fromkeys(
+                tuple(self._encode(form, add_special_tokens=False)) for pair in found for form in pair
+            )
+        )
+
+    @cached_property
+    def for_grammars(self) -> LLTokenizer:
+        """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
+        when it cannot."""
+        try:
+            return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
+        except GrammarError as error:
+            raise RequestError(f"no grammar can be followed: {error}") from None
+
+    def read_for_grammars(self) -> None:
+        """Before anybody waits: for a second or three nothing else in the process runs. What is wrong is said of each
+        grammar."""
+        with suppress(RequestError):
+            _ = self.for_grammars
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self._added and (self._byte_level or not self._visible[token]):
+            return text.encode()
+        if self._byte_level and all(char in BYTE_OF_CHAR for char in text):
+            return bytes(BYTE_OF_CHAR[char] for char in text)
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(match[1], 16)])
+        return text.replace("▁", " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _add(tokenizer: Tokenizer, stated: Mapping[str, bool]) -> None:
+    """What other files say of tokens that the tokenizer has: all are found whole, and special ones are not shown."""
+    known = {added.content: added for added in tokenizer.get_added_tokens_decoder().values()}
+    for text, special in stated.items():
+        if tokenizer.token_to_id(text) is None:
+            continue
+        if text not in known:
+            tokenizer.add_tokens([AddedToken(text, special=special, normalized=not special)])
+        elif special and not known[text].special:
+            known[text].special = True
+            tokenizer.add_tokens([known[text]])
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Characters that a token stands for at most; 0 where texts may be made shorter before."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return 0 if tokenizer.normalizer is not None else max(map(len, vocabulary), default=0)
+
+
+def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:
+    """One byte per token id: 0 for ids that stand for nothing, and for special tokens unless those are wanted."""
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    visible = bytearray(max(ids, default=-1) + 1)
+    for token in ids:
+        visible[token] = 1
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        visible[token] = 0 if added.special and not special else 1
+    return bytes(visible)
+
+
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+"""Of UTF-8: no character begins with one."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    return alphabet
+
+
+BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,211 @@
+"""What a request's tools mean for its prompt, its sampling and its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llguidance import LLMatcher
+
+from isthmus import sandbox
+from isthmus.core.errors import ConfigError, RequestError
+from isthmus.live.gateway.requests import ChatRequest, TemplateFields
+from isthmus.live.gateway.schemas.reading import SchemaError
+from isthmus.live.gateway.structured import check_grammar, is_constrained, unfollowed
+from isthmus.live.gateway.template import ChatTemplate
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.tool_fields import AllowedFunctions, NamedFunction, functions
+from isthmus.live.gateway.tools.events import Content, Event
+from isthmus.live.gateway.tools.formats import FORMATS, Format, recognised
+from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked
+from isthmus.live.gateway.tools.schemas import Schemas
+from isthmus.model_files.grammar import GrammarLimits
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How calls are read from an answer. `form`: a name in FORMATS. `several`: there may be more than one; what comes
+    after the first is dropped otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must
+    follow their schemas; `constrained`: an answer that is no call follows a grammar of its own."""
+
+    form: str
+    schemas: Schemas
+    several: bool
+    forced: bool
+    strict: bool
+    constrained: bool = False
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.form]
+
+    def reader(self) -> CallReader:
+        return CallReader(self)
+
+
+class CallReader:
+    """Reads one answer. Where it follows a grammar if it is no call, it is one only from its first character on: JSON
+    may well hold what looks like a call."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._parser = use.format.parser(use.schemas)
+        self._undecided = "" if use.constrained else None
+        self._is_content = False
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._is_content else self._parser.num_calls
+
+    def push(self, text: str, *, last: bool) -> Sequence[Event]:
+        """What `text` settles; `last`: with it the answer ends."""
+        events = [] if self._is_content else [*self._parser.push(text), *(self._parser.flush() if last else ())]
+        if self._undecided is not None:
+            text = self._undecided = self._undecided + text
+            self._is_content = not self._may_be_call(text) or bool(events and isinstance(events[0], Content))
+            if events or self._is_content:
+                self._undecided = None
+        if self._is_content:
+            return [Content(text)] if text else []
+        return [
+            event for event in events if self._use.several or isinstance(event, Content) or event.index == 0
+        ]
+
+    def _may_be_call(self, text: str) -> bool:
+        openings, text = self._use.format.openings, "".join(text.split())
+        return any(text.startswith(opening) or opening.startswith(text) for opening in openings)
+
+
+def call_grammar(
+    request: ChatRequest, use: ToolUse, answer: str, tokenizer: GatewayTokenizer, limits: GrammarLimits
+) -> str:
+    """Of an answer that must be a call, or in which calls must follow their schemas. `answer`: the grammar of one that
+    may be there instead of a call that is not forced, "" where text may. "" where there is none and there are too many
+    functions for one grammar. May take seconds for large ones.
+
+    Raises RequestError naming the function whose parameters cannot be followed.
+    """
+    named = request.tool_choice.name if isinstance(request.tool_choice, NamedFunction) else None
+    otherwise = "" if use.forced else answer
+    alone = Asked(several=False, forced=True, token_of=tokenizer.special_token)
+    chosen = [
+        (f"tools[{at}].function.parameters", tool.function, use.strict or use.forced or tool.function.strict)
+        for at, tool in enumerate(request.tools or ())
+        if named in (None, tool.function.name)
+    ]
+
+    def written(schemas: Schemas, asked: Asked = alone) -> str:
+        return LLMatcher.grammar_from_lark(use.format.grammar(schemas, asked))
+
+    schemas, ones = {}, {}
+    for param, function, must in chosen:
+        schema = use.schemas[function.name]
+        if schema.get("type") not in (None, "object", ["object"]):
+            raise RequestError(f"{param!r} must be the schema of an object", param=param)
+        sandbox.note(param)
+        try:
+            ones[param] = written({function.name: schema})
+        except SchemaError as error:
+            if must:
+                raise unfollowed(param, error) from None
+            schema = ANY_ARGUMENTS
+        schemas[function.name] = schema
+    asked = replace(
+        alone,
+        several=use.several and named is None,
+        forced=use.forced or bool(otherwise),
+        otherwise=f"@{_ANSWER}" if otherwise else "",
+    )
+    grammar = written(schemas, asked)
+    if len(grammar) > limits.max_bytes:  # before each schema is compiled, which takes long for so many
+        if use.forced:
+            message = f"'tools' are too many to force a call of: their grammar has {len(grammar)} characters"
+            raise RequestError(
+                f"{message} of at most {limits.max_bytes}; name one, or send fewer", param="tools"
+            )
+        if not otherwise:
+            return ""
+        schemas, ones = dict.fromkeys(schemas, ANY_ARGUMENTS), {}
+    for param, function, must in chosen:
+        try:
+            if param in ones:
+                check_grammar(ones[param], param, tokenizer.for_grammars, limits)
+        except RequestError:
+            if must:
+                raise
+            schemas[function.name] = ANY_ARGUMENTS
+    grammar = written(schemas, asked)
+    if otherwise:
+        grammar = _either(grammar, otherwise)
+    check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
+    return grammar
+
+
+_ANSWER = "answer"
+
+
+def _either(calls: str, answer: str) -> str:
+    """The grammar of calls, which refers to that of another answer: Lark, or what the library makes of a regex."""
+    other = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": calls}, other | {"name": _ANSWER}]})
+
+
+def format_of(template: ChatTemplate | None, name: str) -> Format | None:
+    """The format that calls of this model are in: `name`, or with `auto` what its template says; None if that is not
+    known. A template without tools has them in words, in Hermes form.
+
+    Raises ConfigError where that is not what `name` says.
+    """
+    source = template.tool_source if template else None
+    if source is None and name not in (AUTO, "hermes"):
+        raise ConfigError(
+            f"tool_format: {name} is not how this model can be asked: its chat template knows nothing of tools, "
+            "so definitions are put in words, and calls are hermes; leave tool_format out"
+        )
+    return (FORMATS["hermes"] if source is None else recognised(source)) if name == AUTO else FORMATS[name]
+
+
+def definitions(request: TemplateFields) -> list[dict[str, Any]] | None:
+    """For the chat template; None where the model is not to know of any."""
+    if not request.tools or (isinstance(request, ChatRequest) and request.tool_choice == "none"):
+        return None
+    return [tool.for_template() for tool in request.tools]
+
+
+def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
+    """None where no call is looked for. Raises RequestError."""
+    choice = request.tool_choice
+    names = [tool.function.name for tool in functions(request.tools_) or ()]
+    asked = {choice.name} if isinstance(choice, NamedFunction) else set[str]()
+    if isinstance(choice, AllowedFunctions):
+        asked, choice = set(choice.names), choice.mode
+    if not names:
+        if asked or choice == "required":
+            raise RequestError(
+                "'tool_choice' asks for a call, and 'tools' names no function", param="tool_choice"
+            )
+        return None
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"'tools' has two functions of the name {twice!r}", param="tools")
+    if missing := asked.difference(names):
+        raise RequestError(f"'tool_choice' names {min(missing)!r}, which 'tools' has not", param="tool_choice")
+    forced = choice not in (None, "none", "auto")
+    if choice == "none":
+        return None
+    if form is None:
+        message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
+        raise RequestError(message, param="tools")
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
+    return ToolUse(
+        form=form.name,
+        schemas=schemas,
+        several=request.parallel_tool_calls is not False,
+        forced=forced,
+        strict=all(tool.function.strict for tool in request.tools or ()),
+        constrained=not forced and is_constrained(request),
+    )

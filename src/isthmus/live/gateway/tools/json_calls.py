@@ -1,0 +1,167 @@
+"""Calls written as JSON: `{"name": ..., "arguments": {...}}`, one or a list of them.
+
+Only what the calls are made of is judged. Inside of arguments strings and brackets are followed, to see where they
+end; whether they are JSON, and fit the function, is for the client to see, as it would be if the model had written
+something else that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from isthmus.live.gateway.tools.parser import SPACE, CallParser, MalformedError, Reading
+
+_IN_STRING = re.compile(r'[^"\\]*')
+_BETWEEN = re.compile(r'[^"{}\[\]]*')
+_SCALAR = re.compile(r"[-+.\w]*")
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+@dataclass
+class _Draft:
+    """What is known of the call being read. `begun`: its name is out, so it can be nothing else any more."""
+
+    name: str | None = None
+    arguments: str | None = None
+    begun: bool = False
+
+
+class JsonCallParser(CallParser):
+    """Reads such calls; the formats say where they stand."""
+
+    def calls(self, *, known: bool = False) -> Reading[None]:
+        """One call, or a list of them. `known`: only with arguments, of functions that are known.
+
+        Raises MalformedError: what is held then is no call; calls before it are.
+        """
+        yield from self.span(SPACE)
+        if (yield from self.peek()) != "[":
+            yield from self._call(known)
+            return
+        self.take()
+        while True:
+            yield from self.span(SPACE)
+            yield from self._call(known)
+            yield from self.span(SPACE)
+            if (yield from self._one_of(",]")) == "]":
+                self.drop()
+                return
+
+    def value(self) -> Reading[None]:
+        """One JSON value. Raises MalformedError."""
+        char = yield from self.peek()
+        if char == '"':
+            yield from self._quoted()
+        elif char in _CLOSERS:
+            yield from self._bracketed()
+        elif not (yield from self.span(_SCALAR)):
+            raise MalformedError
+
+    def _call(self, known: bool) -> Reading[None]:
+        yield from self._one_of("{")
+        draft = _Draft()
+        while True:
+            yield from self.span(SPACE)
+            key = yield from self._string()
+            yield from self.span(SPACE)
+            yield from self._one_of(":")
+            yield from self.span(SPACE)
+            yield from self._field(key, draft, known)
+            yield from self.span(SPACE)
+            if (yield from self._one_of(",}")) == "}":
+                break
+        self._end(draft, known)
+
+    def _field(self, key: str, draft: _Draft, known: bool) -> Reading[None]:
+        if key == "name" and draft.name is None:
+            draft.name = yield from self._string()
+            if known and draft.name not in self.schemas:
+                raise MalformedError
+        elif key in ("arguments", "parameters") and draft.arguments is None and not draft.begun:
+            yield from self._arguments(draft)
+        else:
+            yield from self.captured(self.value())
+
+    def _arguments(self, draft: _Draft) -> Reading[None]:
+        """They go out as they come, if the name is known and they are an object."""
+        if draft.name is not None and (yield from self.peek()) == "{":
+            draft.begun = True
+            self.begin(draft.name)
+            yield from self.streamed(self.value())
+        else:
+            draft.arguments = _as_object((yield from self.captured(self.value())))
+
+    def _end(self, draft: _Draft, known: bool) -> None:
+        if draft.name is None or (known and draft.arguments is None and not draft.begun):
+            raise MalformedError
+        if not draft.begun:
+            self.begin(draft.name)
+            self.argue(draft.arguments or "{}")
+        self.drop()
+
+    def _string(self) -> Reading[str]:
+        if (yield from self.peek()) != '"':
+            raise MalformedError
+        text = yield from self.captured(self.value())
+        try:
+            return _decoded(text)
+        except ValueError:
+            raise MalformedError from None
+
+    def _quoted(self) -> Reading[None]:
+        self.take()
+        while True:
+            yield from self.span(_IN_STRING)
+            char = yield from self.peek()
+            self.take()
+            if char == '"':
+                return
+            yield from self.peek()  # what a backslash stands before
+            self.take()
+
+    def _bracketed(self) -> Reading[None]:
+        closers: list[str] = []
+        while True:
+            char = yield from self.peek()
+            if char == '"':
+                yield from self._quoted()
+            elif char in _CLOSERS:
+                closers.append(_CLOSERS[char])
+                self.take()
+            elif char == closers[-1]:
+                self.take()
+                closers.pop()
+                if not closers:
+                    return
+            else:
+                raise MalformedError
+            yield from self.span(_BETWEEN)
+
+    def _one_of(self, characters: str) -> Reading[str]:
+        char = yield from self.peek()
+        if char not in characters:
+            raise MalformedError
+        self.take()
+        return char
+
+
+def _as_object(text: str) -> str:
+    """Arguments that are written as a string may hold an object; null means there are none."""
+    if text == "null":
+        return "{}"
+    if not text.startswith('"'):
+        return text
+    try:
+        inner = _decoded(text)
+        return inner if isinstance(json.loads(inner), dict) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def _decoded(text: str) -> str:
+    """What a JSON string says. Raises ValueError, also where that is half a surrogate pair: no answer can hold one."""
+    decoded = str(json.loads(text, strict=False))
+    decoded.encode()
+    return decoded

@@ -1,0 +1,118 @@
+"""Grammars of calls, in the Lark form that llguidance reads: what an answer must be where a call is forced, or where
+calls must follow their schemas.
+
+They are of the format that the model writes by itself, so the parser that reads its own calls reads these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.live.gateway.schemas import grammar as schema_grammar
+from isthmus.live.gateway.schemas.grammar import Spacing, literal
+from isthmus.live.gateway.tools.schemas import required_of
+
+MAX_CALLS = 16
+"""In one answer, where there may be several: a small model that is free to go on does."""
+
+# As chat templates write JSON, which is what the model has read of calls.
+_SPACING = Spacing("", ", ", ": ")
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "patternProperties", "unevaluatedProperties")
+ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
+"""Of a function whose schema is not followed."""
+
+TokenOf = Callable[[str], int | None]
+"""The id of a text that is a special token; such a token is never written as text."""
+
+
+TEXT = "TEXT"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an answer is to be. `several`: there may be more than one call; `forced`: there is at least one, and nothing
+    else. `token_of`: as below. `otherwise`: what a forced call may be replaced by; "": nothing."""
+
+    several: bool
+    forced: bool
+    token_of: TokenOf
+    otherwise: str = ""
+
+
+class Rules(schema_grammar.Rules):
+    """Rules of calls. Equal schemas share one."""
+
+    def __init__(self, asked: Asked, spacing: Spacing = _SPACING) -> None:
+        super().__init__(spacing)
+        self._asked = asked
+
+    def mark(self, text: str) -> str:
+        """A text that may be a special token."""
+        token = self._asked.token_of(text)
+        return literal(text) if token is None else f"<[{token}]>"
+
+    def text_until(self, mark: str) -> str:
+        """Any text up to the first of these marks, and that."""
+        if self._asked.token_of(mark) is not None:
+            return f"{TEXT} {self.mark(mark)}"
+        return self.rule(f"{TEXT} {literal(mark)}", options="[lazy]")
+
+    def text(self, start: str) -> str:
+        start = f"({start}) | {self._asked.otherwise}" if self._asked.otherwise else start
+        return "\n".join((f"start: {start}", *self.lines(), f"{TEXT}: /(?s:.*)/"))
+
+
+def repeated(call: str, separator: str, *, several: bool) -> str:
+    between = f"{literal(separator)} " if separator else ""
+    return f"{call} ({between}{call}){{0,{MAX_CALLS - 1}}}" if several else call
+
+
+def answer(rules: Rules, mark: str, call: str, separator: str, asked: Asked) -> str:
+    """Lark of a whole answer: calls, each `mark` and then `call`, with text around them where they are not forced."""
+    if asked.forced:
+        return rules.text(repeated(rules.rule(f"{rules.mark(mark)} {call}"), separator, several=asked.several))
+    marked = f"{rules.text_until(mark)} {call}"
+    return rules.text(f"({marked}){{0,{MAX_CALLS}}} {TEXT}" if asked.several else f"{marked} | {TEXT}")
+
+
+def parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's parameters as that of an object without properties that it does not name.
+
+    A schema that says nothing of other properties allows any; a model that may invent some does, and would not end.
+    """
+    return {**_closed(schema or {"properties": {}}), "type": "object"}
+
+
+def _closed(schema: Any) -> Any:
+    """Where alternatives or references are combined, another part may name them: those stay as they are."""
+    if not isinstance(schema, Mapping) or any(word in schema for word in _COMBINING):
+        return schema
+    closed = dict(schema)
+    if isinstance(schema.get("properties"), Mapping):
+        closed["properties"] = {name: _closed(inner) for name, inner in schema["properties"].items()}
+        if "additionalProperties" not in schema:
+            closed["properties"] = {**closed["properties"], **_only_required(schema)}
+            closed["additionalProperties"] = False
+    if "items" in schema:
+        closed["items"] = _closed(schema["items"])
+    return closed
+
+
+def _only_required(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Properties that must be there, and of which nothing else is said."""
+    return {name: {} for name in required_of(schema) if name not in schema["properties"]}
+
+
+def json_calls(rules: Rules, schemas: Mapping[str, Mapping[str, Any]], arguments: str) -> str:
+    """`{"name": ..., "arguments": ...}` of any of the functions; `arguments`: what those are called."""
+    calls = []
+    for name, schema in schemas.items():
+        pairs = (
+            rules.pair("name", literal(json.dumps(name))),
+            rules.pair(arguments, rules.json(parameters(schema))),
+        )
+        calls.append(rules.bracketed("{}", f" {rules.comma} ".join(pairs)))
+    return rules.any_of(calls)

@@ -1,0 +1,176 @@
+"""Reads an answer piece by piece, and tells calls from content. All formats are built on this.
+
+A format is a generator that reads as if the whole answer were there: wherever the text ends, it waits for more. So
+what it finds cannot depend on where the text was cut.
+
+    answer   Let me see.  <tool_call>{"name": "f",  "arguments": {"a": 1}  }</tool_call>
+             content      held: not known yet       arguments              held, and dropped with the call
+
+What is held comes out as content if it turns out to be no call, so nothing that the model wrote is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
+from isthmus.live.gateway.tools.schemas import Schemas
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Ends with a T once it has read enough."""
+
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class MalformedError(Exception):
+    """What was read is no call. The character that shows it is not taken yet."""
+
+
+class CallParser:
+    """`schemas`: of the parameters of the functions there are, by name."""
+
+    markers: tuple[str, ...] = ()
+    """Texts that the format is made of, which may be special tokens."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self.num_calls = 0
+        self.streams = False  # what is read is arguments, which go out as they come
+        self.schemas = schemas
+        self._text = ""
+        self._at = 0  # of `_text`: what is before it has been taken
+        self._held: list[str] = []
+        self._found: list[Event] = []
+        self._reading = self.read()
+        next(self._reading)
+
+    def push(self, text: str) -> Sequence[Event]:
+        """What `text` settles."""
+        self._text, self._at = text, 0
+        next(self._reading)
+        return self._settled()
+
+    def flush(self) -> Sequence[Event]:
+        """What is still held, at the end of the answer. Behind a call that is no content, but white space, half a mark
+        or the head of a further call that was cut off."""
+        if self.num_calls:
+            self.drop()
+        self.spill()
+        return self._settled()
+
+    def _settled(self) -> Sequence[Event]:
+        found, self._found = self._found, []
+        return joined(found)
+
+    def read(self) -> Reading[None]:
+        """Reads the answer; never ends."""
+        raise NotImplementedError
+
+    # What formats read with. Each takes what it reads into what is held, unless it says otherwise.
+
+    def peek(self) -> Reading[str]:
+        """The next character, which is not taken."""
+        while self._at == len(self._text):
+            if self.streams:
+                self.argue_held()
+            yield
+        return self._text[self._at]
+
+    def take(self) -> None:
+        """Takes the character that `peek` gave."""
+        self._held.append(self._text[self._at])
+        self._at += 1
+
+    def span(self, characters: re.Pattern[str]) -> Reading[str]:
+        """As many characters as there are of this kind; the pattern is one of single characters, repeated."""
+        taken = ""
+        while True:
+            yield from self.peek()
+            taken += self._take_match(characters)
+            if self._at < len(self._text):
+                return taken
+
+    def _take_match(self, characters: re.Pattern[str]) -> str:
+        """Takes as many characters of this kind as there are yet."""
+        match = characters.match(self._text, self._at)
+        assert match  # repeated characters always match, if only nothing
+        self._held.append(match[0])
+        self._at = match.end()
+        return match[0]
+
+    def word(self, *words: str) -> Reading[str]:
+        """The one of `words` that comes next, or "": then what it began with is held. None begins with another, and
+        their first characters occur nowhere else in them."""
+        read = ""
+        while True:
+            char = yield from self.peek()
+            if not any(word.startswith(read + char) for word in words):
+                return ""
+            self.take()
+            read += char
+            if read in words:
+                return read
+
+    def content_until(self, *marks: str, before: str = "") -> Reading[str]:
+        """Content up to the next of `marks`, which is held, as is white space before it; or up to one of the characters
+        `before`, which is not: then ""."""
+        starts = "".join(sorted({re.escape(each[0]) for each in (*marks, *before)}))
+        words = re.compile(rf"(?:[ \t\r\n]*+[^{starts} \t\r\n]++)*+")
+        while True:
+            char = yield from self.peek()
+            if char in before:
+                return ""
+            if self._take_match(words):
+                self.spill()
+            elif any(mark[0] == char for mark in marks):
+                if found := (yield from self.word(*marks)):
+                    return found
+                self.spill()
+            else:
+                yield from self.span(SPACE)
+
+    def held(self) -> str:
+        return "".join(self._held)
+
+    def drop(self) -> None:
+        """What is held was part of a call."""
+        self._held.clear()
+
+    def spill(self) -> None:
+        """What is held was content."""
+        if text := self.held():
+            self._found.append(Content(text))
+        self.drop()
+
+    def begin(self, name: str) -> None:
+        """A call has begun, with what is held."""
+        self.drop()
+        self._found.append(CallBegun(self.num_calls, name))
+        self.num_calls += 1
+
+    def captured(self, reading: Reading[None]) -> Reading[str]:
+        """The text that `reading` takes. It is held, too."""
+        before = len(self._held)
+        yield from reading
+        return "".join(self._held[before:])
+
+    def streamed(self, reading: Reading[None]) -> Reading[None]:
+        """What `reading` takes is arguments of the call that has begun."""
+        self.streams = True
+        try:
+            yield from reading
+        finally:
+            self.argue_held()
+            self.streams = False
+
+    def argue(self, text: str) -> None:
+        """A piece of the latest call's arguments."""
+        if text:
+            self._found.append(Arguments(self.num_calls - 1, text))
+
+    def argue_held(self) -> None:
+        """What is held is the next piece of the arguments."""
+        self.argue(self.held())
+        self.drop()

@@ -1,0 +1,350 @@
+"""Cached blocks on their way between nodes, pulled by the one that wants them.
+
+    Pull ──> Lent                       the arena is of this host: its bytes are copied from where they lie
+    Pull ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
+
+The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
+other side is in `loans.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from isthmus.core.blocks import seal
+from isthmus.core.errors import ProtocolError
+from isthmus.core.node import events
+from isthmus.core.types import BlockName, RequestId, Span
+from isthmus.live.engine.codecs import EXACT
+from isthmus.live.kv.cache import NodeCache
+from isthmus.live.messenger import Session
+from isthmus.live.peers.messages import Ended, Given, Lent, Pull
+from isthmus.live.peers.sessions import Reach, Tell
+from isthmus.live.peers.wire import Frames
+from isthmus.live.store import PeerArena, Pinned, copy_bytes
+
+log = logging.getLogger(__name__)
+
+
+def host_id() -> str:
+    """Equal for processes that may share memory; "" where that cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Fetching:
+    """Blocks of a prefix, from `start` on, wanted from another node. Its own lock: an event loop fills it, or a thread
+    that copies, and threads that load prefixes read it.
+
+    `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
+    `session`: over which it asks; `answer`: what comes to its last `pull`; `peer`: the arena that was lent to it.
+    """
+
+    def __init__(self, order: events.Fetch, cache: NodeCache) -> None:
+        self.order = order
+        self.key, self.names, self.start, self.codec = order.key, order.names, order.start, order.codec
+        self.session: Session | None = None
+        self.pull: Pull | None = None
+        self.answer: asyncio.Future[Lent | Ended | None] | None = None
+        self.peer: PeerArena | None = None
+        self._lent: list[
+            tuple[int, Sequence[bytes]]
+        ] = []  # slots and seals there, for the same blocks as `_slots`
+        self.condition = threading.Condition()
+        self._cache = cache
+        self._layout = cache.layout
+        self.frames = Frames(self._layout)
+        self._slots: list[int] = []  # of this node's arena, for `names[start:]`
+        self._adopted: dict[int, Pinned] = {}  # by slot, those that became the cache's
+        self._seals: list[list[bytes]] = []
+        self.num_whole = 0
+        """How many of the blocks are here in all layers, of those that were asked for before."""
+        self._landed = [0] * self._layout.num_layers
+        self.final: int | None = None
+        self._users = 1  # who fetches, and who reads from it
+
+    # Thread side.
+
+    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
+        """See `cache.Arriving`."""
+        wanted = stop - self.start
+        with self.condition:
+            self.condition.wait_for(
+                lambda: self.final is not None or self._landed[layer] >= wanted or given_up()
+            )
+            slots = self._slots[: min(wanted, self._landed[layer] if self.final is None else self.final)]
+            return self._cache.store.arena.memory, [self._cache.offset(slot, layer) for slot in slots]
+
+    def hold(self) -> bool:
+        """One more uses it, until `release`; False: the last one has let go of it."""
+        with self.condition:
+            self._users += self._users > 0
+            return self._users > 0
+
+    def release(self) -> None:
+        """The last one gives back what did not become the cache's."""
+        with self.condition:
+            self._users -= 1
+            if self._users:
+                return
+        self._cache.store.unpin(self._adopted.values())
+        self._cache.store.give_back([slot for slot in self._slots if slot not in self._adopted])
+
+    def adopt(self, names: Sequence[BlockName]) -> int:
+        """Makes these, in their order, blocks of the store; returns how many of them are. For the cache: its decisions
+        have an order. A block that the store has from elsewhere stays private until the end."""
+        store, first = self._cache.store, self.names.index(names[0])
+        with self.condition:
+            for at, name in enumerate(names, first):
+                assert at >= self.start, "what was not fetched is adopted"
+                here, head = at - self.start, self.names[at - 1] if at else None
+                if here >= self.num_whole or not (head is None or store.contains(head)):
+                    return at - first
+                slot = self._slots[here]
+                if slot not in self._adopted:
+                    pinned = store.adopt(name, head, slot, tuple(self._seals[here]))
+                    if pinned is not None:
+                        self._adopted[slot] = pinned
+                elif not store.contains(name):
+                    return at - first  # it was the cache's, and has left it
+        return len(names)
+
+    def copy(self, peer: PeerArena) -> bool:
+        """From another node's arena into the slots that there are; False when a block is not what its seals say. They
+        are checked on the copy: its owner may have lost it meanwhile."""
+        arena, first = self._cache.store.arena, self.num_whole
+        lent = self._lent[first : len(self._slots)]
+        for layer in range(self._layout.num_layers if lent else 0):
+            if self.final is not None:
+                break
+            for slot, (there, _) in zip(self._slots[first:], lent, strict=False):
+                copy_bytes(arena.slice(slot, layer), peer.slice(there, layer))
+            if not self._land(layer, first, [seals[layer] for _, seals in lent]):
+                return False
+        return True
+
+    def _land(self, layer: int, first: int, expected: Sequence[bytes], *, sealed: bool = True) -> bool:
+        """One layer of some blocks is in its slots. False when one is not what its seal says: nothing from there on
+        counts. `sealed`: the seals are of what lies there."""
+        arena = self._cache.store.arena
+        found = [seal(arena.slice(slot, layer)) for slot in self._slots[first : first + len(expected)]]
+        good = len(found)
+        if sealed:
+            pairs = enumerate(zip(found, expected, strict=True))
+            good = next((at for at, (one, other) in pairs if one != other), good)
+        with self.condition:
+            if self.final is None:
+                for seals, one in zip(self._seals[first : first + good], found, strict=False):
+                    seals.append(one)
+                self._landed[layer] = first + good
+                self.condition.notify_all()
+        return good == len(found)
+
+    # Event loop side.
+
+    def make_room(self) -> int:
+        """Empty slots for what is still wanted; for how many blocks there are any."""
+        with self.condition:
+            wanted = len(self.names) - self.start - len(self._slots)
+            slots = self._cache.store.reserve(wanted)
+            self._slots += slots
+            self._seals += [[] for _ in slots]
+            return len(self._slots) - self.num_whole
+
+    def ask(self, session: Session, pull: Pull) -> asyncio.Future[Lent | Ended | None]:
+        self.pull, self.answer = pull, asyncio.get_running_loop().create_future()
+        session.send(pull)
+        return self.answer
+
+    def answered(self, answer: Lent | Ended | None) -> bool:
+        """False when nobody waits for one."""
+        if self.answer is None or self.answer.done():
+            return False
+        self.answer.set_result(answer)
+        return True
+
+    def asked_for(self, lent: Lent) -> bool:
+        """Whether it may be lent this."""
+        pull, layout = self.pull, self._layout
+        return (
+            pull is not None
+            and bool(pull.host)
+            and len(lent.slots) == len(lent.seals) <= len(self.names) - pull.start
+            and all(len(seals) == layout.num_layers for seals in lent.seals)
+            and all(0 <= slot < lent.arena.num_slots for slot in lent.slots)
+            and lent.arena.shape == self._cache.store.shape
+        )
+
+    def borrow(self, lent: Lent) -> bool:
+        """To `copy` from; False when it cannot be read from here."""
+        self.peer = PeerArena.attach(lent.arena)
+        came_before = [(0, ())] * self.num_whole  # another way: not asked for, and not lent
+        self._lent = [*came_before, *zip(lent.slots, lent.seals, strict=True)]
+        return self.peer is not None
+
+    def place(self, session: Session, given: Given, size: int) -> list[memoryview] | None:
+        """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
+        pull."""
+        first, count, width = self.num_whole + given.first, len(given.seals), self._layout.block_size
+        expected = (
+            self.final is None
+            and 0 <= given.layer < self._layout.num_layers
+            and first >= self._landed[given.layer]
+            and 0 < count <= len(self._slots) - first
+        )
+        if not expected:
+            return None
+        arena, tokens = self._cache.store.arena, Span(first * width, (first + count) * width)
+        targets = [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
+        return self.frames.place(given, session, self.codec, tokens, targets, size)
+
+    def receive(self, given: Given) -> bool:
+        """Takes in a whole payload; False when a seal does not match: nothing from there on counts."""
+        targets, first = self.frames.take(given), self.num_whole + given.first
+        if self.final is not None:
+            return True
+        if targets is None or first != self._landed[given.layer]:
+            return False
+        return self._land(given.layer, first, given.seals, sealed=self.codec in EXACT)
+
+    def count(self) -> int:
+        """How many more are whole than when it was asked last."""
+        with self.condition:
+            before, self.num_whole = self.num_whole, min(self._landed)
+            return self.num_whole - before
+
+    def end(self) -> None:
+        """Nothing more comes. Idempotent."""
+        with self.condition:
+            if self.final is None:
+                self.count()
+                self.final = self.num_whole
+                self.condition.notify_all()
+
+
+class Fetcher:
+    """All fetches of a node. For its event loop."""
+
+    def __init__(self, cache: NodeCache, reach: Reach, tell: Tell, *, shares_memory: bool = True) -> None:
+        self.cache, self._reach, self._tell = cache, reach, tell
+        self._open: dict[RequestId, Fetching] = {}
+        self._shares = shares_memory
+        self._strangers: set[str] = set()
+        self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
+
+    def begin(self, fetch: Fetching) -> Coroutine[Any, Any, None]:
+        """What is to be run: it fetches as much as there is, then releases the fetch. Never raises for what another
+        node does."""
+        self._open[fetch.key] = fetch
+        return self._run(fetch)
+
+    async def _run(self, fetch: Fetching) -> None:
+        try:
+            fetch.session = await self._reach(fetch.order.source)
+            await self._rounds(fetch, fetch.session)
+        except (OSError, TimeoutError, ProtocolError) as error:
+            log.warning("blocks cannot be fetched from %s: %s", fetch.order.source, error)
+        finally:
+            self._open.pop(fetch.key, None)
+            if fetch.session is not None:
+                fetch.frames.refuse()  # what still comes must not be written into slots that are given back
+            if fetch.peer is not None:
+                fetch.peer.close()
+            fetch.end()
+            self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
+            fetch.release()
+
+    async def _rounds(self, fetch: Fetching, session: Session) -> None:
+        """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
+        decided what gives way to them."""
+        while fetch.final is None and not session.closed and (room := fetch.make_room()):
+            wanted = len(fetch.names) - fetch.start - fetch.num_whole
+            self._tell(events.Moved(fetch.key, fetched=True))
+            if fetch.peer is None:
+                answer = await fetch.ask(session, self._pull(fetch, session, room))
+                if answer is None:
+                    return
+                if isinstance(answer, Lent) and not fetch.borrow(answer):
+                    self._strangers.add(session.peer)  # another container, or just gone
+                    continue
+            if fetch.peer is not None and not await self.cache.serve(fetch.copy, fetch.peer):
+                self._damaged(session)
+                return
+            came = fetch.count()
+            if fetch.peer is not None:
+                self.bytes_lent += came * self.cache.layout.block_bytes
+            if not 0 < came == room < wanted:
+                return
+            self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
+            await asyncio.sleep(0)
+            await asyncio.wrap_future(self.cache.kept())
+
+    def _pull(self, fetch: Fetching, session: Session, room: int) -> Pull:
+        shares = self._shares and session.peer not in self._strangers
+        host, start = host_id() if shares else "", fetch.start + fetch.num_whole
+        return Pull(fetch.key, start, room, host, fetch.codec)
+
+    def _damaged(self, session: Session) -> None:
+        self.seal_mismatches += 1
+        log.warning("a block from %s came damaged (seal mismatch)", session.peer)
+
+    def _found(self, key: RequestId, session: Session) -> Fetching | None:
+        """The fetch that this session may speak of."""
+        fetch = self._open.get(key)
+        return fetch if fetch is not None and fetch.session is session else None
+
+    def place(self, session: Session, given: Given, size: int) -> list[memoryview]:
+        """Raises ProtocolError for what nobody asked for."""
+        fetch = self._open.get(given.key)
+        if fetch is None:
+            return [memoryview(bytearray(size))]  # given up: read past it
+        if fetch.session is not session:
+            raise ProtocolError("blocks came over a session that nobody asked for them")
+        targets = fetch.place(session, given, size)
+        if targets is None:
+            raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
+        return targets
+
+    def receive(self, session: Session, given: Given) -> None:
+        fetch = self._found(given.key, session)
+        if fetch is None:
+            return
+        self._tell(events.Moved(given.key, fetched=True))
+        self.bytes_in += len(given.seals) * self.cache.layout.slice_bytes
+        if not fetch.receive(given):
+            self._damaged(session)
+            fetch.answered(None)
+
+    def void(self, session: Session, given: Given) -> None:
+        """The sender gave up in the midst of it."""
+        fetch = self._found(given.key, session)
+        if fetch is not None:
+            fetch.frames.void(session, given)
+            fetch.answered(None)
+
+    def answer(self, session: Session, answer: Lent | Ended) -> None:
+        """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
+        fetch = self._found(answer.key, session)
+        if fetch is None:
+            return
+        if isinstance(answer, Lent) and not fetch.asked_for(answer):
+            raise ProtocolError(f"what was lent for {answer.key} is not what was asked for")
+        fetch.answered(answer)
+
+    def cancel(self, key: RequestId) -> None:
+        """What is here may be adopted. Unknown ones are no error."""
+        fetch = self._open.get(key)
+        if fetch is not None and not fetch.answered(None):
+            fetch.end()  # nothing is asked for just now
+
+    def close(self) -> None:
+        """No load waits for another node any more."""
+        for key in list(self._open):
+            self.cancel(key)

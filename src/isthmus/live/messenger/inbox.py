@@ -1,0 +1,228 @@
+"""The receiving half of a session, without I/O: where slices go, and in which order messages are delivered.
+
+    unknown ──first slice──> placed ──last slice──> whole ──all earlier ones are through──> on_message
+                                │                     │
+                                └──── cancelled, or session ended ────> on_void
+
+Memory that `place` gave is the session's until exactly one of `on_message`, `on_void`; not one byte is written
+to it afterwards, wherever slices of it still are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from isthmus.core.errors import ProtocolError
+from isthmus.live.messenger.frames import MAX_HEADER, MAX_SLICE, PREFIX_BYTES, FrameReader, Prefix
+from isthmus.live.messenger.outbox import TALK_BYTES, Priority, kept_bytes
+from isthmus.live.messenger.pieces import Pieces, scratch
+from isthmus.live.messenger.reading import read
+
+
+class Owner(Protocol):
+    """Whom the messages are for."""
+
+    def on_message(self, message: Any) -> None: ...
+
+    def place(self, message: Any, size: int) -> Sequence[memoryview]: ...
+
+    def on_void(self, message: Any) -> None: ...
+
+
+class _Incoming:
+    """A message of which something came, or that will not come (`void`). One without payload that must wait stays as it
+    came, in `header`: what it becomes may be ten times as large."""
+
+    __slots__ = (
+        "header", "held", "kept", "lengths", "message", "pieces", "received", "size", "void", "writers",
+    )  # fmt: skip
+
+    def __init__(self, message: Any, size: int, header: bytes | None = None) -> None:
+        self.message, self.size, self.header = message, size, header
+        self.pieces: Pieces | None = None
+        self.received = 0
+        self.lengths: dict[int, int] = {}  # of slices that are whole, by offset
+        self.writers: dict[int, FrameReader] = {}  # who is receiving which slice
+        self.void = False
+        self.held = 0  # bytes counted against the window
+        self.kept = 0  # bytes that lie here for it
+
+    @property
+    def whole(self) -> bool:
+        return self.received == self.size
+
+    def check_slices(self) -> None:
+        """Slices that overlap would leave holes."""
+        at = 0
+        for offset, length in sorted(self.lengths.items()):
+            if offset != at:
+                raise ProtocolError("slices of a payload overlap")
+            at += length
+
+    def divert(self) -> None:
+        for reader in self.writers.values():
+            reader.divert()
+        self.writers.clear()
+
+
+class Inbox:
+    """`window`: bytes of messages and payloads that may wait for an earlier one of their priority. Payloads lie with
+    the owner; of the rest no more than `most_kept` waits here, and no honest sender sends more."""
+
+    def __init__(self, decode: Callable[[bytes], Any], owner: Owner, window: int) -> None:
+        self._decode, self._owner, self._window = decode, owner, window
+        self._open: tuple[dict[int, _Incoming], ...] = tuple({} for _ in Priority)
+        self.through = [0 for _ in Priority]
+        """By priority: all messages before this number were delivered, or will never be."""
+        self.stopped = False
+        """Nothing more is delivered: the session is ending."""
+        self.voided = 0
+        self.most_kept = TALK_BYTES + kept_bytes(MAX_HEADER)
+        self._held_bytes = self._kept_bytes = 0
+        self._delivering: set[int] = set()
+
+    def begin(self, prefix: Prefix, header: bytes, reader: FrameReader) -> list[memoryview]:
+        """Where the payload of this frame goes, which `reader` receives. Calls `place` on a message's first."""
+        if prefix.priority >= len(Priority):
+            raise ProtocolError(f"priority {prefix.priority} does not exist")
+        incoming = self._incoming(prefix, header)
+        if incoming is None or incoming.void or prefix.offset in incoming.lengths:
+            return scratch(prefix.length)
+        if incoming.size != prefix.total:
+            raise ProtocolError("slices of one payload disagree on its length")
+        if not prefix.length:
+            return []
+        before = incoming.writers.get(prefix.offset)
+        if before is not None:  # over a lane that is lost, though we do not know it yet
+            before.divert()
+        incoming.writers[prefix.offset] = reader
+        assert incoming.pieces is not None
+        return incoming.pieces.cut(prefix.offset, prefix.length)
+
+    def end(self, prefix: Prefix, reader: FrameReader, is_good: bool) -> None:
+        """The frame is complete. Delivers what can be. One that is not good does not count: its message was taken
+        back, and the notice of that is on its way."""
+        opened = self._open[prefix.priority]
+        incoming = opened.get(prefix.seq)
+        if incoming is None or incoming.void:
+            return
+        if prefix.length:
+            if incoming.writers.get(prefix.offset) is not reader:
+                return
+            del incoming.writers[prefix.offset]
+            if not is_good:
+                return
+            incoming.lengths[prefix.offset] = prefix.length
+            incoming.received += prefix.length
+            if len(incoming.lengths) > 1 and incoming.whole:
+                incoming.check_slices()
+        if prefix.seq == self.through[prefix.priority]:
+            self._deliver(prefix.priority)
+        else:
+            self._hold(incoming, prefix.length, 0)
+
+    def cancelled(self, priority: int, seq: int) -> None:
+        """The sender took this message back; it may be one of which nothing came yet."""
+        if priority >= len(Priority):
+            raise ProtocolError(f"priority {priority} does not exist")
+        if seq < self.through[priority]:
+            return
+        incoming = self._open[priority].get(seq)
+        if incoming is None:
+            incoming = self._open[priority][seq] = _Incoming(None, 0)
+            self._hold(incoming, PREFIX_BYTES, kept_bytes(0))
+        self._void(incoming, tell=True)
+        self._deliver(priority)
+
+    def refuse(self, message: Any) -> tuple[int, int] | None:
+        """Gives up a message whose payload is under way: its memory is the caller's again. Returns priority and
+        number; None when no such message is open."""
+        for priority, opened in enumerate(self._open):
+            for seq, incoming in opened.items():
+                if incoming.message is message and not incoming.void:
+                    self._void(incoming, tell=False)
+                    self._deliver(priority)
+                    return priority, seq
+        return None
+
+    def lane_lost(self, reader: FrameReader) -> None:
+        """What this lane was receiving will come again."""
+        for opened in self._open:
+            for incoming in opened.values():
+                for offset in [at for at, writer in incoming.writers.items() if writer is reader]:
+                    del incoming.writers[offset]
+
+    def end_all(self) -> None:
+        """The session is over: everything placed goes back to its owner."""
+        for opened in self._open:
+            for incoming in list(opened.values()):
+                if not incoming.void:
+                    self._void(incoming, tell=True)
+            opened.clear()
+
+    def _incoming(self, prefix: Prefix, header: bytes) -> _Incoming | None:
+        """None when the message is through already."""
+        if prefix.seq < self.through[prefix.priority]:
+            return None
+        opened = self._open[prefix.priority]
+        incoming = opened.get(prefix.seq)
+        if incoming is None:
+            waits = prefix.seq > self.through[prefix.priority]
+            if prefix.total:
+                message = self._read(header)
+                incoming = _Incoming(message, prefix.total)
+                incoming.pieces = Pieces(self._owner.place(message, prefix.total))
+            else:
+                incoming = _Incoming(None, 0, header) if waits else _Incoming(self._read(header), 0)
+            opened[prefix.seq] = incoming
+            if incoming.pieces is not None and incoming.pieces.size != prefix.total:
+                raise ProtocolError(f"a payload of {prefix.total} bytes does not fit the message it came with")
+            if waits:
+                self._hold(incoming, PREFIX_BYTES + prefix.header, kept_bytes(prefix.header))
+        return incoming
+
+    def _read(self, header: bytes) -> Any:
+        return read(self._decode, header, "a message")
+
+    def _void(self, incoming: _Incoming, *, tell: bool) -> None:
+        incoming.void, incoming.header = True, None
+        incoming.divert()
+        placed, incoming.pieces = incoming.pieces, None
+        self.voided += 1
+        if placed is not None and tell:
+            self._owner.on_void(incoming.message)
+
+    def _hold(self, incoming: _Incoming, count: int, kept: int) -> None:
+        """Counts what waits for an earlier message. An honest sender stops before the limits."""
+        incoming.held += count
+        incoming.kept += kept
+        self._held_bytes += count
+        self._kept_bytes += kept
+        if self._held_bytes > self._window + TALK_BYTES + MAX_SLICE or self._kept_bytes > self.most_kept:
+            raise ProtocolError("the peer sent more than it was allowed to")
+
+    def _deliver(self, priority: int) -> None:
+        if priority in self._delivering:
+            return  # called from within on_message: the loop below goes on
+        self._delivering.add(priority)
+        try:
+            while not self.stopped and self._deliver_next(priority):
+                pass
+        finally:
+            self._delivering.discard(priority)
+
+    def _deliver_next(self, priority: int) -> bool:
+        opened, seq = self._open[priority], self.through[priority]
+        incoming = opened.get(seq)
+        if incoming is None or not (incoming.void or incoming.whole):
+            return False
+        del opened[seq]
+        self.through[priority] = seq + 1
+        self._held_bytes -= incoming.held
+        self._kept_bytes -= incoming.kept
+        if not incoming.void:
+            incoming.pieces = None
+            message = incoming.message if incoming.header is None else self._read(incoming.header)
+            self._owner.on_message(message)
+        return True

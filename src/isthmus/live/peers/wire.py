@@ -1,0 +1,117 @@
+"""What one layer of some blocks is on a link: its bytes as they are, or encoded where the conductor said so.
+
+Seals are of the KV itself where the codec gives it back bit for bit, so that they guard encoding and decoding too;
+of what int8 made of each block otherwise. For an event loop: a frame of the slowest codec keeps it a few
+milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from isthmus.core.blocks import KVLayout, seal
+from isthmus.core.errors import ProtocolError
+from isthmus.core.types import Span
+from isthmus.live.engine import codecs
+from isthmus.live.engine.interface import KVBytes, runs_of
+from isthmus.live.messenger import Session
+from isthmus.live.peers.messages import Given, Shipment, Slices
+
+ENCODED_BLOCKS = 64
+"""Blocks of one encoded frame: more would keep the event loop for long."""
+
+
+def pack(
+    codec: str,
+    layout: KVLayout,
+    parts: Sequence[memoryview],
+    num_tokens: int,
+    seals: Callable[[], Sequence[bytes]],
+) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
+    """Payload and seals. `parts`: one layer of `num_tokens` tokens from a block's first on; `seals`: of each block."""
+    if codec == codecs.NONE:
+        return parts, tuple(seals())
+    data = codecs.encode(codec, layout, parts, num_tokens)
+    if codec in codecs.EXACT:
+        return [memoryview(data)], tuple(seals())
+    blocks = codecs.encoded_blocks(codec, layout, data, num_tokens)
+    return [memoryview(data)], tuple(map(seal, blocks))
+
+
+def sealed(
+    memory: KVBytes, layer: int, blocks: Sequence[int]
+) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
+    """Bytes of these whole blocks in one layer, where they lie, and the seal of each."""
+    size = memory.layout.block_size
+    payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
+    return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
+
+
+Head = Slices | Given | Shipment
+
+
+class _Frame(NamedTuple):
+    head: Head
+    session: Session
+    codec: str
+    tokens: Span
+    targets: list[memoryview]
+    encoded: memoryview | None
+
+
+class Frames:
+    """KV on its way in, frame by frame: into its place, or beside it if it is to be decoded. Heads name a layer, and
+    have a seal for each block."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._frames: dict[Head, _Frame] = {}
+
+    def place(
+        self, head: Head, session: Session, codec: str, tokens: Span, targets: list[memoryview], size: int
+    ) -> list[memoryview] | None:
+        """Where `size` bytes go; None when they cannot be these tokens, or others are on their way there: whichever
+        came last would be under the seals of the other."""
+        most = codecs.encoded_bytes(codec, self._layout, len(tokens))
+        fits = size <= most if codec == codecs.ZSTD else size == most
+        if not fits or any(
+            head.layer == other.layer and tokens.start < frame.tokens.stop and frame.tokens.start < tokens.stop
+            for other, frame in self._frames.items()
+        ):
+            return None
+        encoded = None if codec == codecs.NONE else memoryview(bytearray(size))
+        self._frames[head] = _Frame(head, session, codec, tokens, targets, encoded)
+        return targets if encoded is None else [encoded]
+
+    def take(self, head: Head) -> list[memoryview] | None:
+        """A whole frame, in its place; None for one without a payload, though an equal one may be on its way, or that
+        nobody encoded. Seals of the KV itself are the caller's to check, where the codec is exact."""
+        frame = self._frames.get(head)
+        if frame is None or frame.head is not head:
+            return None
+        del self._frames[head]
+        if frame.encoded is None:
+            return frame.targets
+        codec, layout, num_tokens = frame.codec, self._layout, len(frame.tokens)
+        try:
+            if codec not in codecs.EXACT:
+                blocks = codecs.encoded_blocks(codec, layout, frame.encoded, num_tokens)
+                if tuple(map(seal, blocks)) != tuple(head.seals):
+                    return None
+            codecs.decode(codec, layout, frame.encoded, frame.targets, num_tokens)
+        except ProtocolError:
+            return None
+        return frame.targets
+
+    def void(self, session: Session, head: Head) -> None:
+        """It will not come over this session."""
+        frame = self._frames.get(head)
+        if frame is not None and frame.session is session:
+            del self._frames[head]
+
+    def refuse(self) -> None:
+        """Nothing more is written when this returns."""
+        frames, self._frames = self._frames, {}
+        for head, frame in frames.items():
+            frame.session.refuse(head)

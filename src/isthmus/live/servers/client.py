@@ -1,0 +1,264 @@
+"""Requests to a vLLM server: an attempt in, its tokens out. vLLM 0.32's `/v1/completions`, with token ids both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from isthmus.core.types import FinishReason, Sampling, TokenLogprobs
+
+MODEL = "isthmus"
+"""What a server that is started here calls its model."""
+SEED_STEP = 0x9E3779B97F4A7C15
+MAX_ALLOWED, MAX_BIASES, MAX_STOPS = 1024, 1024, 128
+"""vLLM 0.32's worker dies of more (`v1/worker/gpu/sample/logit_bias.py`), which its API does not check."""
+_READ_BYTES = 1 << 16
+_QUICK = aiohttp.ClientTimeout(total=5)
+"""For what a server that lives answers at once."""
+
+
+class EngineError(Exception):
+    """The server did not answer, or not as it should. `final`: another server would say the same."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer, or one chunk of a streamed one."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.usage.prompt_tokens_details if self.usage is not None else None
+        return details.cached_tokens if details is not None else None
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token of an answer. The last one has a `finish` reason, and comes when `cached_tokens` is known."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+
+
+class Computed(msgspec.Struct, frozen=True):
+    """A prompt that was computed for another server. `params`: where its KV lies, if this one keeps it for it."""
+
+    cached_tokens: int
+    params: dict[str, Any] | None
+
+
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def objection(sampling: Sampling, *, continues: bool) -> str:
+    """Why an attempt cannot be computed by vLLM as asked, "" if it can. `continues`: some of the answer was sent
+    already, so that it is part of the prompt for vLLM, which would forget what depends on the answer alone."""
+    if sampling.prompt_logprobs is not None:
+        return "vLLM nodes do not score prompts: leave prompt_logprobs out"
+    if sampling.bad_words:
+        return "vLLM nodes take no bad_words"
+    if sampling.grammar:
+        return "vLLM nodes follow no grammars yet: leave response_format and forced tools out"
+    if len(sampling.allowed_tokens) > MAX_ALLOWED:
+        return f"vLLM nodes take {MAX_ALLOWED} allowed_token_ids at most"
+    if len(sampling.logit_bias) > MAX_BIASES:
+        return f"vLLM nodes take a logit_bias of {MAX_BIASES} tokens at most"
+    if sampling.min_tokens and len(sampling.stop_tokens) > MAX_STOPS:
+        return f"vLLM nodes take {MAX_STOPS} stop tokens at most beside min_tokens"
+    if continues and (sampling.presence_penalty or sampling.frequency_penalty):
+        return "its vLLM node is gone, and no other can go on with penalties on what was said so far"
+    return ""
+
+
+def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_tokens: int) -> dict[str, Any]:
+    """All fields, for those that are missing take values from the model's folder. `tokens`: those of the prompt, and
+    what was generated already."""
+    num_generated = len(tokens) - num_prompt
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": list(tokens),
+        "max_tokens": max_tokens,
+        "min_tokens": max(0, min(max_tokens, sampling.min_tokens - num_generated)),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        # The draw for a token depends on (seed, its number) alone; vLLM's on how many it drew before.
+        "seed": (sampling.seed + num_generated * SEED_STEP) % (1 << 63),
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": [],
+        "stop_token_ids": list(sampling.stop_tokens),
+        "ignore_eos": True,  # which tokens end an answer the gateway has said
+        "add_special_tokens": False,
+        "return_token_ids": True,
+    }
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if sampling.allowed_tokens:
+        body["allowed_token_ids"] = list(sampling.allowed_tokens)
+    if sampling.logprobs is not None:
+        body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
+    return body
+
+
+class Client:
+    """For an event loop. `url`: of the server; `model`: what it calls its model; `key`: that it asks for."""
+
+    def __init__(self, url: str, model: str = MODEL, key: str | None = None) -> None:
+        self.url, self.model = url, model
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            read_bufsize=_READ_BYTES,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def compute(self, key: str, body: dict[str, Any]) -> Computed:
+        """The prompt alone, whole: a streamed answer would not say where its KV lies. Raises EngineError."""
+        body = body | {"max_tokens": 1, "min_tokens": 0, "stream": False}
+        async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
+            await _check(response)
+            answer = _read(await response.read())
+        return Computed(answer.cached_tokens or 0, answer.kv_transfer_params)
+
+    async def answer(
+        self, key: str, body: dict[str, Any], num_top: int | None
+    ) -> AsyncGenerator[list[Token], None]:
+        """Tokens as they come. Raises EngineError. Whoever closes it early ends the request there, too."""
+        held: Token | None = None
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
+            await _check(response)
+            async for data in _lines(response.content):
+                if data == b"[DONE]":
+                    break
+                chunk = _read(data)
+                if chunk.choices and chunk.choices[0].token_ids:
+                    found = _tokens(chunk.choices[0], num_top)
+                    if found[-1].finish is not None:
+                        held = found.pop()
+                    if found:
+                        yield found
+                if held is not None and chunk.cached_tokens is not None:
+                    held = msgspec.structs.replace(held, cached_tokens=chunk.cached_tokens)
+        if held is None:
+            raise EngineError("vLLM ended the answer without a reason")
+        yield [held]
+
+    async def release(self, params: dict[str, Any]) -> None:
+        """Tells the server whose KV `params` name that nobody will fetch it: a request that cannot be served makes this
+        one say so there. Raises EngineError only if it cannot be reached."""
+        body = {"model": "none", "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        async with _speaking(), self._session.post(f"{self.url}/v1/completions", json=body) as response:
+            await response.read()
+
+    async def get(self, path: str) -> bytes:
+        """Raises EngineError."""
+        async with _speaking(), self._session.get(self.url + path, timeout=_QUICK) as response:
+            await _check(response)
+            return await response.read()
+
+    def _post(self, key: str, body: dict[str, Any]) -> Any:
+        return self._session.post(
+            f"{self.url}/v1/completions",
+            data=_encode(body | {"model": self.model}),
+            headers={"Content-Type": "application/json", "X-Request-Id": key},
+        )
+
+
+@contextlib.asynccontextmanager
+async def _speaking(prefix: str = "") -> AsyncIterator[None]:
+    """Meanwhile whatever ends a connection is an EngineError."""
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise EngineError(prefix + (str(error) or type(error).__name__)) from None
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events."""
+    rest = b""
+    async for part in content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _read(data: bytes) -> _Answer:
+    try:
+        answer = _decode(data)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"vLLM answered what cannot be read: {error}") from None
+    if answer.error is not None:
+        raise EngineError(f"vLLM: {answer.error.get('message', '')}")
+    return answer
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    text = (await response.read()).decode("utf8", "replace")
+    try:
+        found = json.loads(text)
+        message = str(found.get("error", found).get("message", text)) if isinstance(found, dict) else text
+    except (ValueError, AttributeError):
+        message = text
+    raise EngineError(f"vLLM: {message[:500]} (HTTP {response.status})", final=response.status in (400, 422))
+
+
+def _tokens(choice: _Choice, num_top: int | None) -> list[Token]:
+    assert choice.token_ids is not None
+    found = [Token(token, _logprobs(choice.logprobs, at, num_top)) for at, token in enumerate(choice.token_ids)]
+    if choice.finish_reason is not None:
+        if choice.finish_reason not in tuple(FinishReason):
+            raise EngineError(f"vLLM ended the answer: {choice.finish_reason}")
+        found[-1] = msgspec.structs.replace(found[-1], finish=FinishReason(choice.finish_reason))
+    return found
+
+
+def _logprobs(given: _Logprobs | None, at: int, num_top: int | None) -> TokenLogprobs | None:
+    if given is None or num_top is None or at >= len(given.token_logprobs):
+        return None
+    chosen, top = given.token_logprobs[at], given.top_logprobs[at] if given.top_logprobs else None
+    ranked = sorted((top or {}).items(), key=lambda pair: -pair[1])[:num_top]
+    named = tuple([(int(name.removeprefix("token_id:")), value) for name, value in ranked])
+    return TokenLogprobs(chosen if chosen is not None else float("-inf"), named)

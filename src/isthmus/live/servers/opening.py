@@ -1,0 +1,185 @@
+"""From a configuration to a vLLM server that answers, and the node beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from isthmus.config import Config
+from isthmus.core.blocks import BlockNamer, KVLayout
+from isthmus.core.errors import StartError
+from isthmus.core.node import events
+from isthmus.core.types import Sampling
+from isthmus.live.cluster.launcher import LaunchSpec
+from isthmus.live.cluster.process import NodeOptions, Opener, Runtime
+from isthmus.live.servers.client import Client, EngineError, body_of
+from isthmus.live.servers.kv_events import Listener, Translator
+from isthmus.live.servers.pages import Pages, staged_of
+from isthmus.live.servers.process import UNSEALED, AdapterProcess, ServedEngine
+from isthmus.live.servers.server import Server, Sockets, own_folder
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 10.0
+"""So long after a server answers its connector may take to say what it is."""
+PROBE_S = 10.0
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    config: Config,
+    spec: LaunchSpec,
+    options: NodeOptions,
+    runtime: Runtime,
+    *,
+    revision_of: Callable[[Path], str],
+    layout: KVLayout,
+    max_length: int,
+    store_of: Callable[[ServedEngine], Opener],
+) -> AsyncIterator[AdapterProcess]:
+    """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
+    the model's KV; in which form, the server says.
+    `max_length`: 0 where the server is to find what its memory holds. Raises StartError."""
+    given, model = config.engine.vllm, Path(spec.model)
+    with contextlib.ExitStack() as stack:
+        folder = given.sockets or stack.enter_context(own_folder())
+        sockets = Sockets(Path(folder).expanduser())
+        pages = Pages(sockets.pages) if given.transfer == "pool" else None
+        if pages is not None:
+            try:
+                await pages.listen()
+            except OSError as error:
+                raise StartError(
+                    f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
+                ) from None
+        server = await Server.start(config, spec, layout.dtype, max_length, sockets)
+        try:
+            await server.ready(config.limits.start_s)
+            known = await _known(server.client, layout)
+            form, remark = await _form(known, server.client, pages, layout, model, revision_of)
+            layout = msgspec.structs.replace(layout, form=form)
+            length = known.max_length or max_length
+            engine = ServedEngine(revision_of(model), layout, known.num_blocks, length, remark)
+            await _probe(server.client, sockets, engine)
+            if engine.num_blocks != options.facts.kv_blocks:
+                log.info("%s: vLLM has %d blocks of KV memory", options.facts.node, engine.num_blocks)
+            facts = msgspec.structs.replace(options.facts, kv_blocks=engine.num_blocks)
+            options = replace(options, facts=facts)
+            yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine))
+        finally:
+            await server.stop()
+            if pages is not None:
+                await pages.close()
+
+
+async def _known(client: Client, layout: KVLayout) -> Told:
+    """What the server says of itself. Raises StartError where that is not what was configured."""
+    known = await told(client)
+    if client.model not in known.models:
+        raise StartError(
+            f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(known.models)}, not {client.model}"
+        )
+    if known.block_size != layout.block_size:
+        raise StartError(
+            f"vLLM at {client.url} has blocks of {known.block_size} tokens, engine.block_size is {layout.block_size}"
+        )
+    return known
+
+
+async def _form(
+    known: Told,
+    client: Client,
+    pages: Pages | None,
+    layout: KVLayout,
+    model: Path,
+    revision_of: Callable[[Path], str],
+) -> tuple[str, str]:
+    """In which form its KV is, and a remark. Raises StartError where its connector and this node do not fit."""
+    if pages is None:
+        return f"vllm{known.version}/nixl", f"vLLM {known.version} {UNSEALED}"
+    try:
+        opened = await asyncio.wait_for(asyncio.shield(pages.opened), OPEN_S)
+    except TimeoutError:
+        raise StartError(
+            f"vLLM at {client.url} did not open {pages.path}: is isthmus-vllm installed where it runs, and is it "
+            "its KV connector?"
+        ) from None
+    staged, reason = staged_of(opened, msgspec.structs.replace(layout, form=opened.form))
+    if staged is None:
+        raise StartError(f"vLLM at {client.url} and this node do not fit: {reason}")
+    staged.close()
+    own = Path(opened.model)
+    if own != model and not (own.is_dir() and revision_of(own) == revision_of(model)):
+        raise StartError(
+            f"vLLM at {client.url} serves {opened.model}, this node {model}: give both one folder, or equal ones"
+        )
+    return opened.form, f"vLLM {known.version} with isthmus-vllm: KV is sealed"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a server says of itself. `max_length`: 0 if it does not say."""
+
+    version: str
+    models: tuple[str, ...]
+    max_length: int
+    num_blocks: int
+    block_size: int
+
+
+async def told(client: Client) -> Told:
+    """Raises StartError."""
+    try:
+        version = str(json.loads(await client.get("/version"))["version"])
+        metrics = (await client.get("/metrics")).decode()
+        served = json.loads(await client.get("/v1/models"))["data"]
+        models = tuple([str(each["id"]) for each in served])
+        length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), 0)
+    except (EngineError, ValueError, KeyError, TypeError) as error:
+        raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
+    info = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    found = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    try:
+        return Told(version, models, length, int(found["num_gpu_blocks"]), int(found["block_size"]))
+    except (KeyError, ValueError):
+        raise StartError(
+            "vLLM's metrics do not say how much KV memory it has (vllm:cache_config_info)"
+        ) from None
+
+
+async def _probe(client: Client, sockets: Sockets, engine: ServedEngine) -> None:
+    """One block of random tokens must come to be known under its name. Raises StartError."""
+    size = engine.layout.block_size
+    namer = BlockNamer(revision=engine.revision, layout=engine.layout)
+    tokens = [1 + each % 200 for each in secrets.token_bytes(size + 1)]
+    wanted, seen = namer.names(tokens)[0], asyncio.Event()
+    translator = Translator(lambda salt: None if salt else namer, size)
+
+    def heard(batch: bytes) -> None:
+        if any(isinstance(fact, events.Held) and wanted in fact.names for fact in translator.batch(batch)):
+            seen.set()
+
+    listener = Listener(sockets.kv_events, sockets.replay, heard, lambda: None)
+    task = asyncio.create_task(listener.run())
+    try:
+        await client.compute(f"probe-{os.getpid()}", body_of(Sampling(temperature=0), tokens, len(tokens), 1))
+        await asyncio.wait_for(seen.wait(), PROBE_S)
+    except EngineError as error:
+        raise StartError(f"vLLM at {client.url} does not compute: {error}") from None
+    except TimeoutError:
+        raise StartError(
+            f"vLLM at {client.url} tells no KV events at {sockets.kv_events}, or of other blocks than it computed"
+        ) from None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,388 @@
+"""The adapter: a node whose engine is a vLLM server beside it.
+
+`isthmus.core.node.adapter.Adapter` decides; here its actions are carried out: requests over HTTP (`client.py`), blocks
+between the server's worker and the store (`pages.py`), blocks between nodes as for any other node (`mover.py`).
+All of it lives in one event loop; only copies of blocks have threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any, get_args
+
+from isthmus.core.attempts import Report
+from isthmus.core.blocks import BlockNamer, KVLayout
+from isthmus.core.errors import StartError
+from isthmus.core.node import events
+from isthmus.core.node.adapter import Adapter
+from isthmus.core.types import NS_PER_S, PREFILL, Generated, RequestId
+from isthmus.live.cluster.process import MemberProcess, NodeOptions, Opener, Runtime
+from isthmus.live.cluster.runs import COUNTERS
+from isthmus.live.kv.cache import NodeCache, chains_of
+from isthmus.live.kv.mover import BlockMover
+from isthmus.live.peers import messages
+from isthmus.live.servers.client import Client, EngineError, Token, body_of, objection
+from isthmus.live.servers.kv_events import Listener, Translator
+from isthmus.live.servers.pages import Pages
+from isthmus.live.servers.server import Server, Sockets
+
+log = logging.getLogger(__name__)
+
+MAX_NAMERS, MAX_SALTS = 64, 10_000
+METRICS_S = 10.0
+"""An answer takes 15 ms of the server's time, perhaps on the core that computes; nothing is decided by it."""
+GONE_S = 5.0
+"""A server that does not live may take so long to be gone."""
+GATHER_S = 0.002
+"""So long tokens wait at most for others of the same step."""
+SALT_BYTES = 16
+UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
+_METRIC = re.compile(
+    r"^vllm:(num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE
+)
+_HANDOVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What makes a server keep a prompt's KV for another one."""
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """What the node tells of its server's metrics, each summed over its labels."""
+    found: dict[str, float] = {}
+    for name, value in _METRIC.findall(text):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """What is known of a server that runs. `remark`: for people."""
+
+    revision: str
+    layout: KVLayout
+    num_blocks: int
+    max_length: int
+    remark: str
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """All of the model's."""
+        return 0, self.layout.num_layers
+
+
+class AdapterProcess(MemberProcess):
+    """`pages`: what serves the connector, in mode `pool`; None in mode `nixl`."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        options: NodeOptions,
+        runtime: Runtime,
+        server: Server,
+        sockets: Sockets,
+        pages: Pages | None,
+        store_of: Opener,
+    ) -> None:
+        store_of, cache_of = store_of if pages is not None else None, partial(NodeCache, engine.layout)
+        super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, BlockMover)
+        facts, self._engine = options.facts, engine
+        self._server, self._sockets, self._pages = server, sockets, pages
+        tiers = facts.tiers() if self._cache is not None else None
+        self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
+        self._begun: dict[RequestId, events.Begin] = {}
+        self._asked: dict[RequestId, asyncio.Task[None]] = {}
+        self._outputs: list[messages.Output] = []
+        self._num_answering = 0
+        """Answers that have begun: each step of the server brings a token of each."""
+        self._gathering: asyncio.TimerHandle | None = None
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._num_kv_events_lost = 0
+        self._metrics: dict[str, float] = {}
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
+        self._salts: dict[str, str] = {"": ""}
+        """Of what is sent in place of a tenant's salt, the salt; of those used last."""
+        self._translator = Translator(self._namer_of, engine.layout.block_size)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.Submit: self._submit,
+            events.Discard: self._begin_discard,
+            events.Release: self._release,
+            events.Adopt: self._adopt,
+            events.Wake: self.wake,
+            **dict.fromkeys(get_args(Report), self._report),
+        }
+
+    @property
+    def _client(self) -> Client:
+        return self._server.client
+
+    # Its life.
+
+    def start(self) -> None:
+        self.spawn(self._watch())
+        if self._pages is not None:
+            assert self._cache is not None
+            self._pages.serve(self._cache, self.tell, self.mover.lost_bytes)
+
+    async def _watch(self) -> None:
+        """The head hears first: until then it sends more."""
+        reason = "its vLLM server is gone"
+        try:
+            reason = await self._server.ended()
+        finally:
+            if self._head is not None:
+                self._head.abort(reason)
+            self.end(StartError(reason))
+
+    async def _measure(self) -> None:
+        while True:
+            with contextlib.suppress(EngineError):
+                self._metrics = read_metrics((await self._client.get("/metrics")).decode())
+            await asyncio.sleep(METRICS_S)
+
+    def hello(self) -> messages.Hello:
+        engine = self._engine
+        return messages.Hello(
+            messages.PROTOCOL, self._facts.joined(), self._address,
+            engine.revision, engine.layout, engine.max_length, remark=engine.remark,
+        )  # fmt: skip
+
+    def welcome(self, message: messages.Welcome) -> None:
+        super().welcome(message)
+        chains = chains_of(self._found)
+        if chains:
+            self.tell(events.Recovered(chains))
+        listener = Listener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
+        self.spawn(listener.run())
+        self.spawn(self._measure())
+
+    def heard(self, message: messages.NodeBound) -> None:
+        match message:
+            case events.Begin():
+                self.begin(message)
+            case events.Forget() | events.Become():
+                self.tell(message)
+            case _:
+                super().heard(message)
+
+    def begin(self, begin: events.Begin) -> None:
+        self._begun[begin.key] = begin
+        self.tell(begin.to_decide(self._clock_ns()))
+
+    def gauges(self) -> dict[str, float]:
+        """Of its server as of `METRICS_S` ago at most."""
+        num_blocks, metrics = self._facts.kv_blocks, self._metrics
+        queued = min(self.node.num_running, int(metrics.get("num_requests_waiting", 0)))
+        found: dict[str, float] = {
+            "node_requests_running": self.node.num_running - queued,
+            "node_requests_waiting": self.node.num_waiting + queued,
+            "kv_blocks": num_blocks,
+            "kv_blocks_available": round(num_blocks * (1 - metrics.get("kv_cache_usage_perc", 0.0))),
+            "kv_blocks_cached": self.node.num_held,
+            "kv_blocks_transfer": 0,
+            "kv_blocks_hosted": 0,
+            "kv_bytes_in_total": 0,
+            "kv_bytes_out_total": 0,
+            "kv_blocks_evicted_total": self._blocks_evicted,
+            "vllm_kv_events_lost_total": self._num_kv_events_lost,
+        }
+        found |= {f"{name}_total": value for name, value in self._counters.items()}
+        found["num_preemptions_total"] = metrics.get("num_preemptions_total", 0.0)
+        found |= super().gauges() | self.tenant_gauges(self.node.tiers.sizes() if self.node.tiers else {})
+        if self._pages is not None:
+            found["vllm_blocks_saved_total"] = self._pages.blocks_saved
+            found["vllm_blocks_loaded_total"] = self._pages.blocks_loaded
+            found["seal_mismatches_total"] += self._pages.seal_mismatches
+        return found
+
+    # Facts and actions.
+
+    def tell(self, fact: events.Event) -> None:
+        """Tells the node, and carries out what it answers. In the event loop. A bug on the way ends the process."""
+        try:
+            for action in self.node.on(fact, self._clock_ns()):
+                handler = self._handlers.get(type(action))
+                if handler is not None:
+                    handler(action)
+                else:
+                    self.mover.do(action)
+        except BaseException as error:
+            self.died(error)
+            raise
+
+    fact = tell
+
+    def _report(self, report: Report) -> None:
+        self._flush()  # a failure is not to overtake tokens
+        self.report(report)
+
+    def _adopt(self, adopt: events.Adopt) -> None:
+        if self._pages is None or not self._pages.adopt(adopt):
+            self.mover.do(adopt)
+
+    def _release(self, release: events.Release) -> None:
+        key = release.key
+        self._begun.pop(key, None)
+        asked = self._asked.pop(key, None)
+        if asked is not None and asked is not asyncio.current_task():
+            asked.cancel()  # which closes the connection, and vLLM drops it
+        self.mover.do(release)
+
+    # Requests.
+
+    def _submit(self, submit: events.Submit) -> None:
+        begin = self._begun[submit.key]
+        work = self._compute if begin.part is PREFILL else self._answer
+        self._asked[submit.key] = self.spawn(self._ask(work, begin, submit))
+
+    async def _ask(self, work: Callable[..., Any], begin: events.Begin, submit: events.Submit) -> None:
+        key, sampling = submit.key, begin.sampling
+        reason = objection(sampling, continues=len(begin.tokens) > begin.num_prompt)
+        if reason:
+            self.tell(events.Broken(key, reason, final=True))
+            return
+        if self._pages is not None:
+            self._pages.begin(key, begin.names)
+        max_tokens = begin.stop_length - len(begin.tokens)
+        body = body_of(sampling, begin.tokens, begin.num_prompt, max_tokens) | self._separated(begin.salt)
+        params = self._params_of(begin, submit)
+        if params is not None:
+            body["kv_transfer_params"] = params
+        began_ns = self._clock_ns()
+        try:
+            await work(begin, submit, body)
+        except EngineError as error:
+            if not error.final and not await self._server.lives():
+                await asyncio.sleep(GONE_S)  # this node ends with it: one death is to cost one attempt
+            self._flush()
+            self.tell(events.Broken(key, str(error), final=error.final))
+        finally:
+            self._counters["engine_seconds"] += (self._clock_ns() - began_ns) / NS_PER_S
+            if self._asked.get(key) is asyncio.current_task():
+                del self._asked[key]
+
+    def _separated(self, salt: str) -> dict[str, str]:
+        """vLLM's own cache tells tenants apart by a digest: salts stay here."""
+        if not salt:
+            return {}
+        engine = self._engine
+        named = hashlib.blake2b(
+            salt.encode(), key=engine.revision.encode()[:64], digest_size=SALT_BYTES
+        ).hexdigest()
+        self._salts[named] = self._salts.pop(named, salt)
+        if len(self._salts) > MAX_SALTS:  # what the server still has of it is not known to anybody then
+            del self._salts[next(islice(self._salts, 1, None))]  # the first is that of no salt
+        return {"cache_salt": named}
+
+    def _params_of(self, begin: events.Begin, submit: events.Submit) -> dict[str, Any] | None:
+        """What the server's connector is to do for it."""
+        if self._pages is not None:
+            namer = self._namer(begin.salt)
+            own = {"v": 1, "key": submit.key, "blocks": submit.num_blocks, "namer": namer.key.hex()}
+            return {"isthmus": own}
+        if submit.params:
+            params: dict[str, Any] = json.loads(submit.params)
+            return params
+        return _HANDOVER if begin.part is PREFILL else None
+
+    async def _compute(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
+        """A prompt that is answered elsewhere. Its token is not used: who decodes draws the whole answer."""
+        found = await self._client.compute(submit.key, body)
+        self._count_prompt(begin, found.cached_tokens)
+        own, params = found.params or {}, b""
+        if self._pages is None:
+            if not own.get("do_remote_prefill"):
+                raise EngineError("vLLM did not keep the prompt's KV for another server")
+            params = json.dumps(own).encode()
+        self.tell(events.Answered(submit.key, found.cached_tokens, params))
+        if self._pages is not None and not self._pages.connected:
+            self.tell(events.Settled(submit.key))  # nobody will
+
+    async def _answer(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
+        key, index = submit.key, len(begin.tokens) - begin.num_prompt
+        first = True
+        stream = self._client.answer(key, body, begin.sampling.logprobs)
+        try:
+            async with contextlib.aclosing(stream):
+                async for tokens in stream:
+                    for token in tokens:
+                        self._put(begin, submit, index, token)
+                        index += 1
+                    if first:
+                        self.tell(events.Answered(key))
+                        self._flush()  # nobody waits for a first token
+                        self._num_answering += 1
+                        first = False
+                    if tokens[-1].finish is not None:
+                        self._count_prompt(begin, tokens[-1].cached_tokens or 0)
+        finally:
+            self._num_answering -= not first
+        self._flush()
+        self.tell(events.Over(key))
+
+    def _put(self, begin: events.Begin, submit: events.Submit, index: int, token: Token) -> None:
+        """Tokens of one step of the server go in one message: each message costs the head as much as several tokens."""
+        cached = token.cached_tokens
+        if cached is not None:
+            counted = cached if submit.cached_tokens is None else submit.cached_tokens
+            cached = min(counted, begin.num_prompt)
+        route = begin.route
+        generated = Generated(index, token.token, token.finish, token.logprobs, cached)
+        self._outputs.append((route.request, route.attempt, generated))
+        self._counters["tokens_sampled"] += 1
+        if len(self._outputs) >= self._num_answering:
+            self._flush()
+        elif self._gathering is None:
+            self._gathering = self.loop.call_later(GATHER_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._send(messages.Outputs(tuple(outputs)))
+
+    def _count_prompt(self, begin: events.Begin, cached: int) -> None:
+        self._counters["prefix_cache_hits"] += min(cached, begin.num_prompt)
+        self._counters["prefix_cache_queries"] += begin.num_prompt
+        self._counters["tokens_computed"] += max(0, len(begin.tokens) - cached)
+
+    def _begin_discard(self, action: events.Discard) -> None:
+        self.spawn(self._discard(action.params))
+
+    async def _discard(self, params: bytes) -> None:
+        try:
+            await self._client.release(json.loads(params))
+        except EngineError as error:
+            log.warning("KV that nobody takes stays until its lease ends: %s", error)
+
+    # What the server keeps.
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        return BlockNamer(revision=self._engine.revision, layout=self._engine.layout, salt=salt)
+
+    def _namer_of(self, salt: str) -> BlockNamer | None:
+        return self._namer(self._salts[salt]) if salt in self._salts else None
+
+    def _heard_kv(self, batch: bytes) -> None:
+        for fact in self._translator.batch(batch):
+            self.tell(fact)
+
+    def _void_kv(self) -> None:
+        self._num_kv_events_lost += 1
+        for fact in self._translator.clear():
+            self.tell(fact)

@@ -1,0 +1,153 @@
+"""The DRAM tier's memory: equal slots in memory that peers on the same host can map.
+
+The memory is an anonymous file (memfd), so the kernel frees it with the last process that has it mapped, however
+that process ends. A peer opens it through /proc of the owner; a nonce in the first page tells it whether it found
+what the handle meant, or a later process with the same number.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+from contextlib import suppress
+
+import msgspec
+
+from isthmus.live.store.memory import PAGE_BYTES
+
+_MAGIC = b"isthmus arena 1\n"
+_NONCE_BYTES = 16
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, not in Python's fcntl yet: later mappings are read-only
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A block is its layer slices in order, `num_layers * slice_bytes` bytes."""
+
+    num_layers: int
+    slice_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.slice_bytes
+
+
+class ArenaHandle(msgspec.Struct, frozen=True):
+    """What a peer on the same host needs to map an arena."""
+
+    path: str
+    nonce: bytes
+    num_slots: int
+    shape: Shape
+
+
+class Arena:
+    """`num_slots` slots of one block each; slot i is `memory[i * block_bytes : (i + 1) * block_bytes]`.
+
+    `handle` is None where the memory cannot be shared.
+    """
+
+    def __init__(self, shape: Shape, num_slots: int) -> None:
+        self.shape = shape
+        self.num_slots = num_slots
+        self.capacity_bytes = num_slots * shape.block_bytes
+        size = PAGE_BYTES + self.capacity_bytes
+        self._fd = _shared_file(size)
+        self._map = mmap.mmap(-1 if self._fd is None else self._fd, size)
+        self.memory = memoryview(self._map)[PAGE_BYTES:]
+        self.handle = self._share()
+
+    def slot(self, slot: int) -> memoryview:
+        """The whole block in slot `slot`."""
+        size = self.shape.block_bytes
+        return self.memory[slot * size : (slot + 1) * size]
+
+    def slice(self, slot: int, layer: int) -> memoryview:
+        """One layer of the block in slot `slot`."""
+        return _slice(self.memory, self.shape, slot, layer)
+
+    def close(self) -> None:
+        """Gives the memory back: at once, or when the last view into it is gone. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        _unmap(self.memory, self._map)
+
+    def _share(self) -> ArenaHandle | None:
+        if self._fd is None:
+            return None
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._map[: len(_MAGIC) + _NONCE_BYTES] = _MAGIC + nonce
+        # Never shorter again, or a peer that reads its mapping would be killed by SIGBUS.
+        for seals in (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, _SEAL_FUTURE_WRITE):
+            with suppress(OSError):
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        return ArenaHandle(f"/proc/{os.getpid()}/fd/{self._fd}", nonce, self.num_slots, self.shape)
+
+
+class PeerArena:
+    """Another node's arena, mapped for reading. What it holds may be overwritten at any time unless pinned there."""
+
+    def __init__(self, mapped: mmap.mmap, handle: ArenaHandle) -> None:
+        self._map = mapped
+        self.shape = handle.shape
+        self.memory = memoryview(mapped)[PAGE_BYTES:]
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> PeerArena | None:
+        """Maps the arena of `handle`; None when it is on another host, of another user, or gone."""
+        size = PAGE_BYTES + handle.num_slots * handle.shape.block_bytes
+        if not _PATH.fullmatch(handle.path):
+            return None
+        try:
+            fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no memfd
+            if os.fstat(fd).st_size != size or not seals & fcntl.F_SEAL_SHRINK:
+                return None
+            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(fd)
+        if mapped[: len(_MAGIC) + _NONCE_BYTES] != _MAGIC + handle.nonce:
+            mapped.close()
+            return None
+        return cls(mapped, handle)
+
+    def slice(self, slot: int, layer: int) -> memoryview:
+        """One layer of the block in the owner's slot `slot`. Check its seal after copying, not before."""
+        return _slice(self.memory, self.shape, slot, layer)
+
+    def close(self) -> None:
+        """Unmaps: at once, or when the last view is gone. Idempotent."""
+        _unmap(self.memory, self._map)
+
+
+def _slice(memory: memoryview, shape: Shape, slot: int, layer: int) -> memoryview:
+    start = slot * shape.block_bytes + layer * shape.slice_bytes
+    return memory[start : start + shape.slice_bytes]
+
+
+def _unmap(memory: memoryview, mapped: mmap.mmap) -> None:
+    with suppress(BufferError):  # somebody still holds a view; the map goes with the last one
+        memory.release()
+        mapped.close()
+
+
+def _shared_file(size: int) -> int | None:
+    """An anonymous file of `size` bytes; None where the system has none or not of this size."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    fd = os.memfd_create("isthmus-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd

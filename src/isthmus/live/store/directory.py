@@ -1,0 +1,261 @@
+"""Which blocks are where: pure book-keeping of slots in the arena and places in the log. No lock, no I/O.
+
+A block is written behind while it is in DRAM. Its record is then a *shadow*: it makes a later demotion free and a
+restart warm, but gives way when a demoted block needs the place. A demoted block owns its record.
+
+    in DRAM, unwritten ──write──> in DRAM, shadow ──demote──> on SSD
+            └────demote──> demoted, unwritten ──write──> on SSD ──commit──> in DRAM, shadow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import NamedTuple, Protocol
+
+from isthmus.core.types import BlockName, Tier
+from isthmus.live.store.slots import Slots
+
+
+class Places(Protocol):
+    """Where records go: the log, as the directory sees it."""
+
+    def take(self) -> int | None: ...
+
+    def free(self, place: int) -> None: ...
+
+    def free_bad(self, place: int) -> None: ...
+
+
+class Pinned(NamedTuple):
+    """A block in DRAM that stays in its slot until unpinned. One seal per layer slice."""
+
+    name: BlockName
+    slot: int
+    seals: tuple[bytes, ...]
+
+
+class Block:
+    """One stored block: in DRAM it has a `slot`, on the SSD a `place`; `writing` is the place it goes to just now."""
+
+    __slots__ = ("name", "parent", "place", "seals", "slot", "tier", "writing")
+
+    def __init__(self, name: BlockName, parent: BlockName | None, seals: tuple[bytes, ...], tier: Tier) -> None:
+        self.name = name
+        self.parent = parent
+        self.seals = seals
+        self.tier = tier
+        self.slot: int | None = None
+        self.place: int | None = None
+        self.writing: int | None = None
+
+
+class BlockDirectory:
+    """All blocks of one store. `places` is None without an SSD tier."""
+
+    def __init__(self, num_slots: int, places: Places | None) -> None:
+        self.slots = Slots(num_slots)
+        self.blocks: dict[BlockName, Block] = {}
+        self.reserved: set[int] = set()
+        self.demoting: dict[BlockName, Block] = {}
+        """On the SSD by decision, still to be written; oldest first, as in the next two."""
+        self.unwritten: dict[BlockName, Block] = {}
+        self.shadows: dict[BlockName, Block] = {}
+        self.in_writing: list[Block] = []
+        self._places = places
+
+    # Slots.
+
+    def reserve(self, count: int) -> list[int]:
+        slots = self.slots.take(count)
+        self.reserved.update(slots)
+        return slots
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.reserved.remove(slot)
+            self.slots.give_up(slot)
+
+    def pin(self, name: BlockName) -> Pinned | None:
+        block = self.blocks.get(name)
+        if block is None or block.slot is None:
+            return None
+        self.slots.pin(block.slot)
+        return Pinned(name, block.slot, block.seals)
+
+    # Blocks.
+
+    def commit(self, name: BlockName, parent: BlockName | None, slot: int, seals: tuple[bytes, ...]) -> bool:
+        """The reserved `slot` holds this block; False: it was here already and the slot is empty again."""
+        assert slot in self.reserved, f"slot {slot} was not reserved"
+        block = self.blocks.get(name)
+        if block is not None and block.slot is not None:
+            self.give_back((slot,))
+            self._promote(block)
+            return False
+        self.reserved.remove(slot)
+        if block is None:
+            block = self.blocks[name] = Block(name, parent, seals, Tier.MEMORY)
+        elif block.seals != seals:  # computed again, and other bits came out: its record is of no use
+            self._free_place(block)
+            block.seals = seals
+        block.slot = slot
+        self._promote(block)
+        return True
+
+    def demote(self, name: BlockName, *, can_write: bool) -> bool:
+        """On the SSD only from now on; False: it could not be kept and is gone."""
+        block = self.blocks.get(name)
+        if block is None:
+            return False
+        if block.tier is Tier.DISK:
+            return True
+        if block.place is not None:
+            del self.shadows[name]
+            self._empty_slot(block)
+        elif block.writing is None:
+            if self._places is None or not can_write:
+                self.drop(name)
+                return False
+            del self.unwritten[name]
+            self.demoting[name] = block
+        block.tier = Tier.DISK
+        return True
+
+    def drop(self, name: BlockName) -> bool:
+        """In no tier any more; False: it was in none. A write under way frees its place when it ends."""
+        block = self.blocks.pop(name, None)
+        if block is None:
+            return False
+        for queue in (self.demoting, self.unwritten, self.shadows):
+            queue.pop(name, None)
+        if block.slot is not None:
+            self.slots.give_up(block.slot)
+        self._free_place(block)
+        return True
+
+    def restore(self, name: BlockName, parent: BlockName | None, seals: tuple[bytes, ...], place: int) -> None:
+        """A record found at the start."""
+        block = self.blocks[name] = Block(name, parent, seals, Tier.DISK)
+        block.place = place
+
+    # Writing behind.
+
+    def start_writing(self, count: int) -> tuple[list[Block], list[BlockName]]:
+        """Gives up to `count` blocks their places, demoted ones first; pins their slots until `end_writing`.
+
+        Second: names of demoted blocks for which there is no place; they are gone.
+        """
+        batch, lost = [], []
+        for block in list(islice(self.demoting.values(), count)):
+            place = self._take_place()
+            if place is None:
+                self.drop(block.name)
+                lost.append(block.name)
+            else:
+                batch.append(self._to_write(block, place, self.demoting))
+        for block in list(islice(self.unwritten.values(), count - len(batch))):
+            assert self._places is not None
+            place = self._places.take()
+            if place is None:
+                break
+            batch.append(self._to_write(block, place, self.unwritten))
+        self.in_writing = batch
+        return batch, lost
+
+    def end_writing(self, *, written: bool) -> list[BlockName]:
+        """The batch is durable, or none of it is. Returns demoted blocks that are gone for that reason."""
+        lost = []
+        batch, self.in_writing = self.in_writing, []
+        for block in batch:
+            assert self._places is not None and block.writing is not None and block.slot is not None
+            place, block.writing = block.writing, None
+            self.slots.unpin(block.slot)
+            is_here = self.blocks.get(block.name) is block
+            if written and is_here:
+                self._keep_record(block, place)
+            elif written:
+                self._places.free(place)
+            else:
+                self._places.free_bad(place)
+                if is_here and not self._stays_unwritten(block):
+                    lost.append(block.name)
+        return lost
+
+    def give_up_demoting(self) -> list[BlockName]:
+        """Drops all demoted blocks that are not written; returns their names."""
+        lost = list(self.demoting)
+        for name in lost:
+            self.drop(name)
+        return lost
+
+    def check(self, num_places_used: int) -> None:
+        """Conservation of slots and places; walks over everything."""
+        held = [block.slot for block in self.blocks.values() if block.slot is not None]
+        self.slots.check(chain(held, self.reserved))
+        places = [block.place for block in self.blocks.values() if block.place is not None]
+        places += [block.writing for block in self.in_writing if block.writing is not None]
+        assert len(set(places)) == len(places), "two blocks have the same place"
+        assert len(places) == num_places_used, "a place in the log is lost"
+        for block in self.blocks.values():
+            queues = [block.name in queue for queue in (self.demoting, self.unwritten, self.shadows)]
+            in_memory = block.tier is Tier.MEMORY
+            waits = block.place is None and block.writing is None
+            assert queues == [
+                not in_memory and waits,
+                in_memory and waits,
+                in_memory and block.place is not None,
+            ]
+            assert block.slot is not None or (block.place is not None and not in_memory), "a block is nowhere"
+            assert block.slot is None or in_memory or block.place is None, "a demoted block keeps its slot"
+
+    def _promote(self, block: Block) -> None:
+        block.tier = Tier.MEMORY
+        self.demoting.pop(block.name, None)
+        if block.place is not None:
+            self.shadows[block.name] = block
+        elif block.writing is None:
+            self.unwritten[block.name] = block
+
+    def _keep_record(self, block: Block, place: int) -> None:
+        block.place = place
+        if block.tier is Tier.DISK:
+            self._empty_slot(block)
+        else:
+            self.shadows[block.name] = block
+
+    def _stays_unwritten(self, block: Block) -> bool:
+        """After a failed write: in DRAM it waits for the next, a demoted block is gone."""
+        if block.tier is Tier.DISK:
+            self.drop(block.name)
+            return False
+        self.unwritten[block.name] = block
+        return True
+
+    def _to_write(self, block: Block, place: int, queue: dict[BlockName, Block]) -> Block:
+        assert block.slot is not None
+        del queue[block.name]
+        block.writing = place
+        self.slots.pin(block.slot)
+        return block
+
+    def _take_place(self) -> int | None:
+        """A free place, or that of the oldest shadow."""
+        assert self._places is not None
+        place = self._places.take()
+        if place is None and self.shadows:
+            oldest = self.shadows.pop(next(iter(self.shadows)))
+            place, oldest.place = oldest.place, None
+            self.unwritten[oldest.name] = oldest
+        return place
+
+    def _free_place(self, block: Block) -> None:
+        if block.place is not None:
+            assert self._places is not None
+            self._places.free(block.place)
+            block.place = None
+
+    def _empty_slot(self, block: Block) -> None:
+        assert block.slot is not None
+        self.slots.give_up(block.slot)
+        block.slot = None

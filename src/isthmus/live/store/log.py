@@ -1,0 +1,242 @@
+"""The SSD tier: one record per block, in equal places that are used again.
+
+Files are created when needed and never larger together than the capacity. What is written counts only after
+`sync`. Large records go past the page cache (O_DIRECT): that writes several times faster, and the page cache would
+only hold a second copy of what the arena holds.
+
+Thread-safe. Knows places and bytes; which block is worth keeping is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from isthmus.core.errors import ConfigError, StartError
+from isthmus.live.store.arena import Shape
+from isthmus.live.store.files import Files
+from isthmus.live.store.memory import Buffer, address, aligned_buffer, copy_bytes, round_up
+from isthmus.live.store.record import GROUP, Header, RecordFormat
+from isthmus.live.store.segments import Segments
+
+_BOUNCE_BYTES = 2 << 20
+_SCAN_THREADS = 4
+
+
+class Entry(NamedTuple):
+    """One block to write: its place, its header, its bytes."""
+
+    place: int
+    header: Header
+    payload: memoryview
+
+
+class Log:
+    """The records in `folder`: at most `capacity_bytes` of files, of one model.
+
+    `revision` fingerprints the model and the KV layout; files of another one are removed. `direct=False` keeps to
+    the page cache. Raises ConfigError when not one block fits, StartError when the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        shape: Shape,
+        capacity_bytes: int,
+        revision: bytes,
+        *,
+        direct: bool = True,
+        files: Files | None = None,
+    ) -> None:
+        self.folder = str(Path(folder))  # a link in its place is one with "/" behind it, too
+        self.files = files or Files()
+        self.capacity_bytes = capacity_bytes
+        self.format = RecordFormat(shape, revision)
+        self.num_records = self.format.num_records(capacity_bytes)
+        if not self.num_records:
+            need = self.format.file_bytes(1)
+            raise ConfigError(
+                f"SSD tier in {self.folder}: {capacity_bytes} bytes hold no block; one takes {need} bytes"
+            )
+        try:
+            self._segments = Segments(self.folder, self.format, self.num_records, self.files, direct=direct)
+        except OSError as error:
+            where = "" if error.filename in (None, self.folder) else f" {error.filename}:"
+            raise StartError(
+                f"SSD tier in {self.folder} cannot be used:{where} {error.strerror or error}"
+            ) from error
+        self._guard = threading.Lock()
+        self._bounce = threading.local()
+        self._free = list(range(self._segments.num_places))
+        """A heap: the lowest place goes first, so that a prompt's blocks lie together."""
+        self._bad: list[int] = []
+        """A write failed here: used when nothing else is free."""
+        self._num_used = 0
+
+    @property
+    def shape(self) -> Shape:
+        return self.format.shape
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files, free places included."""
+        return self._segments.used_bytes
+
+    @property
+    def num_free(self) -> int:
+        """Places free without `grow`."""
+        with self._guard:
+            return len(self._free) + len(self._bad)
+
+    @property
+    def num_used(self) -> int:
+        """Places taken."""
+        return self._num_used
+
+    @property
+    def can_grow(self) -> bool:
+        return self._segments.num_places < self.num_records
+
+    def take(self) -> int | None:
+        """A free place; None when there is none without `grow`."""
+        with self._guard:
+            place = heapq.heappop(self._free) if self._free else self._bad.pop(0) if self._bad else None
+            self._num_used += place is not None
+            return place
+
+    def free(self, place: int) -> None:
+        with self._guard:
+            self._num_used -= 1
+            heapq.heappush(self._free, place)
+
+    def free_bad(self, place: int) -> None:
+        """Frees a place where writing failed: it is used again only when there is no other."""
+        with self._guard:
+            self._num_used -= 1
+            self._bad.append(place)
+
+    def grow(self) -> None:
+        """Adds one file. Raises OSError, and then nothing has changed. One thread at a time."""
+        places = self._segments.grow()
+        with self._guard:
+            for place in places:
+                heapq.heappush(self._free, place)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Writes records; they count after `sync`. Raises OSError, and then none of them counts."""
+        size = self.format.header_bytes
+        memory = aligned_buffer(size * GROUP)
+        for run in self._runs(sorted(entries, key=lambda entry: entry.place)):
+            payloads = [piece for entry in run for piece in self._payload_pieces(entry.payload)]
+            heads = memory[: size * len(run)]
+            heads[:] = b"".join(self.format.encode(entry.header, entry.place) for entry in run)
+            self._segments.write(run[0].place, payloads, heads)
+
+    def sync(self, places: Sequence[int]) -> None:
+        """What was written to these places survives from now on. Raises OSError, and then none of it counts."""
+        self._segments.sync(places)
+
+    def probe(self) -> None:
+        """Erases a free record and syncs. Raises OSError when the disk does not take it.
+
+        For the thread that takes places: nobody else may write to this one meanwhile.
+        """
+        with self._guard:
+            place = next(chain(self._free, self._bad), None)
+        if place is not None:
+            payload = aligned_buffer(self.format.payload_bytes)
+            self._segments.write(place, [payload], self.format.empty_heads(1))
+            self._segments.sync([place])
+
+    def read(self, place: int, start: int, into: memoryview) -> bool:
+        """Payload bytes from `start` on, as many as `into` takes; False: the file is too short. Raises OSError."""
+        if not self._segments.direct or self._is_aligned(start, into):
+            return self._segments.read_payloads(place, start, [into]) == len(into)
+        return all(
+            self._read_bounced(place, start + at, into[at : at + _BOUNCE_BYTES])
+            for at in range(0, len(into), _BOUNCE_BYTES)
+        )
+
+    def read_run(self, place: int, intos: Sequence[memoryview]) -> int:
+        """Whole payloads of records that lie one after the other from `place` on, in one call.
+
+        Returns how many of `intos` were filled: fewer at the end of a group or file, none where that would need a
+        copy. Raises OSError.
+        """
+        size = self.format.payload_bytes
+        if size != self.shape.block_bytes:
+            return 0
+        if self._segments.direct and not all(self._is_aligned(0, into) for into in intos):
+            return 0
+        return self._segments.read_payloads(place, 0, intos[: self._segments.num_following(place)]) // size
+
+    def scan(self) -> list[tuple[int, Header]]:
+        """All whole headers, by place; what cannot be read is left out. To be called before any write."""
+        with ThreadPoolExecutor(_SCAN_THREADS, "isthmus-scan") as pool:
+            return [found for part in pool.map(self._scan_group, self._segments.groups()) for found in part]
+
+    def occupy(self, places: Iterable[int]) -> None:
+        """These places of a scan are in use."""
+        used = set(places)
+        with self._guard:
+            self._free = [place for place in self._free if place not in used]
+            self._num_used += len(used)
+            heapq.heapify(self._free)
+
+    def close(self) -> None:
+        """Idempotent. The files stay."""
+        self._segments.close()
+
+    def _runs(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+        """Records that lie together, so that one call writes them."""
+        run: list[Entry] = []
+        for entry in entries:
+            if run and (entry.place != run[-1].place + 1 or self._segments.num_following(run[-1].place) == 1):
+                yield run
+                run = []
+            run.append(entry)
+        if run:
+            yield run
+
+    def _payload_pieces(self, payload: memoryview) -> list[Buffer]:
+        size = round_up(len(payload), self.format.align)
+        if not self._segments.direct:
+            return [payload, bytes(size - len(payload))] if size > len(payload) else [payload]
+        if self._is_aligned(0, payload):
+            return [payload]
+        padded = aligned_buffer(size)
+        copy_bytes(padded[: len(payload)], payload)
+        return [padded]
+
+    def _is_aligned(self, offset: int, view: memoryview) -> bool:
+        align = self.format.align
+        return not (offset % align or len(view) % align or address(view) % align)
+
+    def _read_bounced(self, place: int, start: int, into: memoryview) -> bool:
+        """Reads through aligned memory of this thread."""
+        align = self.format.align
+        skip = start % align
+        size = round_up(skip + len(into), align)
+        if not hasattr(self._bounce, "memory"):
+            self._bounce.memory = aligned_buffer(_BOUNCE_BYTES + 2 * align)
+        memory: memoryview = self._bounce.memory[:size]
+        if self._segments.read_payloads(place, start - skip, [memory]) < skip + len(into):
+            return False
+        copy_bytes(into, memory[skip : skip + len(into)])
+        return True
+
+    def _scan_group(self, places: range) -> list[tuple[int, Header]]:
+        size = self.format.header_bytes
+        memory = aligned_buffer(size * len(places))
+        try:
+            heads = memory[: self._segments.read_heads(places[0], memory)]
+        except OSError:
+            return []
+        headers = [self.format.decode(heads[at * size :], place) for at, place in enumerate(places)]
+        return [(place, header) for place, header in zip(places, headers, strict=True) if header is not None]

@@ -1,7 +1,0 @@
-"""Where requests come from: published traces, generators, recordings of a live cluster."""
-
-from isthmus.sim.workloads.generators import generate
-from isthmus.sim.workloads.load import load, replayed
-from isthmus.sim.workloads.workload import Replay, Request, Workload
-
-__all__ = ["Replay", "Request", "Workload", "generate", "load", "replayed"]

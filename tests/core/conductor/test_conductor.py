@@ -1,0 +1,683 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.core.conductor import (
+    Abort,
+    BlocksEvicted,
+    BlocksStored,
+    Fail,
+    FetchFinished,
+    FirstToken,
+    Hold,
+    HoldExpired,
+    NodeLeft,
+    Paths,
+    PrefillFinished,
+    Refuse,
+    RequestCancelled,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
+from isthmus.core.conductor.conductor import MAX_LOSSES
+from isthmus.core.conductor.policies import POLICIES
+from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tier
+
+from .cluster import MS, Cluster
+
+NAMES: list[BlockName] = [bytes([index]) for index in range(10)]
+
+
+def cluster(*nodes: str, rules: Rules | None = None, capacity_tokens: int = 1000, step_ns: int = 0) -> Cluster:
+    """Nodes named after their role: `p…` prefills, `d…` decodes, `m…` does both. Time stands still by default."""
+    made = Cluster(rules, step_ns=step_ns)
+    for node in nodes:
+        made.join(node, {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[node[0]], capacity_tokens)
+    return made
+
+
+# Where requests go.
+
+
+def test_one_prefill_and_one_decode_node_take_everything() -> None:
+    some = cluster("p1", "d1")
+    (route,) = some.arrives("a")
+    assert route == Route(RequestId("a"), 1, NodeId("p1"), NodeId("d1"), work_ns=8 * MS)
+    assert some.waits_ms() == {"p1": 8, "d1": 0}
+    assert some.batches() == {"p1": (0, 0), "d1": (1, 8)}
+
+
+def test_prefill_goes_where_the_queue_is_shortest_and_decode_where_iterations_are() -> None:
+    some = cluster("p1", "p2", "d1", "d2")
+    assert some.route("a", 100, 5) == ("p1", "d1")
+    assert some.route("b", 30, 300) == ("p2", "d2")
+    assert some.route("c", 10, 10) == ("p2", "d2")  # p2 has 30 ms waiting, d2 holds 30 tokens
+    some.now += 100 * MS
+    some.first_token("a")
+    assert some.route("d", 10, 10) == ("p1", "d1")
+    assert some.waits_ms() == {"p1": 10, "p2": 40, "d1": 0, "d2": 0}
+
+
+def test_a_queue_runs_down_as_time_passes() -> None:
+    some = cluster("p1", "p2", "d1")
+    some.route("a", 100)
+    some.route("b", 40)
+    some.now += 70 * MS
+    assert some.route("c", 5)[0] == "p2"
+    assert some.route("d", 50)[0] == "p2"
+    assert some.route("e", 5)[0] == "p1"
+
+
+def test_ties_go_to_the_node_that_joined_first() -> None:
+    assert cluster("p2", "p1", "d2", "d1").route("a") == ("p2", "d2")
+
+
+def test_a_mixed_node_keeps_what_it_prefills() -> None:
+    some = cluster("m1", "m2")
+    assert [some.route(name) for name in "abc"] == [("m1", "m1"), ("m2", "m2"), ("m1", "m1")]
+    assert some.batches() == {"m1": (2, 16), "m2": (1, 8)}
+
+
+def test_mixed_nodes_stand_beside_separate_ones() -> None:
+    some = cluster("p1", "d1", "m1")
+    assert some.route("a") == ("p1", "d1")
+    assert some.route("b") == ("m1", "m1")
+
+
+def test_without_a_decode_node_prefill_nodes_are_no_use() -> None:
+    assert cluster("p1", "m1").route("a") == ("m1", "m1")
+    assert cluster("p1").refusal("a").code == "unavailable"
+
+
+def test_one_token_needs_no_decode_node() -> None:
+    some = cluster("p1", "d1")
+    assert some.route("a", 8, 1) == ("p1", "p1")
+    assert some.route("b", 8, 2) == ("p1", "d1")
+
+
+def test_decode_prefers_the_node_with_room_for_the_prompt() -> None:
+    some = cluster("p1", "d1")
+    some.join("d2", Role.DECODE, 5000)
+    for request in "abcd":
+        assert some.route(request, 300, 5)[1] == ("d1" if request in "ac" else "d2")
+    assert some.batches() == {"p1": (0, 0), "d1": (2, 600), "d2": (2, 600)}
+    some.cancel("b")
+    some.route("e", 900, 5)  # 1,500 tokens fit into neither's first choice but d2
+    assert some.batches()["d2"] == (2, 1200)
+    some.route("f", 400, 5)
+    assert some.batches()["d1"] == (3, 1000)
+    some.route("g", 10, 5)
+    assert some.batches()["d2"] == (3, 1210)
+
+
+def test_a_request_goes_only_where_it_fits() -> None:
+    some = cluster("p1", "d1", capacity_tokens=50)
+    some.join("p2", Role.PREFILL, 500)
+    some.join("d2", Role.DECODE, 500)
+    assert some.route("a", 60, 100) == ("p2", "d2")
+    assert some.route("b", 20, 30) == ("p1", "d1")
+    assert some.route("c", 40, 10) == ("p1", "d2")  # d1 has room for 30 tokens now
+
+
+@pytest.mark.parametrize("policy", ["sticky", "local_aware", "isthmus"])
+def test_a_cached_prefix_attracts_a_request(policy: str) -> None:
+    some = cluster("p1", "p2", "d1", rules=Rules(policy=policy))
+    some.store("p2", *NAMES[:5])
+    (route,) = some.arrives("a", 30, names=NAMES[:7])
+    assert isinstance(route, Route)
+    assert (route.prefill, route.num_cached, route.work_ns) == ("p2", 5, 10 * MS)
+    some.evict("p2", NAMES[0])
+    (route,) = some.arrives("b", 30, names=NAMES[:7])
+    assert isinstance(route, Route) and route.num_cached == 0
+
+
+def test_only_an_unbroken_prefix_counts_as_cached() -> None:
+    some = cluster("p1", "p2", "d1", rules=Rules(policy="sticky"))
+    some.store("p2", *NAMES[1:5])
+    assert some.route("a", 30, 5, names=NAMES[:7]) == ("p1", "d1")
+
+
+def test_one_token_at_least_is_computed() -> None:
+    some = cluster("p1", "d1")
+    some.store("p1", *NAMES[:2])
+    some.route("a", 8, 5, names=NAMES[:2])
+    assert some.waits_ms()["p1"] == 1
+
+
+def test_what_a_queued_request_will_leave_behind_counts_until_it_is_withdrawn() -> None:
+    some = cluster("p1", "d1")
+    some.route("a", 40, names=NAMES)
+    some.route("b", 40, names=NAMES)
+    assert some.waits_ms()["p1"] == 41
+    some.cancel("a")
+    some.route("c", 40, names=NAMES)
+    assert some.waits_ms()["p1"] == 41
+
+
+def test_a_fetch_is_told_and_its_links_are_busy_until_it_is_over() -> None:
+    some = cluster("p1", "d1", rules=Rules(policy="mooncake"))
+    some.store("p1", *NAMES)
+    some.route("busy", 200)
+    some.join("p2", Role.PREFILL)
+    (route,) = some.arrives("a", 41, names=NAMES)
+    assert isinstance(route, Route) and route.fetch is not None
+    assert (route.prefill, route.num_cached) == ("p2", 10)
+    assert (route.fetch.source, route.fetch.start, route.fetch.stop) == ("p1", 0, 10)
+    assert route.fetch.until_ns == pytest.approx(some.now + 10 * MS, rel=1e-3)
+    p1, p2 = (some.conductor.view.nodes[NodeId(name)] for name in ("p1", "p2"))
+    assert list(p1.link_out.copies) == list(p2.link_in.copies) != []
+    some.fetch_finished("a")
+    some.fetch_finished("a")
+    assert not p1.link_out.copies and not p2.link_in.copies
+    some.drain()
+
+
+def test_a_fetch_from_a_node_that_leaves_is_off_and_its_request_stays() -> None:
+    some = cluster("p1", "d1", rules=Rules(policy="mooncake"))
+    some.store("p1", *NAMES)
+    some.route("busy", 200, 1)
+    some.join("p2", Role.PREFILL)
+    some.route("a", 41, names=NAMES)
+    actions = some.leave("p1")
+    assert [action.request for action in actions if isinstance(action, Abort | Route)] == ["busy", "busy"]
+    assert not some.conductor.view.nodes[NodeId("p2")].link_in.copies
+    some.drain()
+
+
+def test_what_lies_on_disk_must_be_read() -> None:
+    some = Cluster(Rules(policy="local_aware"), paths=Paths(network=0, memory=0, disk=100_000), step_ns=0)
+    some.join("p1", Role.PREFILL)
+    some.join("d1", Role.DECODE)
+    some.store("p1", *NAMES[:5], tier=Tier.DISK)
+    some.route("a", 30, names=NAMES[:7])
+    assert some.waits_ms()["p1"] == 50  # 5,000 bytes from disk take longer than 10 tokens
+    some.store("p1", *NAMES[:5])
+    some.end("a")
+    some.route("b", 30, names=NAMES[:7])
+    assert some.waits_ms()["p1"] == 10
+
+
+# Whom it refuses.
+
+
+def test_over_the_limit_a_request_is_refused_for_now() -> None:
+    some = cluster("m1", rules=Rules(max_requests=2, retry_after_ms=700))
+    some.route("a")
+    some.route("b")
+    refusal = some.refusal("c")
+    assert (refusal.code, refusal.retry_after_ms) == ("overloaded", 700)
+    assert "limits.max_requests" in refusal.reason
+    some.end("a")
+    some.route("d")
+
+
+def test_an_empty_cluster_refuses_for_now() -> None:
+    refusal = Cluster(Rules(retry_after_ms=700)).refusal("a", 10**9)
+    assert (refusal.code, refusal.retry_after_ms) == ("unavailable", 700)
+
+
+def test_a_cluster_without_one_of_the_parts_refuses_for_now() -> None:
+    assert cluster("p1").refusal("a", 8, 500).code == "unavailable"
+    assert cluster("d1").refusal("a").code == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_tokens"), [(100, 100, 95), (5000, 100, 95), (90, 5000, 95), (90, 5000, 85)]
+)
+def test_what_no_node_can_ever_hold_is_too_long(prefill: int, decode: int, num_tokens: int) -> None:
+    some = Cluster()
+    some.join("p1", Role.PREFILL, prefill)
+    some.join("d1", Role.DECODE, decode)
+    refusal = some.refusal("a", num_tokens, 10)
+    assert (refusal.code, refusal.retry_after_ms) == ("too_long", 0)
+    assert str(num_tokens + 10) in refusal.reason
+    some.drain()
+
+
+def test_the_longest_request_that_fits_is_taken() -> None:
+    some = cluster("p1", "d1", capacity_tokens=100)
+    assert some.route("a", 90, 10) == ("p1", "d1")
+    assert some.refusal("b", 90, 11).code == "too_long"
+
+
+# What goes wrong.
+
+
+def test_when_its_decode_node_dies_a_request_is_routed_anew() -> None:
+    some = cluster("p1", "d1", "d2")
+    some.route("a")
+    some.finish_prefill("a")
+    abort, route = some.leave("d1")
+    assert abort == Abort(RequestId("a"), 1, (NodeId("p1"),))
+    assert isinstance(route, Route)
+    assert (route.attempt, route.prefill, route.decode) == (2, "p1", "d2")
+    assert some.batches() == {"p1": (0, 0), "d2": (1, 8)}
+
+
+def test_when_its_prefill_node_dies_only_what_still_prefills_moves() -> None:
+    some = cluster("p1", "p2", "d1")
+    assert some.route("a")[0] == "p1"
+    some.finish_prefill("a")
+    assert some.route("b")[0] == "p1"
+    abort, route = some.leave("p1")
+    assert abort == Abort(RequestId("b"), 1, (NodeId("d1"),))
+    assert isinstance(route, Route) and (route.request, route.prefill) == ("b", "p2")
+    assert some.end("a") == [Abort(RequestId("a"), 1, (NodeId("d1"),))]
+
+
+def test_when_no_node_is_left_a_request_waits_and_then_fails_with_the_reason() -> None:
+    some = cluster("m1")
+    some.route("a")
+    assert some.leave("m1") == [Abort(RequestId("a"), 1, ()), Hold(RequestId("a"), 1, "node m1 is gone")]
+    assert some.fail("a", 1) == []
+    assert some.expire("a") == [Fail(RequestId("a"), "node m1 is gone (attempt 1 of 4)")]
+    some.drain()
+
+
+def test_requests_on_hold_go_on_when_a_node_joins_and_their_old_limit_is_void() -> None:
+    some = cluster("p1", "d1")
+    some.route("a")
+    some.route("b")
+    some.leave("d1")
+    some.cancel("b")
+    expired = HoldExpired(RequestId("a"), 1)
+    some.join("d2", Role.DECODE)
+    route = some.routes[RequestId("a")]
+    assert (route.attempt, route.prefill, route.decode) == (2, "p1", "d2")
+    assert some.on(expired) == []
+    some.drain()
+
+
+WAITS = Rules(wait_ms=500, retry_after_ms=700)
+
+
+@pytest.mark.parametrize(("there", "missing"), [("p1", Role.DECODE), ("d1", Role.PREFILL)])
+def test_a_new_request_waits_for_a_node_of_a_kind_that_is_away(there: str, missing: Role) -> None:
+    some = cluster(there, rules=WAITS)
+    assert some.arrives("a") == [Hold(RequestId("a"), 0, "no node can serve this now", 500)]
+    assert some.arrives("b") == [Hold(RequestId("b"), 0, "no node can serve this now", 500)]
+    some.join("new", missing)
+    assert [some.routes[RequestId(name)].attempt for name in "ab"] == [1, 1]
+    assert some.on(HoldExpired(RequestId("a"), 0)) == []
+    some.drain()
+
+
+def test_a_cluster_that_is_starting_is_waited_for_too() -> None:
+    some = Cluster(WAITS)
+    assert some.arrives("a") == [Hold(RequestId("a"), 0, "no node can serve this now", 500)]
+    some.join("m1", Role.MIXED)
+    assert some.routes[RequestId("a")].prefill == "m1"
+    some.drain()
+
+
+def test_after_waiting_for_a_node_in_vain_a_request_is_refused_for_now() -> None:
+    some = cluster("p1", rules=WAITS)
+    some.arrives("a")
+    (refusal,) = some.expire("a")
+    assert refusal == Refuse(RequestId("a"), "unavailable", "no node can serve this now", 700)
+    some.join("d1", Role.DECODE)
+    assert not some.routes
+
+
+def test_what_is_too_long_for_the_node_that_came_is_told_so() -> None:
+    some = cluster("p1", rules=WAITS)
+    some.arrives("a", 100)
+    some.join("d1", Role.DECODE, 60)
+    (refusal,) = some.expire("a")
+    assert isinstance(refusal, Refuse) and refusal.code == "too_long"
+
+
+def test_what_no_node_will_ever_hold_does_not_wait() -> None:
+    assert cluster("m1", rules=WAITS).refusal("a", 10**6).code == "too_long"
+
+
+def test_those_that_wait_for_a_node_count() -> None:
+    some = Cluster(Rules(wait_ms=500, max_requests=1))
+    some.arrives("a")
+    assert some.refusal("b").code == "overloaded"
+    some.cancel("a")
+    assert isinstance(some.arrives("c")[0], Hold)
+    some.drain()
+
+
+def test_admission_counts_the_time_that_a_request_waited_for_a_node() -> None:
+    for waited_ms, is_refused in ((10, False), (95, True)):
+        some = Cluster(Rules(wait_ms=500, admission="early", ttft_ms=100), step_ns=0)
+        some.arrives("a", 10)  # 10 ms to compute
+        some.now += waited_ms * MS
+        some.join("m1", Role.MIXED)
+        assert (some.ended.get(RequestId("a")) == "refused") == is_refused
+        some.drain()
+
+
+def test_after_its_last_attempt_a_request_fails() -> None:
+    some = cluster("m1", "m2", rules=Rules(max_attempts=3))
+    some.route("a")
+    for attempt in (1, 2):
+        assert [type(action) for action in some.fail("a", attempt)] == [Abort, Route]
+    abort, fail = some.fail("a", 3)
+    assert isinstance(abort, Abort) and abort.attempt == 3
+    assert fail == Fail(RequestId("a"), "it broke (attempt 3 of 3)")
+    some.drain()
+
+
+def test_a_fault_of_the_request_itself_is_not_tried_again() -> None:
+    some = cluster("m1", "m2", rules=Rules(max_attempts=3))
+    some.route("a")
+    abort, fail = some.on(RequestFailed(RequestId("a"), 1, "no token may come", final=True))
+    assert isinstance(abort, Abort) and abort.attempt == 1
+    assert fail == Fail(RequestId("a"), "no token may come", final=True)
+    assert some.on(RequestFailed(RequestId("a"), 1, "no token may come", final=True)) == []
+    some.drain()
+
+
+def test_deaths_of_nodes_do_not_use_up_the_attempts_of_a_request() -> None:
+    some = cluster("m1", rules=Rules(max_attempts=3))
+    some.route("a")
+    for death in range(1, 8):
+        assert [type(action) for action in some.leave(f"m{death}")] == [Abort, Hold]
+        some.join(f"m{death + 1}", Role.MIXED)
+    for attempt in (8, 9):
+        assert [type(action) for action in some.fail("a", attempt)] == [Abort, Route]
+    assert some.fail("a", 10)[1:] == [Fail(RequestId("a"), "it broke (attempt 10 of 10)")]
+    some.drain()
+
+
+def test_a_request_that_brings_every_node_down_ends() -> None:
+    some = cluster("m0", rules=Rules(max_attempts=3))
+    some.route("a")
+    for death in range(MAX_LOSSES + 2):
+        assert [type(action) for action in some.leave(f"m{death}")] == [Abort, Hold]
+        some.join(f"m{death + 1}", Role.MIXED)
+    assert some.leave(f"m{MAX_LOSSES + 2}")[1:] == [
+        Fail(RequestId("a"), f"node m{MAX_LOSSES + 2} is gone (attempt 13 of 13)")
+    ]
+    some.drain()
+
+
+def test_what_comes_late_from_an_earlier_attempt_is_void() -> None:
+    some = cluster("m1", "m2")
+    some.route("a")
+    some.fail("a", 1)
+    before = some.waits_ms()
+    assert some.fail("a", 1) == []
+    assert some.first_token("a", 1) == []
+    some.finish_prefill("a", 1)
+    some.fetch_finished("a", 1)
+    assert some.waits_ms() == before
+    some.first_token("a", 2)
+    assert some.waits_ms() != before
+
+
+@pytest.mark.parametrize("how", ["end", "cancel"])
+def test_an_end_is_told_to_every_node_that_took_part(how: str) -> None:
+    some = cluster("p1", "d1")
+    some.route("a")
+    some.finish_prefill("a")
+    assert getattr(some, how)("a") == [Abort(RequestId("a"), 1, (NodeId("p1"), NodeId("d1")))]
+    assert getattr(some, how)("a") == []
+    some.drain()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        NodeLeft(NodeId("x")),
+        BlocksStored(NodeId("x"), (NAMES[0],)),
+        BlocksEvicted(NodeId("x"), (NAMES[0],)),
+        FirstToken(RequestId("x"), 1),
+        FetchFinished(RequestId("x"), 1),
+        PrefillFinished(RequestId("x"), 1),
+        RequestFailed(RequestId("x"), 1, ""),
+        HoldExpired(RequestId("x"), 1),
+        RequestEnded(RequestId("x"), 9),
+        RequestCancelled(RequestId("x")),
+    ],
+)
+def test_news_of_strangers_changes_nothing(event: object) -> None:
+    some = cluster("p1", "d1")
+    some.route("a")
+    before = some.waits_ms(), some.batches(), some.conductor.view.outputs.mean
+    assert some.on(event) == []  # type: ignore[arg-type]
+    assert (some.waits_ms(), some.batches(), some.conductor.view.outputs.mean) == before
+
+
+def test_the_same_prefill_news_twice_counts_once() -> None:
+    some = cluster("p1", "d1")
+    some.route("a")
+    some.route("b")
+    for _ in range(2):
+        some.first_token("a")
+        some.finish_prefill("a")
+    assert some.waits_ms()["p1"] == 8
+
+
+def test_a_node_that_comes_back_starts_empty() -> None:
+    some = cluster("p1", "p2", "d1", rules=Rules(policy="sticky"))
+    some.store("p1", *NAMES[:5])
+    some.leave("p1")
+    some.join("p1", Role.PREFILL)
+    assert some.route("a", 30, 5, names=NAMES[:5]) == ("p2", "d1")
+
+
+# The queue's length.
+
+
+def test_a_queue_is_as_long_as_what_waits_when_a_prefill_ends_early_or_late() -> None:
+    some = cluster("p1", "d1")
+    node = some.conductor.view.nodes[NodeId("p1")]
+    for request in "abc":
+        some.route(request, 10)
+    assert node.free_ns == some.now + 30 * MS
+    some.now += 25 * MS
+    some.first_token("a")
+    assert node.free_ns == some.now + node.work_ns
+    some.now += 1 * MS
+    some.first_token("b")
+    assert node.free_ns == some.now + node.work_ns
+
+
+def test_withdrawing_a_request_shortens_the_queue_by_what_is_left_of_it() -> None:
+    some = cluster("p1", "d1")
+    node = some.conductor.view.nodes[NodeId("p1")]
+    for request in "abc":
+        some.route(request, 10)
+    some.now += 8 * MS
+    some.cancel("b")  # it waits: a goes on
+    assert node.free_ns == some.now + 12 * MS
+    some.cancel("a")  # it is in service
+    assert node.free_ns == some.now + 10 * MS
+
+
+def test_a_withdrawn_request_says_nothing_about_speed() -> None:
+    """Neither the time it took so far nor its estimate counts, on a mixed node either."""
+    for kind in (("p1", "d1"), ("m1",)):
+        some = cluster(*kind)
+        some.route("a", 100)
+        some.route("b", 10)
+        some.now += 50 * MS
+        some.cancel("a")
+        some.now += 10 * MS
+        some.first_token("b")
+        assert some.conductor.view.clusters[""].calibration.ratio == pytest.approx(1.0)
+
+
+def test_estimates_follow_what_prefills_took() -> None:
+    some = cluster("p1", "d1")
+    for at in range(20):
+        some.route(f"r{at}", 10)
+        some.now += 30 * MS
+        some.first_token(f"r{at}")
+    some.route("last", 10)
+    assert some.conductor.view.nodes[NodeId("p1")].work_ns == pytest.approx(30 * MS)
+
+
+def test_a_prefill_that_waits_for_kv_says_nothing_about_speed() -> None:
+    some = cluster("p1", "d1", rules=Rules(policy="mooncake"))
+    some.store("p1", *NAMES)
+    some.route("busy", 200, 1)
+    some.join("p2", Role.PREFILL)
+    (route,) = some.arrives("a", 41, names=NAMES)
+    assert isinstance(route, Route) and route.work_ns == 10 * MS  # the fetch; 1 ms to compute
+    some.now += 10 * MS
+    some.first_token("a")
+    assert some.conductor.view.clusters[""].calibration.ratio == 1.0
+
+
+# What holds whatever happens.
+
+
+EVENTS = [
+    *["arrive"] * 7, *["first"] * 4, *["whole"] * 3, "end", "end", "cancel", "fail", "late", "fetched", "fetched",
+    "store", "demote", "evict", "join", "leave", "expire", "pass",
+]  # fmt: skip
+
+
+def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None:
+    """Random events, late and unknown ones among them. `start`: the number of the first."""
+    clusters = sorted({joined.cluster for joined in some.joined.values()}) or [""]
+    states = max([joined.state_blocks for joined in some.joined.values()], default=0)
+    for counter in range(start, start + num_events):
+        living = list(some.routes.values())
+        route = random.choice(living) if living else None
+        node = random.choice(list(some.joined)) if some.joined else ""
+        match random.choice(EVENTS):
+            case "arrive":
+                arrive(some, random, f"r{counter}")
+            case "first" if route and route.request not in some.held:
+                some.first_token(route.request, route.attempt)
+            case "whole" if route and route.request not in some.held:
+                some.finish_prefill(route.request, route.attempt)
+            case "fetched" if route:
+                some.fetch_finished(route.request, route.attempt)
+            case "end" if route:
+                some.end(route.request, random.randint(1, 50))
+            case "cancel" if route or some.waiting:
+                some.cancel(random.choice(sorted(some.waiting)) if some.waiting else route.request)
+            case "fail" if route:
+                some.fail(route.request, route.attempt)
+            case "expire" if some.held or some.waiting:
+                some.expire(random.choice(sorted(some.held | some.waiting)))
+            case "late":
+                request = f"r{random.randint(0, counter)}"
+                attempt = some.routes[RequestId(request)].attempt if request in some.routes else 9
+                assert some.fail(request, attempt - 1) == []
+                assert some.first_token(request, attempt - 1) == []
+                some.finish_prefill(request, attempt - 1)
+            case "store" if node:
+                some.store(node, *NAMES[: random.randrange(10)])
+            case "demote" if node:
+                some.store(node, *NAMES[: random.randrange(10)], tier=Tier.DISK)
+            case "evict" if node:
+                some.evict(node, *random.sample(NAMES, 5))
+            case "join" if len(some.joined) < 6:
+                name = f"n{counter % 8}" if f"n{counter % 8}" not in some.joined else f"n{counter}"
+                role, capacity = random.choice(list(Role)), random.choice([60, 100, 1000])
+                cluster = random.choice(clusters) if clusters[1:] else clusters[0]
+                some.join(name, role, capacity, cluster=cluster, state_blocks=states)
+            case "leave" if node:
+                some.leave(node)
+            case "pass":
+                some.now += random.randint(0, 100) * MS
+
+
+def arrive(some: Cluster, random: Random, request: str) -> None:
+    start, count = random.choice([0, 0, 0, 3]), random.randrange(8)
+    own = random.random() < 0.2
+    some.arrives(
+        request,
+        4 * count + random.randint(1, 40),
+        random.randint(1, 60),
+        names=NAMES[start : start + count],
+        priority=random.choice([0, 0, 0, -1, 1, 2]),
+        ttft_ms=random.randint(1, 200) if own else None,
+        tbt_ms=random.randint(10, 40) if own else None,
+    )
+
+
+RULES = [
+    Rules(policy=policy, admission=admission, max_requests=12, ttft_ms=120, tbt_ms=30, decode_s=0.2)
+    for policy, admission in zip(
+        POLICIES, ["none", "baseline", "early", "predictive", "survival", "survival", "survival"], strict=True
+    )
+] + [
+    Rules(policy="isthmus"),
+    Rules(policy="isthmus", admission="early", wait_ms=2000, max_requests=12, ttft_ms=120),
+    Rules(policy="mooncake", max_requests=12, reserve=0.1, admission="baseline"),
+]
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 3), st.integers(1, 12))
+def test_every_request_ends_in_exactly_one_way(
+    seed: int, num_events: int, max_attempts: int, max_requests: int
+) -> None:
+    """The cluster judges every action (see there); loads are zero when nothing is left."""
+    wait_ms = seed % 2 * 500
+    rules = Rules(policy="isthmus", max_attempts=max_attempts, max_requests=max_requests, wait_ms=wait_ms)
+    some = cluster("p1", "d1", "m1", rules=rules, step_ns=MS)
+    play(some, Random(seed), num_events)
+    assert len(some.routes) + len(some.waiting) <= max_requests
+    some.drain()
+    assert set(some.ended) == set(some.arrived)
+
+
+def test_long_histories_hold_too() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(3 * len(RULES)):
+        some = cluster("p1", "p2", "d1", "m1", rules=RULES[seed % len(RULES)], step_ns=MS)
+        play(some, Random(seed), 300)
+        some.drain()
+        assert set(some.ended) == set(some.arrived)
+        seen.update(some.ended.values())
+        for _, _, actions in some.log:
+            seen.update(action.code for action in actions if isinstance(action, Refuse))
+            seen.update(action.stage for action in actions if isinstance(action, Refuse))
+            seen.update("fetch" for action in actions if isinstance(action, Route) and action.fetch)
+            seen.update("shed" for action in actions[:-1] if isinstance(action, Refuse))
+    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch shed"
+    assert min(seen[name] for name in wanted.split()) >= 15, seen  # the histories are not hollow
+
+
+def test_the_same_events_give_the_same_actions_byte_for_byte() -> None:
+    for seed, rules in enumerate(RULES):
+        logs = []
+        for _ in range(2):
+            some = cluster("p1", "d1", "m1", rules=rules, step_ns=MS)
+            play(some, Random(seed), 100)
+            logs.append(some.encoded_log())
+        assert logs[0] == logs[1]
+
+
+def test_a_later_start_of_the_clock_changes_no_decision() -> None:
+    """Only differences of times count."""
+    for seed, rules in enumerate(RULES):
+        logs = []
+        for start in (0, 10**15):
+            some = Cluster(rules)
+            some.now = start
+            for node, role in (("p1", Role.PREFILL), ("p2", Role.PREFILL), ("d1", Role.DECODE)):
+                some.join(node, role)
+            play(some, Random(seed), 100)
+            logs.append([[type(action) for action in actions] for _, _, actions in some.log])
+        assert logs[0] == logs[1]
+
+
+def test_kv_on_its_way_to_decode_counts_as_use_of_a_link_it_shares() -> None:
+    for handover, shared in ((0, True), (10**6, False)):
+        some = Cluster(Rules(), paths=Paths(network=10**6, handover=handover), step_ns=0)
+        for node, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
+            some.join(node, role)
+        p1 = some.conductor.view.nodes[NodeId("p1")]
+        assert p1.link_out.stretch(some.now) == 1
+        some.route("a")
+        assert (p1.link_out.stretch(some.now) > 1) == shared
+        assert not p1.link_out.copies
+        some.drain()

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from random import Random
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from isthmus.core.conductor import LinkRule, LinkState, Rules
+from isthmus.core.conductor.capacity import ENOUGH, Capacity
+from isthmus.core.conductor.control import (
+    DEAD_BAND,
+    HOLD_NS,
+    LONGEST_RETURN_NS,
+    QUIET_NS,
+    RETURN_NS,
+    SEGMENT_BYTES,
+    SOLVE_NS,
+    LinkControl,
+)
+from isthmus.core.conductor.copies import ClusterLink
+from isthmus.core.cost.offload import Threshold
+from isthmus.core.types import NS_PER_S
+from isthmus.lab.sim.faults import Faults, LinkFault, NodeFault
+from isthmus.lab.sim.records import Result, Status
+
+from .case_study import GBPS, both_ways, prompts, study, thresholds
+from .cluster import Cluster
+from .test_routing import LINKS, down, two, up
+
+S = NS_PER_S
+RATE = 10 * GBPS
+CASE = Rules(policy="isthmus", links=both_ways(100), max_requests=10_000)
+
+
+def watch() -> LinkControl:
+    return LinkControl(ClusterLink(LinkRule("far", "near", RATE)))
+
+
+def busy(share: float, queued_s: float = 0.0, *, of_time: float = 1.0, **more: int) -> LinkState:
+    """For a second: `share` of the nominal rate, while something was on its way."""
+    sent, queued = int(share * RATE * of_time), int(queued_s * RATE)
+    return LinkState("far", "near", True, sent, int(of_time * S), queued, **more)
+
+
+def hear(control: LinkControl, states: Iterable[LinkState], start: int = 0) -> list[float]:
+    """One a second; returns what share of its rate the link is believed to carry after each."""
+    found = []
+    for second, state in enumerate(states, start + 1):
+        control.availability(state.up, second * S)
+        if state.up:
+            control.measured(state, S, second * S)
+        found.append(control.link.bytes_per_s / RATE)
+    return found
+
+
+# What a link carries.
+
+
+def test_a_drop_is_learned_in_seconds_and_a_return_at_once() -> None:
+    control = watch()
+    shares = hear(control, [busy(0.5)] * 5 + [busy(0.2, queued_s=2)] * 60 + [busy(1.0)] * 5)
+    assert shares[:5] == [1.0] * 5
+    assert shares[10] == pytest.approx(0.2, rel=0.15) and shares[64] == pytest.approx(0.2, rel=0.01)
+    assert shares[65:] == [1.0] * 5
+
+
+def test_a_slow_sender_is_no_slow_link() -> None:
+    """Less than it carries, and nothing left waiting: that says nothing."""
+    assert hear(watch(), [busy(0.1)] * 30) == [1.0] * 30
+    assert hear(watch(), [busy(0.0, of_time=0.0)] * 30) == [1.0] * 30
+
+
+def test_what_lasts_follows_slowly_down_and_at_once_up() -> None:
+    control = watch()
+    hear(control, [busy(0.2, queued_s=2)] * 20)
+    assert 0.7 < control.link.lasting / RATE < 0.8
+    hear(control, [busy(0.2, queued_s=2)] * 280, 20)
+    assert control.link.lasting / RATE == pytest.approx(0.2, rel=0.05)
+    hear(control, [busy(0.9)], 300)
+    assert control.link.lasting / RATE == pytest.approx(0.9, rel=0.01)
+
+
+def test_a_slow_link_is_tried_again_and_ever_later() -> None:
+    """Nothing uses it, so nothing is learned: the belief grows by itself; each time that was too early, it waits
+    twice as long."""
+    control, second, waits = watch(), 0, []
+    for _ in range(4):
+        hear(control, [busy(0.2, queued_s=2)] * 8, second)
+        second += 8
+        quiet = 0
+        while control.link.bytes_per_s / RATE < 0.25:
+            hear(control, [busy(0.0, of_time=0.0)], second + quiet)
+            quiet += 1
+        second += quiet
+        waits.append(quiet)
+    first = QUIET_NS // S
+    assert waits == sorted(waits) and waits[0] <= 1.7 * first
+    assert [round((wait - waits[0]) / first) for wait in waits] == [0, 1, 3, 7]
+
+
+def test_lost_segments_are_congestion_as_a_queue_is() -> None:
+    for bad in (busy(0.9, queued_s=5), busy(0.9, retransmits=RATE // 1448 // 20)):
+        control = watch()
+        hear(control, [bad])
+        assert not control.congested  # once may be chance
+        hear(control, [bad], 1)
+        assert control.congested
+        hear(control, [busy(0.1)] * (QUIET_NS // S - 1), 2)
+        assert control.congested
+        hear(control, [busy(0.1)] * 2, 1 + QUIET_NS // S)
+        assert not control.congested
+
+
+LEVELS = {
+    "bad": (5.0, 0.0),
+    "lossy": (0.0, 0.1),
+    "between": (0.5, 0.0),
+    "between too": (0.0, 0.01),
+    "good": (0.1, 0.0),
+}
+"""Seconds of link time waiting, and the share sent again."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(LEVELS)), st.integers(1, 12)), max_size=12))
+def test_congestion_ends_only_after_all_was_below_the_low_marks_for_long(spells: list[tuple[str, int]]) -> None:
+    """Between the marks nothing changes: neither does it begin there nor end."""
+    control, history, congested = watch(), ["good"], False
+    for level, seconds in spells:
+        for _ in range(seconds):
+            history.append(level)
+            queued_s, lost = LEVELS[level]
+            state = busy(0.9, queued_s, retransmits=int(lost * 0.9 * RATE / SEGMENT_BYTES))
+            hear(control, [state], len(history) - 2)
+            if all(one in ("bad", "lossy") for one in history[-2:]):
+                congested = True
+            elif all(one == "good" for one in history[-QUIET_NS // S :]):
+                congested = False
+            assert control.congested == congested, history
+
+
+def test_the_share_in_use_is_that_of_the_last_seconds() -> None:
+    control = watch()
+    hear(control, [busy(1.0)])
+    assert control.share == pytest.approx(0.1)
+    hear(control, [busy(1.0)] * 29, 1)
+    assert control.share == pytest.approx(1 - 0.9**30)
+    hear(control, [busy(0.0, of_time=0.0)] * 10, 30)
+    assert control.share == pytest.approx((1 - 0.9**30) * 0.9**10)
+
+
+# Up and down.
+
+
+def test_a_link_that_flaps_is_used_ever_less() -> None:
+    control, used, falls = watch(), [], 0
+    for second in range(1, 601):
+        is_up = second % 20 < 17
+        control.availability(is_up, second * S)
+        falls += bool(used) and used[-1] and not control.link.trusted
+        used.append(control.link.trusted)
+    assert falls <= 4 and sum(used[-300:]) == 0
+    for second in range(601, 601 + LONGEST_RETURN_NS // S + 2):
+        control.availability(True, second * S)
+    assert control.link.trusted
+
+
+def test_one_fall_is_short() -> None:
+    control = watch()
+    control.availability(True, 400 * S)
+    control.availability(False, 401 * S)
+    assert not control.link.trusted
+    control.availability(True, 402 * S)
+    control.availability(True, 402 * S + RETURN_NS - 1)
+    assert not control.link.trusted
+    control.availability(True, 402 * S + RETURN_NS)
+    assert control.link.trusted
+
+
+# The threshold.
+
+
+def second(some: Cluster, *states: LinkState) -> None:
+    some.now += S
+    some.links_measured(*(states or up()))
+
+
+def test_a_fixed_threshold_is_told_once() -> None:
+    some = two(threshold=20, control=True)
+    for _ in range(30):
+        second(some)
+    assert some.thresholds == [(S, 20)]
+
+
+def test_out_of_reach_is_told_at_once_and_reach_after_a_while() -> None:
+    some = two(threshold=20, control=True)
+    second(some)
+    second(some, *down())
+    assert some.thresholds[-1] == (2 * S, None)
+    for _ in range(30):
+        second(some)
+    assert some.thresholds == [(S, 20), (2 * S, None), (3 * S + RETURN_NS, 20)]
+    some.leave("far-p1")
+    second(some)
+    assert some.thresholds[-1][1] is None
+
+
+def test_without_control_the_link_is_what_it_says() -> None:
+    some = two(threshold=20)
+    second(some, LinkState("far", "near", True, 10, S, 10**10))
+    assert some.conductor.view.links["far", "near"].bytes_per_s == LINKS[0].bytes_per_s
+    second(some, *down())
+    second(some)
+    assert [threshold for _, threshold in some.thresholds] == [20, None, 20]
+
+
+def test_the_threshold_is_solved_when_enough_prompts_were_seen() -> None:
+    """The published case study at 0.7 of its highest rate: 19,400 +- what a sample of 1,000 prompts allows."""
+    told = thresholds(study(CASE, prompts(2.2, 600)), 600)
+    assert told[0] == (1.0, 0)
+    assert 20 < told[1][0] < 45  # 64 prompts
+    assert told[-1][1] == pytest.approx(19_400, rel=0.1)
+    assert len(told) <= 10
+
+
+def test_the_threshold_is_solved_again_when_it_is_time_or_the_rate_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved, solve = [], Capacity.threshold
+
+    def counted(capacity: Capacity, num_local: float) -> Threshold:
+        solved.append(some.now // S)
+        return solve(capacity, num_local)
+
+    monkeypatch.setattr(Capacity, "threshold", counted)
+    some = two(threshold=None, control=True)
+    for number in range(ENOUGH):
+        some.arrives(f"r{number}", 20 + number)
+    for _ in range(2 * SOLVE_NS // S + 5):
+        second(some)
+    every = SOLVE_NS // S
+    assert solved == [1, 1 + every, 1 + 2 * every]
+    link = some.conductor.view.links["far", "near"]
+    link.lasting = link.bytes_per_s = link.nominal // 2
+    second(some)
+    assert solved[3:] == [some.now // S]
+
+
+def test_the_threshold_counts_nodes_anew() -> None:
+    """Three of six prefill nodes at home join after 200 s."""
+    late = Faults(nodes=tuple([NodeFault(f"near-prefill-{number}", 0, 200) for number in (3, 4, 5)]))
+    told = thresholds(study(CASE, prompts(2.0, 260), num_prefill=6, faults=late), 260)
+    before = [threshold for at, threshold in told if at < 200][-1]
+    after = told[-1][1]
+    assert before is not None and after is not None and after > 1.3 * before
+
+
+def offloaded(result: Result, start_s: float, stop_s: float) -> list[bool]:
+    """Whether requests that came in this time were prefilled elsewhere."""
+    clusters = [node.cluster for node in result.nodes]
+    some = [each for each in result.records if start_s * S <= each.arrival_ns < stop_s * S]
+    return [clusters[each.prefill] != clusters[each.decode] for each in some]
+
+
+def test_a_link_at_a_fifth_for_a_minute() -> None:
+    """The threshold moves little and comes back; prompts that would wait for the link stay at home meanwhile."""
+    good, slow = {}, Faults((LinkFault("far", "near", 200, 260, 0.2),))
+    for control in (False, True):
+        rules = replace(CASE, links=both_ways(20), threshold=19_400, control=control)
+        result = study(rules, prompts(2.0, 400), faults=slow)
+        good[control] = sum(each.landed_ns - each.arrival_ns < 15 * S for each in result.records)
+        if control:
+            told = thresholds(result, 400)
+            assert len(told) <= 4 and told[-1][1] == 19_400
+            during, after = offloaded(result, 210, 260), offloaded(result, 330, 400)
+            assert sum(during) / len(during) < 0.36 and sum(after) / len(after) > 0.4
+    assert good[True] > good[False]
+
+
+def test_a_link_cut_for_a_minute_loses_no_request() -> None:
+    rules = replace(CASE, threshold=19_400, control=True)
+    result = study(rules, prompts(1.2, 300), faults=Faults((LinkFault("far", "near", 100, 160, 0.0),)))
+    assert all(each.status is Status.COMPLETED for each in result.records)
+    assert not any(offloaded(result, 101, 160 + RETURN_NS / S)) and any(offloaded(result, 166, 180))
+    assert [threshold for _, threshold in thresholds(result, 420)] == [19_400, None, 19_400]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_whatever_links_do_the_threshold_changes_seldom(seed: int) -> None:
+    """Random reports: bounded changes a minute, and no change within the dead band."""
+    random = Random(seed)
+    some = two(threshold=None, control=True, cache_mode="auto")
+    share = 1.0
+    falls = 0
+    for number in range(300):
+        if random.random() < 0.3:
+            some.arrives(f"r{number}", random.randint(1, 200))
+        if random.random() < 0.1:
+            share = random.choice([0.0, 0.05, 0.3, 1.0])
+        rate = LINKS[0].bytes_per_s
+        state = LinkState("far", "near", share > 0, int(share * rate), S, random.choice([0, rate, 5 * rate]))
+        was_up = some.conductor.view.links["far", "near"].trusted
+        second(some, state)
+        falls += was_up and not some.conductor.view.links["far", "near"].trusted
+    told = some.thresholds
+    in_a_minute = max(sum(at <= other < at + 60 * S for other, _ in told) for at, _ in told)
+    assert in_a_minute <= 60 * S // HOLD_NS + 1 + 2 * falls
+    for (_, old), (_, new) in itertools.pairwise(told):
+        assert (old is None) != (new is None) or abs((new or 0) - (old or 0)) > DEAD_BAND * (old or 0)
+    assert len(told) <= 300 * S // HOLD_NS
+
+
+def test_cache_mode_follows_the_use_of_links_with_hysteresis() -> None:
+    some = two(threshold=20, control=True, cache_mode="auto")
+    router, rate, seen = some.conductor._router, LINKS[0].bytes_per_s, []
+    for share in [0.0] * 5 + [0.45] * 60 + [0.9] * 60 + [0.45] * 60 + [0.05] * 60:
+        second(some, LinkState("far", "near", True, int(share * rate), int(share * S)))
+        seen.append(router.abundant)
+    changes = sum(one != other for one, other in itertools.pairwise(seen))
+    assert seen[0] and seen[60] and not seen[120] and not seen[180] and seen[-1] and changes == 2
+
+
+def test_priced_offloading_needs_no_threshold() -> None:
+    load = prompts(2.4, 300)
+    priced, fixed = (
+        study(replace(CASE, **rules), load)
+        for rules in ({"control": True, "priced": True}, {"threshold": 19_400})
+    )
+    assert thresholds(priced, 300) == [(1.0, 0)]
+    mean = [fmean([each.first_token_ns - each.arrival_ns for each in run.records]) for run in (priced, fixed)]
+    assert mean[0] < 0.95 * mean[1]

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.core.conductor import LinkRule
+from isthmus.core.conductor.copies import ClusterLink, Copy, Link, begin, end, expected_ns, transfer_ns
+from isthmus.core.types import NS_PER_S
+
+RATE = 1_000_000
+MS = NS_PER_S // 1000
+
+
+def shared_fairly(sizes: list[int]) -> list[Fraction]:
+    """When each of these copies ends, in ns, if all begin at 0 and share one link of RATE evenly."""
+    ends = [Fraction(0)] * len(sizes)
+    now, done = Fraction(0), 0
+    waiting = sorted(range(len(sizes)), key=lambda at: sizes[at])
+    for count, at in enumerate(waiting):
+        now += Fraction((sizes[at] - done) * (len(sizes) - count) * NS_PER_S, RATE)
+        done, ends[at] = sizes[at], now
+    return ends
+
+
+def start(sizes: list[int], link: Link) -> list[Copy]:
+    """All over one link out, each to a node of its own."""
+    return [begin(link, Link(RATE), size, 0) for size in sizes]
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8))
+def test_on_one_link_it_is_what_fair_sharing_gives(sizes: list[int]) -> None:
+    """The estimate of each when it is asked for, and, of all, after the last one began: to the ns per copy."""
+    link = Link(RATE)
+    for count, size in enumerate(sizes, 1):
+        own, delay = transfer_ns(link, Link(RATE), size, 0)
+        ends, before = shared_fairly(sizes[:count]), shared_fairly(sizes[: count - 1])
+        assert own == pytest.approx(float(ends[-1]), abs=count)
+        assert delay == pytest.approx(float(sum(ends[:-1]) - sum(before)), abs=count)
+        begin(link, Link(RATE), size, 0)
+    until = [copy.until_ns for copy in link.copies]
+    assert until == pytest.approx([float(at) for at in shared_fairly(sizes)], abs=2 * len(sizes))
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**9))
+def test_a_copy_that_joins_another_on_its_way(first: int, second: int, now: int) -> None:
+    link = Link(RATE)
+    (copy,) = start([first], link)
+    left = max(Fraction(0), first - Fraction(now * RATE, NS_PER_S))
+    assert copy.bytes_left(now) == pytest.approx(float(left), abs=0.01)
+    own, delay = transfer_ns(link, Link(RATE), second, now)
+    assert own == pytest.approx(float((second + min(left, second)) * NS_PER_S / RATE), abs=20)
+    assert delay == pytest.approx(float(min(left, second) * NS_PER_S / RATE), abs=20)
+    until = copy.until_ns
+    begin(link, Link(RATE), second, now)
+    assert copy.until_ns == pytest.approx(until + delay, abs=2)
+    assert copy.bytes_left(now) == pytest.approx(float(left), abs=0.01)
+
+
+def test_what_is_left_goes_down_evenly_and_never_below_nothing() -> None:
+    (copy,) = start([1000], Link(RATE))
+    assert copy.until_ns == MS + 1
+    assert [round(copy.bytes_left(at)) for at in (0, MS // 4, MS // 2, MS, MS + 1, 9 * MS)] == [
+        1000, 750, 500, 0, 0, 0
+    ]  # fmt: skip
+
+
+def test_what_is_left_is_not_counted_anew_when_another_joins() -> None:
+    link = Link(RATE)
+    (copy,) = start([1000], link)
+    begin(link, Link(RATE), 9000, MS // 2)
+    assert copy.until_ns == pytest.approx(1.5 * MS, abs=2)
+    assert copy.bytes_left(MS // 2) == pytest.approx(500, abs=0.01)
+    assert copy.bytes_left(MS) == pytest.approx(250, abs=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.booleans()), max_size=6), st.integers(1, 10**6))
+def test_delay_is_symmetric(before: list[tuple[int, bool]], size: int) -> None:
+    """Whether the others are on the link out or on the link in is the same, if both are as fast."""
+    out, into = Link(RATE), Link(RATE)
+    mirrored_out, mirrored_in = Link(RATE), Link(RATE)
+    for num_bytes, is_out in before:
+        begin(out if is_out else Link(RATE), Link(RATE) if is_out else into, num_bytes, 0)
+        begin(Link(RATE) if is_out else mirrored_out, mirrored_in if is_out else Link(RATE), num_bytes, 0)
+    own, delay = transfer_ns(out, into, size, 0)
+    assert transfer_ns(mirrored_out, mirrored_in, size, 0) == pytest.approx((own, delay))
+
+
+def test_the_slower_and_busier_link_counts() -> None:
+    assert transfer_ns(Link(RATE), Link(RATE // 2), 1000, 0) == (2 * MS, 0)
+    out, into = Link(RATE), Link(RATE // 2)
+    start([500, 2000], out)
+    own, delay = transfer_ns(out, into, 1000, 0)
+    assert own == pytest.approx(2.5 * MS, rel=1e-6)  # 1,000 and 500 and 1,000 bytes over the faster link
+    assert delay == pytest.approx(1.5 * MS, rel=1e-6)
+
+
+def test_a_copy_on_both_links_is_delayed_once() -> None:
+    out, into = Link(RATE), Link(RATE)
+    copy = begin(out, into, 3000, 0)
+    own, delay = transfer_ns(out, into, 1000, 0)
+    assert (own, delay) == pytest.approx((2 * MS, MS))
+    begin(out, into, 1000, 0)
+    assert copy.until_ns == pytest.approx(4 * MS, abs=3)
+
+
+def test_an_end_frees_both_links_and_may_be_told_twice() -> None:
+    out, into = Link(RATE), Link(RATE)
+    copy = begin(out, into, 1000, 0)
+    end(copy)
+    end(copy)
+    assert not out.copies and not into.copies
+    assert transfer_ns(out, into, 1000, 0) == (MS, 0)
+
+
+def test_an_overdue_copy_delays_nobody_and_is_not_delayed() -> None:
+    link = Link(RATE)
+    (copy,) = start([1000], link)
+    assert transfer_ns(link, Link(RATE), 500, 2 * MS) == (MS / 2, 0)
+    begin(link, Link(RATE), 500, 2 * MS)
+    assert copy.until_ns == MS + 1
+
+
+def test_a_link_that_was_used_of_late_is_expected_to_be_used() -> None:
+    """Half of what it could carry in the last window: twice as long; and never endless."""
+    out, into = Link(RATE), Link(RATE)
+    assert expected_ns(out, into, 1000, 0) == (MS, 0)
+    end(begin(out, Link(RATE), 60 * RATE, 0))
+    assert expected_ns(out, into, 1000, 0)[0] == pytest.approx(2 * MS)
+    end(begin(Link(RATE), into, 60 * RATE, 0))
+    assert expected_ns(out, into, 1000, 0)[0] == pytest.approx(4 * MS)
+    end(begin(out, Link(RATE), 1000 * RATE, 0))
+    assert expected_ns(out, into, 1000, 0)[0] <= 40 * MS * (1 + 1e-9)
+    assert expected_ns(out, into, 1000, 3600 * NS_PER_S)[0] == pytest.approx(MS, rel=1e-6)
+
+
+def test_what_uses_a_link_without_being_a_copy_makes_copies_longer_and_delays_none() -> None:
+    out, into = Link(RATE), Link(RATE)
+    out.use(60 * RATE, 0)
+    assert not out.copies
+    assert transfer_ns(out, into, 1000, 0) == (MS, 0)
+    own, delay = expected_ns(out, into, 1000, 0)
+    assert own == pytest.approx(2 * MS)
+    assert delay == 0
+
+
+# Between clusters.
+
+
+def across(rate: int = RATE // 4, rtt_ns: int = 0) -> ClusterLink:
+    return ClusterLink(LinkRule("far", "near", rate, rtt_ns))
+
+
+def test_the_slowest_of_three_links_counts_and_half_a_round_trip() -> None:
+    assert transfer_ns(Link(RATE), Link(RATE), 1000, 0, across(rtt_ns=6 * MS)) == (4 * MS + 3 * MS, 0)
+    assert transfer_ns(Link(RATE // 8), Link(RATE), 1000, 0, across()) == (8 * MS, 0)
+
+
+def test_copies_between_clusters_share_their_link_alone() -> None:
+    link = across()
+    first = begin(Link(RATE), Link(RATE), 1000, 0, link)
+    own, delay = transfer_ns(Link(RATE), Link(RATE), 1000, 0, link)
+    assert (own, delay) == pytest.approx((8 * MS, 4 * MS))
+    begin(Link(RATE), Link(RATE), 1000, 0, link)
+    assert first.until_ns == pytest.approx(8 * MS, abs=3)
+    within = transfer_ns(first.link_out, Link(RATE), 1000, 0)
+    assert within[0] == pytest.approx(2 * MS)  # it is on its node's link as well
+    end(first)
+    assert len(link.copies) == 1 and not first.link_out.copies
+    assert expected_ns(Link(RATE), Link(RATE), 1000, 0, link)[0] > 8 * MS
+
+
+def test_a_hand_over_waits_for_computing_or_for_what_is_owed() -> None:
+    link = across(rate=1000, rtt_ns=2 * MS)
+    assert link.handed_over_ns(500, 0, 2 * NS_PER_S) == 2 * NS_PER_S + MS  # streamed while computed
+    assert link.handed_over_ns(500, 100, 2 * NS_PER_S) == 2.1 * NS_PER_S + MS  # the state comes at the end
+    link.owed = 4000
+    assert link.handed_over_ns(500, 100, 2 * NS_PER_S) == 4.5 * NS_PER_S + MS

@@ -1,0 +1,260 @@
+"""The desk in front of a conductor, judged by what a carrier of its answers has to count on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from isthmus.core.attempts import Become, Begin, Forget, Move, Return, Route
+from isthmus.core.conductor import (
+    Abort,
+    Answer,
+    Conductor,
+    Convert,
+    Desk,
+    Event,
+    Fail,
+    FirstToken,
+    HoldExpired,
+    Lend,
+    NodeJoined,
+    NodeLeft,
+    Refuse,
+    Repay,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    RequestFailed,
+    Rules,
+    Tell,
+    Wait,
+)
+from isthmus.core.conductor import view as table
+from isthmus.core.types import NS_PER_S, BlockName, NodeId, RequestId, Role, Tenant
+
+A, P, D, M = RequestId("a"), NodeId("p"), NodeId("d"), NodeId("m")
+SIZE = 16
+REJOIN_NS = 5 * NS_PER_S
+
+
+def joined(node: NodeId, role: Role) -> NodeJoined:
+    return NodeJoined(node, role, 1000, SIZE)
+
+
+def arrived(num_tokens: int = 40, max_tokens: int = 10, names: tuple[BlockName, ...] = ()) -> RequestArrived:
+    return RequestArrived(A, "t", num_tokens, max_tokens, names, weight=2.0)
+
+
+class Orders:
+    """In place of a conductor: answers with the next of what was written."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers, self.view = list(answers), Conductor(Rules()).view
+
+    def on(self, event: Event, now: int) -> list[object]:
+        return [self.answers.pop(0)]
+
+
+def answers(order: object) -> list[Answer]:
+    return [*Desk(Orders(order), REJOIN_NS).on(LEFT, 0)]  # type: ignore[arg-type]
+
+
+LEFT = NodeLeft(M)
+
+
+def desk(*nodes: NodeJoined, **rules: int) -> Desk:
+    made = Desk(Conductor(Rules(**rules)), REJOIN_NS)  # type: ignore[arg-type]
+    for each in nodes:
+        assert not made.on(each, 0)
+    return made
+
+
+def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, Begin]]:
+    (route,) = [answer for answer in some.on(event, 1) if isinstance(answer, Route)]
+    return some.parts(route, num_generated)
+
+
+PAIR = joined(P, Role.PREFILL), joined(D, Role.DECODE)
+
+
+# What nodes are told.
+
+
+def test_the_decode_node_is_told_first_and_a_mixed_one_once() -> None:
+    told = parts(desk(*PAIR), arrived())
+    assert [(node, begin.part) for node, begin in told] == [(D, Role.DECODE), (P, Role.PREFILL)]
+    ((node, begin),) = parts(desk(joined(M, Role.MIXED)), arrived())
+    assert (node, begin.part, begin.key, begin.tenant) == (M, Role.MIXED, "a#1", Tenant("t", 2.0))
+
+
+@pytest.mark.parametrize(
+    ("event", "num_generated", "num_tokens", "stop", "num_names"),
+    [
+        (arrived(40, 10, (1, 2, 3)), 0, 40, 50, 3),  # a trace names the unfinished block, too
+        (arrived(40, 10, (1, 2, 3)), 7, 47, 50, 2),  # which is another one with tokens behind it
+        (arrived(48, 10, (1, 2, 3)), 7, 55, 58, 3),
+        (arrived(2, 0), 0, 2, 3, 0),  # scored alone: one token ends that
+    ],
+)
+def test_a_later_attempt_goes_on_from_what_the_client_has(
+    event: RequestArrived, num_generated: int, num_tokens: int, stop: int, num_names: int
+) -> None:
+    for _, begin in parts(desk(*PAIR), event, num_generated):
+        assert (begin.num_tokens, begin.stop_length, len(begin.names)) == (num_tokens, stop, num_names)
+
+
+def test_loans_and_new_roles_are_told_to_the_nodes_they_are_for() -> None:
+    assert answers(Lend(A, 2, P, D, 3)) == [Tell(P, Move(RequestId("a#2"), D, 3))]
+    assert answers(Repay(A, 2, P, D, 3)) == [Tell(P, Return(RequestId("a#2"), D, 3))]
+    assert answers(Convert(P, Role.DECODE)) == [Tell(P, Become(Role.DECODE))]
+
+
+# What ends.
+
+
+def test_an_end_is_heard_once_and_its_nodes_forget() -> None:
+    some, forget = desk(*PAIR), Forget(RequestId("a#1"))
+    some.on(arrived(), 1)
+    ended = RequestEnded(A, 10)
+    assert some.on(ended, 2) == [Abort(A, 1, (P, D)), Tell(P, forget), Tell(D, forget), ended]
+    assert some.on(ended, 3) == () == some.on(RequestCancelled(A), 3)
+
+
+def test_what_nobody_can_take_ends_at_once() -> None:
+    some = desk()
+    (refuse,) = some.on(arrived(), 1)
+    assert isinstance(refuse, Refuse) and refuse.request == A
+    some.check()
+
+
+def test_a_request_waits_for_a_node_as_long_as_that_may_take_to_come_back() -> None:
+    some = desk(joined(M, Role.MIXED))
+    some.on(arrived(), 1)
+    expired = HoldExpired(A, 1)
+    assert some.on(NodeLeft(M), 2) == [Abort(A, 1, ()), Wait(REJOIN_NS, expired)]
+    assert not some.on(FirstToken(A, 1), 3), "its attempt is over"
+    assert [type(answer) for answer in some.on(expired, 4)] == [Fail]
+    some.check()
+
+
+def test_the_wait_for_a_first_node_is_the_deployments() -> None:
+    (wait,) = desk(wait_ms=70).on(arrived(), 1)
+    assert wait == Wait(70_000_000, HoldExpired(A, 0))
+
+
+# Any history.
+
+
+class Carrier:
+    """Carries out what a desk answers, by chance sooner or later, and judges it by books of its own."""
+
+    def __init__(self, seed: int, rules: Rules) -> None:
+        self.random, self.now, self.nodes = Random(seed), 0, dict[NodeId, Role]()
+        self.desk = Desk(Conductor(rules), REJOIN_NS, self._heard)
+        self.generated: dict[RequestId, int] = {}  # of each request that lives
+        self.attempts: dict[RequestId, int] = {}  # that are under way
+        self.began: dict[RequestId, int] = {}
+        self.waits: list[HoldExpired] = []
+        self.told: dict[tuple[NodeId, str], None] = {}
+        self.first: set[tuple[RequestId, int]] = set()
+
+    def _heard(self, now: int, event: Event, actions: object) -> None:
+        if isinstance(event, FirstToken):
+            assert self.attempts.get(event.request) == event.attempt, "a token of an attempt that is over"
+            assert (event.request, event.attempt) not in self.first, "a second first token"
+            self.first.add((event.request, event.attempt))
+
+    def on(self, event: Event) -> None:
+        self.now += self.random.randrange(NS_PER_S)
+        for answer in self.desk.on(event, self.now):
+            self._carry_out(answer)
+        self.desk.check()
+        assert self.generated.keys() == self.desk.conductor.view.requests.keys()
+        waiting = {name for name in self.generated if name not in self.attempts}
+        assert waiting <= {wait.request for wait in self.waits}, "nobody goes on with a request that waits"
+
+    def _carry_out(self, answer: Answer) -> None:
+        match answer:
+            case Route(request=name, attempt=attempt):
+                assert name not in self.attempts and attempt == self.began.get(name, 0) + 1
+                self.attempts[name] = self.began[name] = attempt
+                for node, begin in self.desk.parts(answer, self.generated[name]):
+                    self._carry_out(Tell(node, begin))
+            case Abort():
+                assert self.attempts.pop(answer.request) == answer.attempt
+            case Tell(order=Begin() as begin):
+                self.told[answer.node, begin.key] = None
+            case Tell(order=Forget() as forget):
+                self.told.pop((answer.node, forget.key), None)
+            case Wait():
+                assert answer.then.request not in self.attempts
+                self.waits.append(answer.then)
+            case Refuse() | Fail() | RequestEnded() | RequestCancelled():
+                assert answer.request not in self.attempts, "it ends amid an attempt"
+                assert not (isinstance(answer, Refuse) and self.generated[answer.request])
+                del self.generated[answer.request]
+
+    def play(self, num_events: int) -> None:
+        for number in range(num_events):
+            self.on(self._next(number))
+        for name in list(self.generated):
+            self.on(RequestCancelled(name))
+        assert not self.told and not self.attempts, "a node was never told to forget"
+
+    def _next(self, number: int) -> Event:
+        random, names = self.random, list(self.began)
+        chance = random.random()
+        if chance < 0.12 or len(self.nodes) < 2:
+            node = NodeId(f"n{number}")
+            self.nodes[node] = random.choice([Role.PREFILL, Role.DECODE, Role.MIXED])
+            return joined(node, self.nodes[node])
+        if chance < 0.2:
+            node = random.choice(list(self.nodes))
+            del self.nodes[node]
+            for told in [told for told in self.told if told[0] == node]:
+                del self.told[told]
+            return NodeLeft(node)
+        if self.waits and chance < 0.3:
+            return self.waits.pop(random.randrange(len(self.waits)))
+        if not names or chance < 0.5:
+            name = RequestId(f"r{number}")
+            self.generated[name] = 0
+            return RequestArrived(name, "", random.randrange(1, 200), random.randrange(0, 50), ())
+        name = random.choice(names)
+        attempt = random.choice([self.began[name], max(1, self.began[name] - 1)])
+        if chance < 0.75:
+            if self.attempts.get(name) == attempt:
+                self.generated[name] += name in self.generated and (name, attempt) in self.first
+            return FirstToken(name, attempt)
+        if chance < 0.85:
+            return RequestFailed(name, attempt, "it broke")
+        return random.choice([RequestEnded(name, 1), RequestCancelled(name)])
+
+
+@example(seed=1, max_attempts=1, wait_ms=0, max_requests=3)
+@given(st.integers(0, 1 << 30), st.integers(1, 4), st.sampled_from([0, 100]), st.sampled_from([3, 1000]))
+def test_in_any_history_attempts_follow_each_other_and_each_request_ends_once(
+    seed: int, max_attempts: int, wait_ms: int, max_requests: int
+) -> None:
+    rules = Rules(max_attempts=max_attempts, wait_ms=wait_ms, max_requests=max_requests)
+    Carrier(seed, rules).play(60)
+
+
+# The table.
+
+STEPS = ("ROUTED", "PREFILLED", "HANDED_OVER", "WITHDRAWN")
+PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf8")
+
+
+def test_the_page_has_the_picture_of_the_table() -> None:
+    lines = ["stateDiagram-v2", "    [*] --> WAITING"]
+    for step in STEPS:
+        ways = getattr(table, step).items()
+        lines += [f"    {state.name} --> {then.name}: {step.lower()}" for state, then in ways]
+    lines.append("    WAITING --> [*]: refused, failed, cancelled, complete")
+    assert re.findall(r"```mermaid\n(stateDiagram.*?)\n```", PAGE, re.DOTALL) == ["\n".join(lines)]

@@ -1,0 +1,373 @@
+"""Where KV goes for which there is no memory where it is computed."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.core.conductor import (
+    Abort,
+    Conductor,
+    Event,
+    Fail,
+    FirstToken,
+    Hold,
+    HoldExpired,
+    NodeJoined,
+    NodeLeft,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
+from isthmus.core.conductor.conductor import MAX_VAIN
+from isthmus.core.types import NodeId, RequestId, Role
+
+SIZE = 4
+
+
+class Nodes:
+    """Each has room for `capacity` tokens, and says what it lends when it is asked."""
+
+    def __init__(
+        self, *roles: tuple[Role, int], rules: Rules | None = None, kv_heads: int = 1, state_blocks: int = 0
+    ) -> None:
+        self.conductor, self.now = Conductor(rules or Rules(policy="round_robin")), 0
+        self.capacity: dict[NodeId, int] = {}
+        self.joined: list[NodeJoined] = []
+        self.routes: dict[RequestId, Route] = {}
+        self.lengths: dict[RequestId, tuple[int, int]] = {}
+        for at, (role, capacity) in enumerate(roles):
+            name = NodeId(f"{role.value}-{at}")
+            self.capacity[name] = capacity
+            self.joined.append(
+                NodeJoined(name, role, capacity, SIZE, kv_heads=kv_heads, state_blocks=state_blocks)
+            )
+            self.on(self.joined[-1])
+
+    def on(self, event: Event) -> list[object]:
+        self.now += 1_000_000
+        actions = self.conductor.on(event, self.now)
+        self.conductor.check()
+        for action in actions:
+            if isinstance(action, Route):
+                self.judge(action)
+            elif isinstance(action, Refuse | Fail | Hold):
+                self.routes.pop(action.request, None)
+        return list(actions)
+
+    def judge(self, route: Route) -> None:
+        """Who computes has no part elsewhere twice; what it needs fits, and what is lent too."""
+        num_tokens, max_tokens = self.lengths[route.request]
+        self.routes[route.request] = route
+        homes = {route.prefill, route.decode}
+        names = [holder for holding in route.holdings for holder in holding.holders]
+        assert len(set(names)) == len(names) and not homes & set(names)
+        away = sum(holding.num_blocks for holding in route.holdings)
+        assert away <= (num_tokens - 1) // SIZE and all(holding.num_blocks > 0 for holding in route.holdings)
+        for home in homes:
+            needed = num_tokens + max_tokens - away * SIZE
+            assert needed <= self.capacity[home] or route.growth, "what stays there does not fit"
+        if route.growth:
+            assert away == (num_tokens - 1) // SIZE, "what follows does not follow"
+            assert not away or route.holdings[-1].holders == route.growth or len(route.growth) == 1
+        for name in names:
+            holdings = [h for r in self.routes.values() for h in r.holdings if name in h.holders]
+            lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
+            assert lent * SIZE <= self.capacity[name], "more is lent than there is"
+
+    def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[object]:
+        self.lengths[RequestId(name)] = num_tokens, max_tokens
+        known = tuple(range(num_tokens // SIZE)) if names else ()
+        return self.on(RequestArrived(RequestId(name), "", num_tokens, max_tokens, known))
+
+    def end(self, name: str) -> list[object]:
+        self.routes.pop(RequestId(name), None)
+        return self.on(RequestEnded(RequestId(name), 1))
+
+
+FOUR = [(Role.MIXED, 100)] * 4
+
+
+def test_what_one_node_has_memory_for_stays_there() -> None:
+    [route] = Nodes(*FOUR).ask("r", 90)
+    assert isinstance(route, Route) and not route.holdings
+
+
+def test_a_longer_one_goes_to_those_with_most_room() -> None:
+    nodes = Nodes(*FOUR)
+    nodes.ask("short", 80)  # at mixed-0
+    [route] = nodes.ask("long", 200)
+    assert isinstance(route, Route) and (route.prefill, route.decode) == ("mixed-1", "mixed-1")
+    assert [(*holding.holders, holding.num_blocks) for holding in route.holdings] == [
+        ("mixed-2", 25),
+        ("mixed-3", 8),
+    ]
+
+
+def test_all_nodes_together_and_not_more() -> None:
+    nodes = Nodes(*FOUR)
+    [route] = nodes.ask("long", 371)
+    assert isinstance(route, Route) and sum(holding.num_blocks for holding in route.holdings) == 75
+    [refused] = Nodes(*FOUR).ask("longer", 372)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+
+
+@pytest.mark.parametrize("roles", [FOUR, [(Role.PREFILL, 100)] * 2 + [(Role.DECODE, 100)] * 2])
+def test_an_answer_longer_than_its_node_is_refused(roles: list[tuple[Role, int]]) -> None:
+    """Though all nodes together have memory for it: they would never have it for the answer."""
+    [refused] = Nodes(*roles).ask("r", 60, 110)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+    assert "no node has KV memory for an answer of 110 tokens" in refused.reason
+    [route] = Nodes(*roles).ask("r", 60, 70)
+    assert isinstance(route, Route) and route.holdings
+
+
+def test_who_finds_no_room_waits_for_it() -> None:
+    nodes = Nodes(*FOUR)
+    nodes.ask("one", 300)
+    [hold] = nodes.ask("two", 300)
+    assert isinstance(hold, Hold)
+    [again] = nodes.on(HoldExpired(RequestId("two"), 0))
+    assert isinstance(again, Hold) and nodes.end("one")[-1].request == "two"  # type: ignore[attr-defined]
+    assert RequestId("two") in nodes.routes
+
+
+def test_who_waits_for_room_counts_where_so_many_requests_may_be() -> None:
+    """At that limit one of lower priority goes for it, or it does."""
+    roles = [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 3]
+    nodes = Nodes(*roles, rules=Rules(policy="round_robin", max_requests=3))
+    nodes.ask("one", 250)
+    nodes.ask("a", 8)
+    nodes.ask("b", 8)
+    makes_room = ["Abort", "Refuse", "Hold"]
+    for name, expected in (("x", makes_room), ("y", makes_room), ("z", ["Refuse"])):
+        arrived = RequestArrived(RequestId(name), "", 250, 4, (), priority=1)
+        assert [type(action).__name__ for action in nodes.on(arrived)] == expected
+        assert len(nodes.conductor.view.requests) == 3
+
+
+def test_a_holder_that_has_no_room_costs_no_attempt_and_is_asked_later_each_time() -> None:
+    nodes = Nodes(*FOUR, rules=Rules(policy="round_robin", max_attempts=1))
+    nodes.ask("r", 300)
+    waits = []
+    for attempt in range(1, 6):
+        *aborts, hold = nodes.on(RequestFailed(RequestId("r"), attempt, "no room", no_room=True))
+        assert all(isinstance(abort, Abort) for abort in aborts) and isinstance(hold, Hold)
+        waits.append(hold.wait_ms)
+        [route] = nodes.on(HoldExpired(RequestId("r"), attempt))
+        assert isinstance(route, Route) and route.attempt == attempt + 1
+    assert waits == [10, 20, 40, 80, 160]
+
+
+def test_in_the_end_it_fails() -> None:
+    """Where nobody else has the memory, waiting is in vain."""
+    nodes = Nodes((Role.MIXED, 100), (Role.MIXED, 100))
+    nodes.ask("r", 150)
+    nodes.on(RequestFailed(RequestId("r"), 1, "no room", no_room=True))
+    nodes.conductor.view.nodes[NodeId("mixed-1")].lent_blocks = 25  # as the node has it
+    nodes.conductor.view.nodes[NodeId("mixed-0")].lent_blocks = 25
+    nodes.conductor.check = lambda: None  # type: ignore[method-assign]
+    for _ in range(MAX_VAIN):
+        [action] = nodes.on(HoldExpired(RequestId("r"), 1))
+    assert isinstance(action, Fail)
+
+
+def test_a_holder_that_leaves_ends_the_attempt() -> None:
+    nodes = Nodes(*FOUR)
+    [route] = nodes.ask("r", 200)
+    assert isinstance(route, Route)
+    abort, again = nodes.on(NodeLeft(route.holdings[0].holders[0]))
+    assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
+
+
+@pytest.mark.parametrize("roles", [[(Role.MIXED, 100)], [(Role.PREFILL, 100), (Role.DECODE, 60)]])
+def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]) -> None:
+    nodes = Nodes(*roles, (Role.ATTENTION, 200), (Role.ATTENTION, 400))
+    for name, length in (("a", 41), ("b", 201), ("c", 3)):
+        [route] = nodes.ask(name, length)
+        assert isinstance(route, Route)
+        assert sum(holding.num_blocks for holding in route.holdings) == (length - 1) // SIZE
+    a = nodes.routes[RequestId("a")].holdings
+    assert [holding.num_blocks for holding in a] == [5, 5]
+
+
+@pytest.mark.parametrize(("kv_heads", "shared"), [(8, [4]), (6, [3]), (5, [1] * 4), (1, [1] * 4)])
+def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) -> None:
+    """Those with most room; of which each has as many blocks as its part of the heads takes."""
+    nodes = Nodes(
+        (Role.MIXED, 400), *[(Role.ATTENTION, size) for size in (100, 40, 120, 80)], kv_heads=kv_heads
+    )
+    [route] = nodes.ask("r", 161)
+    assert isinstance(route, Route)
+    assert [len(holding.holders) for holding in route.holdings] == shared
+    assert sum(holding.num_blocks for holding in route.holdings) == 40
+    if kv_heads == 6:
+        assert route.holdings[0].holders == ("attention-4", "attention-1", "attention-3")
+        lent = [nodes.conductor.view.nodes[holder].lent_blocks for holder in route.holdings[0].holders]
+        assert lent == [14, 14, 14]
+
+
+def test_what_follows_goes_to_nodes_of_role_attention_if_all_does() -> None:
+    """So a home with little memory is enough for any answer, and one that has no room there waits."""
+    nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 200), (Role.ATTENTION, 200), kv_heads=2)
+    [route] = nodes.ask("a", 3, 300)
+    assert (
+        isinstance(route, Route) and not route.holdings and set(route.growth) == {"attention-1", "attention-2"}
+    )
+    [route] = nodes.ask("b", 301, 70)
+    assert isinstance(route, Route) and route.growth == route.holdings[0].holders
+    assert isinstance(nodes.ask("c", 250, 70)[0], Hold)
+    [refused] = nodes.ask("d", 401, 40)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+    [route] = Nodes((Role.MIXED, 400), (Role.ATTENTION, 100), kv_heads=2).ask("a", 200, 20)
+    assert isinstance(route, Route) and route.holdings[0].num_blocks == 25 and not route.growth
+
+
+def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_there() -> None:
+    """It would wait in its home's queue, before others that have room elsewhere. Who came first is first; a few that
+    came later may go before it if there is memory for these alone."""
+    nodes = Nodes((Role.MIXED, 60), (Role.ATTENTION, 100), kv_heads=2)
+    [full] = nodes.ask("a", 101, 8)
+    assert isinstance(full, Route) and full.holdings[0].num_blocks == 25
+    [home] = nodes.ask("b", 30, 10)
+    assert isinstance(home, Route) and not home.holdings and not home.growth
+    [first], [second], *others = (nodes.ask(name, 50, 10) for name in "cdefghijk")
+    assert isinstance(first, Hold) and first.wait_ms == 10
+    assert isinstance(second, Hold) and second.wait_ms == 1000
+    assert all(isinstance(hold, Hold) for [hold] in others)
+    [again] = nodes.on(HoldExpired(RequestId("d"), 0))
+    assert isinstance(again, Hold) and again.wait_ms == 1000
+    gone_on = nodes.end("a")
+    routes = [action for action in gone_on if isinstance(action, Route)]
+    assert [route.request for route in routes] == ["c", "d"]
+    assert all(route.growth and route.holdings[0].num_blocks == 12 for route in routes)
+
+
+def test_what_answers_will_add_there_is_counted_as_they_are_in_the_mean() -> None:
+    nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 100), (Role.ATTENTION, 100), kv_heads=2)
+    nodes.ask("short", 3, 30)
+    nodes.routes.clear()
+    nodes.on(RequestEnded(RequestId("short"), 16))
+    held = [nodes.conductor.view.nodes[holder] for holder in (NodeId("attention-1"), NodeId("attention-2"))]
+    [route] = nodes.ask("a", 81, 30)
+    assert isinstance(route, Route) and [node.lent_blocks for node in held] == [10, 10]
+    assert [node.expected_blocks for node in held] == [2, 2], "half of four blocks each"
+    assert isinstance(nodes.ask("b", 109, 30)[0], Hold), (
+        "27 blocks would fit beside 20 of 50, but for the answer of a"
+    )
+    assert isinstance(nodes.ask("c", 101, 30)[0], Route)
+    for name in "acb":
+        nodes.end(name)
+    assert [node.expected_blocks for node in held] == [0, 0]
+
+
+def test_who_is_too_long_for_the_decode_node_alone_waits_while_holders_are_full() -> None:
+    """Though the prefill node could take all of it."""
+    nodes = Nodes((Role.PREFILL, 200), (Role.DECODE, 60), (Role.ATTENTION, 200), kv_heads=2)
+    [full] = nodes.ask("a", 190, 8)
+    assert isinstance(full, Route)
+    [hold] = nodes.ask("b", 100, 8)
+    assert isinstance(hold, Hold)
+    assert [action for action in nodes.end("a") if isinstance(action, Route)]
+
+
+def test_an_answer_that_no_single_node_has_memory_for_stays_at_home() -> None:
+    """Where heads cannot be shared."""
+    attending = [(Role.ATTENTION, 100), (Role.ATTENTION, 100)]
+    [route] = Nodes((Role.MIXED, 400), *attending).ask("a", 41, 90)
+    assert isinstance(route, Route) and len(route.holdings) == 2 and not route.growth
+    [route] = Nodes((Role.MIXED, 40), *attending).ask("a", 41, 70)
+    assert isinstance(route, Route) and route.growth == route.holdings[-1].holders
+    assert not isinstance(Nodes((Role.MIXED, 40), *attending).ask("a", 41, 90)[0], Route)
+
+
+PAIR = [(Role.ATTENTION, 400), (Role.ATTENTION, 400)]
+
+
+@pytest.mark.parametrize("roles", [[(Role.MIXED, 100)] * 2, [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 2]])
+def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role, int]]) -> None:
+    nodes = Nodes(*roles, *PAIR, kv_heads=2)
+    [route] = nodes.ask("r", 300, names=True)
+    assert isinstance(route, Route) and not route.taken
+    nodes.on(FirstToken(RequestId("r"), 1))
+    *_, again = nodes.on(NodeLeft(route.decode))
+    assert isinstance(again, Route) and again.taken == 1 and again.decode != route.decode
+    assert (again.holdings, again.growth) == (route.holdings, route.growth)
+    nodes.on(NodeJoined(route.decode, roles[-1][0], 100, SIZE, kv_heads=2))
+    *_, third = nodes.on(NodeLeft(again.decode))
+    assert isinstance(third, Route) and third.taken == 2
+    *_, anew = nodes.on(NodeLeft(third.holdings[0].holders[0]))
+    assert not isinstance(anew, Route) or not anew.taken, "a part of it is gone"
+
+
+def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
+    nodes = Nodes((Role.MIXED, 100), *PAIR, kv_heads=2)
+    [route] = nodes.ask("r", 300, names=True)
+    assert isinstance(route, Route)
+    hold = nodes.on(NodeLeft(route.prefill))[-1]
+    assert isinstance(hold, Hold)
+    [again] = nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2))
+    assert isinstance(again, Route) and again.taken == 1
+
+
+def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none() -> None:
+    nodes = Nodes(*[(Role.MIXED, 100)] * 4)
+    [route] = nodes.ask("r", 200, names=True)
+    assert isinstance(route, Route)
+    holders = {holder for holding in route.holdings for holder in holding.holders}
+    *_, again = nodes.on(NodeLeft(route.prefill))
+    assert isinstance(again, Route) and again.taken == 1 and again.holdings == route.holdings
+    assert again.prefill not in holders
+    three = Nodes(*[(Role.MIXED, 100)] * 3)
+    [route] = three.ask("r", 200, names=True)
+    assert isinstance(route, Route) and len(route.holdings) == 2
+    *_, last = three.on(NodeLeft(route.prefill))
+    assert not (isinstance(last, Route) and last.taken), "nobody is left beside its holders"
+
+
+@pytest.mark.parametrize("state_blocks", [0, 1])
+def test_what_a_home_alone_had_is_computed_anew(state_blocks: int) -> None:
+    """A recurrent state; and the scores of a prompt, which has no names, until they are out."""
+    nodes = Nodes(*[(Role.MIXED, 100)] * 2, *PAIR, kv_heads=2, state_blocks=state_blocks)
+    [route] = nodes.ask("r", 300)
+    assert isinstance(route, Route)
+    *_, again = nodes.on(NodeLeft(route.prefill))
+    assert isinstance(again, Route) and not again.taken
+    nodes.on(FirstToken(RequestId("r"), 2))
+    nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2, state_blocks=state_blocks))
+    *_, third = nodes.on(NodeLeft(again.prefill))
+    assert isinstance(third, Route) and third.taken == (0 if state_blocks else 2)
+
+
+@given(st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 2, 3]))
+def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_heads: int) -> None:
+    draw = Random(seed)
+    roles = draw.choice([[Role.MIXED] * 3, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]])
+    some = [(role, draw.choice([60, 100, 200])) for role in [*roles, *[Role.ATTENTION] * (3 * attention)]]
+    nodes = Nodes(*some, kv_heads=kv_heads)
+    live: list[str] = []
+    for at in range(40):
+        kind = draw.randrange(5)
+        if kind < 2:
+            nodes.ask(f"r{at}", draw.randrange(1, 400), draw.randrange(1, 20), names=draw.random() < 0.5)
+            live.append(f"r{at}")
+        elif kind == 2 and live:
+            nodes.end(live.pop(draw.randrange(len(live))))
+        elif kind == 3:
+            joined = draw.choice(nodes.joined)
+            nodes.on(NodeLeft(joined.node))
+            nodes.on(joined)
+        elif nodes.routes:
+            route = draw.choice(list(nodes.routes.values()))
+            del nodes.routes[route.request]
+            nodes.on(RequestFailed(route.request, route.attempt, "no room", no_room=True))
+    for name in live:
+        nodes.end(name)
+    assert not nodes.conductor.view.requests
+    assert all(node.lent_blocks == 0 for node in nodes.conductor.view.nodes.values())

@@ -1,0 +1,277 @@
+"""Every policy against a plain evaluation of its rule over all options, on random views."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from isthmus.core.conductor import NodeJoined, Paths, Rules
+from isthmus.core.conductor.estimates import Estimator
+from isthmus.core.conductor.policies import POLICIES, STICKY_BLOCKS
+from isthmus.core.conductor.view import NodeView, Placement
+from isthmus.core.types import NS_PER_S, NodeId, Role
+
+from .views import CURVE, LINK, MS, arrival, estimator, queue_up, random_view, view_of
+
+P, D = Role.PREFILL, Role.DECODE
+NAMES = list(range(10))
+NOW = 10**12
+
+
+def place(policy: str, found: Estimator, rules: Rules | None = None) -> Placement:
+    return POLICIES[policy](found, rules or Rules(policy=policy))
+
+
+def views(count: int, seed: int = 0) -> Iterator[tuple[Random, Estimator]]:
+    random = Random(seed)
+    for _ in range(count):
+        view, request = random_view(random, NOW)
+        yield random, estimator(view, request, NOW)
+
+
+# The rules, written plainly. Times in ns as floats; nothing of the code under test but the view's raw facts.
+
+
+class Plain:
+    """One request's options on a view."""
+
+    def __init__(self, found: Estimator) -> None:
+        self.view, self.request, self.nodes = found.view, found.request, found.nodes
+        self.waits = {node: max(0, node.free_ns - NOW) for node in self.nodes}
+        match = self.view.index.match
+        self.finished = {node: match(self.request.names, node.bit)[0][0][0] for node in self.nodes}
+        self.depth = {node: match(self.request.names, node.bit)[1][0][0] for node in self.nodes}
+
+    def compute(self, node: NodeView, num_blocks: int) -> float:
+        cached = min(num_blocks * node.block_size, self.request.num_tokens - 1)
+        return (
+            node.cost.prefill_ns(self.request.num_tokens - cached, cached)
+            * self.view.clusters[""].calibration.ratio
+        )
+
+    def transfer(self, source: NodeView, target: NodeView, stop: int) -> tuple[float, float]:
+        """(time, delay to others): section 2, points 2 and 5; and longer for the copies that will come."""
+        size = (stop - self.depth[target]) * target.block_bytes
+        times, delays = [], {}
+        for link in (source.link_out, target.link_in):
+            for copy in link.copies:
+                delay = min(copy.bytes_left(NOW), size) * NS_PER_S / link.bytes_per_s
+                delays[copy] = max(delay, delays.get(copy, 0.0))
+            ahead = sum(min(copy.bytes_left(NOW), size) for copy in link.copies)
+            times.append((size + ahead) * NS_PER_S / link.bytes_per_s)
+        later = source.link_out.stretch(NOW) * target.link_in.stretch(NOW)
+        return max(times) * later, sum(delays.values())
+
+    def linked(self, source: NodeView, target: NodeView) -> bool:
+        return source is not target and source.paths.network > 0 and target.paths.network > 0
+
+    def work(self, source: NodeView, target: NodeView, stop: int) -> float:
+        return max(self.compute(target, stop), self.transfer(source, target, stop)[0] - self.waits[target])
+
+    def holder(self, num_blocks: int) -> NodeView | None:
+        """Of those with a link and just so many finished blocks, the first that sends least."""
+        holders = [node for node in self.nodes if self.finished[node] == num_blocks and node.paths.network]
+        return min(holders, key=lambda node: len(node.link_out.copies), default=None)
+
+    def mooncake_ttfts(self, threshold: float) -> dict[NodeView, float]:
+        """Algorithm 1 (FAST'25) with `best > threshold * own`, transfer and compute overlapping."""
+        best, ttfts = max(self.finished.values()), {}
+        holder = self.holder(best)
+        for node in self.nodes:
+            own = self.depth[node]
+            if holder is not None and best > threshold * own and best > own and self.linked(holder, node):
+                ttfts[node] = self.waits[node] + self.work(holder, node, best)
+            else:
+                ttfts[node] = self.waits[node] + self.compute(node, own)
+        return ttfts
+
+    # policy.md, section 2.
+
+    def score(self, node: NodeView, source: NodeView | None, stop: int) -> float:
+        backlog = sum(self.waits.values()) / len(self.nodes)
+        price = self.view.clusters[""].recent.rate(NOW) / len(self.nodes) * backlog / NS_PER_S
+        of_work = price + (node.batch if node.role is Role.MIXED else 0)  # who decodes here waits as well
+        room = self.view.clusters[""].recent.loss_per_block_ns(NOW) * (
+            len(self.request.names) - self.depth[node]
+        )
+        work, delay = self.compute(node, stop), 0.0
+        if source is not None:
+            work, delay = self.work(source, node, stop), self.transfer(source, node, stop)[1]
+        return self.waits[node] + work + of_work * work + price * room + delay
+
+    def options(self) -> Iterator[tuple[NodeView, NodeView | None, int]]:
+        """No fetch; all of a fetch; and where it would outlast queue and compute, what is around the crossing."""
+        for node in self.nodes:
+            own = self.depth[node]
+            yield node, None, own
+            for whole in sorted(set(self.finished.values())):
+                source = self.holder(whole)
+                if source is None or whole <= own or not self.linked(source, node):
+                    continue
+                yield node, source, whole
+                for stop in range(own + 1, whole + 1):
+                    wait = self.waits[node] + self.compute(node, stop)
+                    if self.transfer(source, node, stop)[0] > wait:
+                        if stop < whole:
+                            yield node, source, stop
+                        if stop - 1 > own:
+                            yield node, source, stop - 1
+                        break
+
+
+def test_isthmus_takes_the_cheapest_of_all_options() -> None:
+    kinds: Counter[str] = Counter()
+    for _, found in views(1500):
+        plain, chosen = Plain(found), place("isthmus", found)
+        stop = chosen.cached
+        got = plain.score(chosen.prefill, chosen.source, stop)
+        options = {option: plain.score(*option) for option in plain.options()}
+        assert (chosen.prefill, chosen.source, stop) in options
+        assert got == pytest.approx(min(options.values()), rel=1e-9, abs=2)
+        whole = chosen.source is not None and stop == plain.finished[chosen.source]
+        kinds["local" if chosen.source is None else "fetch" if whole else "part"] += 1
+    assert min(kinds.values()) >= 15, kinds
+
+
+def test_mooncake_is_algorithm_1() -> None:
+    kinds: Counter[str] = Counter()
+    for random, found in views(1500, seed=1):
+        threshold = random.choice([0.0, 1.0, 1.5, 4.0])
+        plain = Plain(found)
+        chosen = place("mooncake", found, Rules(balancing_threshold=threshold))
+        ttfts = plain.mooncake_ttfts(threshold)
+        assert chosen.ttft_ns == pytest.approx(min(ttfts.values()), abs=2)
+        assert ttfts[chosen.prefill] == pytest.approx(min(ttfts.values()), abs=2)
+        best, own = max(plain.finished.values()), plain.depth[chosen.prefill]
+        if chosen.source is not None:
+            assert best > max(1.0, threshold) * own and chosen.cached == best == plain.finished[chosen.source]
+        else:
+            assert chosen.cached == own
+        kinds["local" if chosen.source is None else "fetch" if own else "fetch of all"] += 1
+    assert min(kinds.values()) >= 30, kinds
+
+
+def test_local_aware_has_the_lowest_ttft_and_never_fetches() -> None:
+    for _, found in views(500, seed=2):
+        plain, chosen = Plain(found), place("local_aware", found)
+        least = min(plain.waits[node] + plain.compute(node, plain.depth[node]) for node in plain.nodes)
+        assert chosen.source is None
+        assert chosen.ttft_ns == pytest.approx(least, abs=2)
+
+
+def test_sticky_takes_the_longest_match_then_the_shortest_queue() -> None:
+    for _, found in views(500, seed=3):
+        plain = Plain(found)
+        chosen = place("sticky", found)
+        deepest = max(plain.depth.values())
+        of = [node for node in plain.nodes if deepest < STICKY_BLOCKS or plain.depth[node] == deepest]
+        assert chosen.prefill in of and chosen.source is None
+        assert plain.waits[chosen.prefill] == min(plain.waits[node] for node in of)
+
+
+def test_least_loaded_takes_the_shortest_queue() -> None:
+    for _, found in views(300, seed=4):
+        plain, chosen = Plain(found), place("least_loaded", found)
+        assert plain.waits[chosen.prefill] == min(plain.waits.values())
+        assert chosen.source is None
+
+
+def test_every_policy_says_what_its_placement_takes() -> None:
+    """Work, TTFT and blocks of a placement are those of the plain formula, whoever chose it."""
+    for number, (_, found) in enumerate(views(700, seed=5)):
+        plain, chosen = Plain(found), place(list(POLICIES)[number % len(POLICIES)], found)
+        node = chosen.prefill
+        work = plain.compute(node, chosen.cached)
+        if chosen.source is not None:
+            work = plain.work(chosen.source, node, chosen.cached)
+            assert chosen.fetch is not None and chosen.fetch.source == chosen.source.node
+            assert (chosen.fetch.start, chosen.fetch.stop) == (plain.depth[node], chosen.cached)
+        assert chosen.own == plain.depth[node]
+        assert chosen.work_ns == pytest.approx(work, abs=2)
+        assert chosen.ttft_ns == pytest.approx(plain.waits[node] + work, abs=2)
+
+
+@pytest.mark.parametrize("policy", ["mooncake", "isthmus"])
+def test_nodes_without_links_never_fetch(policy: str) -> None:
+    for at, paths in enumerate(([Paths(), LINK, LINK], [LINK, Paths(), LINK])):
+        view = view_of(D)
+        for number, path in enumerate(paths):
+            view.join(NodeJoined(NodeId(f"p{number}"), P, 1000, 4, CURVE, path))
+        view.index.store(view.prefills[0].bit, NAMES)
+        queue_up(view, 0, 10_000, 0, 10)
+        chosen = place(policy, estimator(view, arrival(400, NAMES)))
+        if at == 0:
+            assert chosen.source is None  # the holder has none
+        else:
+            assert chosen.prefill is not view.prefills[1] or chosen.source is None
+
+
+def test_isthmus_spreads_ties_over_the_nodes() -> None:
+    view = view_of(P, P, P, P, D)
+    taken = []
+    for view.num_routed in range(8):
+        taken.append(place("isthmus", estimator(view, arrival(50))).prefill.slot)
+    assert taken == [0, 1, 2, 3] * 2
+
+
+def test_isthmus_buys_node_time_where_load_is_low_and_saves_it_where_it_is_high() -> None:
+    """A holder with a queue against an idle node that would compute all: the price decides."""
+    view = view_of(P, P, D, paths=Paths())
+    view.index.store(view.prefills[0].bit, NAMES)
+    queue_up(view, 45, 0)
+    assert place("isthmus", estimator(view, arrival(50, NAMES), 0)).prefill.slot == 1
+    for _ in range(120):
+        view.clusters[""].recent.accept(0)
+    queue_up(view, 1045, 1000, now=60 * NS_PER_S)  # 2 arrivals a second and 1 s of queue
+    assert place("isthmus", estimator(view, arrival(50, NAMES), 60 * NS_PER_S)).prefill.slot == 0
+
+
+def test_random_and_round_robin_are_even_and_can_be_repeated() -> None:
+    view = view_of(P, P, P, P, P, D)
+    for policy in ("random", "round_robin"):
+        runs = []
+        for _ in range(2):
+            taken = []
+            for view.num_routed in range(5000):
+                taken.append(place(policy, estimator(view, arrival(5))).prefill.slot)
+            runs.append(taken)
+        assert runs[0] == runs[1]
+        counts = Counter(runs[0])
+        assert len(counts) == 5 and all(900 <= count <= 1100 for count in counts.values()), counts
+    assert [place("round_robin", estimator(view, arrival(5))).prefill.slot] == [4]
+
+
+def test_random_follows_no_pattern() -> None:
+    view = view_of(P, P, D)
+    slots = []
+    for view.num_routed in range(4000):
+        slots.append(place("random", estimator(view, arrival(5))).prefill.slot)
+    assert all(880 <= count <= 1120 for count in Counter(pairwise(slots)).values())
+
+
+def test_a_queue_in_ns_is_what_least_loaded_compares() -> None:
+    view = view_of(P, P, P, D)
+    queue_up(view, 3, 1, 2)
+    assert place("least_loaded", estimator(view, arrival(5))).prefill.slot == 1
+    queue_up(view, 0, 0, 0)
+    assert place("least_loaded", estimator(view, arrival(5))).prefill.slot == 0
+    assert place("least_loaded", estimator(view, arrival(5), now=99 * MS)).ttft_ns == 5 * MS
+
+
+def test_a_node_that_only_decodes_lends_what_its_answers_left() -> None:
+    """The next turn of a chat: its prefix ends with blocks that were generated on the decode node."""
+    names = tuple(range(40))
+    for policy in ("mooncake", "isthmus"):
+        view = view_of(P, P, D)
+        prefill, decode = view.prefills[1], view.decodes[0]
+        view.index.store(prefill.bit, names[:10])
+        view.index.store(decode.bit, names)
+        placement = POLICIES[policy](estimator(view, arrival(164, names)), Rules(policy=policy))
+        assert placement.source is decode and placement.cached > 10, policy
+    for policy in ("sticky", "local_aware", "least_loaded"):
+        placement = POLICIES[policy](estimator(view, arrival(164, names)), Rules(policy=policy))
+        assert placement.fetch is None and placement.prefill in view.prefills

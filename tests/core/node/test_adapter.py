@@ -1,0 +1,666 @@
+"""A node whose engine is a server: what it answers to each fact, and that all ends and adds up whatever comes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.core.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    FetchOrder,
+    Holding,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Share,
+)
+from isthmus.core.node import adapter as adapter_module
+from isthmus.core.node import attempts as attempts_module
+from isthmus.core.node.adapter import SETTLE_NS, Adapter, handover_key
+from isthmus.core.node.attempts import SEVERED_NS
+from isthmus.core.node.events import (
+    Action,
+    Adopt,
+    Answered,
+    Become,
+    Begin,
+    Broken,
+    Came,
+    Discard,
+    Dropped,
+    EndFetch,
+    EndGive,
+    Event,
+    Fetch,
+    FetchEnded,
+    Filled,
+    Forget,
+    Give,
+    Gone,
+    Heard,
+    Held,
+    Lost,
+    Moved,
+    Over,
+    Recovered,
+    Release,
+    Settled,
+    Submit,
+    Tell,
+    Wake,
+    Woken,
+)
+from isthmus.core.node.letters import (
+    Claim,
+    Enough,
+    Found,
+    Landed,
+    Letter,
+    Passed,
+    Reserve,
+    Reserved,
+    Shrink,
+    Want,
+)
+from isthmus.core.scheduler import TierCache
+from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tenant
+
+from .world import SIZE, fetch_of, route_of
+
+P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
+KEY = RequestId("r#1")
+PARAMS = b'{"remote_request_id":"x"}'
+NAMES = (11, 12, 13, 14)
+
+
+def node_of(name: NodeId, tiers: tuple[int, int] | None = (30, 0), **limits: int) -> Adapter:
+    return Adapter(name, Role.MIXED, TierCache(*tiers) if tiers else None, **limits)
+
+
+def begin(part: Role, prefill: NodeId = P0, decode: NodeId = D0, **fields: object) -> Begin:
+    return Begin(KEY, part, route_of("r", prefill, decode, **fields), SIZE * 4 + 1, 40, NAMES)
+
+
+def kept(node: Adapter, names: tuple[BlockName, ...], now: int = 0) -> None:
+    """They are in its cache."""
+    node.on(Filled(RequestId("before"), names), now)
+    assert node.tiers is not None and node.tiers.match(names)[0] == len(names)
+
+
+def told(node: Adapter, peer: NodeId, letter: Letter, now: int) -> list[Action]:
+    return node.on(Heard(peer, letter), now)
+
+
+def asks(fetch: Fetch) -> list[Action]:
+    """What is done for a fetch."""
+    return [Tell(fetch.source, Want(fetch.key, fetch.names, fetch.start)), fetch]
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+# On one node.
+
+
+@pytest.mark.parametrize("tiers", [None, (30, 0)])
+def test_what_both_prefills_and_decodes_here_goes_to_the_engine_at_once(tiers: tuple[int, int] | None) -> None:
+    node = node_of(P0, tiers)
+    if tiers:
+        kept(node, NAMES[:2])
+    assert node.on(begin(Role.MIXED, P0, P0), 1) == [Submit(KEY, 2 if tiers else 0)]
+    assert (node.num_running, node.num_waiting, KEY in node) == (1, 0, True)
+    assert node.on(Answered(KEY), 2) == []
+    assert node.tiers is None or not node.tiers.num_pinned, "it is in the engine's memory"
+    assert node.on(Settled(KEY), 3) == []
+    assert node.on(Over(KEY), 4) == [Release(KEY)]
+    assert node.on(Over(KEY), 5) == []
+    node.check_idle()
+
+
+def test_a_prompt_waits_for_what_its_route_fetches_and_uses_what_came() -> None:
+    node = node_of(P0)
+    kept(node, NAMES[:1])
+    order = fetch_of(P1, 1, 4)
+    fetch = Fetch(KEY, P1, NAMES, 1)
+    assert node.on(begin(Role.MIXED, P0, P0, fetch=order), 1) == asks(fetch)
+    assert (node.num_running, node.num_waiting) == (0, 1)
+    assert Adopt(KEY, NAMES[1:2]) in node.on(Came(KEY, 2), 2)
+    ended = node.on(FetchEnded(KEY, 3), 3)
+    assert ended[:2] == [Tell(P1, Enough(KEY)), Adopt(KEY, NAMES[2:3])]
+    assert ended[-2:] == [FetchFinished(RequestId("r"), 1), Submit(KEY, 3)]
+    node.on(Over(KEY), 4)
+    node.check_idle()
+
+
+def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone() -> None:
+    node = node_of(P0)
+    order = msgspec.structs.replace(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), tenant=Tenant("acme"))
+    node.on(order, 1)
+    node.on(Forget(KEY), 2)
+    node.on(FetchEnded(KEY, 3), 3)
+    filled = msgspec.structs.replace(order, key=RequestId("s#1"), tenant=Tenant("globex"), names=(21, 22))
+    node.on(msgspec.structs.replace(filled, route=route_of("s", P0, P0)), 4)
+    node.on(Filled(RequestId("s#1"), (21, 22)), 5)
+    assert node.tiers is not None and node.tiers.sizes() == {"acme": 3, "globex": 2}
+
+
+def test_without_a_cache_nothing_is_fetched() -> None:
+    node = node_of(P0, None)
+    actions = node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 1, 4)), 1)
+    assert actions == [FetchFinished(RequestId("r"), 1), Submit(KEY, 0)]
+
+
+def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> None:
+    node = node_of(P0, transfer_ns=1000)
+    node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), 1)
+    assert node.on(Woken(), 5000) == [], "it has not begun: its source may be busy"
+    node.on(Moved(KEY), 5000)
+    assert node.on(Woken(), 9000) == [], "that was of something else"
+    node.on(Moved(KEY, fetched=True), 9000)
+    assert node.on(Woken(), 10000) == []
+    assert node.on(Woken(), 10001) == [EndFetch(KEY)]
+    assert node.on(FetchEnded(KEY, 0), 10002)[-1] == Submit(KEY, 0)
+
+
+# A prompt that decodes elsewhere.
+
+
+def test_a_prompt_whose_blocks_are_saved_before_its_answer_comes_waits_for_nothing() -> None:
+    node = node_of(P0)
+    node.on(begin(Role.PREFILL), 1)
+    assert node.on(Settled(KEY), 2) == []
+    assert node.on(Answered(KEY, 3), 3) == [Tell(D0, Passed(KEY, 3))]
+
+
+def test_engines_hand_over_themselves_without_a_cache() -> None:
+    node = node_of(P0, None)
+    assert node.on(begin(Role.PREFILL), 1) == [Submit(KEY, 0)]
+    assert node.on(Answered(KEY, 5, PARAMS), 2) == [Tell(D0, Passed(KEY, 5, PARAMS))]
+    assert node.on(Answered(KEY, 5, PARAMS), 3) == []
+    assert told(node, D0, Landed(KEY), 4) == [PrefillFinished(RequestId("r"), 1), Release(KEY)]
+    node.check_idle()
+
+
+def test_its_last_blocks_are_saved_before_it_is_passed() -> None:
+    node = node_of(P0)
+    node.on(begin(Role.PREFILL), 1)
+    assert told(node, D0, Landed(KEY), 2) == [], "it was not passed"
+    assert node.on(Answered(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
+    assert node.num_running == 0
+    assert node.on(Filled(RequestId("fill"), NAMES), 4)[0] == Adopt(RequestId("fill"), NAMES)
+    assert node.on(Settled(KEY), 5) == [Tell(D0, Passed(KEY, 5))]
+    assert node.on(Settled(KEY), 6) == []
+    assert node.on(Woken(), 4 + SETTLE_NS) == [], "it is not passed twice"
+    assert sorted(kinds(told(node, D0, Landed(KEY), 7 + SETTLE_NS))) == ["PrefillFinished", "Release"]
+    node.check_idle()
+
+
+def test_it_is_passed_without_its_last_blocks_when_they_take_too_long() -> None:
+    node = node_of(P0)
+    node.on(begin(Role.PREFILL), 1)
+    node.on(Answered(KEY, 5), 3)
+    assert node.on(Woken(), 2 + SETTLE_NS) == []
+    assert node.on(Woken(), 3 + SETTLE_NS) == [Tell(D0, Passed(KEY, 5))]
+    assert node.on(Settled(KEY), 4 + SETTLE_NS) == []
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_is_given_is_the_decode_nodes_until_that_answers_for_it(unread: bool) -> None:
+    """Even when the attempt is forgotten meanwhile: its engine may be reading."""
+    node = brought_to(PASSED, None)
+    assert node.on(Forget(KEY), 10) == [Release(KEY)]
+    with pytest.raises(AssertionError, match="never answered"):
+        node.check_idle()
+    assert told(node, D0, Landed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
+    assert told(node, D0, Landed(KEY, unread), 12) == []
+    node.check_idle()
+
+
+@pytest.mark.parametrize("forgotten_first", [False, True])
+def test_what_was_given_to_a_node_that_is_gone_is_let_go_of(forgotten_first: bool) -> None:
+    """Once the head says so too: until then its engine may be reading."""
+    node, gone = brought_to(PASSED, None), Gone(D0, "broken pipe")
+    assert node.on(Gone(P1, "another"), 9) == []
+    if forgotten_first:
+        assert node.on(Forget(KEY), 10) == [Release(KEY)]
+        assert node.on(gone, 11) == [Discard(PARAMS)]
+    else:
+        assert node.on(gone, 10) == [Wake(10 + SEVERED_NS)]
+        assert node.on(Forget(KEY), 11) == [Discard(PARAMS), Release(KEY)]
+    assert node.on(gone, 12) == []
+    node.check_idle()
+
+
+@pytest.mark.parametrize("tiers", [None, (30, 0)])
+def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[int, int] | None) -> None:
+    node = node_of(P0, tiers)
+    node.on(begin(Role.PREFILL), 1)
+    assert node.on(Gone(D0, "early"), 1) == [], "it was not passed"
+    node.on(Answered(KEY, 5, b"" if tiers else PARAMS), 2)
+    node.on(Settled(KEY), 2)
+    assert SEVERED_NS == 250_000_000
+    assert node.on(Gone(D0, "broken pipe"), 10) == [Wake(10 + SEVERED_NS)]
+    assert node.on(Woken(), 9 + SEVERED_NS) == []
+    actions = node.on(Woken(), 10 + SEVERED_NS)
+    assert actions == [
+        Release(KEY),
+        RequestFailed(RequestId("r"), 1, "p0: the session with d0 ended: broken pipe"),
+    ]
+    node.check_idle()
+
+
+# What was computed elsewhere.
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_engines_hand_over_goes_to_the_engine_as_it_comes(early: bool) -> None:
+    """The word of it may come before the head's."""
+    node, facts = node_of(D0, None), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7, PARAMS))]
+    first, second = reversed(facts) if early else facts
+    assert node.on(first, 1) == []
+    assert node.on(second, 2) == [Submit(KEY, 0, PARAMS, 7)]
+    assert told(node, P0, Passed(KEY, 7, PARAMS), 3) == [], "params are used once"
+    assert node.on(Answered(KEY), 4) == [Tell(P0, Landed(KEY))]
+    assert node.on(Answered(KEY), 5) == []
+    assert node.on(Over(KEY), 6) == [Release(KEY)]
+    node.check_idle()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) -> None:
+    node, facts = node_of(D0), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7))]
+    kept(node, NAMES[:1])
+    first, second = reversed(facts) if early else facts
+    assert node.on(first, 1) == []
+    handover = handover_key(KEY)
+    assert node.on(second, 2) == asks(Fetch(handover, P0, NAMES, 1))
+    node.on(Came(handover, 3), 3)
+    assert node.on(FetchEnded(handover, 4), 4)[-2:] == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=7)]
+    assert node.tiers is not None and node.tiers.num_pinned == 4
+    assert node.on(Answered(KEY), 5) == []
+    assert node.tiers.num_pinned == 0
+    assert node.on(Over(KEY), 6) == [Release(KEY)]
+    node.check_idle()
+
+
+def test_what_of_a_hand_over_did_not_come_is_computed() -> None:
+    node = node_of(D0)
+    node.on(begin(Role.DECODE), 1)
+    told(node, P0, Passed(KEY, 0), 2)
+    assert node.on(FetchEnded(handover_key(KEY), 2), 3)[-2:] == [
+        Tell(P0, Landed(KEY)),
+        Submit(KEY, 2, cached_tokens=0),
+    ]
+
+
+def test_nothing_is_fetched_of_a_hand_over_that_is_here() -> None:
+    node = node_of(D0)
+    kept(node, NAMES)
+    node.on(begin(Role.DECODE), 1)
+    assert told(node, P0, Passed(KEY, 3), 2) == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=3)]
+
+
+@pytest.mark.parametrize("recalled", [0, 2])
+def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
+    node = node_of(D0)
+    recall = FetchOrder(P1, 0, 2)
+    assert node.on(begin(Role.DECODE, handover_start=2, recall=recall), 1) == asks(Fetch(KEY, P1, NAMES[:2], 0))
+    assert told(node, P0, Passed(KEY, 3), 2) == []
+    assert node.on(FetchEnded(KEY, recalled), 3)[-1] == Fetch(handover_key(KEY), P0, NAMES, recalled)
+
+
+# An attempt ends before its time.
+
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
+    adapter_module.GATHERING, adapter_module.AWAITING, adapter_module.FETCHING, adapter_module.SUBMITTED,
+    adapter_module.ANSWERED, adapter_module.PASSED,
+)  # fmt: skip
+
+
+def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
+    part = Role.PREFILL if state in (ANSWERED, PASSED) else Role.DECODE
+    node = node_of(P0 if part is Role.PREFILL else D0, tiers)
+    recall = {"recall": FetchOrder(P1, 0, 2), "handover_start": 2} if state is GATHERING else {}
+    node.on(begin(part, **recall), 1)
+    params = b"" if tiers else PARAMS
+    if state in (ANSWERED, PASSED):
+        node.on(Answered(KEY, 1, params), 2)
+    if state is PASSED:
+        node.on(Settled(KEY), 3)
+    if state in (FETCHING, SUBMITTED):
+        told(node, P0, Passed(KEY, 1, params), 2)
+    if state is SUBMITTED:
+        node.on(FetchEnded(handover_key(KEY), 4), 3)
+    assert node._attempts[KEY].state is state
+    return node
+
+
+@pytest.mark.parametrize(
+    ("state", "tiers"),
+    [(state, (30, 0)) for state in (GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED)]
+    + [(state, None) for state in (AWAITING, SUBMITTED, PASSED)],
+)
+def test_what_is_forgotten_takes_nothing_with_it(state: str, tiers: tuple[int, int] | None) -> None:
+    """What engines keep for each other is let go of only where nobody may use it any more."""
+    node = brought_to(state, tiers)
+    actions = node.on(Forget(KEY), 10)
+    fetch = {GATHERING: KEY, FETCHING: handover_key(KEY)}.get(state)
+    expected: list[Action] = [EndFetch(fetch)] if fetch else []
+    expected.append(Release(KEY))
+    if state is FETCHING or (state is SUBMITTED and tiers is None):
+        expected.insert(0, Tell(P0, Landed(KEY)))  # its engine tells the other one itself
+    assert actions == expected
+    assert node.on(Forget(KEY), 11) == []
+    if fetch:
+        assert Adopt(fetch, NAMES[:1]) in node.on(FetchEnded(fetch, 1), 12), "what came is kept"
+    if state in (GATHERING, AWAITING):
+        assert told(node, P0, Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [
+            Tell(P0, Landed(KEY, unread=True))
+        ]
+        assert told(node, P0, Passed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
+    if state is PASSED:
+        told(node, D0, Landed(KEY), 12)
+    node.check_idle()
+    assert node.on(Woken(), 13 + SETTLE_NS) == []
+
+
+def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> None:
+    """It waits for what its route fetches."""
+    node = node_of(D0)
+    node.on(begin(Role.DECODE, recall=FetchOrder(P1, 0, 2), handover_start=2), 1)
+    assert told(node, P0, Passed(KEY, 1), 2) == []
+    assert node.on(Forget(KEY), 3) == [Tell(P0, Landed(KEY, unread=True)), EndFetch(KEY), Release(KEY)]
+    node.on(FetchEnded(KEY, 0), 4)
+    node.check_idle()
+
+
+def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() -> None:
+    node = node_of(D0, None)
+    keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_REFUSED + 1)]
+    for key in keys:
+        node.on(msgspec.structs.replace(begin(Role.DECODE), key=key), 1)
+        node.on(Forget(key), 2)
+    assert told(node, P0, Passed(keys[0], 1, PARAMS), 3) == []
+    assert told(node, P0, Passed(keys[1], 1, PARAMS), 3) == [Tell(P0, Landed(keys[1], unread=True))]
+
+
+def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
+    node = node_of(D0, None)
+    told(node, P0, Passed(KEY, 1, PARAMS), 1)
+    for number in range(attempts_module.MAX_EARLY):
+        told(node, P0, Passed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
+    assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_what_the_engine_refuses_fails_and_for_good_if_it_is_final(final: bool) -> None:
+    node = brought_to(SUBMITTED, (30, 0))
+    reason = "why" if final else "d0: why"
+    expected = [Release(KEY), RequestFailed(RequestId("r"), 1, reason, final=final)]
+    assert node.on(Broken(KEY, "why", final=final), 10) == expected
+    assert node.on(Broken(KEY, "why", final=final), 11) == []
+    node.check_idle()
+
+
+def test_what_the_engine_never_answered_was_not_read() -> None:
+    """Where its prefill node's engine keeps the KV, that lets go of it."""
+    node = brought_to(SUBMITTED, None)
+    failed = RequestFailed(RequestId("r"), 1, "d0: why")
+    assert node.on(Broken(KEY, "why"), 10) == [Tell(P0, Landed(KEY, unread=True)), Release(KEY), failed]
+    node = brought_to(SUBMITTED, None)
+    assert node.on(Answered(KEY), 10) == [Tell(P0, Landed(KEY))]
+    assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
+
+
+@pytest.mark.parametrize("field", [{"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}])
+def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
+    node = node_of(P0)
+    assert kinds(node.on(begin(Role.MIXED, P0, P0, **field), 1)) == ["Release", "RequestFailed"]
+    node.check_idle()
+
+
+def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
+    node, key = node_of(D0), RequestId("gone#1")
+    for fact in (Came(key, 3), FetchEnded(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
+                 Forget(key), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
+                 Heard(P0, Shrink(key, 1))):  # fmt: skip
+        assert node.on(fact, 1) == []
+    node.check_idle()
+
+
+def test_nobody_has_kv_in_its_engines_memory() -> None:
+    node = node_of(D0)
+    assert told(node, P0, Reserve(KEY, 1), 1) == [Tell(P0, Reserved(KEY, False))]
+    assert told(node, P0, Claim(KEY, RequestId("r#0"), Share()), 2) == [Tell(P0, Found(KEY, 0))]
+
+
+@pytest.mark.parametrize("tiers", [None, (30, 0)])
+def test_only_the_other_node_of_an_attempt_is_believed(tiers: tuple[int, int] | None) -> None:
+    node = brought_to(PASSED, tiers)
+    assert told(node, P1, Landed(KEY), 4) == []
+    assert "PrefillFinished" in kinds(told(node, D0, Landed(KEY), 5))
+    for passed_first in (False, True):
+        node, params = node_of(D0, tiers), b"" if tiers else PARAMS
+        facts = [begin(Role.DECODE), Heard(P1, Passed(KEY, 7, params))]
+        for fact in reversed(facts) if passed_first else facts:
+            assert node.on(fact, 1) == []
+        assert kinds(told(node, P0, Passed(KEY, 7, params), 2))[-1] == ("Fetch" if tiers else "Submit")
+    node = node_of(D0, tiers)
+    node.on(begin(Role.DECODE), 1)
+    node.on(Forget(KEY), 2)
+    assert told(node, P1, Passed(KEY, 7), 3) == [], "it is nobody's to give back"
+
+
+def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
+    node = node_of(P0)
+    kept(node, NAMES[:2])
+    node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 2, 4)), 1)
+    told(node, P1, Want(RequestId("f"), NAMES, 0), 2)
+    assert node.on(Gone(D0, "cut"), 3) == []
+    assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), P1)]
+    node.on(FetchEnded(KEY, 0), 5)
+    node.on(Over(KEY), 6)
+    node.check_idle()
+
+
+def test_a_role_is_taken_at_once() -> None:
+    node = node_of(P0)
+    assert node.on(Become(Role.DECODE), 1) == [RoleChanged(P0, Role.DECODE)]
+    assert node.role is Role.DECODE
+
+
+# What it has.
+
+
+def test_of_several_copies_in_the_engine_the_last_one_counts() -> None:
+    node = node_of(P0, None)
+    assert node.on(Held((1, 2)), 1) == [BlocksStored(P0, (1, 2))]
+    assert node.on(Held((2, 3, 3)), 2) == [BlocksStored(P0, (3,))]
+    assert node.num_held == 3
+    assert node.on(Dropped((2, 3)), 3) == []
+    assert node.on(Dropped((2, 9)), 4) == [BlocksEvicted(P0, (2,))]
+    assert node.on(Dropped(all=True), 5) == [BlocksEvicted(P0, (1, 3))]
+    assert node.on(Dropped(all=True), 6) == [] and node.num_held == 0
+
+
+def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
+    node = node_of(P0, (2, 0))
+    kept(node, (1, 2))
+    assert node.on(Held((1, 2)), 1) == []
+    assert node.on(Dropped((2,)), 2) == []
+    assert BlocksEvicted(P0, (2,)) in node.on(Filled(RequestId("f"), (7, 8)), 3), "the engine has the other"
+    assert node.on(Dropped((1,)), 4) == [BlocksEvicted(P0, (1,))]
+    assert BlocksEvicted(P0, (8,)) in node.on(Lost((8,)), 5)
+
+
+def test_what_another_node_wants_stays_until_it_has_enough() -> None:
+    node = node_of(P0)
+    kept(node, NAMES[:3])
+    assert told(node, D0, Want(RequestId("f"), NAMES, 1), 1) == [Give(RequestId("f"), D0, NAMES, 1, 3, 0)]
+    with pytest.raises(AssertionError):
+        node.check_idle()
+    assert told(node, D0, Enough(RequestId("f")), 2) == [EndGive(RequestId("f"), D0)]
+    node.check_idle()
+    assert told(node_of(P0, None), D0, Want(RequestId("f"), NAMES, 1), 1) == [
+        Give(RequestId("f"), D0, NAMES, 1, 1, 0)
+    ]
+
+
+def test_what_lies_on_the_ssd_at_the_start_is_known() -> None:
+    assert BlocksStored in map(type, node_of(P0, (2, 4)).on(Recovered((NAMES,)), 1))
+    assert node_of(P0, None).on(Recovered((NAMES,)), 1) == []
+
+
+# Whatever comes.
+
+
+class Random:
+    """An adapter that is told anything, at any time, and what is true of it all along."""
+
+    def __init__(self, seed: int, tiers: tuple[int, int] | None) -> None:
+        self.draw = random.Random(seed)
+        self.tiers, self.now, self.number = tiers, 1, 0
+        self.node = node_of(P0, tiers, transfer_ns=1000)
+        self.live: set[RequestId] = set()
+        self.keys: list[RequestId] = [RequestId("unknown#1")]
+        self.ends: Counter[RequestId] = Counter()
+        self.fetching: set[RequestId] = set()
+        self.given: set[RequestId] = set()
+        self.copies: Counter[BlockName] = Counter()
+        self.believed: set[BlockName] = set()
+
+    def tell(self, event: Event) -> None:
+        for action in self.node.on(event, self.now):
+            match action:
+                case Release():
+                    assert action.key in self.live, "it ended already"
+                    self.live.discard(action.key)
+                    self.ends[action.key] += 1
+                case Fetch():
+                    assert action.key not in self.fetching
+                    self.fetching.add(action.key)
+                case EndFetch():
+                    assert action.key in self.fetching
+                case Submit(key, _, params) | Tell(_, Passed(key, _, params)):
+                    assert key in self.live and not (self.tiers and params)
+                    if isinstance(action, Tell):
+                        assert action.peer == D0
+                        self.given.add(key)
+                case Discard():
+                    assert action.params.decode() in self.keys
+                case BlocksStored():
+                    self.believed |= set(action.names)
+                case BlocksEvicted():
+                    assert set(action.names) <= self.believed
+                    self.believed -= set(action.names)
+                case _:
+                    pass
+
+    def chain(self) -> tuple[int, ...]:
+        seed = self.draw.randrange(3) * 1000
+        return tuple(range(seed, seed + self.draw.randrange(1, 9)))
+
+    def begin(self) -> None:
+        self.number += 1
+        names, part = self.chain(), self.draw.choice(list(Role))
+        prefill = D0 if part is Role.DECODE else P0
+        decode = D0 if part is Role.PREFILL else P0
+        fields: dict[str, object] = {}
+        if self.draw.randrange(2):
+            start = self.draw.randrange(len(names))
+            order = FetchOrder(P1, start, self.draw.randrange(start, len(names)) + 1)
+            fields["recall" if part is Role.DECODE else "fetch"] = order
+        key = RequestId(f"r{self.number}#1")
+        if not self.draw.randrange(4):
+            self.tell(Heard(D0, Passed(key, 1, self.params(key))))
+        if not self.draw.randrange(9):
+            self.tell(Forget(key))
+        self.live.add(key)
+        self.keys.append(key)
+        route = route_of(f"r{self.number}", prefill, decode, **fields)
+        tenant = self.draw.choice([Tenant("acme"), Tenant("globex")])
+        self.tell(Begin(key, part, route, len(names) * SIZE + 1, len(names) * SIZE + 9, names, tenant))
+
+    def params(self, key: RequestId) -> bytes:
+        return b"" if self.tiers else key.encode()
+
+    def fetch_ended(self) -> None:
+        if self.fetching:
+            key = self.draw.choice(sorted(self.fetching))
+            self.fetching.discard(key)
+            self.tell(FetchEnded(key, self.draw.randrange(9) if self.draw.randrange(3) else 0))
+
+    def dropped(self) -> None:
+        held = sorted(self.copies)
+        if held:
+            gone = tuple(self.draw.sample(held, self.draw.randrange(1, len(held) + 1)))
+            self.copies -= Counter(gone)
+            self.tell(Dropped(gone))
+
+    def held(self) -> None:
+        names = self.chain()
+        self.copies.update(names)
+        self.tell(Held(names))
+
+    def cleared(self) -> None:
+        self.copies.clear()
+        self.tell(Dropped(all=True))
+
+    def step(self) -> None:
+        draw, key = self.draw, self.draw.choice(self.keys[-6:])
+        self.now += draw.choice([1, 100, 2000, SEVERED_NS, SETTLE_NS])
+        other = draw.choice(sorted(self.fetching) or [key])
+        draw.choice(
+            [
+                self.begin, self.begin, self.fetch_ended, self.fetch_ended, self.held, self.dropped, self.cleared,
+                lambda: self.tell(Forget(key)),
+                lambda: self.tell(Heard(draw.choice([P1, D0]), Passed(key, 1, self.params(key)))),
+                lambda: self.tell(Answered(key, 1, self.params(key))),
+                lambda: self.tell(Answered(key, 1, self.params(key))),
+                lambda: self.tell(Settled(key)),
+                lambda: self.tell(Over(key)) if self.node.num_running else None,
+                lambda: self.tell(Broken(key, "why")) if self.node.num_running else None,
+                lambda: self.tell(Heard(draw.choice([P1, D0]), Landed(key, bool(draw.randrange(2))))),
+                lambda: self.tell(Gone(draw.choice([P1, D0]), "why")),
+                lambda: self.tell(Came(other, 0)),
+                lambda: self.tell(Moved(other, fetched=True)),
+                lambda: self.tell(Filled(RequestId("fill"), self.chain())),
+                lambda: self.tell(Lost(self.chain()[-1:])),
+                lambda: self.tell(Woken()),
+            ]
+        )()  # fmt: skip
+
+    def check(self) -> None:
+        tiers = self.node.tiers
+        kept = set(tiers.dram.held) | set(tiers.ssd.held) if tiers is not None else set()
+        assert self.believed == kept | set(self.copies), "what the head believes is not so"
+        assert self.live == {key for key in self.keys if key in self.node}
+
+    def drain(self) -> None:
+        for key in self.keys:
+            self.tell(Forget(key))
+        while self.fetching:
+            self.fetch_ended()
+        for key in sorted(self.given):
+            self.tell(Heard(D0, Landed(key)))
+        self.check()
+        self.node.check_idle()
+        assert not self.live and set(self.ends.values()) <= {1}
+        assert len(self.ends) == self.number, "an attempt did not end"
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([None, (4, 0), (4, 6), (30, 30)]))
+def test_whatever_comes_all_ends_once_and_adds_up(seed: int, tiers: tuple[int, int] | None) -> None:
+    world = Random(seed, tiers)
+    for _ in range(80):
+        world.step()
+        world.check()
+    world.drain()

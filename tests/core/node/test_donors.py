@@ -1,0 +1,325 @@
+"""What becomes of a prompt whose donors come, do not come, or go: it is assembled, computed as ever, or tried again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isthmus.core.attempts import (
+    Assembly,
+    Donor,
+    Entry,
+    FetchFinished,
+    Holding,
+    MemoryUsed,
+    RequestFailed,
+    Spread,
+)
+from isthmus.core.node import Node
+from isthmus.core.node.events import (
+    Become,
+    Begin,
+    Broken,
+    Came,
+    Cut,
+    EndFetch,
+    Fetch,
+    FetchEnded,
+    Forget,
+    Gone,
+    Load,
+    Missing,
+    Move,
+    Moved,
+    Offer,
+    Receive,
+    Release,
+    Return,
+    Shorten,
+    Woken,
+)
+from isthmus.core.reuse import CACHEBLEND, SEMANTIC, pack
+from isthmus.core.scheduler import BlockPool, Preempted, Run, Save, Scheduler, Stepped, TierCache
+from isthmus.core.types import NodeId, RequestId, Role
+
+from .world import SIZE, fetch_of, limits_of, route_of
+
+HERE, PEER, FAR = NodeId("here"), NodeId("peer"), NodeId("far")
+KEY, FIRST, SECOND = RequestId("r#1"), RequestId("r#1~0"), RequestId("r#1~1")
+NUM_TOKENS = 60
+NAMES = tuple(range(NUM_TOKENS // SIZE))
+DONOR = tuple(range(100, 108))
+OTHER = tuple(range(200, 206))
+PACKING = pack(SEMANTIC, NUM_TOKENS, 3, SIZE)
+assert PACKING is not None
+TRANSFER_NS = 1000
+
+
+def node_of(*chains: tuple[int, ...], tiers: bool = True, num_blocks: int = 60, **about: Any) -> Node:
+    """With these in its cache."""
+    made, cache = limits_of(num_blocks, about.pop("state_blocks", 0)), TierCache(80)
+    for chain in chains:
+        cache.put(chain)
+    scheduler = Scheduler(made, cache if tiers else None, BlockPool(num_blocks), node=HERE)
+    return Node(dict.fromkeys(Role, made), scheduler, transfer_ns=TRANSFER_NS, **about)
+
+
+def begin(part: Role, *donors: Donor, packed: bool = True, request: str = "r", **fields: Any) -> Begin:
+    ends = {Role.PREFILL: (HERE, PEER), Role.DECODE: (PEER, HERE), Role.MIXED: (HERE, HERE)}
+    about = fields.pop("num_tokens", NUM_TOKENS)
+    made = Assembly(SEMANTIC if packed else CACHEBLEND, donors, (), 20, 3, PACKING if packed else None)
+    route = route_of(request, *ends[part], assembly=made, **fields)
+    return Begin(RequestId(f"{request}#1"), part, route, about, about + 30, NAMES[: about // SIZE])
+
+
+def donor(names: tuple[int, ...] = DONOR, start: int | None = None, first: int = 2) -> Donor:
+    """From `start` on it lies elsewhere."""
+    fetch = None if start is None else fetch_of(FAR, start, len(names))
+    return Donor(RequestId("x"), names, first, fetch)
+
+
+def of_kind(actions: list[Any], *kinds: type) -> list[Any]:
+    return [action for action in actions if isinstance(action, kinds)]
+
+
+def is_assembled(actions: list[Any]) -> bool:
+    """Whether the run computes it from its donors; else from the first token on, or it does not begin."""
+    [run] = of_kind(actions, Run)
+    [piece] = run.chunks
+    assert piece.count == (NUM_TOKENS - piece.start if piece.assembly is not None else 16)
+    return piece.assembly is not None
+
+
+def refused(actions: list[Any]) -> bool:
+    reasons = [action.reason for action in of_kind(actions, RequestFailed)]
+    assert reasons in ([], ["here: it cannot be assembled of its donors' KV"])
+    return bool(reasons)
+
+
+PARTS = [(Role.MIXED, True), (Role.MIXED, False), (Role.PREFILL, False), (Role.PREFILL, True)]
+
+
+def falls_back(actions: list[Any], part: Role, packed: bool) -> None:
+    """It is computed as ever, unless its decode node has room for the packed prompt only."""
+    if part is Role.PREFILL and packed:
+        assert refused(actions) and not of_kind(actions, Run)
+    else:
+        assert not refused(actions) and not is_assembled(actions)
+
+
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_it_is_assembled_if_all_its_donors_are_here(part: Role, packed: bool, missing: int) -> None:
+    node = node_of(DONOR[: 8 - missing], OTHER)
+    actions = node.on(begin(part, donor(), donor(OTHER, first=0), packed=packed), 1)
+    if missing:
+        falls_back(actions, part, packed)
+        return
+    assert is_assembled(actions) and node.tiers is not None
+    [load] = of_kind(actions, Load)
+    assert load.names == DONOR[2:] + OTHER and node.tiers.num_pinned == 14, "those before them stay, too"
+    node.on(Stepped(1), 2)
+    assert not node.tiers.num_pinned, "it has what it needed"
+
+
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+@pytest.mark.parametrize(
+    "about", [{"tiers": False}, {"stages": 2}, {"state_blocks": 2}, {"num_blocks": 20}], ids=str
+)
+def test_where_it_can_never_be_assembled_nothing_is_fetched_for_it(
+    part: Role, packed: bool, about: dict[str, Any]
+) -> None:
+    """No cache, a pipeline group, recurrent states, memory that its donors would never fit into."""
+    node = node_of(DONOR, **about)
+    actions = node.on(begin(part, donor(), donor(OTHER, 0, 0), packed=packed), 1)
+    assert not of_kind(actions, Fetch)
+    falls_back(actions, part, packed)
+    node.on(Forget(KEY), 2)
+    if node.scheduler.run is not None:
+        node.on(Stepped(1), 3)
+    node.check_idle()
+
+
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+@pytest.mark.parametrize("came", [True, False])
+def test_it_waits_for_all_that_are_fetched(part: Role, packed: bool, came: bool) -> None:
+    node = node_of(DONOR[:3])
+    actions = node.on(begin(part, donor(start=3), donor(OTHER, 0, 0), packed=packed), 1)
+    assert of_kind(actions, Fetch) == [Fetch(FIRST, FAR, DONOR, 3), Fetch(SECOND, FAR, OTHER, 0)]
+    assert not of_kind(actions, Run) and bool(of_kind(actions, Offer)) == (part is Role.PREFILL)
+    assert not of_kind(node.on(Came(FIRST, 6), 2), Run, FetchFinished)
+    assert not of_kind(node.on(FetchEnded(SECOND, 6), 3), Run, FetchFinished)
+    actions = node.on(FetchEnded(FIRST, 8 if came else 6), 4)
+    assert of_kind(actions, FetchFinished) == [FetchFinished(RequestId("r"), 1)]
+    if came:
+        assert is_assembled(actions)
+    else:
+        falls_back(actions, part, packed)
+
+
+def test_one_that_went_before_the_others_came_is_not_counted_on() -> None:
+    """What is at hand is not kept before all is."""
+    node = node_of(DONOR)
+    node.on(begin(Role.MIXED, donor(), donor(OTHER, 0, 0)), 1)
+    assert node.tiers is not None
+    node.tiers.remove(DONOR[5:6])
+    falls_back(node.on(FetchEnded(SECOND, 6), 2), Role.MIXED, True)
+
+
+@pytest.mark.parametrize("donors_first", [True, False])
+def test_that_all_was_fetched_is_said_once(donors_first: bool) -> None:
+    """Its own prefix and its donors, in whichever order they come."""
+    node = node_of()
+    actions = node.on(begin(Role.MIXED, donor(start=0), fetch=fetch_of(PEER, 0, 2), num_cached=2), 1)
+    assert [fetch.key for fetch in of_kind(actions, Fetch)] == [FIRST, KEY]
+    ends = [FetchEnded(FIRST, 8), FetchEnded(KEY, 2)]
+    first, last = ends if donors_first else ends[::-1]
+    assert not of_kind(node.on(first, 2), FetchFinished)
+    assert of_kind(node.on(last, 3), FetchFinished) == [FetchFinished(RequestId("r"), 1)]
+    run = node.scheduler.run
+    assert run is not None and (run.chunks[0].start, run.chunks[0].assembly is not None) == (8, True)
+
+
+def test_others_pass_by_while_its_donors_come() -> None:
+    node = node_of()
+    node.on(begin(Role.PREFILL, donor(start=0)), 1)
+    other = Begin(RequestId("s#1"), Role.PREFILL, route_of("s", HERE, PEER), 9, 12, ())
+    [run] = of_kind(node.on(other, 2), Run)
+    assert [piece.request for piece in run.chunks] == ["s#1"]
+    node.on(FetchEnded(FIRST, 8), 3)
+    assert is_assembled(node.on(Stepped(1), 4))
+
+
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+@pytest.mark.parametrize("found", [0, 1, 4])
+def test_what_could_not_be_loaded_is_computed(part: Role, packed: bool, found: int) -> None:
+    """Of its own prefix of two blocks, or of its donor's six."""
+    node = node_of(DONOR, NAMES[:2])
+    assert is_assembled(node.on(begin(part, donor(), packed=packed, num_cached=2), 1))
+    actions = node.on(Missing(KEY, found), 2)
+    if part is Role.PREFILL and packed:
+        assert refused(actions) and not of_kind(actions, Shorten)
+        node.on(Stepped(0), 3)
+        node.check_idle()
+        return
+    assert of_kind(actions, Shorten) == [Shorten(KEY, min(found, 2) * SIZE)]
+    [run] = of_kind(node.on(Stepped(0), 3), Run)
+    assert (run.chunks[0].start, run.chunks[0].assembly) == (min(found, 2) * SIZE, None)
+    saved: list[Any] = []
+    while node.scheduler.run is not None and not saved:
+        saved += of_kind(node.on(Stepped(1), 4), Save)
+    assert saved[0].names == NAMES[2:], "its blocks are what their names say"
+    assert node.tiers is not None and not node.tiers.num_pinned
+
+
+def test_a_fetch_that_stands_still_is_ended_and_costs_no_more() -> None:
+    node = node_of()
+    node.on(begin(Role.MIXED, donor(start=0)), 1)
+    node.on(Moved(FIRST, fetched=True), 10)
+    assert node.on(Woken(), 10 + TRANSFER_NS) == []
+    assert node.on(Woken(), 11 + TRANSFER_NS) == [EndFetch(FIRST)]
+    falls_back(node.on(FetchEnded(FIRST, 0), 12 + TRANSFER_NS), Role.MIXED, True)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "severed", "broken"])
+def test_what_comes_for_one_that_is_over_is_kept(how: str) -> None:
+    node = node_of()
+    node.on(begin(Role.PREFILL, donor(start=0), donor(OTHER, 0, 0)), 1)
+    node.on(FetchEnded(SECOND, 6), 2)
+    if how == "severed":
+        node.on(Gone(PEER, "cut"), 3)
+    actions = node.on({"forgotten": Forget(KEY), "severed": Woken(), "broken": Broken(KEY, "x")}[how], 10**9)
+    assert EndFetch(FIRST) in actions and EndFetch(SECOND) not in actions and Release(KEY) in actions
+    assert KEY not in node
+    after = node.on(FetchEnded(FIRST, 5), 10**9 + 1)
+    assert not of_kind(after, FetchFinished, Run, RequestFailed)
+    assert node.tiers is not None and node.tiers.match(DONOR)[0] == 5
+    node.check_idle()
+
+
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+def test_whose_first_token_is_the_last_lets_go_of_its_donors(part: Role, packed: bool) -> None:
+    node = node_of(DONOR)
+    node.on(begin(part, donor(), packed=packed), 1)
+    node.on(Stepped(1, (KEY,), ((*NAMES, 70),)), 2)
+    assert node.tiers is not None and not node.tiers.holds(NAMES[0]), "what it left has no name"
+    node.check_idle()
+
+
+def test_who_distrusts_its_cache_does_not_send_whole_what_is_expected_packed() -> None:
+    node = node_of(DONOR)
+    node.on(begin(Role.MIXED, donor()), 1)
+    node.on(Broken(KEY, "x", distrust=True), 2)
+    node.on(Stepped(1), 3)
+    again = begin(Role.PREFILL, donor())
+    assert refused(node.on(Begin(RequestId("r#2"), *_of(again)), 4))
+    mixed = begin(Role.MIXED, donor())
+    assert not is_assembled(node.on(Begin(RequestId("r#3"), *_of(mixed)), 5))
+
+
+def _of(event: Begin) -> tuple[Any, ...]:
+    return event.part, event.route, event.num_tokens, event.stop_length, event.names
+
+
+@pytest.mark.parametrize(
+    ("fields", "packed"),
+    [
+        ({}, True),
+        ({"holdings": (Holding((FAR,), 3),)}, False),
+        ({"growth": (FAR,)}, False),
+        ({"handover_start": 3, "recall": fetch_of(HERE, 0, 3)}, False),
+    ],
+    ids=str,
+)
+def test_both_nodes_mean_the_same_by_a_route(fields: dict[str, Any], packed: bool) -> None:
+    """Holders, or a recall, and what is packed do not go together: it is computed as ever, and nothing is packed."""
+    offers = of_kind(node_of(DONOR).on(begin(Role.PREFILL, donor(), **fields), 1), Offer)
+    grants = of_kind(node_of(NAMES[:3]).on(begin(Role.DECODE, donor(), **fields), 1), Receive)
+    assert [offer.extent for offer in offers] == [grant.extent for grant in grants]
+    assert PACKING is not None
+    assert (offers[0].extent.start == PACKING.num_dropped * SIZE) == packed
+    real = grants[0].blocks[offers[0].extent.start // SIZE :]
+    assert len(real) == -(-(NUM_TOKENS + 1) // SIZE) - offers[0].extent.start // SIZE
+
+
+def packed_decode(num_blocks: int = 60) -> tuple[Node, list[Any]]:
+    node = node_of(DONOR, num_blocks=num_blocks, report_ns=1)
+    node.on(begin(Role.MIXED, donor()), 1)
+    return node, node.on(Stepped(1), 2)
+
+
+def test_what_is_packed_is_never_lent_and_nobody_hears_of_what_was_dropped() -> None:
+    node, actions = packed_decode()
+    assert PACKING is not None
+    [used] = of_kind(actions, MemoryUsed)
+    assert used.entries == (Entry(RequestId("r"), 1, 16 - PACKING.num_dropped),)
+    assert used.num_available == 60 - 16 + PACKING.num_dropped
+    for order in (Move(KEY, FAR, 2), Return(KEY, FAR, 1)):
+        assert of_kind(node.on(order, 3), Spread) == [Spread(RequestId("r"), 1, ())]
+
+
+def test_one_that_is_packed_and_has_to_go_is_to_be_tried_again() -> None:
+    """It cannot be computed anew from its tokens: others do not wait for it, and the conductor hears that memory was
+    short."""
+    node, _ = packed_decode(num_blocks=25)
+    guests = node.scheduler.set_aside(node.scheduler.pool.available - 1, [])
+    assert guests, "somebody else's KV takes the rest"
+    actions: list[Any] = []
+    for now in range(3, 30):
+        if KEY in node:
+            actions = node.on(Stepped(1), now)
+    assert [action.request for action in of_kind(actions, Preempted)] == [KEY]
+    [failed] = of_kind(actions, RequestFailed)
+    assert failed.no_room and failed.reason == "here: others needed its memory"
+    node.scheduler.put_back(guests)
+    node.check_idle()
+
+
+def test_a_new_role_is_taken_when_it_is_over() -> None:
+    node = node_of(DONOR)
+    node.on(begin(Role.MIXED, donor()), 1)
+    node.on(Become(Role.DECODE), 2)
+    assert not of_kind(node.on(Forget(KEY), 3), Cut), "there is one iteration, and nothing to cut"
+    assert [type(action).__name__ for action in node.on(Stepped(1), 4)] == ["Release", "RoleChanged"]
+    node.check_idle()

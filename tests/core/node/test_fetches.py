@@ -1,0 +1,33 @@
+"""What a node gives of its cache, step by step. With everything else: `test_node.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.core.node.events import EndGive, Give, Heard
+from isthmus.core.node.letters import Enough, Want
+from isthmus.core.types import RequestId
+
+from .test_refusals import NAMES, OTHER, PEER, node_of
+
+KEY = RequestId("f")
+
+
+@pytest.mark.parametrize("start", [-1, 3, 9])
+def test_a_want_that_begins_nowhere_in_its_prefix_gets_nothing(start: int) -> None:
+    node = node_of(3)
+    assert node.on(Heard(PEER, Want(KEY, NAMES, start)), 1) == [Give(KEY, PEER, NAMES, start, start, 0)]
+    assert node.tiers is not None and not node.tiers.num_pinned
+
+
+def test_only_who_wanted_it_has_enough_of_it() -> None:
+    """Another node that says so has its own, of the same attempt."""
+    node = node_of(3)
+    assert node.tiers is not None
+    for peer in (PEER, OTHER):
+        node.on(Heard(peer, Want(KEY, NAMES, 0)), 1)
+    for _ in range(2):
+        assert node.on(Heard(OTHER, Enough(KEY)), 2) == [EndGive(KEY, OTHER)]
+        assert node.tiers.num_pinned == 3, "the other one reads it still"
+    node.on(Heard(PEER, Enough(KEY)), 3)
+    node.check_idle()

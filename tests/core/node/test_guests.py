@@ -1,0 +1,271 @@
+"""What a holder decides of other nodes' KV: who has room, who may say something of it, and when it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.core.attempts import Share
+from isthmus.core.node import Node, events
+from isthmus.core.node.events import Gone, Heard, Host, Rekey, Ship, Stowed, Tell, Trim, Unhost, Wake, Woken
+from isthmus.core.node.guests import LEASE_NS
+from isthmus.core.node.letters import (
+    Claim,
+    Found,
+    Letter,
+    Reserve,
+    Reserved,
+    SendBack,
+    Shipped,
+    Shrink,
+    Vacate,
+)
+from isthmus.core.scheduler import BlockPool, Scheduler
+from isthmus.core.types import NodeId, RequestId, Role
+
+from .test_away import A1, FAR, HALF, HOME, KEY, NEXT, OLD, begin, told
+from .world import SIZE, limits_of
+
+WHOLE = Share()
+HEADS = 2
+
+
+def holder_of(num_blocks: int = 40) -> Node:
+    limits = limits_of(num_blocks, 0)
+    scheduler = Scheduler(limits, None, BlockPool(num_blocks), node=A1)
+    return Node(dict.fromkeys(Role, limits), scheduler, kv_heads=HEADS)
+
+
+def hosting(*peers: NodeId, share: Share = HALF, num_blocks: int = 5) -> Node:
+    """A holder with so many blocks of a share for these, all of which have come."""
+    holder, room = holder_of(), tuple(range(-(-num_blocks // share.parts)))
+    for peer in peers:
+        actions = told(holder, peer, Reserve(OLD, num_blocks, share), 1)
+        assert actions == [Host(OLD, peer, share, room), Tell(peer, Reserved(OLD, True))]
+    assert holder.on(Stowed(OLD, peers[0], num_blocks), 1) == [Tell(peers[0], Shipped(OLD, num_blocks))]
+    return holder
+
+
+def test_who_leaves_frees_its_room_at_once() -> None:
+    holder = hosting(HOME)
+    assert told(holder, HOME, Vacate(OLD), 2) == [Unhost(OLD, HOME), Unhost(OLD)]
+    holder.check_idle()
+
+
+def test_what_a_lost_home_had_is_kept_for_so_long_and_no_longer() -> None:
+    holder = hosting(HOME)
+    assert holder.on(Gone(HOME, "x"), 100) == [Unhost(OLD, HOME), Wake(100 + LEASE_NS)]
+    assert not holder.on(Woken(), 99 + LEASE_NS)
+    assert holder.on(Woken(), 100 + LEASE_NS) == [Unhost(OLD)]
+    holder.check_idle()
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+def test_one_that_is_lost_keeps_it_for_the_next_though_others_leave(lost_first: bool) -> None:
+    """Its prefill node is told to let go, before the holder knows that its decode node is gone or after."""
+    holder, facts = hosting(HOME, FAR), [Gone(HOME, "x"), Heard(FAR, Vacate(OLD))]
+    for fact in facts if lost_first else reversed(facts):
+        assert Unhost(OLD) not in holder.on(fact, 100)
+    rekey = Rekey(OLD, KEY, NEXT, HALF, 5)
+    assert told(holder, NEXT, Claim(KEY, OLD, HALF), 200) == [rekey, Tell(NEXT, Found(KEY, 5))]
+    assert not holder.on(Woken(), 10 * LEASE_NS)
+    assert told(holder, NEXT, Vacate(KEY), 11 * LEASE_NS) == [Unhost(KEY, NEXT), Unhost(KEY)]
+    holder.check_idle()
+
+
+def test_two_nodes_of_one_attempt_claim_the_same() -> None:
+    """And who asked in the name of the attempt before is not heard any more."""
+    holder = hosting(HOME)
+    told(holder, NEXT, Claim(KEY, OLD, HALF), 2)
+    assert told(holder, FAR, Claim(KEY, OLD, HALF), 3) == [
+        Host(KEY, FAR, HALF, (0, 1, 2)),
+        Tell(FAR, Found(KEY, 5)),
+    ]
+    for fact in (Gone(HOME, "x"), Heard(HOME, Vacate(OLD)), Heard(HOME, Shrink(OLD, 1)), Stowed(OLD, HOME, 1)):
+        assert holder.on(fact, 4) == []
+    assert told(holder, NEXT, Vacate(KEY), 5) == [Unhost(KEY, NEXT)]
+    assert told(holder, FAR, Vacate(KEY), 6) == [Unhost(KEY, FAR), Unhost(KEY)]
+    holder.check_idle()
+
+
+@pytest.mark.parametrize("share", [Share(2, 1, 2), Share(0, 0, 2), WHOLE], ids=str)
+def test_of_another_share_nothing_is_found_and_its_room_is_kept(share: Share) -> None:
+    holder = hosting(HOME)
+    told_it = told(holder, NEXT, Claim(KEY, OLD, share), 2)
+    assert told_it == [Rekey(OLD, KEY, NEXT, share, 0), Tell(NEXT, Found(KEY, 0))]
+    assert holder.num_hosted == 3 and holder.num_stowed(KEY) == 0
+
+
+def test_of_what_another_node_claimed_as_another_share_nothing_is_found() -> None:
+    holder = hosting(HOME)
+    told(holder, NEXT, Claim(KEY, OLD, HALF), 2)
+    assert told(holder, FAR, Claim(KEY, OLD, Share(2, 1, 2)), 3)[-1] == Tell(FAR, Found(KEY, 0))
+
+
+@pytest.mark.parametrize("share", [Share(0, 0, 0), Share(0, 0, 3), Share(0, 0, -1)], ids=str)
+def test_heads_that_cannot_be_cut_so_have_no_room(share: Share) -> None:
+    holder = hosting(HOME)
+    assert told(holder, NEXT, Reserve(KEY, 1, share), 2) == [Tell(NEXT, Reserved(KEY, False))]
+    assert told(holder, NEXT, Claim(KEY, OLD, share), 3) == [Tell(NEXT, Found(KEY, 0))]
+    assert holder.num_stowed(OLD) == 5
+
+
+def test_of_an_attempt_that_was_never_here_nothing_is_found() -> None:
+    holder = holder_of()
+    assert told(holder, NEXT, Claim(KEY, OLD, HALF), 1) == [Tell(NEXT, Found(KEY, 0))]
+    assert told(holder, NEXT, Vacate(KEY), 2) == []
+    holder.check_idle()
+
+
+@pytest.mark.parametrize(
+    "asked", [Reserve(OLD, 5, WHOLE), Reserve(OLD, 0, HALF), Reserve(OLD, -1, HALF)], ids=repr
+)
+def test_what_cannot_be_had_is_refused_and_changes_nothing(asked: Reserve) -> None:
+    holder = hosting(HOME)
+    assert told(holder, HOME, asked, 2) == [Tell(HOME, Reserved(OLD, False))]
+    assert (holder.num_hosted, holder.num_stowed(OLD)) == (3, 5)
+
+
+def test_only_who_has_room_is_believed() -> None:
+    holder = hosting(HOME, share=WHOLE)
+    for letter in (Shrink(OLD, 1), SendBack(OLD, 0, 1), Vacate(OLD)):
+        assert told(holder, NEXT, letter, 2) == []
+    for fact in (Stowed(OLD, NEXT, 1), Stowed(OLD, NEXT, 0, damaged=True), Gone(NEXT, "x")):
+        assert holder.on(fact, 3) == []
+    assert (holder.num_hosted, holder.num_stowed(OLD)) == (5, 5)
+
+
+def test_a_home_hears_what_came_and_what_came_damaged() -> None:
+    """Not of what is being written anew, which counts no more."""
+    holder = hosting(HOME)
+    assert holder.on(Stowed(OLD, HOME, 2), 2) == []
+    assert holder.num_stowed(OLD) == 2
+    damaged = Stowed(OLD, HOME, 2, damaged=True)
+    assert holder.on(damaged, 3) == [Tell(HOME, Shipped(OLD, 2, damaged=True))]
+    assert holder.on(Stowed(OLD, HOME, 4), 4) == [Tell(HOME, Shipped(OLD, 4))]
+    assert told(holder, NEXT, Claim(KEY, OLD, HALF), 5)[-1] == Tell(NEXT, Found(KEY, 4))
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "share"), [(4, 2, WHOLE), (-1, 2, WHOLE), (5, 1, WHOLE), (2, 0, WHOLE), (0, 1, HALF)]
+)
+def test_only_what_is_whole_goes_home(first: int, count: int, share: Share) -> None:
+    holder = hosting(HOME, share=share)
+    assert told(holder, HOME, SendBack(OLD, first, count), 2) == []
+    if share == WHOLE:
+        assert told(holder, HOME, SendBack(OLD, 3, 2), 3) == [Ship(OLD, HOME, 0, (3, 4))]
+
+
+def test_guests_leave_a_block_for_each_other_and_for_whom_the_holder_computes() -> None:
+    """They may grow: into what is left for that a new one does not come."""
+
+    def granted(key: str, num_blocks: int) -> int:
+        actions = told(holder, HOME, Reserve(RequestId(key), num_blocks), 3)
+        return sum(len(action.blocks) for action in actions if isinstance(action, Host))
+
+    holder = holder_of(24)
+    assert [granted("a#1", 12), granted("b#1", 12), granted("b#1", 11)] == [12, 0, 11]
+    assert granted("b#1", 12) == 12, "it grows"
+    holder = holder_of(24)
+    begin(holder, 2 * SIZE - 1, 0)
+    assert [granted("a#1", 22), granted("a#1", 21), granted("a#1", 22)] == [0, 21, 0]
+
+
+class Carried:
+    """What follows from a holder's actions where bytes are: room, who may write to it, and how much is whole."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.holder, self.num_blocks, self.now = holder_of(num_blocks), num_blocks, 0
+        self.rooms: dict[RequestId, tuple[int, ...]] = {}
+        self.shares: dict[RequestId, Share] = {}
+        self.homes: dict[RequestId, set[NodeId]] = {}
+        self.whole: dict[RequestId, int] = {}
+
+    def tell(self, fact: events.Event) -> None:
+        for action in self.holder.on(fact, self.now):
+            self._carry_out(action)
+        self.holder.check()
+        blocks = [block for room in self.rooms.values() for block in room]
+        assert len(set(blocks)) == len(blocks) == self.holder.num_hosted
+        assert self.holder.scheduler.pool.available == self.num_blocks - len(blocks)
+        for key, whole in self.whole.items():
+            assert self.holder.num_stowed(key) == whole, "what counts is not what is whole"
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case Host(key, peer, share, blocks):
+                assert self.shares.setdefault(key, share) == share
+                assert blocks[: len(self.rooms.get(key, ()))] == self.rooms.get(key, ())
+                self.rooms[key] = blocks
+                self.homes.setdefault(key, set()).add(peer)
+                self.whole.setdefault(key, 0)
+            case Rekey(old, key, peer, share, num_blocks):
+                assert num_blocks == (self.whole[old] if self.shares[old] == share else 0)
+                self.rooms[key], self.shares[key], self.homes[key] = self.rooms.pop(old), share, {peer}
+                self.whole[key] = num_blocks
+                del self.shares[old], self.homes[old], self.whole[old]
+            case Trim(key, num_blocks):
+                self.rooms[key] = self.rooms[key][:num_blocks]
+                self.whole[key] = min(self.whole[key], num_blocks)
+            case Unhost(key, None):
+                for book in (self.rooms, self.shares, self.homes, self.whole):
+                    del book[key]
+            case Unhost(key, peer):
+                self.homes[key].remove(peer)
+            case Ship(key, peer, 0, blocks):
+                assert peer in self.homes[key] and {*blocks} <= {*self.rooms[key][: self.whole[key]]}
+            case Tell(peer, Found(key, num_blocks)):
+                assert num_blocks <= self.whole.get(key, 0)
+            case Tell(peer, Shipped(key, stop)):
+                assert peer in self.homes[key] and stop == self.whole[key]
+            case _:
+                assert isinstance(action, Wake) or isinstance(action.letter, Reserved)
+
+    def stowed(self, key: RequestId, peer: NodeId, stop: int, *, damaged: bool) -> None:
+        if peer in self.homes.get(key, ()):  # else nothing of it is written; it may have shrunk since
+            self.whole[key] = min(stop, len(self.rooms[key]) * self.shares[key].parts)
+        self.tell(Stowed(key, peer, stop, damaged))
+
+
+KEYS = [RequestId(f"r#{number}") for number in range(3)]
+HOMES = [HOME, NEXT]
+COUNTS = st.integers(0, 9)
+SHARES = st.sampled_from([WHOLE, WHOLE, HALF, Share(2, 0, 2)])
+LETTERS: st.SearchStrategy[Letter] = st.one_of(
+    st.builds(Reserve, st.sampled_from(KEYS), COUNTS, SHARES),
+    st.builds(Reserve, st.sampled_from(KEYS), COUNTS, SHARES),
+    st.builds(Claim, st.sampled_from(KEYS), st.sampled_from(KEYS), SHARES),
+    st.builds(SendBack, st.sampled_from(KEYS), COUNTS, COUNTS),
+    st.builds(Shrink, st.sampled_from(KEYS), COUNTS),
+    st.builds(Vacate, st.sampled_from(KEYS)),
+)
+STEPS = st.one_of(
+    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
+    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
+    st.builds(Stowed, st.sampled_from(KEYS), st.sampled_from(HOMES), COUNTS, st.booleans()),
+    st.builds(Stowed, st.sampled_from(KEYS), st.sampled_from(HOMES), COUNTS, st.booleans()),
+    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
+    st.one_of(st.builds(Gone, st.sampled_from(HOMES), st.just("x")), st.builds(Woken)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(4, 24), st.lists(STEPS, min_size=20, max_size=60))
+def test_in_any_order_all_is_given_back_and_what_counts_is_whole(
+    num_blocks: int, steps: list[events.Event]
+) -> None:
+    world = Carried(num_blocks)
+    for step in steps:
+        world.now += LEASE_NS // 4
+        if isinstance(step, Stowed):
+            world.stowed(step.key, step.peer, step.stop, damaged=step.damaged)
+        else:
+            world.tell(step)
+    for home in HOMES:
+        world.tell(Gone(home, "x"))
+    world.now += LEASE_NS
+    world.tell(Woken())
+    world.holder.check_idle()

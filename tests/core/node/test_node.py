@@ -1,0 +1,401 @@
+"""Nodes in a world where everything that may happen next does, in any order: whatever comes, all ends and adds up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.core.attempts import Holding, RequestFailed, RoleChanged, Route, Spread
+from isthmus.core.node import Node
+from isthmus.core.node.events import (
+    Become,
+    Begin,
+    Broken,
+    Came,
+    EndFetch,
+    EndGive,
+    FetchEnded,
+    Forget,
+    Give,
+    Gone,
+    Heard,
+    Host,
+    Loaded,
+    Move,
+    Moved,
+    Received,
+    Reclaimed,
+    Recovered,
+    Release,
+    Return,
+    Sampled,
+    Stowed,
+    Tell,
+    Trim,
+    Unhost,
+    Woken,
+)
+from isthmus.core.node.letters import (
+    Enough,
+    Found,
+    Granted,
+    Landed,
+    Reserve,
+    Reserved,
+    SendBack,
+    Shipped,
+    Shrink,
+    Vacate,
+    Want,
+)
+from isthmus.core.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
+from isthmus.core.types import NOBODY, NodeId, RequestId, Role, Tenant
+
+from .world import SIZE, Asked, Place, World, fetch_of, limits_of, route_of
+
+P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
+
+
+def names_of(seed: int, count: int) -> tuple[int, ...]:
+    """Chains of the same seed share their heads."""
+    return tuple([seed * 1000 + at for at in range(count)])
+
+
+class Drawn:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, below: int) -> int:
+        return self._random.randrange(below)
+
+
+H0, H1, H2 = NodeId("h0"), NodeId("h1"), NodeId("h2")
+TENANTS = st.sampled_from(
+    [(NOBODY,), (NOBODY,), (Tenant("acme"), Tenant("globex", 2.0), Tenant("third"), NOBODY)]
+)
+
+
+def world_of(
+    draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1, report_ns: int = 0
+) -> World:
+    """`stages`: of the nodes that prefill."""
+    tiers = (dram, disk) if dram else None
+    return World(
+        [Place(name, 40, tiers, state_blocks, stages if name != D0 else 1, report_ns) for name in (P0, P1, D0)],
+        draw,
+    )
+
+
+def ask(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
+    num_tokens = 1 + draw(40)
+    names = names_of(draw(3), num_tokens // SIZE)
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    fields: dict[str, object] = {"num_cached": draw(len(names) + 1)}
+    if names and draw(2) and world.places[prefill].node.tiers is not None:
+        source = P1 if prefill == P0 else P0
+        start = draw(len(names))
+        fields["fetch"] = fetch_of(source, start, start + 1 + draw(len(names) - start))
+    if decode == D0 and world.places[D0].node.tiers is not None and names and not draw(3):
+        depth = 1 + draw(len(names))
+        own = draw(depth + 1)
+        fields["handover_start"] = depth
+        fields["recall"] = fetch_of(P0, own, depth) if own < depth else fetch_of(D0, 0, depth)
+    route = route_of(f"r{number}", prefill, decode, **fields)
+    alone = decode == prefill and world.places[prefill].stages > 1
+    world.ask(Asked(route, num_tokens, 1 if alone else 1 + draw(12), names))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
+    st.sampled_from([0, 0, 2]),
+    st.sampled_from([1, 1, 2]),
+    TENANTS,
+)
+def test_whatever_comes_all_ends_and_adds_up(
+    seed: int, tiers: tuple[int, int], state_blocks: int, stages: int, tenants: tuple[Tenant, ...]
+) -> None:
+    """Tenants may share names here, which no live ones do."""
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, stages=stages)
+    world.tenants = tenants
+    for number in range(12):
+        ask(world, draw, number, state_blocks)
+        for _ in range(draw(20)):
+            world.step()
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        kind = draw(12)
+        if kind == 0 and under_way:
+            world.forget(under_way[draw(len(under_way))])
+        elif kind == 1 and under_way:
+            world.sever(*under_way[draw(len(under_way))].ends)
+        elif kind == 2 and tiers[0]:
+            world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
+    world.drain()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
+    st.sampled_from([0, 0, 2]),
+    st.integers(6, 40),
+    TENANTS,
+)
+def test_kv_lies_with_holders_whatever_comes(
+    seed: int, tiers: tuple[int, int], state_blocks: int, num_blocks: int, tenants: tuple[Tenant, ...]
+) -> None:
+    """Every token that is computed finds all before it once, with its holders in order and at home."""
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, report_ns=7)
+    world.tenants = tenants
+    for name in (H0, H1, H2):
+        world.places[name], world.index[name] = Place(name, num_blocks, None, report_ns=7), {}
+    for number in range(10):
+        ask_with_holders(world, draw, number, state_blocks)
+        for _ in range(draw(24)):
+            world.step()
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        if not under_way:
+            continue
+        asked, kind = under_way[draw(len(under_way))], draw(16)
+        if kind < 3:
+            world.move(asked, (H0, H1, H2, P0, D0)[draw(5)], 1 + draw(4))
+        elif kind > 11:
+            world.take_back(asked, (H0, H1, H2, P0, D0)[draw(5)], 1 + draw(4))
+        elif kind == 3:
+            world.forget(asked)
+        elif kind == 4:
+            world.part(asked, (H0, H1, H2)[draw(3)])
+        elif kind == 5:
+            world.sever(*asked.ends)
+        elif kind == 6:
+            for lost in world.die((P0, P1, D0)[draw(3)]):
+                ask_again(world, draw, lost)
+    world.drain()
+
+
+def ask_again(world: World, draw: Drawn, lost: Asked) -> None:
+    """Its last tokens may be known to nobody; others may have been computed in their place."""
+    old, known = lost.route, max(0, lost.generated - draw(4))
+    if lost.answer == known:
+        return
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    again = Route(
+        old.request, old.attempt + 1, prefill, decode, holdings=old.holdings, growth=old.growth,
+        taken=old.attempt,
+    )  # fmt: skip
+    world.ask(Asked(again, lost.num_tokens + known, lost.answer - known, lost.names))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 8)]), st.sampled_from([0, 0, 2]))
+def test_blocks_go_and_come_back_at_any_step(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
+    """Among many that decode: none is lost, had twice, or attended to where it is not; a refusal changes nothing."""
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, report_ns=7)
+    for name in (H0, H1):
+        world.places[name], world.index[name] = Place(name, 16, None, report_ns=7), {}
+    for number in range(60):
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        if len(under_way) < 3:
+            num_tokens, decode = 1 + draw(60), (D0, P0)[draw(2)]
+            route = route_of(f"r{number}", P0, decode)
+            asked = Asked(route, num_tokens, 1 + draw(60), names_of(draw(3), num_tokens // SIZE))
+            world.ask(asked)
+            under_way.append(asked)
+        asked = under_way[draw(len(under_way))]
+        holdings = world.places[asked.route.decode].spread.get(asked.key, ())
+        kind = draw(20)
+        if kind < 8:
+            world.move(asked, (H0, H1)[draw(2)], 1 + draw(6))
+        elif kind < 16 and holdings:
+            world.take_back(asked, holdings[-1].holders[0], 1 + draw(6))
+        elif kind == 16:
+            world.forget(asked)
+        elif kind == 17:
+            world.part(asked, (H0, H1)[draw(2)])
+        for _ in range(draw(12)):
+            world.step()
+    world.drain()
+
+
+def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
+    """Some prompts are longer than the memory of any node."""
+    num_tokens = 1 + draw(240 if draw(3) else 40)
+    names = names_of(draw(3), num_tokens // SIZE)
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    most, holdings = (num_tokens - 1) // SIZE, []
+    least = max(0, -(-(num_tokens + 12) // SIZE) - 24)  # beside what goes there later and states
+    for holders in [((H0,), (H1,)), ((H1,),), ((H0, H1),), ((H1, H2),), ((H0,), (H1, H2))][draw(5)]:
+        count = min(most, max(least, draw(most + 1)))
+        if count:
+            holdings.append(Holding(holders, count))
+            most, least = most - count, max(0, least - count)
+    if least:
+        return  # nobody could take it
+    fields: dict[str, object] = {"num_cached": draw(len(names) + 1), "holdings": tuple(holdings)}
+    if holdings and not most:
+        fields["growth"] = holdings[-1].holders
+    elif not holdings and draw(2):
+        fields["growth"] = (H1, H2)
+    world.ask(Asked(route_of(f"r{number}", prefill, decode, **fields), num_tokens, 1 + draw(12), names))
+
+
+def node_of(**limits: int) -> Node:
+    made = limits_of(40, 0)
+    scheduler = Scheduler(made, TierCache(30), BlockPool(40), node=D0)
+    return Node(dict.fromkeys(Role, made), scheduler, transfer_ns=1000, **limits)
+
+
+def test_a_hand_over_beside_a_fetch_has_a_time_out_of_its_own() -> None:
+    """What comes of one of them says nothing of the other, though both are of one attempt."""
+    node = node_of()
+    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
+    key = RequestId("r#1")
+    node.on(Begin(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
+    node.on(Moved(key), 10)
+    assert node.on(Woken(), 900) == []
+    node.on(Moved(key, fetched=True), 1000)
+    failed = [action for action in node.on(Woken(), 1100) if isinstance(action, RequestFailed)]
+    assert [action.reason for action in failed] == ["d0: no KV came for 1e-06 s"]
+    assert node.on(FetchEnded(key, 2), 1200)[-1:], "what came is kept all the same"
+    node.check_idle()
+
+
+def test_a_fetch_that_stands_still_is_ended_though_the_hand_over_goes_on() -> None:
+    node, key = node_of(), RequestId("r#1")
+    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
+    node.on(Begin(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
+    node.on(Moved(key, fetched=True), 10)
+    node.on(Moved(key), 1100)
+    assert node.on(Woken(), 1101) == [EndFetch(key)]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 1 << 32), st.integers(1, 12))
+def test_what_lies_on_the_ssd_at_the_start_is_kept_as_far_as_there_is_room(seed: int, room: int) -> None:
+    draw = Drawn(seed)
+    world = World([Place(P0, 40, (6, room))], draw)
+    place, node = world.places[P0], world.places[P0].node
+    chains = tuple([names_of(draw(3), 1 + draw(6)) for _ in range(4)])
+    place.disk |= {name for chain in chains for name in chain}
+    found = len(place.disk)
+    world.tell(place, Recovered(chains))
+    assert node.tiers is not None and len(node.tiers.ssd.held) == min(found, room)
+    world.drain()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "state_blocks", "keeps"), [(None, 0, 0), (None, 2, 0), ((9, 0), 2, 0), ((9, 0), 0, 1)]
+)
+def test_answers_are_kept_where_there_is_room_and_no_state(
+    tiers: tuple[int, int] | None, state_blocks: int, keeps: int
+) -> None:
+    assert Place(P0, 40, tiers, state_blocks).node.keeps_answers == bool(keeps)
+
+
+def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
+    limits = {role: limits_of(40, 0) for role in Role}
+    node = Node(limits, Scheduler(limits[Role.MIXED], TierCache(30), BlockPool(40), node=P0))
+    key = RequestId("r#1")
+    mixed = Begin(key, Role.MIXED, route_of("r", P0, P0), 9, 20, names_of(1, 2))
+    node.on(mixed, 1)
+    assert node.on(Become(Role.DECODE), 2) == []
+    node.on(Forget(key), 3)
+    assert node.scheduler.limits is limits[Role.MIXED], "what runs is of the old role"
+    assert node.on(Stepped(1), 4) == [Release(key), RoleChanged(P0, Role.DECODE)]
+    assert node.scheduler.limits is limits[Role.DECODE]
+    assert node.on(Become(Role.MIXED), 5) == [RoleChanged(P0, Role.MIXED)]
+    node.on(mixed, 6)
+    assert RoleChanged not in map(type, node.on(Stepped(1), 7))
+
+
+def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
+    node, key = node_of(), RequestId("gone#1")
+    for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Broken(key, "x"), Gone(P0, "x"),
+                 Forget(key), Moved(key), Stowed(key, P0, 3), Stowed(key, P0, 0, damaged=True),
+                 Reclaimed(key, whole=True)):  # fmt: skip
+        assert node.on(fact, 1) == []
+    for letter in (Granted(key), Landed(key), Reserved(key, True), Found(key, 3), Shipped(key, 3),
+                   Shipped(key, 0, damaged=True), SendBack(key, 0, 1), Shrink(key, 1), Vacate(key)):  # fmt: skip
+        assert node.on(Heard(P0, letter), 1) == []
+
+
+def test_the_last_stage_may_answer_before_the_first_says_that_it_is_through() -> None:
+    """Its token waits for that, or nothing would be kept of its prompt."""
+    made = limits_of(40, 0)
+    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
+    key, names = RequestId("r#1"), names_of(1, 2)
+    (*_, run) = node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names), 1)
+    assert isinstance(run, Run)
+    assert node.on(Sampled((key,), (key,)), 2) == []
+    kinds = [type(action).__name__ for action in node.on(Stepped(1), 3)]
+    assert kinds == ["Save", "BlocksStored", "Release"]
+    node.on(Saved(key), 4)
+    node.check_idle()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("held", [None, 0, 2, 3, 5])
+def test_of_what_is_wanted_as_much_is_given_as_is_here(held: int | None, whole: bool) -> None:
+    """Without tiers nothing is; and all or nothing where it is of no use in parts."""
+    place = Place(P0, 40, (30, 30) if held is not None else None)
+    node, names = place.node, names_of(0, 5)
+    if held:
+        node.on(Recovered((names[:held],)), 1)
+    stop = 2 if held is None or held <= 2 or (whole and held < 5) else held
+    on_disk = stop - 2
+    key = RequestId("f")
+    assert node.on(Heard(P1, Want(key, names, 2, whole)), 2) == [Give(key, P1, names, 2, stop, on_disk)]
+    assert node.on(Heard(P1, Enough(key)), 3) == [EndGive(key, P1)]
+    node.check_idle()
+
+
+def test_of_first_tokens_of_several_those_of_requests_that_are_gone_are_passed_over() -> None:
+    made = limits_of(40, 0)
+    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
+    key = RequestId("r#1")
+    node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names_of(1, 2)), 1)
+    node.on(Stepped(1), 2)
+    assert Release(key) in node.on(Sampled((RequestId("gone#1"), key), (key,)), 3)
+
+
+def test_of_two_that_want_the_same_room_one_gets_it_and_a_refusal_changes_nothing() -> None:
+    """What the conductor knows may be old: both were told that there is room."""
+    holder = Node(
+        dict.fromkeys(Role, limits_of(10, 0)), Scheduler(limits_of(10, 0), pool=BlockPool(10), node=H0)
+    )
+    one, other = RequestId("a#1"), RequestId("b#1")
+    host, reserved = holder.on(Heard(P0, Reserve(one, 7)), 0)
+    assert isinstance(host, Host) and len(host.blocks) == 7 and reserved == Tell(P0, Reserved(one, True))
+    assert holder.on(Heard(P1, Reserve(other, 7)), 0) == [Tell(P1, Reserved(other, False))]
+    assert holder.num_hosted == 7 and holder.scheduler.pool.available == 3
+    assert holder.on(Heard(P1, Vacate(other)), 1) == []
+    assert holder.on(Heard(P0, Shrink(one, 2)), 2) == [Trim(one, 2)]
+    for peer, vain in ((P1, Shrink(one, 1)), (P0, Shrink(one, 2)), (P0, Shrink(RequestId("c#1"), 1))):
+        assert holder.on(Heard(peer, vain), 3) == [] and holder.scheduler.pool.available == 8
+    assert holder.on(Heard(P0, Vacate(one)), 4) == [Unhost(one, P0), Unhost(one)]
+    holder.check_idle()
+
+
+def test_a_move_or_a_return_that_cannot_be_is_answered_with_what_lies_where() -> None:
+    node, key = node_of(), RequestId("r#1")
+    node.on(Begin(key, Role.MIXED, route_of("r", D0, D0), 9, 20), 0)
+    node.on(Stepped(1), 1)
+    before = node.scheduler.pool.available
+    for order in (Return(key, H0, 1), Move(key, H0, 0)):
+        assert [each for each in node.on(order, 2) if not isinstance(each, Run)] == [
+            Spread(RequestId("r"), 1, ())
+        ]
+    for unknown in (Return(RequestId("s#1"), H0, 1), Move(RequestId("s#1"), H0, 1)):
+        assert node.on(unknown, 3) == []
+    node.on(Reclaimed(RequestId("s#1"), whole=True), 4)
+    assert node.scheduler.pool.available == before

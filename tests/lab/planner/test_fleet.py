@@ -1,0 +1,98 @@
+"""What a configuration has to plan with, and what it may not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isthmus.config import Config
+from isthmus.core.errors import ConfigError
+from isthmus.lab.planner.fleet import fleet_of, kept
+from tests.lab.planner.fleets import FAST, SLOW, config, fleet
+
+
+def test_nodes_links_and_prices() -> None:
+    found = fleet(remote=3, prefill=1, decode=4, gbps=8.0)
+    assert (found.home.name, found.home.nodes, found.home.configured, found.num_nodes) == ("home", 5, 1, 8)
+    [remote] = found.remotes
+    assert (remote.name, remote.nodes, remote.egress) == ("remote", 3, 1e9)
+    assert not found.priced and not found.home.fixed and found.notes == ()
+    assert found.home.decode.max_sequences == 64 and found.home.prefill.token_budget == 65_536
+
+
+def test_prices_make_the_cost() -> None:
+    clusters = {
+        "home": {"cost": SLOW, "roles": {"prefill": 1, "decode": 1}, "price": 1.5},
+        "remote": {"cost": FAST, "roles": {"prefill": 2}, "price": 4},
+    }
+    found = fleet(clusters=clusters)
+    assert found.priced and found.cost == 11.0
+
+
+def test_one_cluster_needs_no_name() -> None:
+    values = {"roles": {"prefill": 3, "decode": 2}, "engine": {"cost": SLOW}}
+    found = fleet_of(Config.model_validate(values))
+    assert (found.home.name, found.home.nodes, found.remotes) == ("", 5, ())
+
+
+def test_roles_on_different_hardware_keep_their_split() -> None:
+    roles = {"prefill": {"count": 2, "hardware": "h200"}, "decode": {"count": 1, "hardware": "h20"}}
+    found = fleet(remote=0, clusters={"home": {"cost": SLOW, "roles": roles}})
+    assert found.home.fixed and any("hardware" in note for note in found.notes)
+
+
+def test_mixed_nodes_are_counted_and_noted() -> None:
+    found = fleet(remote=0, clusters={"home": {"cost": SLOW, "roles": {"mixed": 4}}})
+    assert found.home.nodes == 4 and found.home.mixed and any("mixed" in note for note in found.notes)
+
+
+PREFILLS = {"cost": FAST, "roles": {"prefill": 1}}
+BOTH = {"cost": SLOW, "roles": {"prefill": 1, "decode": 1}}
+LINK = {"between": ["a", "b"], "gbps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"clusters": {"a": PREFILLS, "b": PREFILLS}, "links": [LINK]}, "no cluster decodes"),
+        ({"clusters": {"a": BOTH, "b": BOTH}, "links": [LINK]}, "a, b all decode"),
+        ({"clusters": {"a": PREFILLS, "b": BOTH}, "links": []}, "no link joins a and b"),
+        ({"clusters": {"a": {"cost": FAST}, "b": BOTH}, "links": [LINK]}, "clusters.a.roles: no node"),
+        (
+            {
+                "clusters": {"a": BOTH | {"roles": {"prefill": {"count": 4, "pipeline": 2}, "decode": 1}}},
+                "links": [],
+            },
+            "pipeline",
+        ),
+        ({"clusters": {"a": {"roles": {"prefill": 1, "decode": 1}}}, "links": []}, "engine.cost or model"),
+        (
+            {
+                "clusters": {"a": PREFILLS, "b": BOTH | {"cost": SLOW | {"kv_token_bytes": 1000}}},
+                "links": [LINK],
+            },
+            "all clusters serve one model",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fleet_of(config(**changed))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_node_alone_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="at least 2"):
+        fleet_of(Config.model_validate({"roles": {"prefill": 0, "decode": 1}, "engine": {"cost": SLOW}}))
+
+
+def test_what_the_equations_take_for_granted_is_noted() -> None:
+    assert any("encoded" in note for note in fleet(network={"compression": "int8"}).notes)
+    assert fleet(remote=0, network={"compression": "int8"}).notes == ()
+
+
+def test_codecs_keep_a_part_of_the_kv() -> None:
+    instance = fleet().home.prefill
+    assert kept(instance, "none") == 1.0
+    assert 0.5 < kept(instance, "int8") < 0.52 < kept(instance, "lossless") < 1.0

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from isthmus.core.conductor import Rules
+from isthmus.core.errors import ConfigError
+from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
+from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
+from isthmus.lab.sim.records import Status
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.workloads import Request
+
+from .cluster import deployment, nodes, workload
+
+ENDS = frozenset(("dense", "local"))
+
+
+def test_faults_are_read_as_they_are_written() -> None:
+    assert read(LinkFault, "dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
+    assert read(NodeFault, "dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
+    assert read(DiskFault, "dense:1:2") == DiskFault("dense", 1.0, 2.0)
+    assert read(SessionFault, "a:b:1:2:0.5") == SessionFault("a", "b", 1.0, 2.0, 0.5)
+    assert read(SessionFault, "a:b:1:2:inf") == SessionFault("a", "b", 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "says"),
+    [
+        (
+            LinkFault,
+            "dense:local:60:120 a:b:x:2:0 a:b:5:2:0 a:b:1:2:1.5 a:b:-1:2:0 a:b:inf:inf:0 a:b:1:nan:0",
+            r"--link-fault .*write ONE:OTHER:START:STOP:FACTOR",
+        ),
+        (NodeFault, "n n:1 n:2:1 n:a:b", r"--node-fault .*write NAME:START:STOP"),
+        (DiskFault, "n n:1 n:2:1 n:a:b", r"--disk-fault .*write NAME:START:STOP"),
+        (
+            SessionFault,
+            "a:b:1:2 a:b:2:1:1 a:b:1:2:-1 a:b:1:2:x",
+            r"--session-fault .*write ONE:OTHER:START:STOP:DELAY",
+        ),
+    ],
+)
+def test_a_fault_that_cannot_be_meant_is_refused(kind: type[NodeFault], texts: str, says: str) -> None:
+    for text in texts.split():
+        with pytest.raises(ConfigError, match=says):
+            read(kind, text)
+
+
+def test_what_nodes_say_is_late_both_ways_and_the_longest_delay_holds() -> None:
+    faults = Faults(sessions=(SessionFault("a", "far", 1, 5, 0.25), SessionFault("b", "a", 2, 3)))
+    one, other, third = ("a", ""), ("b", "far"), ("c", "")
+    found = [faults.delay_ns(one, other, time * NS_PER_S) for time in (0, 1, 2, 3, 5)]
+    assert found == [0, NS_PER_S // 4, None, NS_PER_S // 4, 0]
+    assert faults.delay_ns(other, one, NS_PER_S) == NS_PER_S // 4
+    assert faults.delay_ns(one, third, 2 * NS_PER_S) == 0
+    assert faults.times() == [time * NS_PER_S for time in (1, 2, 3, 5)]
+
+
+def test_a_disk_fails_with_its_cluster_too() -> None:
+    faults = Faults(disks=(DiskFault("far", 1, float("inf")),))
+    assert [faults.has_disk(("p", "far"), time) for time in (NS_PER_S - 1, NS_PER_S)] == [True, False]
+    assert faults.has_disk(("p", ""), NS_PER_S)
+
+
+def test_the_smallest_factor_of_overlapping_faults_holds() -> None:
+    faults = Faults((LinkFault("dense", "local", 1, 5, 0.5), LinkFault("local", "dense", 2, 3, 0.1)))
+    found = [faults.factor(ENDS, int(time * NS_PER_S)) for time in (0, 1, 2, 3, 5)]
+    assert found == [1.0, 0.5, 0.1, 0.5, 1.0]
+    assert faults.factor(frozenset(("dense", "other")), 2 * NS_PER_S) == 1.0
+    assert faults.times() == [1 * NS_PER_S, 2 * NS_PER_S, 3 * NS_PER_S, 5 * NS_PER_S]
+
+
+def test_a_node_is_dead_with_its_cluster_too_and_some_never_come_back() -> None:
+    faults = Faults(nodes=(NodeFault("dense", 1, float("inf")),))
+    assert faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S)
+    assert not faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S - 1)
+    assert not faults.is_dead(("local-prefill-0", "local"), NS_PER_S)
+    assert faults.times() == [NS_PER_S]
+
+
+def test_a_fault_of_nothing_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a:b: no such link; there are: dense:local"):
+        Faults((LinkFault("a", "b", 0, 1),)).check([("dense", "local")], [])
+    with pytest.raises(
+        ConfigError, match="x: no node or cluster has that name; there are: local, local-decode-0"
+    ):
+        Faults(nodes=(NodeFault("x", 0, 1),)).check([], ["local", "local-decode-0"])
+    with pytest.raises(ConfigError, match="--disk-fault x: no node or cluster has that name"):
+        Faults(disks=(DiskFault("x", 0, 1),)).check([], ["local"])
+    with pytest.raises(ConfigError, match="--session-fault y: no node or cluster has that name"):
+        Faults(sessions=(SessionFault("local", "y", 0, 1),)).check([], ["local"])
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "status"), [(0, Status.REFUSED), (300, Status.REFUSED), (500, Status.COMPLETED)]
+)
+def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: Status) -> None:
+    faults = Faults(nodes=(NodeFault("decode-0", 0.1, 0.5),))
+    some = nodes(Role.PREFILL, 1) + nodes(Role.DECODE, 1)
+    cluster = deployment(some, Rules(wait_ms=wait_ms), faults=faults)
+    [record] = Simulation(cluster, workload([Request(110 * NS_PER_MS, 100, 10)]), check=True).run().records
+    assert record.status is status
+    if status is Status.COMPLETED:
+        assert record.first_token_ns > 500 * NS_PER_MS
+    elif wait_ms:
+        assert record.end_ns == (110 + wait_ms) * NS_PER_MS

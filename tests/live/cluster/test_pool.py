@@ -1,0 +1,220 @@
+"""Cached blocks of a live cluster: kept beside the engine, on disk, lent and fetched; every token is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.served import reserved_port
+from isthmus.cli.models import bytes_folder
+from isthmus.live.engine.emulated import expected_tokens, recipe_of
+from tests.certificates import make_certificate
+from tests.inside import inside
+from tests.served import LIMIT_S, Client, given_up, node_pid, refused, serve
+
+RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
+
+SLOW = {**CURVE, "prefill_token_s": 4e-4}
+"""Computing 1,600 tokens takes 0.64 s, fetching them next to nothing: fetches are what the conductor orders."""
+
+BLOCK_BYTES = 16 * 2048
+"""Of the model that is emulated."""
+
+
+def deployment(**sections: Any) -> dict[str, Any]:
+    """Emulated nodes with a cache of 1,000 blocks."""
+    return {
+        "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
+        "cache": {"dram": 1000 * BLOCK_BYTES, **sections.pop("cache", {})},
+        **sections,
+    }
+
+
+def written(folder: Path, settings: dict[str, Any]) -> str:
+    """As a configuration file."""
+    path = folder / "isthmus.yaml"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def ask(served: Client, prompt: list[int], count: int = 20, **fields: Any) -> int:
+    """Checks an answer; returns how many of its prompt's tokens were cached."""
+    found = served.complete(prompt, count, ignore_eos=True, **fields)
+    assert found["choices"][0]["token_ids"] == expected_tokens(RECIPE, prompt, count)
+    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
+    with inside(deployment()) as served:
+        first = prompt_of(1, 400)
+        assert ask(served, first, 100) == 0
+        served.wait_until(
+            lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
+        )
+        served.check_idle()  # and the conductor knows
+        answer = expected_tokens(RECIPE, first, 100)
+        assert ask(served, first + answer + prompt_of(2, 50)) == 496
+        served.wait_until(lambda: served.total("kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["lent", "fetched"])
+def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
+    """`mooncake` fetches from the one that has it."""
+    share = {"share": "host" if shared else "none"}
+    config = deployment(
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
+        roles={"prefill": 2, "decode": 2},
+        policy="mooncake",
+        cache=share,
+    )
+    shared_prompt = prompt_of(3, 1600)
+    prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
+    with inside(config) as served:
+        assert ask(served, prompts[0]) == 0
+        with served.together(8), ThreadPoolExecutor(8) as pool:
+            cached = list(pool.map(lambda prompt: ask(served, prompt), prompts[1:]))
+        assert max(cached) == 1600, "some may begin before the prefix has crossed"
+        moved = "kv_bytes_borrowed_total" if shared else "kv_bytes_fetched_total"
+        served.wait_until(lambda: served.total(moved) >= 100 * 512, "the prefix crosses once")
+        served.wait_until(
+            lambda: all(served.gauge("tokens_computed_total")[node] for node in ("prefill-0", "prefill-1")),
+            "both worked",
+        )
+
+
+def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
+    prompt = prompt_of(4, 1600)
+    with inside(config) as served:
+        assert ask(served, prompt) == 0
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
+    with inside(config) as served:
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "found again")
+        served.check_idle()  # and the conductor knows
+        assert ask(served, prompt) == 1599
+        assert served.total("seal_mismatches_total") == 0
+
+
+def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
+    prompt = prompt_of(5, 1600)
+    with inside(config) as served:
+        ask(served, prompt)
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
+    damage = random.Random(6)
+    for path in sorted((tmp_path / "blocks").rglob("*")):
+        if path.is_file() and path.stat().st_size > 4096:
+            data = bytearray(path.read_bytes())
+            written = [at for at, byte in enumerate(data) if byte]
+            for at in damage.sample(written, 40):
+                data[at] ^= 1 << damage.randrange(8)
+            path.write_bytes(data)
+    with inside(config) as served:
+        assert ask(served, prompt) < 1599
+        served.check_idle()  # what was computed is kept
+        assert ask(served, prompt) == 1599
+
+
+def test_eviction_under_pressure(tmp_path: Path) -> None:
+    """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
+    for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
+        config = deployment(roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
+        draw = random.Random(7)
+        prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
+        with inside(config) as served, ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda prompt: ask(served, prompt, 10), [draw.choice(prompts) for _ in range(60)]))
+            served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "an eviction")
+
+
+@pytest.mark.parametrize("form", ["lossless", "int8"])
+def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
+    """The conductor believes in a link of 1 Mbit/s. What int8 leaves of a digest tells another token."""
+    config = deployment(
+        network={"node_gbps": 0.001, "compression": form},
+        cache={"share": "none"},
+        roles={"prefill": 2, "decode": 1},
+        policy="mooncake",
+    )
+    prompt = prompt_of(8, 800)
+    with inside(config) as served:
+        found = served.tokens(prompt, 20, ignore_eos=True)
+        exact = found == expected_tokens(RECIPE, prompt, 20)
+        assert exact == (form == "lossless")
+        assert len(found) == 20
+
+
+@pytest.mark.parametrize("whose", ["operator's", "head's"])
+def test_all_sessions_over_tls(whose: str, tmp_path: Path) -> None:
+    """Head, hand-over and fetch; and somebody who speaks no TLS is not let in."""
+    config = deployment(
+        tls=make_certificate(tmp_path, "ours") if whose == "operator's" else {"folder": str(tmp_path / "kept")},
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
+        roles={"prefill": 2, "decode": 1},
+        policy="mooncake",
+        cache={"share": "none"},
+    )
+    shared = prompt_of(11, 800)
+    with reserved_port() as port, inside(config | {"join_port": port}) as served:
+        assert ask(served, shared) == 0
+        with served.together(6), ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda seed: ask(served, shared + prompt_of(seed, 100), 5), range(200, 212)))
+        served.wait_until(lambda: served.total("kv_bytes_fetched_total") >= 50 * 512, "the prefix crossed")
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.settimeout(LIMIT_S)
+            plain.sendall(b"IST" * 100)
+            assert plain.recv(1) in (b"", b"\x15"), "an alert, or nothing"
+        assert ask(served, shared) > 0
+
+
+def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
+    config = deployment(tls={"certificate": "a.crt"})
+    code, line = refused("--config", written(tmp_path, config), "--port", "0")
+    assert code != 0 and "tls" in line and "authority" in line
+
+
+def test_a_node_whose_folder_went_bad_comes_back_on_dram_alone(tmp_path: Path) -> None:
+    """A file in its place: while the node runs, nothing happens; killed, it is started again without its SSD."""
+    folder, prompt = tmp_path / "blocks", prompt_of(9, 1600)
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(folder)})
+    with serve(tmp_path, config) as served:
+        assert ask(served, prompt) == 0
+        served.wait_until(lambda: served.gauge("cache_disk_blocks")["prefill-0"] >= 100, "written behind")
+        shutil.rmtree(folder / "prefill-0")
+        (folder / "prefill-0").write_text("somebody's")
+        assert ask(served, prompt) == 1599 and served.total("cache_degraded") == 0
+        os.kill(node_pid(served.children().values(), "prefill-0"), signal.SIGKILL)
+        served.wait_until(lambda: served.gauge("cache_degraded").get("prefill-0") == 1, "it is there again")
+        for seed in range(20, 24):
+            ask(served, prompt_of(seed, 1600))
+        assert ask(served, prompt_of(23, 1600)) == 1599, "its DRAM is used"
+        by_node = {node["node"]: node["cache"] for node in served.http.get("/status").json()["nodes"]}
+        assert by_node["prefill-0"]["degraded"] and not by_node["decode-0"]["degraded"]
+    assert (
+        f"SSD tier in {folder}/prefill-0 cannot be used: File exists; prefill-0 goes on with DRAM"
+        in served.story()
+    )
+    assert (folder / "prefill-0").read_text() == "somebody's"
+    code, line = given_up("--config", str(tmp_path / "serve.yaml"), "--port", "0")
+    assert code != 0 and f"SSD tier in {folder}/prefill-0 cannot be used" in line
+
+
+def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
+    config = deployment(cache={"ssd": "1GiB"})
+    code, line = given_up("--config", written(tmp_path, config), "--port", "0")
+    assert code != 0 and "cache.folder" in line

@@ -1,0 +1,104 @@
+"""The default model, which people trained: a cluster answers with the tokens that transformers finds likeliest with the
+same weights, widened from 4 bits to float32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.models import gguf_reference
+from isthmus.cli.models import find_model
+from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from tests.inside import inside
+
+NUM_TOKENS = 16
+LONG = 1_100
+APART = 500
+"""Tokens of it that are spread over nodes, none of which has memory for them."""
+TEXTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Write the Python function fibonacci(n).",
+    "Which are the three primary colours?",
+    "Explain in one sentence why the sky is blue.",
+    "Übersetze ins Englische: Der Zug fährt um acht Uhr ab.",
+    "List five animals that live in the desert, one a line.",
+    "How do 1, 1, 2, 3, 5, 8, 13 go on?",
+    "Tell me a story that begins in a village at the edge of a forest.",
+    "What is 17 plus 25? Show your steps.",
+    "Summarise: a cache keeps what was computed once, so that it need not be computed again. " * 8,
+]
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Twelve, the last as long as a document."""
+    tokenizer = GatewayTokenizer.load(find_model(None)[0])
+    licence = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf8")
+    found = [tokenizer.encode_chat(asked(text)) for text in TEXTS]
+    found.append(tokenizer.encode_text(licence)[:LONG])
+    assert len(found[-1]) == LONG
+    return found
+
+
+@cache
+def reference() -> Any:
+    return gguf_reference(find_model(None)[0], "sdpa")
+
+
+def check(prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """The likeliest tokens by transformers."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert likeliest(tuple(prompt), tuple(answer[:-1])) == answer
+
+
+@cache
+def likeliest(prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[int]:
+    """After the prompt and each token of the answer."""
+    with torch.inference_mode():
+        [logits] = reference()(torch.tensor([[*prompt, *answer]]), logits_to_keep=NUM_TOKENS).logits
+    return logits.argmax(-1).tolist()
+
+
+def test_its_greedy_tokens_are_those_of_transformers(prompts: list[list[int]]) -> None:
+    """All at once, handed over from a prefill to a decode node."""
+    with inside({"engine": {"dtype": "float32", "kv_memory": "256MiB"}}) as served:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda ids: served.tokens(ids, NUM_TOKENS, ignore_eos=True), prompts))
+        body = {"model": served.model, "messages": asked(TEXTS[0]), "temperature": 0}
+        reply = served.http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    check(prompts, answers)
+
+
+@pytest.mark.parametrize(
+    ("roles", "kv_memory"),
+    [
+        ({"mixed": 3}, "9MiB"),
+        ({"mixed": 1, "attention": {"count": 2, "kv_memory": "18MiB"}}, "11MiB"),
+        ({"mixed": 1, "attention": {"count": 3, "kv_memory": "14MiB"}}, "11MiB"),
+    ],
+    ids=["three nodes", "two attention nodes", "three attention nodes"],
+)
+def test_its_tokens_with_kv_on_three_nodes(
+    roles: dict[str, Any], kv_memory: str, prompts: list[list[int]]
+) -> None:
+    """The document is longer than the memory of any node that computes; attention nodes have every prompt, two of them
+    by tokens, three by its three KV heads."""
+    engine = {"dtype": "float32", "kv_memory": kv_memory, "max_sequences": 4}
+    with inside(
+        {"roles": {"prefill": 0, "decode": 0} | roles, "engine": engine, "cache": {"dram": 0}}
+    ) as served:
+        asked = [prompts[0], prompts[-1][:APART]]
+        answers = [served.tokens(ids, NUM_TOKENS, ignore_eos=True) for ids in asked]
+        served.wait_until(lambda: served.total("attention_answered_total") > 0, "answers")
+    check(asked, answers)

@@ -1,0 +1,389 @@
+"""What a recording says, what is refused as one, and that the same is decided again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from isthmus.core.attempts import FetchOrder
+from isthmus.core.conductor import (
+    Abort,
+    BlocksStored,
+    Conductor,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    PrefillFinished,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
+from isthmus.core.conductor.events import RECORDING_FORMAT
+from isthmus.core.cost import Curve
+from isthmus.core.errors import ConfigError
+from isthmus.core.node import Node
+from isthmus.core.node.events import (
+    Action,
+    Become,
+    Begin,
+    Came,
+    FetchEnded,
+    Heard,
+    Lost,
+    Moved,
+    Recovered,
+    Woken,
+)
+from isthmus.core.node.events import Event as NodeEvent
+from isthmus.core.node.letters import Enough, Granted, Landed, Want
+from isthmus.core.scheduler import BlockPool, Saved, Stepped
+from isthmus.core.types import NS_PER_S, NodeId, RequestId, Role
+from isthmus.facts import NodeFacts
+from isthmus.live.cluster.private import private
+from isthmus.live.cluster.recorder import Header, LiveRecorder, Recorder, node_recorder, opaque, read, replay
+from tests.inside import inside
+from tests.served import LIMIT_S
+from tests.tape import Entry
+
+P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+NAMES = (b"\x00\xff" * 8, bytes(16))
+CHAIN, OTHER_CHAIN = [tuple([bytes([first + at]) * 16 for at in range(6)]) for first in (0, 10)]
+CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
+RULES = Rules(max_requests=2, max_attempts=2)
+EVENTS: list[Event] = [
+    NodeJoined(P1, Role.PREFILL, 100, 4),
+    NodeJoined(D1, Role.DECODE, 100, 4),
+    RequestArrived(A, "tenant", 9, 10, NAMES),
+    RequestArrived(B, "", 500, 10, ()),
+    PrefillFinished(A, 1),
+    BlocksStored(P1, NAMES),
+    NodeJoined(M1, Role.MIXED, 100, 4),
+    RequestArrived(B, "", 9, 10, NAMES),
+    RequestArrived(C, "", 9, 10, ()),
+    NodeLeft(D1),
+    RequestFailed(B, 2, "a seal did not match"),
+    RequestFailed(B, 3, "a seal did not match"),
+    RequestCancelled(B),
+    RequestEnded(A),
+]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    return record(tmp_path / "flight.jsonl")
+
+
+def record(path: Path) -> Path:
+    """A recording of EVENTS: line 1 is the header, event number i (from 0) is on line i + 2."""
+    recorder, conductor = Recorder(path, Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
+    for now, event in enumerate(EVENTS):
+        recorder.record(now, event, conductor.on(event, now))
+    recorder.close()
+    return path
+
+
+def entries(path: Path) -> dict[int, Entry]:
+    """The lines of a conductor's recording after the first, by their numbers."""
+    lines = path.read_bytes().splitlines()[1:]
+    return {number: msgspec.json.decode(line, type=Entry) for number, line in enumerate(lines, start=2)}
+
+
+def rewrite(path: Path, line: int, text: bytes) -> None:
+    lines = path.read_bytes().splitlines()
+    lines[line - 1] = text
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def test_what_was_recorded_is_read_back(recording: Path) -> None:
+    header, numbered = read(recording)[0], list(entries(recording).items())
+    assert header == Header(RECORDING_FORMAT, RULES)
+    assert [number for number, _ in numbered] == list(range(2, len(EVENTS) + 2))
+    assert [entry.event for _, entry in numbered] == EVENTS
+    assert [entry.at_ns for _, entry in numbered] == list(range(len(EVENTS)))
+    kinds = {type(action).__name__ for _, entry in numbered for action in entry.actions}
+    assert kinds == {"Route", "Refuse", "Abort", "Fail"}
+
+
+def test_a_recording_replays_identically(recording: Path) -> None:
+    assert replay(recording) == (len(EVENTS), None)
+
+
+def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> None:
+    assert record(tmp_path / "again").read_bytes() == recording.read_bytes()
+
+
+def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "flight", Header(RECORDING_FORMAT, RULES))
+    for count, event in enumerate(EVENTS, start=2):
+        recorder.record(0, event, [])
+        assert (tmp_path / "flight").read_bytes().count(b"\n") == count
+    recorder.close()
+
+
+@pytest.mark.parametrize("line", [4, 5, 10])
+def test_a_changed_decision_is_found_with_its_line(recording: Path, line: int) -> None:
+    entry = entries(recording)[line]
+    changed = Entry(entry.at_ns, entry.event, (Abort(C, 9, (P1,)),))
+    rewrite(recording, line, msgspec.json.encode(changed))
+    count, difference = replay(recording)
+    assert difference is not None
+    assert (count, difference.line) == (line - 1, line)
+    found = (difference.event, difference.recorded, difference.replayed)
+    assert found == tuple(
+        [msgspec.json.encode(each).decode() for each in (entry.event, changed.actions, entry.actions)]
+    )
+
+
+def test_a_missing_and_a_further_action_are_found(recording: Path) -> None:
+    entry = entries(recording)[4]
+    for actions in ((), (*entry.actions, Route(A, 1, P1, D1))):
+        rewrite(recording, 4, msgspec.json.encode(Entry(entry.at_ns, entry.event, actions)))
+        difference = replay(recording)[1]
+        assert difference is not None and difference.line == 4
+
+
+def test_a_changed_event_is_found_where_it_first_matters(recording: Path) -> None:
+    rewrite(recording, 3, msgspec.json.encode(Entry(1, NodeJoined(NodeId("d9"), Role.DECODE, 100, 4), ())))
+    difference = replay(recording)[1]
+    assert difference is not None and difference.line == 4
+
+
+def test_other_rules_decide_otherwise(recording: Path) -> None:
+    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(max_requests=99))))
+    difference = replay(recording)[1]
+    assert difference is not None and difference.line == 10
+
+
+GARBAGE = [b"", b"garbage", b"{}", b"[1, 2]", b"17", b'{"at_ns": 1, "event": {"type": "Nothing"}, "actions": []}',
+           b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}',
+           b'{"at_ns": "soon", "event": {"type": "NodeLeft", "node": "x"}, "actions": []}', b"\x00\x01"]  # fmt: skip
+HEADERS = [
+    b"garbage",
+    b"{}",
+    b'{"format": "x", "rules": {}}',
+    b"",
+    b'{"format": 2, "rules": {"policy": "\xff"}}',
+]
+
+
+@pytest.mark.parametrize(("line", "text"), [*[(6, text) for text in GARBAGE], *[(1, text) for text in HEADERS]])
+def test_a_garbage_line_is_refused_with_its_number(recording: Path, line: int, text: bytes) -> None:
+    rewrite(recording, line, text)
+    told = "line 6 cannot be read" if line > 1 else "line 1 is no recording header"
+    with pytest.raises(ConfigError, match=told) as caught:
+        replay(recording)
+    assert str(caught.value).startswith(f"{recording}: ") and "\n" not in str(caught.value)
+
+
+def test_a_recording_of_an_unknown_policy_is_refused(recording: Path) -> None:
+    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(policy="of tomorrow"))))
+    with pytest.raises(ConfigError, match="of tomorrow"):
+        replay(recording)
+
+
+def test_a_truncated_line_is_refused_with_its_number(recording: Path) -> None:
+    data = recording.read_bytes()
+    recording.write_bytes(data[:-20])
+    with pytest.raises(ConfigError, match=rf"line {len(EVENTS) + 1} cannot be read"):
+        replay(recording)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "flight").write_bytes(b"")
+    with pytest.raises(ConfigError, match="empty"):
+        replay(tmp_path / "flight")
+
+
+def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
+    rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
+    with pytest.raises(ConfigError, match=f"recording format 1; this version reads {RECORDING_FORMAT}"):
+        replay(recording)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_only_its_owner_may_read_a_recording(there: bool, tmp_path: Path) -> None:
+    """From its creation on: nothing is written before its mode is right."""
+    path, before = tmp_path / "flight.jsonl", os.umask(0)
+    try:
+        if there:
+            path.write_text("an earlier run")
+        recorder = Recorder(path, Header(RECORDING_FORMAT, RULES))
+        assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes().startswith(b'{"format"')
+        recorder.close()
+    finally:
+        os.umask(before)
+
+
+def test_a_file_is_private_before_anything_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can open it between its creation and a change of its mode."""
+    path, before = tmp_path / "file", os.umask(0)
+    monkeypatch.setattr(os, "fchmod", None)
+    try:
+        os.close(private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tenant_has_one_opaque_name_and_nobody_none() -> None:
+    names = [opaque(tenant, secret) for secret in ("one", "two") for tenant in ("acme", "globex", "Acme")]
+    assert len(set(names)) == 6 and opaque("", "one") == ""
+    assert opaque("acme", "one") == names[0] and "acme" not in "".join(names)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot write"):
+        Recorder(tmp_path, Header(RECORDING_FORMAT, RULES))
+    with pytest.raises(ConfigError, match="cannot write"):
+        Recorder(tmp_path / "no folder" / "flight", Header(RECORDING_FORMAT, RULES))
+
+
+# Recordings of nodes.
+
+FACTS = NodeFacts(P1, Role.PREFILL, CURVE, 32, 4, dram_blocks=4, ssd_blocks=8, transit_blocks=2, token_budget=8)
+
+
+def told(node: Node) -> Iterator[NodeEvent]:
+    """What a node hears that fetches a prefix, hands the KV of a prompt over, and keeps its blocks."""
+    begin = Begin(
+        RequestId("a#1"), Role.PREFILL, Route(A, 1, P1, D1, FetchOrder(M1, 0, 2, until_ns=50), num_cached=2),
+        num_tokens=25, stop_length=40, names=CHAIN,
+    )  # fmt: skip
+    yield Recovered((OTHER_CHAIN,))
+    yield Begin(RequestId("b#1"), Role.PREFILL, Route(B, 1, P1, D1), 9, 20, OTHER_CHAIN[:2])
+    yield begin
+    yield Heard(D1, Granted(RequestId("b#1")))
+    yield Moved(begin.key)
+    yield Came(begin.key, 1)
+    yield FetchEnded(begin.key, 2)
+    yield Heard(D1, Granted(begin.key))
+    while node.scheduler.run is not None:
+        yield Stepped(node.scheduler.run.steps)
+    yield Heard(D1, Landed(RequestId("b#1")))
+    yield Heard(M1, Want(RequestId("c#1"), CHAIN, 0))
+    yield Saved(begin.key)
+    yield Lost(CHAIN[1:2])
+    yield Heard(D1, Landed(begin.key))
+    yield Heard(M1, Enough(RequestId("c#1")))
+    yield Become(Role.DECODE)
+    yield Woken()
+
+
+def record_node(path: Path, start: int = 1) -> tuple[Path, list[tuple[Action, ...]]]:
+    """Event number i (from 0) is on line i + 2."""
+    before = set(path.parent.iterdir())
+    recorder = node_recorder(path, FACTS, 0.25, start)
+    (made,) = set(path.parent.iterdir()) - before
+    node, answers = FACTS.node_of(BlockPool(FACTS.kv_blocks), transfer_ns=NS_PER_S // 4), []
+    for now, event in enumerate(told(node)):
+        actions = node.on(event, now)
+        recorder.record(now, event, actions)
+        answers.append(tuple(actions))
+    recorder.close()
+    return made, answers
+
+
+def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
+    path, answers = record_node(tmp_path / "flight.jsonl")
+    assert path.name == "flight.p1.jsonl"
+    assert replay(path) == (len(answers), None)
+    assert read(path)[0] == Header(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
+    kinds = {type(action).__name__ for actions in answers for action in actions}
+    assert kinds >= {
+        "Fetch", "Offer", "Run", "Admitted", "Load", "Send", "Finish", "Save", "Give", "Release",
+        "FetchFinished", "PrefillFinished", "BlocksStored", "BlocksEvicted", "RoleChanged",
+    }  # fmt: skip
+
+
+def test_a_changed_answer_of_a_node_is_found_with_its_line(tmp_path: Path) -> None:
+    path, _ = record_node(tmp_path / "flight.jsonl")
+    for number, line in enumerate(path.read_bytes().splitlines()[1:], start=2):
+        plain = msgspec.json.decode(line)
+        if not plain["actions"]:
+            continue
+        copy = tmp_path / "changed.jsonl"
+        copy.write_bytes(path.read_bytes())
+        rewrite(copy, number, msgspec.json.encode(plain | {"actions": plain["actions"][1:]}))
+        count, difference = replay(copy)
+        assert difference is not None and (count, difference.line) == (number - 1, number)
+        assert difference.replayed == msgspec.json.encode(plain["actions"]).decode()
+
+
+def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path: Path) -> None:
+    path, _ = record_node(tmp_path / "flight.jsonl")
+    rewrite(path, 4, msgspec.json.encode(Entry(1, NodeLeft(D1), ())))
+    with pytest.raises(ConfigError, match=r"line 4 cannot be read") as caught:
+        replay(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [Header(RECORDING_FORMAT), Header(RECORDING_FORMAT, RULES, FACTS)])
+def test_a_header_of_neither_or_both_is_refused(recording: Path, header: Header) -> None:
+    rewrite(recording, 1, msgspec.json.encode(header))
+    with pytest.raises(ConfigError, match="it names neither rules nor a node, or both") as caught:
+        replay(recording)
+    assert str(caught.value).startswith(f"{recording}: line 1 ") and "\n" not in str(caught.value)
+
+
+def test_a_node_started_again_leaves_what_it_recorded(tmp_path: Path) -> None:
+    first, answers = record_node(tmp_path / "flight.jsonl")
+    before = first.read_bytes()
+    for start in (2, 3):
+        again, _ = record_node(tmp_path / "flight.jsonl", start)
+        assert again.name == f"flight.p1.{start}.jsonl" and again.read_bytes() == before
+    assert first.read_bytes() == before and replay(first) == replay(again) == (len(answers), None)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "flight.jsonl"
+    recorder = LiveRecorder(path, Header(RECORDING_FORMAT, RULES))
+    recorder.record(0, EVENTS[0], [])
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), recorder._file.fileno())
+    for at_ns in (1, 2):
+        recorder.record(at_ns, EVENTS[1], [])
+    recorder.close()
+    assert path.read_bytes().count(b"\n") == 2
+    assert caplog.messages == [f"the flight recording {path} ends here: No space left on device"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path) -> None:
+    """A few requests at once, a cancelled one, and then every file."""
+    flight = tmp_path / "flight.jsonl"
+    cost = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-4, "decode_fixed_s": 0.001}
+    sections = {
+        "roles": {"prefill": {"count": pipeline, "pipeline": pipeline}, "decode": 1},
+        "engine": {"kind": "emulated", "cost": cost, "token_budget": 256},
+        "cache": {"dram": "1MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")},
+        "record": str(flight),
+    }
+    with inside(sections) as served:
+        prompts = [[seed + at % 50 for at in range(length)] for seed, length in ((1, 500), (9, 900), (1, 700))]
+        for _ in range(2):
+            with ThreadPoolExecutor(3) as pool:
+                list(pool.map(lambda prompt: served.tokens(prompt, 12, ignore_eos=True), prompts))
+        with served.held(), pytest.raises(httpx.ReadTimeout):
+            body = {"model": served.model, "prompt": [7] * 3000, "max_tokens": 9}
+            served.http.post("/v1/completions", json=body, timeout=httpx.Timeout(LIMIT_S, read=0.15))
+        served.tokens([7] * 3000, 5)
+    for name in ("", ".prefill-0", ".decode-0"):
+        count, difference = replay(flight.with_suffix(f"{name}.jsonl"))
+        assert count > 20 and difference is None
+    assert sorted(path.name for path in tmp_path.glob("flight*")) == [
+        "flight.decode-0.jsonl", "flight.jsonl", "flight.prefill-0.jsonl",
+    ]  # fmt: skip

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from isthmus.live.engine.attention import Part, merge, partial
+
+from .support import attention, largest_error, randn, visible
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """T queries, L keys cut into parts at `cuts` (first 0, last L; parts may be empty)."""
+
+    num_queries: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    cuts: tuple[int, ...]
+    causal_from: int | None
+    window: int
+    dtype: torch.dtype
+
+    @property
+    def num_keys(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        q = randn(self.num_queries, self.num_kv_heads * self.group, self.head_dim, seed=1)
+        kv = randn(self.num_keys, 2, self.num_kv_heads, self.head_dim, seed=2)
+        return q.to(self.dtype), kv.to(self.dtype)
+
+    def part(self, start: int, stop: int) -> Part:
+        q, kv = self.tensors()
+        causal_from = None if self.causal_from is None else self.causal_from - start
+        return partial(q, kv[start:stop], scale=self.scale, causal_from=causal_from, window=self.window)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_keys = draw(st.integers(0, 40))
+    cuts = draw(st.lists(st.integers(0, num_keys), max_size=6))
+    causal = draw(st.booleans())
+    return Case(
+        num_queries=draw(st.integers(1, 9)),
+        num_kv_heads=draw(st.integers(1, 4)),
+        group=draw(st.integers(1, 5)),
+        head_dim=draw(st.sampled_from([2, 8, 16, 20])),
+        cuts=(0, *sorted(cuts), num_keys),
+        causal_from=draw(st.integers(-3, num_keys + 3)) if causal else None,
+        window=draw(st.integers(0, 45)) if causal else 0,
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
+    )
+
+
+def assert_close(found: Part, expected: Part, tolerance: float) -> None:
+    (out, lse), (expected_out, expected_lse) = found, expected
+    hidden = expected_lse.isneginf()
+    assert torch.equal(lse.isneginf(), hidden)
+    assert (out[hidden] == 0).all()
+    assert largest_error(out, expected_out) <= tolerance
+    assert largest_error(lse[~hidden], expected_lse[~hidden]) <= tolerance
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_any_split_of_the_keys_merges_to_the_whole(case: Case) -> None:
+    merged = merge([case.part(start, stop) for start, stop in pairwise(case.cuts)])
+    assert_close(merged, case.part(0, case.num_keys), TOLERANCE[case.dtype])
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_a_part_is_attention_under_an_explicit_mask_and_lse_its_natural_log_of_sums(case: Case) -> None:
+    q, kv = case.tensors()
+    seen = visible(case.num_queries, case.num_keys, case.causal_from, case.window)
+    assert_close(case.part(0, case.num_keys), attention(q, kv, seen, case.scale), TOLERANCE[case.dtype])
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_the_order_of_the_parts_does_not_matter(case: Case) -> None:
+    parts = [case.part(start, stop) for start, stop in pairwise(case.cuts)]
+    assert_close(merge(parts[::-1]), merge(parts), TOLERANCE[case.dtype])
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_parts_may_be_merged_in_two_stages(case: Case) -> None:
+    parts = [case.part(start, stop) for start, stop in pairwise(case.cuts)]
+    staged = merge([merge(parts[:1]), merge(parts[1:])]) if len(parts) > 1 else merge(parts)
+    assert_close(staged, merge(parts), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_empty_part_gives_out_zero_and_lse_minus_infinity(dtype: torch.dtype) -> None:
+    q = randn(3, 4, 8).to(dtype)
+    for causal_from in (None, 0, 5):
+        out, lse = partial(q, q.new_empty(0, 2, 2, 8), scale=1.0, causal_from=causal_from)
+        assert torch.equal(out, torch.zeros_like(q)) and out.dtype == dtype
+        assert lse.shape == (3, 4) and lse.isneginf().all()
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_merging_only_empty_parts_gives_an_empty_part() -> None:
+    empty = partial(randn(3, 4, 8), torch.empty(0, 2, 2, 8), scale=1.0)
+    for count in (1, 2, 5):
+        out, lse = merge([empty] * count)
+        assert torch.equal(out, torch.zeros(3, 4, 8))
+        assert torch.equal(lse, torch.full((3, 4), float("-inf")))
+
+
+def test_an_empty_part_changes_no_bit_of_the_others() -> None:
+    q, kv = randn(3, 4, 8), randn(9, 2, 2, 8, seed=1)
+    whole = partial(q, kv, scale=0.5)
+    out, lse = merge([partial(q, kv[:0], scale=0.5), whole, partial(q, kv[:0], scale=0.5)])
+    assert torch.equal(out, whole[0]) and torch.equal(lse, whole[1])
+
+
+def test_lse_is_natural_not_base_two() -> None:
+    """One key with score 0 twice: the sum of exponentials is 2."""
+    _, lse = partial(torch.zeros(1, 1, 4), torch.zeros(2, 2, 1, 4), scale=1.0)
+    assert float(lse) == pytest.approx(0.6931472, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_the_fast_path_and_the_general_path_agree(dtype: torch.dtype, group: int) -> None:
+    """A window that hides nothing, or an offset that hides nothing, states the same in another way."""
+    q, kv = randn(70, 2 * group, 16, dtype=dtype), randn(70, 2, 2, 16, seed=1, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    causal = partial(q, kv, scale=0.25, causal_from=0)
+    assert_close(causal, partial(q, kv, scale=0.25, causal_from=0, window=1000), tolerance)
+    full = partial(q, kv, scale=0.25)
+    assert_close(full, partial(q, kv, scale=0.25, causal_from=70), tolerance)
+    assert largest_error(full[0], causal[0]) > 0.1
+
+
+def test_more_queries_than_keys_are_causal_from_the_first_key() -> None:
+    q, kv = randn(12, 4, 8), randn(5, 2, 2, 8, seed=1)
+    expected = attention(q, kv, visible(12, 5, 0), 0.5)
+    assert_close(partial(q, kv, scale=0.5, causal_from=0), expected, 1e-5)
+
+
+@pytest.mark.parametrize("causal_from", [None, 0, 30])
+def test_bfloat16_is_as_good_as_its_rounding(causal_from: int | None) -> None:
+    q, kv = randn(40, 4, 16, dtype=torch.bfloat16), randn(70, 2, 2, 16, seed=1, dtype=torch.bfloat16)
+    expected_out, expected_lse = attention(q, kv, visible(40, 70, causal_from), 0.25)
+    out, lse = partial(q, kv, scale=0.25, causal_from=causal_from)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert largest_error(out, expected_out) <= 2**-7
+    assert largest_error(lse, expected_lse) <= 2**-9
+
+
+def test_bfloat16_parts_merge_to_the_whole() -> None:
+    q, kv = randn(40, 4, 16, dtype=torch.bfloat16), randn(70, 2, 2, 16, seed=1, dtype=torch.bfloat16)
+    out, lse = merge([partial(q, piece, scale=0.25) for piece in kv.split([1, 0, 40, 29])])
+    expected_out, expected_lse = attention(q, kv, visible(40, 70, None), 0.25)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert largest_error(out, expected_out) <= 2**-6
+    assert largest_error(lse, expected_lse) <= 2**-9
+
+
+def test_scores_too_large_for_exp_stay_finite() -> None:
+    """Scores of +-1,000 and parts that lie 2,000 apart: the heavier part alone decides."""
+    q = torch.ones(1, 1, 2)
+    kv = torch.tensor([500.0, -500.0])[:, None, None, None].expand(2, 2, 1, 2).clone()
+    kv[:, 1] = torch.tensor([3.0, 7.0])[:, None, None]
+    out, lse = merge([partial(q, kv[:1], scale=1.0), partial(q, kv[1:], scale=1.0)])
+    assert torch.equal(out, torch.full((1, 1, 2), 3.0))
+    assert float(lse) == 1000.0
+
+
+def test_inputs_are_not_changed() -> None:
+    q, kv = randn(20, 4, 8), randn(30, 2, 2, 8, seed=1)
+    before = q.clone(), kv.clone()
+    parts = [partial(q, kv, scale=1.0, causal_from=10, window=5), partial(q, kv, scale=1.0, causal_from=0)]
+    kept = [(out.clone(), lse.clone()) for out, lse in parts]
+    merge(parts)
+    assert torch.equal(q, before[0]) and torch.equal(kv, before[1])
+    for (out, lse), (old_out, old_lse) in zip(parts, kept, strict=True):
+        assert torch.equal(out, old_out) and torch.equal(lse, old_lse)

@@ -1,0 +1,604 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.live.engine.kernels import Kernels, native, select
+from isthmus.live.engine.kernels.plain import PlainKernels
+
+from .support import NAN, attention, largest_error, permutation, randn, relative_error
+
+F32, BF16 = torch.float32, torch.bfloat16
+TOLERANCE = {F32: 2e-5, BF16: 2**-7}
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [16, 20, 32, 64, 80, 128, 192])
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of the kernels, with the type of its activations and that of stored weights and KV."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    stored: torch.dtype
+
+
+@pytest.fixture(
+    params=["native-f32-f32", "native-f32-bf16", "plain-f32-f32", "plain-f32-bf16", "plain-bf16-bf16"]
+)
+def form(request: pytest.FixtureRequest, native_kernels: Kernels) -> Form:
+    """Every pair of types each form takes; that plain's are among them makes native equal to plain."""
+    name, *types = request.param.split("-")
+    dtype, stored = ({"f32": F32, "bf16": BF16}[word] for word in types)
+    return Form(native_kernels if name == "native" else PlainKernels(), dtype, stored)
+
+
+def test_each_form_takes_the_activations_it_names(native_kernels: Kernels) -> None:
+    for stored in (F32, BF16):
+        assert native_kernels.activation_dtype(stored) == F32
+        assert PlainKernels().activation_dtype(stored) == stored
+
+
+# ---- attend_paged
+
+
+@dataclass
+class Paged:
+    """Rows over a paged memory in which every slot that no row may look at holds NaN."""
+
+    q_RHD: Tensor
+    kv_S2KD: Tensor
+    tables_RB: Tensor
+    lens_R: Tensor
+    window: int
+    slots: list[list[int]]
+    """The slots that row r attends to."""
+
+    @property
+    def scale(self) -> float:
+        return self.q_RHD.shape[2] ** -0.5
+
+    def attend(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        return kernels.attend_paged(
+            self.q_RHD, self.kv_S2KD, self.tables_RB, self.lens_R, BLOCK_SIZE, self.window, self.scale
+        )
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        parts = []
+        for row, slots in enumerate(self.slots):
+            seen = torch.ones(1, len(slots), dtype=torch.bool)
+            parts.append(attention(self.q_RHD[row : row + 1], self.kv_S2KD[slots], seen, self.scale))
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def paged(
+    lens: list[int], *, group: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, window: int = 0
+) -> Paged:
+    """Each row has blocks of its own, in shuffled order; unused table entries name a block full of NaN."""
+    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    order = permutation(sum(counts) + 1, seed=len(lens))
+    poisoned = order.pop()
+    kv = torch.full(((sum(counts) + 1) * BLOCK_SIZE, 2, 2, head_dim), NAN, dtype=stored)
+    values = randn(*kv.shape, seed=3, dtype=stored)
+    tables = torch.full((len(lens), max(counts)), poisoned, dtype=torch.int32)
+    slots = []
+    for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
+        blocks, order = order[:count], order[count:]
+        tables[row, :count] = torch.tensor(blocks)
+        first = max(0, length - window) if window else 0
+        seen = [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(first, length)]
+        kv[seen] = values[seen]
+        slots.append(seen)
+    q = randn(len(lens), 2 * group, head_dim, seed=4, dtype=dtype)
+    return Paged(q, kv, tables, torch.tensor(lens, dtype=torch.int32), window, slots)
+
+
+LENS = [1, 37, 4, 5, 100, 3, 64, 17]
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("window", [0, 6])
+def test_rows_attend_to_their_own_keys_and_nothing_else(form: Form, head_dim: int, window: int) -> None:
+    for group in range(1, 9):
+        case = paged(LENS, group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored, window=window)
+        expected_out, expected_lse = case.expected()
+        out, lse = case.attend(form.kernels)
+        assert out.dtype == form.dtype and lse.dtype == F32
+        assert largest_error(out, expected_out) <= TOLERANCE[form.dtype], group
+        assert largest_error(lse, expected_lse) <= TOLERANCE[F32], group
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 99, 100, 101])
+def test_a_window_keeps_the_last_keys(kernels: Kernels, window: int) -> None:
+    case = paged(LENS, group=2, head_dim=16, dtype=F32, stored=F32, window=window)
+    out, lse = case.attend(kernels)
+    expected_out, expected_lse = case.expected()
+    assert largest_error(out, expected_out) <= 2e-5
+    assert largest_error(lse, expected_lse) <= 2e-5
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(40, 1), (40, 18), (64, 35), (192, 3), (576, 17)])
+def test_one_vector_may_be_key_and_value(form: Form, head_dim: int, group: int) -> None:
+    """As in latent attention, where many query heads share one."""
+    case = paged(LENS, group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored)
+    both = case.kv_S2KD[:, :1].expand(-1, 2, -1, -1).clone()
+    case.kv_S2KD = both
+    expected_out, expected_lse = case.expected()
+    case.kv_S2KD = both[:, :1].contiguous()
+    out, lse = case.attend(form.kernels)
+    assert largest_error(out, expected_out) <= TOLERANCE[form.dtype]
+    assert largest_error(lse, expected_lse) <= TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 128])
+def test_many_query_heads_of_one_key(form: Form, head_dim: int) -> None:
+    """More than one task computes."""
+    case = paged(LENS, group=23, head_dim=head_dim, dtype=form.dtype, stored=form.stored)
+    expected_out, expected_lse = case.expected()
+    out, lse = case.attend(form.kernels)
+    assert largest_error(out, expected_out) <= TOLERANCE[form.dtype]
+    assert largest_error(lse, expected_lse) <= TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_a_long_row_beside_short_ones(form: Form, head_dim: int) -> None:
+    case = paged([2, 3001, 1], group=3, head_dim=head_dim, dtype=form.dtype, stored=form.stored)
+    out, lse = case.attend(form.kernels)
+    expected_out, expected_lse = case.expected()
+    assert largest_error(out, expected_out) <= TOLERANCE[form.dtype]
+    assert largest_error(lse, expected_lse) <= TOLERANCE[F32]
+
+
+def test_rows_may_share_blocks(kernels: Kernels) -> None:
+    """As the rows of one short chunk do: the same table, lengths that grow by one."""
+    case = paged([20], group=2, head_dim=16, dtype=F32, stored=F32)
+    slots = case.slots[0]
+    case.q_RHD = randn(4, 4, 16, seed=9)
+    case.tables_RB = case.tables_RB.repeat(4, 1)
+    case.lens_R = torch.tensor([17, 18, 19, 20], dtype=torch.int32)
+    case.slots = [slots[:17], slots[:18], slots[:19], slots]
+    out, lse = case.attend(kernels)
+    expected_out, expected_lse = case.expected()
+    assert largest_error(out, expected_out) <= 2e-5
+    assert largest_error(lse, expected_lse) <= 2e-5
+
+
+def test_attention_survives_scores_too_large_for_exp(kernels: Kernels) -> None:
+    """Scores of +-1,000 and further apart than exp can say: the largest decides."""
+    case = paged([9], group=1, head_dim=16, dtype=F32, stored=F32)
+    case.q_RHD = torch.ones(1, 2, 16)
+    case.kv_S2KD[case.slots[0], 0] = torch.linspace(-250, 250, 9)[:, None, None]
+    out, lse = case.attend(kernels)
+    assert torch.allclose(out[0], case.kv_S2KD[case.slots[0][-1], 1], rtol=1e-6)
+    assert torch.allclose(lse, torch.full((1, 2), 1000.0), rtol=1e-6)
+
+
+# ---- attend_chunk
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 48, 64, 80, 128, 192])
+@pytest.mark.parametrize(
+    ("start", "count", "window"),
+    [
+        (0, 9, 0),
+        (0, 97, 0),
+        (5, 64, 0),
+        (130, 70, 0),
+        (64, 128, 0),
+        (300, 11, 0),
+        (0, 97, 6),
+        (130, 70, 65),
+        (9, 9, 99),
+    ],
+)
+def test_a_chunk_attends_to_what_is_before_it_and_to_itself(
+    form: Form, head_dim: int, start: int, count: int, window: int
+) -> None:
+    """What nobody may look at holds NaN, in blocks of any order."""
+    length, scale = start + count, head_dim**-0.5
+    blocks = permutation(-(-length // BLOCK_SIZE) + 2, seed=count)
+    slots = [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(length)]
+    seen = slots[max(0, start + 1 - window) if window else 0 :]
+    kv = torch.full((len(blocks) * BLOCK_SIZE, 2, 2, head_dim), NAN, dtype=form.stored)
+    kv[seen] = randn(len(seen), 2, 2, head_dim, seed=3, dtype=form.stored)
+    positions, keys = torch.arange(start, length)[:, None], torch.arange(length - len(seen), length)
+    visible = keys <= positions
+    if window:
+        visible &= keys > positions - window
+    for group in (1, 2, 3, 5, 12):
+        q = randn(count, 2 * group, head_dim, seed=group, dtype=form.dtype)
+        out = form.kernels.attend_chunk(
+            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), BLOCK_SIZE, window, scale
+        )
+        expected, _ = attention(q, kv[seen], visible, scale)
+        tolerance = TOLERANCE[BF16 if form.stored == BF16 else form.dtype]
+        assert out.dtype == form.dtype
+        assert largest_error(out, expected) <= tolerance, group
+        assert relative_error(out, expected) <= tolerance / 2, group
+
+
+def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> None:
+    """Of one query all weight is on its own key, of the other it is shared by two."""
+    q = torch.zeros(9, 1, 16)
+    q[:, 0, 0] = 1e4
+    kv = torch.zeros(16, 2, 1, 16, dtype=BF16)
+    kv[:9, 0, 0, 0] = torch.arange(9) // 2 * 2
+    kv[:9, 1, 0] = torch.arange(9)[:, None]
+    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), 16, 0, 0.25)
+    assert out[:, 0, 0].tolist() == [0, 0.5, 2, 2.5, 4, 4.5, 6, 6.5, 8]
+
+
+# ---- rope_store
+
+
+@dataclass
+class RopeStore:
+    """Inputs of one rope_store; slots that are not written hold 7."""
+
+    qkv: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    cos_sin: Tensor
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    kv_S2KD: Tensor
+    num_heads: int
+    eps: float = 1e-3
+
+    def run(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(rotated Q, the KV memory after)."""
+        kv = self.kv_S2KD.clone()
+        q = kernels.rope_store(
+            self.qkv,
+            self.positions_T,
+            self.slots_T,
+            self.cos_sin,
+            self.q_norm_D,
+            self.k_norm_D,
+            self.eps,
+            kv,
+            self.num_heads,
+        )
+        return q, kv
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The same by complex multiplication, in float64."""
+        num_kv_heads, head_dim = self.kv_S2KD.shape[2:]
+        heads = self.qkv.double().view(self.qkv.shape[0], -1, head_dim)
+        q, k, v = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
+        angles = self.cos_sin.double()[self.positions_T.long()]
+        turn = torch.complex(angles[:, : head_dim // 2], angles[:, head_dim // 2 :])[:, None]
+
+        def rotated(x_THD: Tensor, norm_D: Tensor | None) -> Tensor:
+            if norm_D is not None:
+                x_THD = x_THD / (x_THD.square().mean(-1, keepdim=True) + self.eps).sqrt() * norm_D
+            pairs = torch.complex(x_THD[..., : head_dim // 2], x_THD[..., head_dim // 2 :]) * turn
+            return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+        kv = self.kv_S2KD.double()
+        kv[self.slots_T.long()] = torch.stack((rotated(k, self.k_norm_D), v), dim=1)
+        return rotated(q, self.q_norm_D), kv
+
+
+def rope_store(
+    *, group: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, norms: bool, num_tokens: int = 11
+) -> RopeStore:
+    heads, num_slots = 2 * group + 4, num_tokens + 6
+    return RopeStore(
+        qkv=randn(num_tokens, heads * head_dim, seed=1, dtype=dtype),
+        positions_T=torch.tensor(permutation(num_tokens + 30, seed=2)[:num_tokens], dtype=torch.int32),
+        slots_T=torch.tensor(permutation(num_slots, seed=3)[:num_tokens], dtype=torch.int32),
+        cos_sin=randn(num_tokens + 30, head_dim, seed=4),
+        q_norm_D=randn(head_dim, seed=5) if norms else None,
+        k_norm_D=randn(head_dim, seed=6) if norms else None,
+        kv_S2KD=torch.full((num_slots, 2, 2, head_dim), 7.0, dtype=stored),
+        num_heads=2 * group,
+    )
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("norms", [False, True], ids=["no-norms", "qk-norms"])
+def test_q_and_k_are_rotated_and_k_and_v_stored(form: Form, head_dim: int, norms: bool) -> None:
+    for group in range(1, 9):
+        case = rope_store(group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored, norms=norms)
+        expected_q, expected_kv = case.expected()
+        q, kv = case.run(form.kernels)
+        assert q.shape == (11, 2 * group, head_dim) and q.dtype == form.dtype
+        # In bfloat16 the norm, its weight and the rotation round one after the other.
+        assert largest_error(q, expected_q) <= 2 * TOLERANCE[form.dtype], group
+        assert largest_error(kv, expected_kv) <= 2 * TOLERANCE[form.stored], group
+
+
+def test_values_are_stored_exactly_and_other_slots_are_left_alone(form: Form) -> None:
+    case = rope_store(group=2, head_dim=20, dtype=form.dtype, stored=form.stored, norms=True)
+    before = case.qkv.clone()
+    _, kv = case.run(form.kernels)
+    values = case.qkv[:, -2 * 20 :].view(-1, 2, 20).to(form.stored)
+    assert torch.equal(kv[case.slots_T.long(), 1], values)
+    unused = sorted(set(range(len(kv))) - set(case.slots_T.tolist()))
+    assert unused and (kv[unused] == 7).all()
+    assert torch.equal(case.qkv, before)
+
+
+def test_many_tokens_are_rotated_as_few_are(form: Form) -> None:
+    """Enough of them that the work is shared among threads."""
+    case = rope_store(group=4, head_dim=64, dtype=form.dtype, stored=form.stored, norms=True, num_tokens=300)
+    expected_q, expected_kv = case.expected()
+    q, kv = case.run(form.kernels)
+    assert largest_error(q, expected_q) <= TOLERANCE[form.dtype]
+    assert largest_error(kv, expected_kv) <= TOLERANCE[form.stored]
+
+
+# ---- linear
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("width", [16, 20, 64, 97])
+def test_linear_is_the_product_with_the_weights_as_stored(form: Form, width: int, bias: bool) -> None:
+    """Row counts around every tile size, and past the count from which torch's own product is taken."""
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 23, 40, 41, 70):
+        for outs in (1, 3, 4, 6, 33):
+            x = randn(rows, width, seed=1, dtype=form.dtype)
+            weight = randn(outs, width, seed=2, dtype=form.stored)
+            bias_N = randn(outs, seed=3, dtype=form.dtype) if bias else None
+            out = form.kernels.linear(x, weight, bias_N)
+            expected = x.double() @ weight.double().T + (bias_N.double() if bias_N is not None else 0.0)
+            assert out.shape == (rows, outs) and out.dtype == form.dtype
+            assert largest_error(out, expected) <= TOLERANCE[form.stored], (rows, outs)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_few_rows_meet_bfloat16_weights_without_rounding_the_activations(
+    native_kernels: Kernels, rows: int
+) -> None:
+    x, weight = randn(rows, 300, seed=1), randn(50, 300, seed=2, dtype=BF16)
+    out = native_kernels.linear(x, weight, None)
+    assert largest_error(out, x.double() @ weight.double().T) <= 1e-5
+
+
+def test_a_large_product_is_shared_among_threads_without_a_change(form: Form) -> None:
+    x, weight = randn(9, 256, seed=1, dtype=form.dtype), randn(515, 256, seed=2, dtype=form.stored)
+    out = form.kernels.linear(x, weight, None)
+    assert largest_error(out, x.double() @ weight.double().T) <= TOLERANCE[form.stored]
+
+
+# ---- add_rms_norm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 100), (3, 64), (0, 64), (300, 257)])
+def test_delta_is_added_in_place_then_the_sum_is_normed(form: Form, rows: int, width: int) -> None:
+    x, delta = randn(rows, width, seed=1, dtype=form.dtype), randn(rows, width, seed=2, dtype=form.dtype)
+    weight = randn(width, seed=3)
+    added, kept = x + delta, delta.clone()
+    out = form.kernels.add_rms_norm(x, delta, weight, 1e-3)
+    assert torch.equal(x, added) and torch.equal(delta, kept)
+    assert out.shape == x.shape and out.dtype == form.dtype
+    assert largest_error(out, rms_norm(added, weight, 1e-3)) <= TOLERANCE[form.dtype]
+
+
+def test_without_delta_the_input_is_not_changed(form: Form) -> None:
+    x, weight = randn(5, 100, dtype=form.dtype), randn(100, seed=3)
+    before = x.clone()
+    out = form.kernels.add_rms_norm(x, None, weight, 1e-6)
+    assert torch.equal(x, before)
+    assert largest_error(out, rms_norm(x, weight, 1e-6)) <= TOLERANCE[form.dtype]
+
+
+def test_a_row_of_zeros_is_normed_to_zeros(form: Form) -> None:
+    out = form.kernels.add_rms_norm(torch.zeros(2, 48, dtype=form.dtype), None, torch.ones(48), 1e-6)
+    assert torch.equal(out, torch.zeros(2, 48, dtype=form.dtype))
+
+
+# ---- add_part
+
+
+@pytest.mark.parametrize("rows", [slice(1, 4), torch.tensor([4, 0, 2])], ids=["slice", "named"])
+@pytest.mark.parametrize(("head", "count", "head_dim"), [(0, 6, 64), (2, 2, 20), (5, 1, 128)])
+def test_a_part_is_added(form: Form, rows: slice | Tensor, head: int, count: int, head_dim: int) -> None:
+    """Weighed exactly, though exponentials of the weights overflow; of other rows and heads nothing changes."""
+    out, lse = randn(5, 6, head_dim), 90 * randn(5, 6, seed=1)
+    part, weight = randn(3, count, head_dim, seed=2), 90 * randn(3, count, seed=3)
+    heads = slice(head, head + count)
+    lse[rows, heads][0] = weight[0] = lse[rows, heads][0].clone() + 0.5
+    expected, total = out.double(), lse.double()
+    both = torch.stack((total[rows, heads], weight.double()))
+    shares = both.softmax(0)[..., None]
+    expected[rows, heads] = shares[0] * expected[rows, heads] + shares[1] * part
+    total[rows, heads] = both.logsumexp(0)
+    form.kernels.add_part(out, lse, rows, heads, (part, weight))
+    assert largest_error(out, expected) < 1e-5 and relative_error(lse, total) < 1e-6
+
+
+def test_parts_of_nothing_add_nothing(form: Form) -> None:
+    """Neither here nor there: 0 of no weight, never NaN."""
+    nothing = float("-inf")
+    out, lse = torch.tensor([[[1.0]], [[0.0]], [[0.0]]]), torch.tensor([[2.0], [nothing], [nothing]])
+    part = torch.tensor([[[0.0]], [[3.0]], [[0.0]]]), torch.tensor([[nothing], [4.0], [nothing]])
+    form.kernels.add_part(out, lse, slice(0, 3), slice(0, 1), part)
+    assert out.flatten().tolist() == [1.0, 3.0, 0.0] and lse.flatten().tolist() == [2.0, 4.0, nothing]
+
+
+# ---- silu_mul
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 100), (0, 64), (300, 257)])
+def test_gate_is_passed_through_silu_and_multiplied(form: Form, rows: int, width: int) -> None:
+    gate_up = randn(rows, 2 * width, dtype=form.dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out = form.kernels.silu_mul(gate_up)
+    assert out.shape == (rows, width) and out.dtype == form.dtype
+    assert largest_error(out, gate * up / (1 + (-gate).exp())) <= TOLERANCE[form.dtype]
+
+
+@pytest.mark.parametrize("gate", [-1e4, -100.0, -90.0, -88.0, -50.0, 0.0, 50.0, 100.0, 1e4])
+def test_silu_of_an_extreme_gate_is_zero_or_the_gate(form: Form, gate: float) -> None:
+    """exp(-gate) overflows float32 below -88; a whole row of them, so that vector code meets them too."""
+    gate_up = torch.cat((torch.full((1, 33), gate), torch.full((1, 33), 2.0)), dim=1).to(form.dtype)
+    out = form.kernels.silu_mul(gate_up)
+    expected = 2 * max(float(gate_up[0, 0]), 0.0)
+    assert torch.allclose(out.double(), torch.full_like(out, expected).double(), rtol=1e-6, atol=1e-18)
+
+
+# ---- expert_mlps
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 7, 2], [0, 0, 3, 0], [60, 1, 0, 5], [0, 0, 0, 0]])
+@pytest.mark.parametrize(("width", "inner"), [(16, 32), (50, 19)])
+def test_each_row_goes_through_its_expert(form: Form, counts: list[int], width: int, inner: int) -> None:
+    """Few rows of each expert, and more than the native kernel takes at once."""
+    x = randn(sum(counts), width, seed=1, dtype=form.dtype)
+    gate_up = randn(4, 2 * inner, width, seed=2, dtype=form.stored)
+    down = randn(4, width, inner, seed=3, dtype=form.stored) / 16
+    out = form.kernels.expert_mlps(x, counts, gate_up, down)
+    expected, at = [], 0
+    for expert, count in enumerate(counts):
+        gate, up = (x[at : at + count].double() @ gate_up[expert].double().T).chunk(2, dim=-1)
+        expected.append(gate * up / (1 + (-gate).exp()) @ down[expert].double().T)
+        at += count
+    assert out.shape == x.shape and out.dtype == form.dtype
+    assert relative_error(out, torch.cat(expected)) <= TOLERANCE[form.stored] or not sum(counts)
+
+
+# ---- delta_step and delta_run
+
+
+@dataclass
+class DeltaCase:
+    """One sequence of a recurrent layer by its formulas, in float64, one head and one token at a time."""
+
+    keys: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    weight_WC: Tensor
+    inputs: Tensor
+    state: Tensor
+
+    def token(self, qkv_C: Tensor, decay_H1: Tensor, beta_H: Tensor) -> Tensor:
+        """`[H, V]`; inputs and state move on."""
+        size, values = self.key_dim, self.heads * self.value_dim
+        seen = torch.cat((self.inputs, qkv_C.double()[None]))
+        self.inputs = seen[1:]
+        mixed = (seen * self.weight_WC.double()).sum(0)
+        mixed = mixed / (1 + (-mixed).exp())
+        q, k, v = mixed.split((self.keys * size, self.keys * size, values))
+        outs = []
+        for head in range(self.heads):
+            at = head // (self.heads // self.keys) * size
+            query, key = (x[at : at + size] / (x[at : at + size].square().sum() + 1e-6).sqrt() for x in (q, k))
+            value = v[head * self.value_dim : (head + 1) * self.value_dim]
+            matrix = self.state[head] * decay_H1[head].double().exp()[:, None]
+            matrix += torch.outer(key, float(beta_H[head]) * (value - key @ matrix))
+            self.state[head] = matrix
+            outs.append(query / size**0.5 @ matrix)
+        return torch.stack(outs)
+
+
+DELTA_SIZES = pytest.mark.parametrize(
+    ("keys", "heads", "key_dim", "value_dim", "taps", "decays"),
+    [
+        (2, 6, 16, 24, 4, "head"),
+        (3, 3, 20, 9, 2, "head"),
+        (1, 2, 33, 83, 4, "head"),
+        (2, 2, 33, 83, 4, "channel"),
+        (3, 3, 16, 24, 3, "channel"),
+    ],
+)
+
+
+def delta_inputs(num: int, heads: int, decays: int, channels: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv, a part of a wider projection; decays, some hardly any and some to nearly nothing; beta."""
+    qkv = randn(num, channels + 5, seed=seed)[:, :channels]
+    decay = -(3 * randn(num, heads, decays, seed=seed + 1)).exp()
+    return qkv, decay, randn(num, heads, seed=seed + 2).sigmoid()
+
+
+@DELTA_SIZES
+def test_one_token_of_each_request_goes_through_convolution_and_rule(
+    kernels: Kernels, keys: int, heads: int, key_dim: int, value_dim: int, taps: int, decays: str
+) -> None:
+    """Several tokens in turn; slots that nobody has stay as they are, and so do those of other layers."""
+    slots, channels = [5, 0, 3], 2 * keys * key_dim + heads * value_dim
+    sizes = (taps - 1) * channels, heads * key_dim * value_dim
+    live, weight = randn(7, 2, sum(sizes), seed=1), randn(taps, channels, seed=2)
+    before = live.clone()
+    window, state = live[:, 1].split(sizes, dim=1)
+    window, state = window.unflatten(1, (taps - 1, channels)), state.unflatten(1, (heads, key_dim, value_dim))
+    cases = [
+        DeltaCase(keys, heads, key_dim, value_dim, weight, window[slot].double(), state[slot].double())
+        for slot in slots
+    ]
+    for token in range(3):
+        qkv, decay, beta = delta_inputs(3, heads, 1 if decays == "head" else key_dim, channels, 10 * token)
+        out = kernels.delta_step(qkv, decay, beta, window, state, torch.tensor(slots), weight)
+        assert out.shape == (3, heads, value_dim) and out.dtype == F32
+        for row, case in enumerate(cases):
+            assert largest_error(out[row], case.token(qkv[row], decay[row], beta[row])) <= 2e-5
+    for slot, case in zip(slots, cases, strict=True):
+        assert largest_error(state[slot], case.state) <= 2e-5
+        assert torch.equal(window[slot], case.inputs.float())
+    assert torch.equal(live[:, 0], before[:, 0])
+    assert torch.equal(live[[1, 2, 4, 6]], before[[1, 2, 4, 6]])
+
+
+@DELTA_SIZES
+def test_a_run_of_tokens_is_one_token_after_the_other(
+    kernels: Kernels, keys: int, heads: int, key_dim: int, value_dim: int, taps: int, decays: str
+) -> None:
+    """Shorter than the window, longer, and past the chunks that the plain form cuts it into."""
+    channels = 2 * keys * key_dim + heads * value_dim
+    weight, window = randn(taps, channels, seed=2), randn(taps - 1, channels, seed=3)
+    state = randn(heads, key_dim, value_dim, seed=4)
+    case = DeltaCase(keys, heads, key_dim, value_dim, weight, window.double(), state.double())
+    for num in (1, 2, 70):
+        qkv, decay, beta = delta_inputs(num, heads, 1 if decays == "head" else key_dim, channels, 10 * num)
+        out = kernels.delta_run(qkv, decay, beta, window, state, weight)
+        assert out.shape == (num, heads, value_dim) and out.dtype == F32
+        expected = torch.stack([case.token(*each) for each in zip(qkv, decay, beta, strict=True)])
+        assert largest_error(out, expected) <= 2e-5
+        assert largest_error(state, case.state) <= 2e-5
+        assert torch.equal(window, case.inputs.float())
+
+
+# ---- choice and building
+
+
+def test_the_native_kernels_are_chosen_on_a_cpu(native_kernels: Kernels) -> None:
+    assert select(torch.device("cpu")).name == native_kernels.name == "native"
+
+
+def test_loading_the_native_kernels_leaves_small_numbers_alone(native_kernels: Kernels) -> None:
+    """Code built with -ffast-math may tell the whole process to take subnormal numbers for zero."""
+    assert float(torch.tensor([1e-40]) * 1.0) > 0
+
+
+def test_without_a_compiler_torch_kernels_are_used_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.load() is None
+    assert len(caplog.records) == 1 and "compiler" in caplog.text
+    assert select(torch.device("cpu")).name == PlainKernels.name
+
+
+def test_a_compiler_that_fails_is_reported_and_torch_kernels_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "gcc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no space left >&2\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert native.load() is None
+    assert "no space left" in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))

@@ -1,0 +1,244 @@
+"""The network against transformers, for every model case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from isthmus.live.engine import kernels
+from isthmus.live.engine.batch import Chunk
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.kernels.plain import PlainKernels
+from tests.models import MODEL_CASES, reference_logits, reference_tokens
+from tests.soak import matrix
+
+from .conftest import FolderOf
+from .support import logits_by_position, permutation, poison, relative_error, tokens_of
+
+TOLERANCE = 1e-4
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+PROMPT = tokens_of(300, seed=11)
+CASES = pytest.mark.parametrize("case", MODEL_CASES)
+TABLES = {"contiguous": list(range(NUM_BLOCKS)), "shuffled": permutation(NUM_BLOCKS, seed=5)}
+
+Logits = Callable[[str], Tensor]
+
+
+def engine_of(folder: Path, *, num_tokens: int = NUM_BLOCKS * BLOCK_SIZE, dtype: str = "float32") -> Engine:
+    """An engine of float32 or bfloat16 whose memory holds at least `num_tokens`, all of it NaN."""
+    kv_bytes = num_tokens * 3 * 2 * 4 * 32 * 4  # at most 4 KV heads of size 32
+    engine = Engine(folder, EngineOptions(dtype=dtype, device="cpu", block_size=BLOCK_SIZE, kv_bytes=kv_bytes))
+    poison(engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engines(folder_of: FolderOf) -> Callable[[str], Engine]:
+    """One engine a case, poisoned anew each time it is asked for."""
+    made: dict[str, Engine] = {}
+
+    def engine(case: str) -> Engine:
+        if case not in made:
+            made[case] = engine_of(folder_of(case))
+        poison(made[case])
+        return made[case]
+
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected(folder_of: FolderOf) -> Logits:
+    """Logits of transformers at every position of PROMPT; attention being causal, of all its prefixes."""
+    made: dict[str, Tensor] = {}
+
+    def logits(case: str) -> Tensor:
+        if case not in made:
+            made[case] = reference_logits(folder_of(case), PROMPT)
+        return made[case]
+
+    return logits
+
+
+def assert_logits(found: dict[int, Tensor], expected_TV: Tensor) -> None:
+    assert found
+    errors = {at: relative_error(logits, expected_TV[at]) for at, logits in found.items()}
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+# ---- one request
+
+
+@matrix("case, layout, chunk", MODEL_CASES, TABLES, [1, 7, 64, 512])
+def test_logits_are_those_of_transformers(
+    engines: Callable[[str], Engine], expected: Logits, case: str, layout: str, chunk: int
+) -> None:
+    for length in (1, 17) if chunk == 1 else (1, 17, 300):
+        found = logits_by_position(engines(case), PROMPT[:length], TABLES[layout], chunk)
+        assert length - 1 in found
+        assert_logits(found, expected(case))
+
+
+@pytest.mark.parametrize("chunk", [8, 9, 16, 41, 48])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias-yarn-window"])
+def test_chunks_about_as_long_as_rows_tiles_blocks_and_windows_are_right_too(
+    engines: Callable[[str], Engine], expected: Logits, case: str, chunk: int
+) -> None:
+    assert_logits(logits_by_position(engines(case), PROMPT, TABLES["shuffled"], chunk), expected(case))
+
+
+@pytest.mark.parametrize("case", ["llama-rope-yarn"])
+def test_a_long_prompt_in_chunks_is_right(folder_of: FolderOf, case: str) -> None:
+    """YaRN past its original length, and, shuffled, more runs of blocks than are merged as parts."""
+    prompt = tokens_of(3000, seed=3)
+    expected_TV = reference_logits(folder_of(case), prompt)
+    engine = engine_of(folder_of(case), num_tokens=3008)
+    for blocks in (list(range(188)), permutation(188)):
+        poison(engine)
+        assert_logits(logits_by_position(engine, prompt, blocks, 512), expected_TV)
+        poison(engine)
+        whole = logits_by_position(engine, prompt[:2997], blocks, 4096)
+        assert_logits(whole | logits_by_position(engine, prompt, blocks, 1, start=2997), expected_TV)
+
+
+@CASES
+def test_chunked_equals_one_shot(engines: Callable[[str], Engine], case: str) -> None:
+    one_shot = logits_by_position(engines(case), PROMPT, TABLES["contiguous"], 512)[299]
+    for chunk in (7, 64):
+        chunked = logits_by_position(engines(case), PROMPT, TABLES["shuffled"], chunk)[299]
+        assert relative_error(chunked, one_shot) <= 2e-5
+
+
+# ---- many requests
+
+
+def mixed_chunks() -> tuple[list[Chunk], list[Chunk]]:
+    """(chunks whose KV must be there before, chunks of the batch): prefills, short chunks and decodes."""
+    shapes = [
+        (0, 20, True),
+        (50, 33, True),
+        (11, 5, True),
+        (60, 1, True),
+        (0, 1, True),
+        (37, 40, False),
+        (5, 1, True),
+    ]
+    before, batch = [], []
+    free = permutation(NUM_BLOCKS, seed=9)
+    for number, (start, count, samples) in enumerate(shapes):
+        tokens = tokens_of(start + count, seed=100 + number)
+        num_blocks = -(-(start + count) // BLOCK_SIZE)
+        blocks, free = free[:num_blocks], free[num_blocks:]
+        if start:
+            before.append(Chunk(tokens[:start], 0, blocks, False))
+        batch.append(Chunk(tokens[start:], start, blocks, samples))
+    return before, batch
+
+
+@CASES
+def test_a_mixed_batch_equals_each_request_alone(engines: Callable[[str], Engine], case: str) -> None:
+    before, chunks = mixed_chunks()
+    engine = engines(case)
+    for chunk in before:
+        engine.forward(engine.build([chunk]))
+    alone = {
+        index: engine.forward(engine.build([chunk]))[0] for index, chunk in enumerate(chunks) if chunk.samples
+    }
+    poison(engine)
+    engine.forward(engine.build(before))
+    batch = engine.build(chunks)
+    together = engine.forward(batch)
+    assert sorted(batch.order) == sorted(alone)
+    for row, index in enumerate(batch.order):
+        assert relative_error(together[row], alone[index]) <= 2e-5, index
+
+
+@CASES
+def test_decoding_by_advance_equals_computing_anew(
+    engines: Callable[[str], Engine], expected: Logits, case: str
+) -> None:
+    """Three requests, each a prefix of PROMPT; the tokens that follow are PROMPT's own."""
+    lengths, steps = [30, 1, 47], 20
+    tables = [TABLES["shuffled"][row * 10 : row * 10 + 10] for row in range(3)]
+    engine = engines(case)
+    engine.forward(
+        engine.build([Chunk(PROMPT[:n], 0, blocks, False) for n, blocks in zip(lengths, tables, strict=True)])
+    )
+    batch = engine.build(
+        [Chunk([PROMPT[n]], n, blocks, True) for n, blocks in zip(lengths, tables, strict=True)]
+    )
+    for step in range(steps):
+        logits = engine.forward(batch)
+        for row, length in enumerate(lengths):
+            assert_logits({length + step: logits[row]}, expected(case))
+        batch.advance([PROMPT[length + step + 1] for length in lengths])
+
+
+@CASES
+def test_greedy_answers_are_those_of_transformers(
+    engines: Callable[[str], Engine], folder_of: FolderOf, case: str
+) -> None:
+    engine, count = engines(case), 24
+    prompt, blocks = PROMPT[:33], TABLES["shuffled"]
+    first = engine.forward(engine.build([Chunk(prompt, 0, blocks, True)])).argmax(dim=-1).tolist()
+    batch = engine.build([Chunk(first, len(prompt), blocks, True)])
+    answer = list(first)
+    while len(answer) < count:
+        answer += engine.forward(batch).argmax(dim=-1).tolist()
+        batch.advance(answer[-1:])
+    assert answer == reference_tokens(folder_of(case), prompt, count)
+
+
+# ---- kernels and types
+
+
+def use(monkeypatch: pytest.MonkeyPatch, chosen: Kernels) -> None:
+    monkeypatch.setattr(kernels, "select", lambda device: chosen)
+
+
+@CASES
+def test_plain_kernels_give_the_logits_of_native_ones(
+    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, native_kernels: Kernels, expected: Logits, case: str
+) -> None:
+    found = {}
+    for chosen in (native_kernels, PlainKernels()):
+        use(monkeypatch, chosen)
+        engine = engine_of(folder_of(case))
+        assert engine.kernels is chosen
+        found[chosen.name] = {
+            **logits_by_position(engine, PROMPT[:100], TABLES["shuffled"], 64),
+            **logits_by_position(engine, PROMPT[:103], TABLES["shuffled"], 1, start=100),
+            **logits_by_position(engine, PROMPT, TABLES["shuffled"], 150, start=103),
+        }
+        assert_logits(found[chosen.name], expected(case))
+    for at, logits in found["native"].items():
+        assert relative_error(found[PlainKernels.name][at], logits) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["native", "plain"])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied"])
+def test_bfloat16_is_no_worse_than_transformers_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+    folder_of: FolderOf,
+    native_kernels: Kernels,
+    expected: Logits,
+    case: str,
+    name: str,
+) -> None:
+    use(monkeypatch, native_kernels if name == "native" else PlainKernels())
+    engine = engine_of(folder_of(case), dtype="bfloat16")
+    found = logits_by_position(engine, PROMPT[:64], TABLES["shuffled"], 32)
+    found |= logits_by_position(engine, PROMPT[:80], TABLES["shuffled"], 1, start=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(case), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([PROMPT[:80]])).logits[0].float()
+    positions = sorted(found)
+    exact = expected(case)[positions]
+    ours = relative_error(torch.stack([found[at] for at in positions]), exact)
+    assert 0 < ours <= 1.25 * relative_error(theirs[positions], exact)

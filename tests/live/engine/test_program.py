@@ -1,0 +1,114 @@
+"""The engine runs the slices that the converter made: in their order, and with what they carry alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.core.models.graph import ATTEND, Graph, Operator
+from isthmus.core.models.slices import Slice, slices_of
+from isthmus.live.engine import program
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Chunk
+from isthmus.live.engine.mixers import Pass
+from isthmus.live.engine.program import Program, through
+
+from .conftest import FolderOf
+from .support import tokens_of
+
+
+def forward(folder: Path) -> Tensor:
+    engine = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 20))
+    return engine.forward(engine.build([Chunk(tokens_of(20), 0, range(2), True)]))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda each: msgspec.structs.replace(each, carried=()), "'0.x'"),
+        (lambda each: msgspec.structs.replace(each, first=each.first[1:]), "'0.normed'"),
+        (lambda each: msgspec.structs.replace(each, first=each.first[::-1]), "'0.normed'"),
+    ],
+)
+def test_a_wrong_slice_is_a_wrong_pass(
+    broken: Callable[[Slice], Slice], message: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("llama")
+    forward(folder)
+    monkeypatch.setattr(
+        program,
+        "slices_of",
+        lambda graph: [broken(each) if each.attention else each for each in slices_of(graph)],
+    )
+    with pytest.raises(KeyError, match=message):
+        forward(folder)
+
+
+class Watched:
+    """Operators of a small graph that give new tensors, and who of these is alive when one of them runs."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        self.given: dict[str, weakref.ref[Tensor]] = {}
+        self.alive: dict[str, set[str]] = {}
+
+    def operator(self, kind: str, *gives: str) -> Callable[..., Any]:
+        def compute(run: Pass, *values: Tensor) -> Any:
+            del values
+            return self.found(kind, *gives)
+
+        return compute
+
+    def found(self, kind: str, *gives: str) -> Any:
+        gc.collect()
+        self.alive[kind] = {name for name, each in self.given.items() if each() is not None}
+        values = [torch.zeros(1) for _ in gives]
+        self.given |= {name: weakref.ref(each) for name, each in zip(gives, values, strict=True)}
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def attend(self, q: Tensor, kv: Tensor, run: Pass, asked: None) -> tuple[Tensor, None]:
+        return self.found(ATTEND, "sums"), None
+
+
+class Unfollowed:
+    """A pass of which nobody wants to hear."""
+
+    elsewhere = thinning = None
+
+    def leave(self, layer: int) -> None: ...
+
+
+def test_values_go_when_nobody_takes_them_any_more() -> None:
+    operators = (
+        Operator("norm", 0, ("x",), ("kept", "normed")),
+        Operator("project", 0, ("normed",), ("q", "kv")),
+        Operator(ATTEND, 0, ("q", "kv"), ("sums",)),
+        Operator("output", 0, ("sums",), ("mixed",)),
+        Operator("mlp", 0, ("kept", "mixed"), ("after", "delta")),
+    )
+    names = ("x", *(name for each in operators for name in each.gives))
+    graph, watched = Graph(operators, tuple([(name, 1) for name in names]), ("after", "delta")), Watched()
+    computes: dict[tuple[int, str], Any] = {
+        (0, each.kind): watched.operator(each.kind, *each.gives) for each in operators
+    }
+    computes[0, ATTEND] = watched
+    through(Program(graph, computes).passing(torch.zeros(1), Unfollowed()))  # type: ignore[arg-type]
+    assert watched.alive["project"] <= {"kept", "normed"}
+    assert watched.alive[ATTEND] == {"kept", "q", "kv"}
+    assert watched.alive["output"] <= {"kept", "sums"}
+    assert watched.alive["mlp"] <= {"kept", "mixed"}
+
+
+def test_operators_of_more_than_two_values_are_refused() -> None:
+    operator = Operator("add", 0, ("x", "x", "x"), ("y",))
+    with pytest.raises(AssertionError, match="one or two values"):
+        Program(Graph((operator,), (("x", 1), ("y", 1)), ("y",)), {(0, "add"): torch.add})

@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isthmus.core.errors import ModelError
+from isthmus.live.engine.engine import Engine, EngineOptions
+
+from .conftest import FolderOf
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(folder_of: FolderOf, tmp_path: Path) -> Path:
+    """A copy of the plain llama folder, to be broken."""
+    return shutil.copytree(folder_of("llama"), tmp_path / "llama")
+
+
+@pytest.fixture
+def sharded(folder_of: FolderOf, tmp_path: Path) -> Path:
+    return shutil.copytree(folder_of("llama-shards"), tmp_path / "shards")
+
+
+def load(folder: Path, dtype: str | None = None) -> Engine:
+    return Engine(folder, EngineOptions(dtype=dtype, device="cpu", kv_bytes=1 << 17))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message
+    return message
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_a_folder_with_only_other_formats_is_refused_and_they_are_named(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    message = refusal(folder)
+    assert name in message and "safetensors" in message
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "no .safetensors weights" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_missing_or_misshapen_tensor_is_named(folder: Path, name: str) -> None:
+    edit(folder, lambda tensors: tensors.update({name: torch.cat((tensors[name], tensors[name]))}))
+    message = refusal(folder)
+    assert name in message and "shape" in message
+    edit(folder, lambda tensors: tensors.pop(name))
+    assert name in refusal(folder)
+
+
+def test_a_transposed_tensor_is_refused(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].t().contiguous()}))
+    assert name in refusal(folder)
+
+
+def test_a_bias_that_the_config_states_must_be_there(folder: Path) -> None:
+    edit_config(folder, attention_bias=True)
+    assert "q_proj.bias" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_a_tensor_of_another_type_is_named(folder: Path, dtype: torch.dtype) -> None:
+    edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=dtype)}))
+    message = refusal(folder)
+    assert "model.norm.weight" in message and str(dtype) in message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1], ids=["empty", "half-a-length", "half-a-header", "last-byte"])
+def test_a_truncated_file_is_refused(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors" in refusal(folder)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-0*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in refusal(sharded)
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-0*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    assert shard.name in refusal(sharded)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}'])
+def test_a_broken_weight_index_is_named(sharded: Path, text: str) -> None:
+    (sharded / INDEX).write_text(text)
+    assert INDEX in refusal(sharded)
+
+
+# ---- which files
+
+
+def named(name: str) -> Callable[[Path], object]:
+    """In config.json."""
+    return lambda folder: edit_config(folder, transformers_weights=name)
+
+
+def stray(name: str) -> Callable[[Path], None]:
+    """A file beside the right ones, with other weights."""
+
+    def change(folder: Path) -> None:
+        path = sorted(folder.glob("model*.safetensors"))[0]
+        save_file(
+            {key: tensor * 0.5 for key, tensor in load_file(path).items()}, folder / name, {"format": "pt"}
+        )
+
+    return change
+
+
+def moved(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / "model.safetensors").rename(folder / name)
+
+    return change
+
+
+def index_of(name: str) -> Callable[[Path], None]:
+    """An index that has all tensors in one file."""
+
+    def change(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+CHOSEN: dict[str, tuple[str, list[Callable[[Path], object]]]] = {
+    "a stray file": ("llama", [stray("a_model_before_finetuning.safetensors")]),
+    "a stray file that comes last": ("llama", [stray("zz.safetensors")]),
+    "a stale index": ("llama", [index_of("gone.safetensors")]),
+    "a variant": ("llama", [stray("model.fp16.safetensors")]),
+    "an adapter": ("llama", [stray("adapter_model.safetensors")]),
+    "shards and Mistral's own file": ("llama-shards", [stray("consolidated.safetensors")]),
+    "shards and one of others": ("llama-shards", [stray("model-00009-of-00009.safetensors")]),
+    "an index into a folder": ("llama", [index_of("in/a.safetensors"), moved("in/a.safetensors")]),
+    "named in config.json": ("llama", [stray("b.safetensors"), moved("c.safetensors"), named("c.safetensors")]),
+    "an index named in config.json": (
+        "llama",
+        [index_of("c.safetensors"), moved("c.safetensors"), named(INDEX)],
+    ),
+}
+REFUSED: dict[str, tuple[str, list[Callable[[Path], object]], str]] = {
+    "two files": (
+        "llama",
+        [stray("b.safetensors"), moved("a.safetensors")],
+        "which weights? found a.safetensors, b.",
+    ),
+    "a shard alone": ("llama", [moved("model-00001-of-00002.safetensors")], f"their {INDEX} is missing"),
+    "shards without index": (
+        "llama-shards",
+        [lambda folder: (folder / INDEX).unlink()],
+        f"their {INDEX} is missing",
+    ),
+    "an adapter alone": (
+        "llama",
+        [moved("adapter_model.safetensors")],
+        "found adapter_model.safetensors, which",
+    ),
+    "an index with a missing file": (
+        "llama",
+        [index_of("gone.safetensors"), moved("b.safetensors")],
+        "gone.safe",
+    ),
+    "named, and no such file": ("llama", [named("c.safetensors")], "c.safetensors: no such file"),
+    "named, and no safetensors": (
+        "llama",
+        [named("pytorch_model.bin")],
+        "transformers_weights must name safetensors",
+    ),
+    "named outside": ("llama", [named("../c.safetensors")], "outside the model's folder: '../c.safetensors'"),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_the_weights_are_those_that_transformers_reads(folder_of: FolderOf, tmp_path: Path, case: str) -> None:
+    folder = changed(folder_of, tmp_path, *CHOSEN[case])
+    right = transformers.AutoModelForCausalLM.from_pretrained(folder_of("llama")).state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in theirs.items())
+    assert load(folder).revision == load(folder_of("llama")).revision
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_transformers_does_not_load_is_refused(folder_of: FolderOf, tmp_path: Path, case: str) -> None:
+    *how, says = REFUSED[case]
+    folder = changed(folder_of, tmp_path, *how)
+    assert says in refusal(folder)
+    with pytest.raises((OSError, ValueError)):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/a.safetensors", "../llama/a.safetensors", "in/../../a.safetensors"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    index_of(name)(folder)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    assert f"outside the model's folder: {name!r}" in refusal(folder)
+
+
+def test_a_folder_of_links_is_read(folder: Path, tmp_path: Path) -> None:
+    """As downloads are kept."""
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    load(folder)
+
+
+def test_what_is_chosen_and_left_is_said_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[str]:
+        caplog.clear()
+        load(folder)
+        return [
+            record.getMessage() for record in caplog.records if record.name == "isthmus.live.engine.weights"
+        ]
+
+    assert not said()
+    stray("b.safetensors")(folder)
+    index_of("gone.safetensors")(folder)
+    assert said() == [f"{folder}: weights are read from model.safetensors; not read: b.safetensors, {INDEX}"]
+    for name in ("b.safetensors", INDEX):
+        (folder / name).unlink()
+    (folder / "model.safetensors").rename(folder / "other-name.safetensors")
+    assert said() == [f"{folder}: weights are read from other-name.safetensors"]
+    edit_config(folder, tie_word_embeddings=True)
+    assert said()[1:] == [f"{folder}: config.json ties the head to the embedding; the weights' own is used"]
+
+
+def changed(folder_of: FolderOf, tmp_path: Path, case: str, changes: list[Callable[[Path], object]]) -> Path:
+    folder = shutil.copytree(folder_of(case), tmp_path / "model")
+    for change in changes:
+        change(folder)
+    return folder
+
+
+# ---- revision
+
+
+def test_the_revision_is_that_of_the_weights_not_of_their_files(
+    folder: Path, sharded: Path, folder_of: FolderOf
+) -> None:
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    revision = load(folder).revision
+    assert load(sharded).revision == revision == load(folder_of("llama")).revision
+    (folder / "model.safetensors").rename(folder / "other-name.safetensors")
+    (folder / "tokenizer.json").unlink()
+    assert load(folder).revision == revision
+
+
+def test_the_revision_does_not_depend_on_the_type_computed_in(folder: Path) -> None:
+    """The layout, which says the type, is in a block's name beside the revision."""
+    assert load(folder, "float32").revision == load(folder, "bfloat16").revision
+
+
+def test_tensors_the_network_does_not_use_do_not_count(folder: Path) -> None:
+    before = load(folder).revision
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.rotary_emb.inv_freq": torch.ones(8)}))
+    assert load(folder).revision == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.2.mlp.gate_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_one_changed_weight_changes_the_revision(folder: Path, name: str) -> None:
+    before = load(folder).revision
+
+    def nudge(tensors: dict[str, Tensor]) -> None:
+        last = tensors[name].view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.tensor(1e9)))
+
+    edit(folder, nudge)
+    assert load(folder).revision != before
+
+
+def test_swapping_two_equal_shaped_tensors_changes_the_revision(folder: Path) -> None:
+    before = load(folder).revision
+    k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    edit(folder, lambda tensors: tensors.update({k: tensors[v], v: tensors[k]}))
+    assert load(folder).revision != before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+        {"rms_norm_eps": 1e-3},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 40},
+    ],
+)
+def test_a_config_that_computes_something_else_changes_the_revision(
+    folder: Path, fields: dict[str, object]
+) -> None:
+    before = load(folder).revision
+    edit_config(folder, **fields)
+    assert load(folder).revision != before
+
+
+def test_another_window_changes_the_revision(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("mistral-window"), tmp_path / "mistral")
+    before = load(folder).revision
+    edit_config(folder, sliding_window=41)
+    assert load(folder).revision != before
+
+
+def test_both_spellings_of_rope_have_one_revision(folder: Path) -> None:
+    before = load(folder).revision
+    edit_config(folder, rope_parameters=None, rope_theta=10_000.0, rope_scaling=None)
+    assert load(folder).revision == before

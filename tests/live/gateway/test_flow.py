@@ -1,0 +1,165 @@
+"""Every way out of a request cancels what still runs, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from isthmus.core.types import FinishReason
+from isthmus.live.gateway import GatewayTokenizer, create_app
+
+from . import folder
+from .fake import HANG, FakeBackend, Step, says
+from .inprocess import Connection, Poster, events_of
+
+CHAT = {"model": "acme/tiny", "messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
+TIMEOUT_S = 60
+
+
+def one_token_then(*steps: Step) -> list[Step]:
+    return [*says([97], finish=None), *steps]
+
+
+@pytest.fixture
+def connect(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Callable[..., Connection]:
+    app = create_app(backend, tokenizer)
+    return lambda **fields: Connection(app, PATH, CHAT | fields)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away(
+    connect: Callable[..., Connection], backend: FakeBackend, stream: bool
+) -> None:
+    """No token comes any more, so only the disconnect can end this."""
+    backend.script = lambda _: one_token_then(HANG)
+
+    async def scenario() -> None:
+        connection = connect(stream=stream, n=3)
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: len(backend.jobs) == 3)
+            connection.disconnect()
+
+    asyncio.run(scenario())
+    assert sorted(backend.cancelled) == sorted(job.request for job in backend.jobs)
+
+
+def test_a_client_that_goes_away_before_the_first_token(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.script = lambda _: [HANG]
+
+    async def scenario() -> Connection:
+        connection = connect(stream=True)
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: len(backend.jobs) == 1)
+            connection.disconnect()
+        return connection
+
+    assert asyncio.run(scenario()).sent == []
+    assert len(backend.cancelled) == 1
+
+
+def test_a_client_that_goes_away_while_a_write_waits(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    class SlowConnection(Connection):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            await asyncio.get_running_loop().create_future()
+
+    async def scenario() -> None:
+        connection = SlowConnection(create_app(backend, tokenizer), PATH, CHAT | {"stream": True})
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: connection.sent != [])
+            connection.disconnect()
+
+    asyncio.run(scenario())
+    assert len(backend.cancelled) == 1
+
+
+def test_a_server_that_says_the_connection_is_closed(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    class ClosedConnection(Connection):
+        async def _send(self, message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise OSError("closed")
+
+    connection = ClosedConnection(create_app(backend, tokenizer), PATH, CHAT | {"stream": True})
+    asyncio.run(connection.serve())
+    assert len(backend.cancelled) == 1
+
+
+def test_shutdown(connect: Callable[..., Connection], backend: FakeBackend) -> None:
+    backend.script = lambda _: one_token_then(HANG)
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(connect(stream=True).serve())
+        await until(lambda: len(backend.jobs) == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert len(backend.cancelled) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_cancelled_when_all_goes_well(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    assert post.chat(stream=stream, n=3).status_code == 200
+    assert backend.cancelled == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_one_choice_cancels_the_others(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    def script(job: Any) -> list[Step]:
+        steps: dict[str, list[Step]] = {
+            "0": says([97], FinishReason.LENGTH),
+            "1": one_token_then(RuntimeError("bug")),
+            "2": one_token_then(HANG),
+        }
+        return steps[job.request[-1]]
+
+    backend.script = script
+    response = post.chat(stream=stream, n=3)
+    assert response.status_code == (200 if stream else 500)
+    assert "bug" not in response.text
+    # Choice 0 had ended by itself. Choice 1 raised, which may leave its request behind.
+    assert sorted(request[-1] for request in backend.cancelled) == ["1", "2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cancels_its_choice(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    def script(job: Any) -> list[Step]:
+        text = "one two" if job.request.endswith("-0") else "one one"
+        return [*says(folder.byte_tokens(text), FinishReason.LENGTH if text == "one one" else None), HANG]
+
+    backend.script = script
+    response = post.chat(stream=stream, n=2, stop=[" tw"])
+    texts = ["", ""]
+    if stream:
+        for choice in (event["choices"][0] for event in events_of(response)):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    else:
+        texts = [choice["message"]["content"] for choice in response.json()["choices"]]
+        assert [c["finish_reason"] for c in response.json()["choices"]] == ["stop", "length"]
+        assert response.json()["usage"]["completion_tokens"] == len("one tw") + len("one one")
+    assert texts == ["one", "one one"]
+    assert [request[-1] for request in backend.cancelled] == ["0"]
+
+
+def test_a_stream_without_end(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: one_token_then()
+    response = post.chat()
+    assert response.status_code == 502
+    assert "without a finish reason" in json.loads(response.text)["error"]["message"]

@@ -1,0 +1,210 @@
+"""OpenAI's own client, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from isthmus.core.errors import OverloadedError, UnavailableError
+from isthmus.core.types import FinishReason
+from isthmus.live.gateway import GatewayTokenizer, create_app
+
+from . import folder
+from .fake import HANG, FakeBackend, says, with_logprobs
+from .server import serving
+
+MODEL = "acme/tiny"
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+EMOJI = [*folder.byte_tokens("grüß 😀!"), folder.EOS]
+
+
+def test_chat(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says(EMOJI, cached_tokens=4)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert answer.choices[0].message.content == "grüß 😀!"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(EMOJI)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+
+
+def test_an_answer_can_be_sent_back(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens("yo"), folder.EOS])
+    message = client.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message
+    again: Any = [*MESSAGES, message.model_dump(), *MESSAGES]
+    client.chat.completions.create(model=MODEL, messages=again)
+    prompt = bytes(token for token in backend.jobs[1].tokens if token < 256)
+    assert prompt.decode() == "<user>hi\n<assistant>yo\n<user>hi\n<assistant>"
+
+
+def test_chat_stream(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says(EMOJI)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["grüß 😀!"] * 2
+    assert {chunk.choices[0].finish_reason for chunk in chunks} == {None, "stop"}
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 2 * len(EMOJI)
+
+
+def test_completions(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda job: with_logprobs(says(job.tokens[-2:], FinishReason.LENGTH), num_top=2)
+    answer = client.completions.create(model=MODEL, prompt=["ab", "cd"], logprobs=2)
+    assert [choice.text for choice in answer.choices] == ["ab", "cd"]
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["c", "d"]
+    assert logprobs.token_logprobs == [-99 / 8, -100 / 8]
+    assert logprobs.text_offset == [0, 1]
+
+
+def test_completion_stream(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says(folder.byte_tokens("one END two"))
+    stream = client.completions.create(model=MODEL, prompt="x", stop=" END", stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == "one"
+    assert chunks[-1].finish_reason == "stop"
+    assert len(backend.wait_cancelled(1)) == 1
+
+
+def test_chat_logprobs(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: with_logprobs(says([97], FinishReason.LENGTH), num_top=1)
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    [token] = logprobs.content
+    assert (token.token, token.bytes, token.logprob) == ("a", [97], -97 / 8)
+    assert [top.token for top in token.top_logprobs] == ["\x00"]
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>{"name": "now", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+@pytest.fixture
+def roomy(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI]:
+    """A client of a server that reads longer prompts."""
+    backend.card = msgspec.structs.replace(backend.card, max_length=4096)
+    with serving(create_app(backend, tokenizer)) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        yield client
+
+
+def test_a_conversation_with_tools(roomy: OpenAI, backend: FakeBackend) -> None:
+    """As the client's own manual shows it: the message goes back as it came, and the result after it."""
+    backend.script = lambda _: says([*folder.byte_tokens(CALL + "\n" + CALL), folder.EOS])
+    answer = roomy.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="auto")
+    assert answer.choices[0].finish_reason == "tool_calls"
+    message = answer.choices[0].message
+    assert message.content is None and message.tool_calls is not None
+    results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in message.tool_calls]
+    assert [call.function.arguments for call in message.tool_calls] == ['{"zone": "CET"}'] * 2  # type: ignore[union-attr]
+    backend.script = lambda _: says([*folder.byte_tokens("It is noon."), folder.EOS])
+    conversation = [*MESSAGES, message, *results]
+    answer = roomy.chat.completions.create(model=MODEL, messages=conversation, tools=TOOLS)
+    assert answer.choices[0].message.content == "It is noon."
+
+
+def test_calls_streamed(roomy: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens("Well. " + CALL), folder.EOS], per_batch=3)
+    with roomy.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        pieces = [
+            event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"
+        ]
+        final = stream.get_final_completion()
+    [choice] = final.choices
+    [call] = choice.message.tool_calls or []
+    assert (choice.message.content, choice.finish_reason) == ("Well.", "tool_calls")
+    assert (call.function.name, call.function.arguments) == ("now", '{"zone": "CET"}')
+    assert len(pieces) > 3 and "".join(pieces) == '{"zone": "CET"}'
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).created == 1_700_000_000
+
+
+def test_errors(client: OpenAI, backend: FakeBackend) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    backend.script = lambda _: [OverloadedError("full", retry_after_s=3)]
+    with pytest.raises(openai.RateLimitError) as overloaded:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    assert overloaded.value.response.headers["retry-after"] == "3"
+
+
+def test_an_error_in_a_stream(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: [*says(folder.byte_tokens("ab"), finish=None), UnavailableError("node lost")]
+    stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    text = ""
+    with pytest.raises(openai.APIError, match="node lost"):
+        for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+    assert text == "ab"
+
+
+def test_closing_a_stream_cancels(client: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: [*says([97], finish=None), HANG]
+    with client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, stream=True) as stream:
+        next(iter(stream))
+    assert sorted(backend.wait_cancelled(2)) == sorted(job.request for job in backend.jobs)
+
+
+def test_hanging_up_on_a_whole_answer_cancels(url: str, backend: FakeBackend) -> None:
+    backend.script = lambda _: [HANG]
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"))) as impatient:
+        asked = json.dumps({"model": MODEL, "prompt": "x"})
+        impatient.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+        backend.wait_asked(1)
+    assert len(backend.wait_cancelled(1)) == 1
+
+
+def test_a_body_too_large_gets_its_answer(url: str) -> None:
+    response = httpx.post(f"{url}/v1/completions", content=b" " * (9 * 2**20), timeout=60)
+    assert response.status_code == 413
+
+
+def test_many_at_once(url: str, backend: FakeBackend) -> None:
+    """The async client: each stream gets its own prompt back."""
+    backend.script = lambda job: says(job.tokens, FinishReason.LENGTH)
+
+    async def one(client: AsyncOpenAI, number: int) -> str:
+        stream = await client.completions.create(model=MODEL, prompt=f"prompt {number}", stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def scenario() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+            assert answer.usage is not None
+            return await asyncio.gather(*(one(client, number) for number in range(20)))
+
+    assert asyncio.run(scenario()) == [f"prompt {number}" for number in range(20)]

@@ -1,0 +1,329 @@
+"""KV of other prompts: who asks for it, who is refused, and what the answer says was done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from isthmus.core.errors import RequestError, UnavailableError
+from isthmus.core.types import Job, Reuse, Reused
+from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway.reuse import reuse_of
+from isthmus.live.gateway.settings import ApiKey
+from isthmus.live.gateway.terms import Terms
+
+from . import folder
+from .fake import CARD, FakeBackend, Step, fitting, says
+from .inprocess import Poster, events_of
+from .responses.events import read_events
+
+HEADER = "x-isthmus-reuse"
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+}
+KEYS = tuple(ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("acme", "globex"))
+SETTINGS = GatewaySettings(keys=KEYS, reuse=Reuse.CHUNKS, tenant_reuse={"acme": Reuse.SEMANTIC})
+FIXED = msgspec.structs.replace(CARD, no_reuse="Mamba has recurrent layers")
+EXACT, CHUNKS, SEMANTIC = Reuse
+NO_TERMS = Terms()
+
+
+def ask(post: Poster, path: str, reuse: str | None = None, key: str = "", **fields: Any) -> httpx.Response:
+    headers = {HEADER: reuse} if reuse is not None else {}
+    if key:
+        headers["Authorization"] = f"Bearer sk-{key}"
+    return post.request("POST", path, json=BODIES[path] | fields, headers=headers)
+
+
+def complete(post: Poster, reuse: str | None = None, **fields: Any) -> httpx.Response:
+    return ask(post, "/v1/completions", reuse, **fields)
+
+
+def details(response: httpx.Response) -> dict[str, int]:
+    assert response.status_code == 200, response.text
+    found: dict[str, int] = response.json()["usage"]["prompt_tokens_details"]
+    return found
+
+
+# Who asks.
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("reuse", list(Reuse))
+def test_the_header_reaches_every_job(post: Poster, backend: FakeBackend, path: str, reuse: Reuse) -> None:
+    several = {} if path == "/v1/responses" else {"n": 2}
+    assert ask(post, path, reuse, **several).status_code == 200
+    assert [job.reuse for job in backend.jobs] == [reuse] * several.get("n", 1)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_value_is_one_clear_line(post: Poster, backend: FakeBackend, path: str) -> None:
+    refused = ask(post, path, "fuzzy")
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "the header 'x-isthmus-reuse' must be exact, chunks or semantic, got 'fuzzy'",
+        "type": "invalid_request_error",
+        "param": HEADER,
+        "code": None,
+    }
+    assert not backend.jobs
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (Terms(tenant="acme"), SEMANTIC),
+        (Terms(tenant="acme", reuse=EXACT), EXACT),
+        (Terms(tenant="acme", reuse=CHUNKS), CHUNKS),
+        (Terms(tenant="globex"), CHUNKS),
+        (Terms(tenant="globex", reuse=SEMANTIC), SEMANTIC),
+        (Terms(), CHUNKS),
+    ],
+)
+def test_the_header_goes_before_the_tenant_and_the_tenant_before_the_default(
+    terms: Terms, expected: Reuse
+) -> None:
+    assert reuse_of(terms, "", SETTINGS, CARD) is expected
+    assert reuse_of(terms, "", GatewaySettings(), CARD) is (terms.reuse or EXACT)
+
+
+def test_a_tenant_is_known_by_its_key(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    post = Poster(create_app(backend, tokenizer, SETTINGS))
+    for key, reuse in (("acme", None), ("globex", None), ("acme", "exact"), ("globex", "semantic")):
+        assert ask(post, "/v1/completions", reuse, key, user="acme").status_code == 200
+    assert [job.reuse for job in backend.jobs] == [SEMANTIC, CHUNKS, EXACT, SEMANTIC]
+
+
+# Who is refused, and who gets less than the setting says.
+
+
+@pytest.mark.parametrize("reuse", [CHUNKS, SEMANTIC])
+def test_a_model_that_cannot_refuses_the_header_and_overrides_settings(reuse: Reuse) -> None:
+    with pytest.raises(RequestError) as caught:
+        reuse_of(Terms(reuse=reuse), "", GatewaySettings(), FIXED)
+    assert (
+        str(caught.value) == "the header 'x-isthmus-reuse' can only be exact here: Mamba has recurrent layers"
+    )
+    assert caught.value.param == HEADER
+    settings = GatewaySettings(reuse=reuse, tenant_reuse={"acme": reuse})
+    for terms in (Terms(), Terms(tenant="acme"), Terms(reuse=EXACT)):
+        assert reuse_of(terms, "", settings, FIXED) is EXACT
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_refused_over_http(backend: FakeBackend, tokenizer: GatewayTokenizer, path: str) -> None:
+    backend.card = FIXED
+    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    refused = ask(post, path, "semantic")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER)
+    assert FIXED.no_reuse in refused.json()["error"]["message"] and not backend.jobs
+    answered = ask(post, path)
+    assert answered.status_code == 200 and "moved_tokens" not in answered.text
+    assert [job.reuse for job in backend.jobs] == [EXACT] and not backend.waits_before_reuse
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/completions", {"prompt_logprobs": 0}, "'prompt_logprobs'"),
+        ("/v1/chat/completions", {"prompt_logprobs": 1}, "'prompt_logprobs'"),
+        ("/v1/completions", {"echo": True, "logprobs": 1}, "'echo' with 'logprobs'"),
+        ("/v1/completions", {"echo": True, "logprobs": 1, "max_tokens": 0}, "'echo' with 'logprobs'"),
+    ],
+)
+def test_prompts_that_are_scored_are_exact(
+    backend: FakeBackend, tokenizer: GatewayTokenizer, path: str, fields: dict[str, Any], named: str
+) -> None:
+    backend.script = fitting
+    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    refused = ask(post, path, "chunks", **fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        f"{named} and the header 'x-isthmus-reuse: chunks' contradict each other, since a prompt that is scored is "
+        "computed whole: give one"
+    )
+    assert refused.json()["error"]["param"] == HEADER
+    for reuse in (None, "exact"):
+        answered = ask(post, path, reuse, **fields)
+        assert answered.status_code == 200 and "moved_tokens" not in answered.text
+    assert [job.reuse for job in backend.jobs] == [EXACT, EXACT]
+
+
+def test_an_echo_without_scores_is_no_hindrance(post: Poster, backend: FakeBackend) -> None:
+    assert complete(post, "chunks", echo=True).status_code == 200
+    assert complete(post, "chunks", logprobs=None, echo=False).status_code == 200
+    assert [job.reuse for job in backend.jobs] == [CHUNKS, CHUNKS]
+
+
+# What is waited for.
+
+
+def test_the_backend_is_ready_before_any_job_and_only_where_it_matters(
+    post: Poster, backend: FakeBackend
+) -> None:
+    assert complete(post).status_code == complete(post, "exact").status_code == 200
+    assert backend.waits_before_reuse == []
+    assert complete(post, "semantic", n=3).status_code == complete(post, "chunks").status_code == 200
+    assert backend.waits_before_reuse == [2, 5], "once a request, before its jobs"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_backend_that_cannot_get_ready_is_503(
+    post: Poster, backend: FakeBackend, path: str, stream: bool
+) -> None:
+    backend.not_ready = UnavailableError("no node is here that could say")
+    failed = ask(post, path, "semantic", stream=stream)
+    assert failed.status_code == 503
+    assert failed.json()["error"] == {
+        "message": "no node is here that could say",
+        "type": "server_error",
+        "param": None,
+        "code": "unavailable",
+    }
+    assert not backend.jobs
+    assert 'isthmus_requests_failed_total{status="503"} 1.0' in post.get("/metrics").text
+    assert "isthmus_num_requests_running 0.0" in post.get("/metrics").text
+    assert ask(post, path).status_code == 200
+
+
+# What the answer says.
+
+MOVED = Reused(exact=1, moved=2, similar=3, recomputed=4)
+PROMPT = list(range(3, 13))
+SUMS = {"exact_tokens": 1, "moved_tokens": 2, "similar_tokens": 3, "recomputed_tokens": 4}
+
+
+def hello(*, cached: int = 1, reused: Reused | None = MOVED) -> list[Step]:
+    return says([*folder.byte_tokens("hello"), folder.EOS], cached_tokens=cached, reused=reused)
+
+
+def test_where_the_prompt_came_from(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: hello()
+    response = complete(post, "semantic", prompt=PROMPT)
+    assert details(response) == {"cached_tokens": 1, **SUMS}
+    assert sum(SUMS.values()) == response.json()["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+def test_a_prompt_on_the_normal_path(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: hello(cached=4, reused=None)
+    found = details(complete(post, "chunks", prompt=PROMPT))
+    assert found == {
+        "cached_tokens": 4,
+        "exact_tokens": 4,
+        "moved_tokens": 0,
+        "similar_tokens": 0,
+        "recomputed_tokens": 6,
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_prompts_count_once_each_as_their_first_choice(
+    post: Poster, backend: FakeBackend, n: int
+) -> None:
+    def script(job: Job) -> Sequence[Step]:
+        choice = int(job.request.rpartition("-")[2])
+        if choice % n:
+            return hello(cached=len(job.tokens), reused=Reused(len(job.tokens), 0, 0, 0))
+        return hello() if len(job.tokens) == len(PROMPT) else hello(cached=2, reused=None)
+
+    backend.script = script
+    response = complete(post, "semantic", prompt=[PROMPT, PROMPT[:5], PROMPT], n=n)
+    found = details(response)
+    assert found == {
+        "cached_tokens": 1 + 2 + 1,
+        "exact_tokens": 1 + 2 + 1,
+        "moved_tokens": 4,
+        "similar_tokens": 6,
+        "recomputed_tokens": 4 + 3 + 4,
+    }
+    assert sum(found.values()) - found["cached_tokens"] == response.json()["usage"]["prompt_tokens"] == 25
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_in_a_stream(post: Poster, backend: FakeBackend, path: str) -> None:
+    backend.script = lambda job: hello(reused=Reused(1, 2, 3, len(job.tokens) - 6))
+    fields = {"prompt": PROMPT} if path == "/v1/completions" else {}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *_, last = events = events_of(ask(post, path, "semantic", stream=True, stream_options=options, **fields))
+    for event in events:
+        usage = event["usage"]
+        found = usage["prompt_tokens_details"]
+        assert sum(found[name] for name in SUMS) == usage["prompt_tokens"], "in every event"
+    assert last["choices"] == []
+    assert [last["usage"]["prompt_tokens_details"][name] for name in list(SUMS)[:3]] == [1, 2, 3]
+
+
+def test_in_responses(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda job: hello(reused=Reused(1, 2, 3, len(job.tokens) - 6))
+    usage = ask(post, "/v1/responses", "semantic").json()["usage"]
+    rest = usage["input_tokens"] - 6
+    expected = {"cached_tokens": 1, "cache_write_tokens": 0, **SUMS, "recomputed_tokens": rest}
+    assert usage["input_tokens_details"] == expected
+    *_, last = read_events(ask(post, "/v1/responses", "semantic", stream=True))
+    assert last.response.usage.input_tokens_details.model_dump(exclude_none=True) == expected
+
+
+def test_an_exact_answer_is_what_it_was(post: Poster, backend: FakeBackend) -> None:
+    """Nothing is added, whatever a node says, and whether exact was asked for or taken."""
+    backend.script = lambda _: hello()
+    for reuse in (None, "exact"):
+        assert details(complete(post, reuse)) == {"cached_tokens": 1}
+        assert b'"prompt_tokens_details":{"cached_tokens":1}}' in complete(post, reuse).content
+        told = ask(post, "/v1/responses", reuse).json()["usage"]["input_tokens_details"]
+        assert told == {"cached_tokens": 1, "cache_write_tokens": 0}
+
+
+def test_a_tenants_setting_is_told_of_too(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    backend.script = lambda _: hello()
+    post = Poster(create_app(backend, tokenizer, SETTINGS))
+    assert details(ask(post, "/v1/completions", None, "acme", prompt=PROMPT)) == {"cached_tokens": 1, **SUMS}
+    assert details(ask(post, "/v1/completions", "exact", "acme", prompt=PROMPT)) == {"cached_tokens": 1}
+
+
+def test_before_the_first_token_all_is_to_be_computed(post: Poster, backend: FakeBackend) -> None:
+    """Of a second prompt that has not begun when the first is told of."""
+    backend.script = lambda job: hello() if len(job.tokens) == len(PROMPT) else [[], *hello(reused=None)]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = complete(post, "chunks", prompt=[PROMPT, PROMPT[:4]], stream=True, stream_options=options)
+    first, *_, last = events_of(response)
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 1, **SUMS, "recomputed_tokens": 8}
+    assert json.dumps(SUMS | {"exact_tokens": 2, "recomputed_tokens": 7})[1:-1] in json.dumps(last)
+
+
+# What else tells of it.
+
+
+def test_tokens_are_counted_with_their_prompts(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: hello()
+    complete(post, "semantic", prompt=PROMPT, n=3)
+    backend.script = lambda _: hello(reused=None)
+    complete(post, prompt=PROMPT)
+    told = post.get("/metrics").text
+    for name, count in (("", 20), ("_cached", 2), ("_moved", 2), ("_similar", 3)):
+        assert f"isthmus_prompt_tokens{name}_total {count}.0" in told
+
+
+@pytest.mark.parametrize(("card", "words"), [(CARD, ["exact", "chunks", "semantic"]), (FIXED, ["exact"])])
+def test_the_document_has_the_header(
+    backend: FakeBackend, tokenizer: GatewayTokenizer, card: Any, words: list[str]
+) -> None:
+    backend.card = card
+    document = Poster(create_app(backend, tokenizer)).get("/openapi.json").json()
+    for path in BODIES:
+        [header] = [each for each in document["paths"][path]["post"]["parameters"] if each["name"] == HEADER]
+        assert header["in"] == "header" and header["schema"]["enum"] == words
+    assert "parameters" not in document["paths"]["/tokenize"]["post"]
+    for name in ("PromptDetails", "InputDetails"):
+        schema = document["components"]["schemas"][name]
+        assert SUMS.keys() <= schema["properties"].keys()
+        assert schema["required"] == ["cached_tokens"]

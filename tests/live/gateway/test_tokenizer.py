@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from isthmus.cli.models import bytes_folder, find_model
+from isthmus.core.errors import ModelError, RequestError
+from isthmus.live.gateway import GatewayTokenizer
+from isthmus.live.gateway.generation import GenerationDefaults
+from isthmus.live.gateway.tokenizer import BYTE_OF_CHAR
+
+from . import folder
+from .test_detokenizer import BOS, BYTE_LEVEL, SENTENCEPIECE, sentencepiece
+
+
+def test_the_byte_alphabet_is_the_library_s() -> None:
+    assert set(BYTE_OF_CHAR) == set(pre_tokenizers.ByteLevel.alphabet())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in ("\x00 \x7f\n", "é€😀", "\xad\xa0"):
+        [(spelled, _)] = split.pre_tokenize_str(text)
+        assert bytes(BYTE_OF_CHAR[char] for char in spelled) == text.encode()
+
+
+def test_text_gets_the_model_s_special_tokens(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.encode_text("the") == [folder.BOS, ord("t"), folder.HE]
+
+
+def test_chat_gets_only_those_of_the_template(tokenizer: GatewayTokenizer) -> None:
+    tokens = tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    assert tokens == [folder.BOS, *folder.byte_tokens("<user>x\n<assistant>")]
+
+
+def test_decode_leaves_special_tokens_out(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.decode([folder.BOS, folder.HE, ord("y"), folder.EOS]) == "hey"
+
+
+def test_token_bytes(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.token_bytes(folder.HE) == b"he"
+    assert tokenizer.token_bytes(0xE2) == b"\xe2"
+    assert tokenizer.token_bytes(folder.EOS) == b"<eos>"
+    assert tokenizer.token_bytes(folder.PADDING) == b""
+
+
+def test_token_bytes_of_sentencepiece() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.token_bytes(1) == b" Hello"
+    assert tokenizer.token_bytes(5 + 0xE2) == b"\xe2"
+
+
+def test_token_bytes_of_words_that_were_added() -> None:
+    built = sentencepiece()._tokenizer
+    built.add_tokens(["▁▁▁"])
+    added = built.token_to_id("▁▁▁")
+    tokenizer = GatewayTokenizer(built, None, GenerationDefaults())
+    assert tokenizer.decode([3, added]) == "lo   "
+    assert tokenizer.token_bytes(added) == b"   "
+
+
+@given(st.lists(st.sampled_from("ab é東😀\ufffd"), max_size=20).map("".join))
+def test_offsets_count_characters_of_the_text(text: str) -> None:
+    tokens = [folder.BOS, *folder.byte_tokens(text), folder.EOS]
+    starts = [at for at, char in enumerate(text) for _ in char.encode()]
+    assert _loaded(bytes_folder()).offsets(folder.byte_tokens(text), text) == tuple(starts)
+    assert BYTE_LEVEL.offsets(tokens, text) == (0, *starts, len(text))
+
+
+def test_offsets_of_tokens_that_the_text_spells_otherwise() -> None:
+    spelled = [BOS, 1, 5 + 0xC3, 5 + 0xA9, 2]
+    assert SENTENCEPIECE.offsets(spelled, "Helloé world") == (0, 0, 5, 5, 6)
+    assert SENTENCEPIECE.offsets(spelled, " Helloé world") == (0, 0, 6, 6, 7)
+    assert SENTENCEPIECE.offsets(spelled, "<s>Helloé world") == (0, 3, 8, 8, 9)
+    assert SENTENCEPIECE.offsets([1, 2], "other") == (0, 5)  # a normalizer of its own: never behind the end
+    assert BYTE_LEVEL.offsets([0xFF, 0x61, 10**6, 0x62, 0xE2], "\ufffdab") == (0, 1, 2, 2, 3)
+
+
+def test_no_tokenizer_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
+        GatewayTokenizer.load(tmp_path)
+
+
+def test_a_broken_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
+        GatewayTokenizer.load(tmp_path)
+
+
+def test_a_folder_without_template(tmp_path: Path) -> None:
+    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config={}))
+    with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    built = folder.tokenizer()
+    built.enable_truncation(2)
+    built.enable_padding(length=64)
+    folder.write(tmp_path)
+    built.save(str(tmp_path / "tokenizer.json"))
+    assert len(GatewayTokenizer.load(tmp_path).encode_text("abcdef")) == 7
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "{", json.dumps({"chat_template": 5}), '{"chat_template": "{% if %}"}']
+)
+def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
+    folder.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        GatewayTokenizer.load(tmp_path)
+
+
+@given(text=st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_are_foreseen(text: str) -> None:
+    for model in (find_model(None)[0], bytes_folder()):
+        tokenizer = _loaded(model)
+        assert len(tokenizer.encode_text(text, add_special_tokens=False)) >= tokenizer.least_tokens(len(text))
+    assert _loaded(bytes_folder()).least_tokens(1000) > 0
+
+
+_loaded = lru_cache(GatewayTokenizer.load)

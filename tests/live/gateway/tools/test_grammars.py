@@ -1,0 +1,295 @@
+"""Grammars of forced calls: what they allow is what the parser of the same format reads, and fits the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from isthmus.live.gateway.schemas.reading import SchemaError
+from isthmus.live.gateway.tools.formats import FORMATS
+from isthmus.live.gateway.tools.lark import Asked, Rules, parameters
+
+from .. import folder
+from .test_parsers import calls_of, content_of, parse
+
+CITIES = ["Paris", "Łódź", 'a"b', "😀\n"]
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": CITIES},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "exact": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+            "place": {"$ref": "#/$defs/Place"},
+        },
+        "required": ["city", "days"],
+        "$defs": {
+            "Place": {"type": "object", "properties": {"x": {"type": "null"}}, "additionalProperties": False}
+        },
+    },
+    "now": {},
+}
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>"]
+
+
+def tokenizer(special: list[str]) -> tuple[LLTokenizer, dict[str, int]]:
+    """One token for each byte, and some special ones."""
+    built = folder.tokenizer()
+    built.add_special_tokens([AddedToken(text, special=True) for text in special])
+    ids = {text: built.token_to_id(text) for text in special}
+    return LLTokenizer(built.to_str(), eos_token=folder.EOS), ids
+
+
+def grammar(
+    name: str, schemas: Any = SCHEMAS, *, special: list[str], several: bool = False, forced: bool = True
+) -> str:
+    _, ids = tokenizer(special)
+    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, Asked(several, forced, ids.get)))
+
+
+TOLD = {"description": "x" * 50, "title": "T", "default": 1, "examples": [2], "$comment": "c"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_schema_only_tells_is_not_in_the_grammar(name: str) -> None:
+    def schema(told: dict[str, Any]) -> dict[str, Any]:
+        place = {"type": "object", "properties": {"title": {"type": "null", **told}}} | told
+        listed = {"type": "array", "items": {"anyOf": [{"type": "null"} | told, {"type": "integer"}]}}
+        known = {
+            "description": {"enum": ["a", "b"]} | told,
+            "place": {"$ref": "#/$defs/P"},
+            "list": listed | told,
+        }
+        return {
+            "type": "object",
+            "properties": known,
+            "required": ["description"],
+            "$defs": {"P": place},
+        } | told
+
+    assert grammar(name, {"f": schema(TOLD)}, special=[]) == grammar(name, {"f": schema({})}, special=[])
+    assert grammar(name, {"f": schema({})}, special=[]).count("title") > 0
+
+
+def test_values_and_words_of_others_stay_in_the_grammar() -> None:
+    schemas = {"f": {"properties": {"a": {"enum": [{"title": "x"}]}, "default": {"type": "null"}}}}
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": {"title": "x"}, "default": null}}\n</tool_call>'
+    assert follows("hermes", text, schemas=schemas)
+    assert not follows("hermes", text.replace('"x"', "1"), schemas=schemas)
+
+
+def test_equal_schemas_share_a_rule() -> None:
+    schema = {"properties": {"a": {"type": "null"}}}
+    assert grammar("hermes", dict.fromkeys("fgh", schema), special=[]).count("%json") == 1
+
+
+def follows(
+    name: str,
+    text: str,
+    *,
+    several: bool = False,
+    schemas: Any = SCHEMAS,
+    forced: bool = True,
+    special: list[str] = (),  # type: ignore[assignment]
+) -> bool:
+    """`text` is a whole answer that the grammar allows."""
+    reader, ids = tokenizer(list(special))
+    matcher = LLMatcher(reader, grammar(name, schemas, special=list(special), several=several, forced=forced))
+    assert not matcher.is_error(), matcher.get_error()
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    tokens = [
+        token for piece in pieces for token in ([ids[piece]] if piece in ids else folder.byte_tokens(piece))
+    ]
+    return matcher.consume_tokens([*tokens, folder.EOS])
+
+
+PARIS = '{"city": "Paris", "days": 2}'
+ALLOWED = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": @}\n</tool_call>',
+    "llama3": '{"name": "get_weather", "parameters": @}',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": @}]',
+    "qwen_coder": "<tool_call>\n<function=get_weather>\n@</function>\n</tool_call>",
+}
+
+
+def written(name: str, arguments: dict[str, Any]) -> str:
+    if name != "qwen_coder":
+        return ALLOWED[name].replace("@", json.dumps(arguments, ensure_ascii=False))
+    inner = (f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
+    return ALLOWED[name].replace("@", "".join(inner))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_forced_call_may_be(name: str) -> None:
+    assert follows(name, written(name, {"city": "Łódź", "days": 2}))
+    assert follows(
+        name, written(name, {"city": 'a"b', "days": 9, "exact": True, "tags": ["a"], "place": {"x": None}})
+    )
+    assert follows(name, written(name, {"city": "😀\n", "days": 2}))
+    assert not follows(name, written(name, {"city": "Rome", "days": 2}))
+    assert not follows(name, written(name, {"city": "Paris"}))
+    assert not follows(name, written(name, {"city": "Paris", "days": 2, "more": 1}))
+    assert not follows(name, "Let me see. " + written(name, {"city": "Paris", "days": 2}))
+    assert not follows(name, written(name, {"city": "Paris", "days": 2}).replace("get_weather", "other"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_of_a_call_have_all_their_digits(name: str) -> None:
+    most = 2**64 - 1
+    number = {"type": "integer", "minimum": most - 1, "maximum": most, "format": "uint64"}
+    listed = {"type": "array", "items": {"$ref": "#/$defs/N"}}
+    properties = {
+        "id": {"enum": [1234567890123456789]},
+        "n": number,
+        "list": listed,
+        "p": {"format": "password", "type": "string"},
+    }
+    schemas = {"get_weather": {"properties": properties, "required": ["id"], "$defs": {"N": number}}}
+    right = {"id": 1234567890123456789, "n": most, "list": [most, most - 1], "p": "x"}
+    assert follows(name, written(name, right), schemas=schemas)
+    for wrong in ({"id": 1234567890123456768}, right | {"n": most + 1}, right | {"list": [most - 2]}):
+        assert not follows(name, written(name, wrong), schemas=schemas)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' * 2),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'),
+        ("qwen_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n" * 2),
+    ],
+)
+def test_several_calls_only_where_they_may_be(name: str, text: str) -> None:
+    assert follows(name, text.rstrip(), several=True)
+    assert not follows(name, text.rstrip())
+
+
+@pytest.mark.parametrize("special", [[], SPECIAL], ids=["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_the_model_may_choose(name: str, special: list[str]) -> None:
+    """Any text, and calls that follow their schemas wherever one begins."""
+
+    def may(text: str, *, several: bool = True) -> bool:
+        if name == "mistral" and special:
+            text = text.replace(
+                '[TOOL_CALLS] [{"name": "get_weather", "arguments": ', "[TOOL_CALLS]get_weather[ARGS]"
+            )
+            text = text.replace("}]", "}")
+        return follows(name, text, several=several, forced=False, special=special)
+
+    right, wrong = ({"city": city, "days": 2} for city in ("Paris", "Rome"))
+    assert may("") and may("Just text. <tool {} é\n\n") and may(written(name, right))
+    assert not may(written(name, wrong)) and not may(written(name, {}))
+    assert not may(written(name, right).replace("get_weather", "other"))
+    if name != "llama3":
+        assert may("Let me see.\n" + written(name, right))
+        assert not may("Let me see.\n" + written(name, wrong))
+        assert may(written(name, right) + "\n" + written(name, right)) == (name != "mistral" or bool(special))
+        assert not may(written(name, right) + written(name, right), several=False)
+
+
+def test_llama_never_writes_several() -> None:
+    one = '{"name": "now", "parameters": {}}'
+    assert follows("llama3", one, several=True)
+    assert not follows("llama3", f"{one}; {one}", several=True)
+
+
+def drawn(name: str, special: list[str], seed: int, *, several: bool) -> str:
+    """An answer drawn at random from what the grammar allows, token by token."""
+    reader, ids = tokenizer(special)
+    matcher = LLMatcher(reader, grammar(name, special=special, several=several))
+    texts = {folder.HE: b"he"} | {token: text.encode() for text, token in ids.items()}
+    source, answer = random.Random(seed), b""
+    for _ in range(3000):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = [int(token) for token in np.flatnonzero(mask)]
+        ends = [token for token in allowed if token == folder.EOS]
+        token = ends[0] if ends and source.random() < 0.5 else source.choice(allowed)
+        assert matcher.consume_token(token), matcher.get_error()
+        if token == folder.EOS:
+            return answer.decode()
+        answer += texts.get(token) or bytes([token])
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("special", [[], SPECIAL], ids=["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_parser_reads_what_the_grammar_allows(name: str, special: list[str], several: bool) -> None:
+    for seed in range(6):
+        text = drawn(name, special, seed, several=several)
+        events = parse(name, [text], SCHEMAS)
+        assert content_of(events) == ""
+        calls = calls_of(events)
+        assert len(calls) >= 1 and (several or len(calls) == 1)
+        for called, arguments in calls:
+            if called == "get_weather":
+                assert arguments["city"] in CITIES and 1 <= arguments["days"] <= 9
+                assert arguments.keys() <= SCHEMAS["get_weather"]["properties"].keys()
+            else:
+                assert (called, arguments) == ("now", {})
+
+
+def test_free_text_in_marks() -> None:
+    schemas = {"write": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}
+    text = "<tool_call>\n<function=write>\n<parameter=text>\nif a < b:\n\n  c\n</parameter>\n</function>\n</tool_call>"
+    assert follows("qwen_coder", text, schemas=schemas)
+    assert calls_of(parse("qwen_coder", [text], schemas)) == (("write", {"text": "if a < b:\n\n  c"}),)
+
+
+def test_signs_that_lark_takes_only_escaped() -> None:
+    schemas = {"f": {"properties": {"a": {"enum": ["\x7f", "é\t"]}}, "required": ["a"]}}
+    for word in ("\x7f", "é\t"):
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{word}\n</parameter>\n</function>\n</tool_call>"
+        assert follows("qwen_coder", text, schemas=schemas)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'pattern' of a string"),
+        ({"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}]}, "'anyOf'"),
+    ],
+)
+def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SchemaError, match=reason):
+        grammar("qwen_coder", {"f": schema}, special=[])
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "fits"),
+    [
+        ({}, "{}", True),
+        ({}, '{"a": 1}', False),
+        ({"properties": {"a": {}}}, '{"a": [1, {"b": 2}]}', True),
+        ({"properties": {"a": {"type": "object"}}}, '{"a": {"b": 2}}', True),
+        ({"properties": {"a": {"properties": {"b": {}}, "type": "object"}}}, '{"a": {"c": 2}}', False),
+        ({"additionalProperties": True}, '{"a": 1}', True),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1, "b": [2]}', True),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1}', False),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1, "b": 2, "c": 3}', False),
+        ({"properties": {"a": {"properties": {}, "required": ["b"]}}}, '{"a": {"b": 1}}', True),
+        ({"properties": {}, "required": ["b"], "additionalProperties": {"type": "null"}}, '{"b": null}', True),
+        ({"properties": {}, "additionalProperties": {"type": "integer"}}, '{"a": 1}', True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "null"}}}}}, '{"a": null}', True),
+        ({"allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, '{"a": 2, "b": 1}', True),
+    ],
+)
+def test_only_properties_that_are_named(schema: dict[str, Any], arguments: str, fits: bool) -> None:
+    reader, ids = tokenizer([])
+    rules = Rules(Asked(several=False, forced=True, token_of=ids.get))
+    matcher = LLMatcher(reader, LLMatcher.grammar_from_lark(rules.text(rules.json(parameters(schema)))))
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.consume_tokens([*folder.byte_tokens(arguments), folder.EOS]) == fits

@@ -1,0 +1,100 @@
+"""How a port writes, and how a socket is set up: against sockets and lanes that note what is done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from isthmus.live.messenger.streams import tune
+from isthmus.live.messenger.tcp import BULK_BYTES, WRITE_BUDGET, TcpPort
+
+
+class Pushed:
+    """A connection that takes batches of so many bytes, one after the other, and then nothing."""
+
+    def __init__(self, order: list[str], name: str, *batches: int) -> None:
+        self._order, self._name, self._batches = order, name, list(batches)
+
+    def push(self) -> int:
+        if not self._batches:
+            return 0
+        self._order.append(self._name)
+        return self._batches.pop(0)
+
+
+def pumped(wires: dict[str, tuple[int, ...]], turns: int = 1) -> list[str]:
+    """Which connections wrote, in order, in so many turns of the event loop."""
+    order: list[str] = []
+
+    async def work() -> list[str]:
+        port = TcpPort(bool)
+        port._wires = {name: Pushed(order, name, *batches) for name, batches in wires.items()}  # type: ignore[assignment, misc]
+        port.wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return list(order)
+
+    return asyncio.run(work())
+
+
+def test_large_batches_take_turns_and_small_messages_stay_on_one_connection() -> None:
+    assert pumped({"a": (BULK_BYTES,) * 3, "b": (BULK_BYTES,) * 3}) == list("ababab")
+    assert pumped({"a": (100,) * 3, "b": (100,) * 3}) == list("aaabbb")
+    assert pumped({"a": (), "b": (100, BULK_BYTES), "c": (50,)}) == list("bbc")
+
+
+def test_the_event_loop_gets_a_turn_after_so_many_bytes() -> None:
+    count = WRITE_BUDGET // BULK_BYTES
+    batches = {"a": (BULK_BYTES,) * 3 * count}
+    assert len(pumped(batches)) == count
+    assert len(pumped(batches, turns=2)) == 2 * count
+
+
+def test_the_next_turn_goes_on_with_the_next_connection() -> None:
+    size = WRITE_BUDGET
+    assert pumped({"a": (size,) * 2, "b": (size,) * 2}, turns=4) == list("abab")
+
+
+class Tuned:
+    """A socket between two addresses, and the options that were set."""
+
+    def __init__(self, here: str, there: str) -> None:
+        self._here, self._there = here, there
+        self.options: dict[tuple[int, int], Any] = {}
+
+    def setblocking(self, flag: bool) -> None:
+        self.blocks = flag
+
+    def setsockopt(self, level: int, name: int, value: Any) -> None:
+        self.options[level, name] = value
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._there, 1
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._here, 2
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "is_local"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("::1", "::1", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+    ],
+)
+def test_only_within_a_host_the_kernels_choice_of_congestion_control_is_overruled(
+    here: str, there: str, is_local: bool
+) -> None:
+    tuned = Tuned(here, there)
+    tune(tuned)  # type: ignore[arg-type]
+    set_to = tuned.options.get((socket.IPPROTO_TCP, socket.TCP_CONGESTION))
+    assert set_to == (b"cubic" if is_local else None)
+    assert not tuned.blocks
+    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_NODELAY] == 1
+    assert tuned.options[socket.SOL_SOCKET, socket.SO_KEEPALIVE] == 1
+    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT] == 60_000

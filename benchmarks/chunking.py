@@ -14,8 +14,8 @@ import msgspec
 from rich.table import Table
 
 from isthmus.core.types import NS_PER_MS, NS_PER_S
-from isthmus.lab.papers.sarathi.models import on_a100
 from isthmus.lab.papers.sarathi.one_node import Asked, BatchLimits, serve
+from isthmus.lab.papers.sarathi.setup import on_a100
 from isthmus.lab.sim.spread import nearest_rank
 
 NUM_REQUESTS = 400

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from isthmus.lab.papers import infinite_llm
-from isthmus.lab.papers.infinite_llm.context import completes, longest, pool_tokens
-from isthmus.lab.papers.infinite_llm.gain import LOADS, served
-from isthmus.lab.papers.infinite_llm.moves import lost
 from isthmus.lab.papers.infinite_llm.setup import A100, ETHERNET
-from isthmus.lab.papers.infinite_llm.traffic import MEASURED_MS, kv_bytes, query_bytes, times_ms
+from isthmus.lab.papers.infinite_llm.tables import (
+    LOADS,
+    MEASURED_MS,
+    completes,
+    kv_bytes,
+    longest,
+    lost,
+    pool_tokens,
+    query_bytes,
+    served,
+    times_ms,
+)
 
 
 def test_every_table_says_its_version() -> None:

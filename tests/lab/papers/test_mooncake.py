@@ -11,7 +11,7 @@ import pytest
 from isthmus.config import load_config
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.papers.lab import Lab, loads_of
-from isthmus.lab.papers.mooncake import cluster, hit_rate, rejections
+from isthmus.lab.papers.mooncake import cluster, hit_rate, tables
 from isthmus.lab.papers.registry import TABLES
 from isthmus.lab.sim.deployment import deployment_of
 from isthmus.lab.sim.records import RequestRecord, Result, Status
@@ -90,7 +90,7 @@ def test_loads_in_opposite_phase() -> None:
         record.end_ns = begin + 2 * minute
         records.append(record)
     result = Result("", "", "", "", records, [], [], 0, 30 * minute, {})
-    deviation, change, per_hour, together = rejections.swings(loads_of(result))
+    deviation, change, per_hour, together = tables.swings(loads_of(result))
     assert deviation == pytest.approx(100, rel=0.1) and per_hour == pytest.approx(30, rel=0.1)
     assert change == pytest.approx(2 * 100 * 5 / 60, rel=0.1)  # from none to twice the mean each minute
     assert together == pytest.approx(-1)

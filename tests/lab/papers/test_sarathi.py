@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.lab.papers.sarathi import anchors, throughput
-from isthmus.lab.papers.sarathi.balance import peak
-from isthmus.lab.papers.sarathi.bubbles import piped
-from isthmus.lab.papers.sarathi.gain import Shape, apart, decode_speed_up, gain, run
+from isthmus.lab.papers.sarathi import setup, tables
 from isthmus.lab.papers.sarathi.one_node import WHOLE, Asked, BatchLimits
+from isthmus.lab.papers.sarathi.tables import Shape, apart, decode_speed_up, gain, peak, piped, run
 from tests.lab.papers.traces import untraced
 
 
@@ -55,48 +53,48 @@ def test_whole_prompts_beside_decodes_gain_less_as_published() -> None:
 def test_with_the_best_chunk_no_ratio_loses() -> None:
     away = {row: value for (row, _), (_, value) in cells("sarathi-balance").items() if "best chunk" in row}
     assert len(away) == 6 and min(away.values()) > 1.1
-    assert gain(Shape(1024, 18, 80), anchors.step_ps, 256) < 1, "one chunk size for all would"
+    assert gain(Shape(1024, 18, 80), setup.step_ps, 256) < 1, "one chunk size for all would"
 
 
 def test_chunks_that_end_with_a_tile_gain_more() -> None:
     """256 beats 320; and one row more than a tile costs most of the gain."""
     shape = Shape(1024, 18, 14)
-    assert gain(shape, anchors.step_ps, 256) > gain(shape, anchors.step_ps, 320)
-    assert gain(shape, anchors.step_ps, 257) < gain(shape, anchors.step_ps, 256) - 0.1
+    assert gain(shape, setup.step_ps, 256) > gain(shape, setup.step_ps, 320)
+    assert gain(shape, setup.step_ps, 257) < gain(shape, setup.step_ps, 256) - 0.1
 
 
 def test_batches_are_as_the_paper_forms_them() -> None:
-    batches = run(Shape(1024, 6, 50), anchors.step_ps, 256).batches
+    batches = run(Shape(1024, 6, 50), setup.step_ps, 256).batches
     middle = batches[len(batches) // 2 : -60]
     assert {batch.num_decodes for batch in middle} <= {5, 6}
     assert {sum(count for count, _ in batch.chunks) for batch in middle if batch.chunks} == {251}
-    for batch in run(Shape(1024, 6, 50), apart(anchors.step_ps), WHOLE).batches:
-        chunks = anchors.step_ps(batch.chunks, 0, 0) if batch.chunks else 0
-        decodes = anchors.step_ps((), batch.num_decodes, batch.context) if batch.num_decodes else 0
+    for batch in run(Shape(1024, 6, 50), apart(setup.step_ps), WHOLE).batches:
+        chunks = setup.step_ps(batch.chunks, 0, 0) if batch.chunks else 0
+        decodes = setup.step_ps((), batch.num_decodes, batch.context) if batch.num_decodes else 0
         assert batch.took_ps == chunks + decodes
 
 
 def test_two_efficiencies_are_fitted_to_one_row_and_to_no_other() -> None:
     def error(matmul: float, weight_read: float) -> float:
-        step, shape = throughput.step_33b(matmul, weight_read), throughput.CALIBRATED
+        step, shape = tables.step_33b(matmul, weight_read), tables.CALIBRATED
         found = decode_speed_up(shape, step, 256) / 3.83, gain(shape, step, 256) / 1.25
         return sum((ratio - 1) ** 2 for ratio in found)
 
-    fitted = error(throughput.MATMUL, throughput.WEIGHT_READ)
+    fitted = error(tables.MATMUL, tables.WEIGHT_READ)
     for matmul, weight_read in ((0.01, 0), (-0.01, 0), (0, 0.01), (0, -0.01)):
-        assert fitted < error(throughput.MATMUL + matmul, throughput.WEIGHT_READ + weight_read)
+        assert fitted < error(tables.MATMUL + matmul, tables.WEIGHT_READ + weight_read)
     assert abs(difference("sarathi-throughput", "33B on A100, 2K")) < 0.05
 
 
 def test_the_anchors_are_the_printed_times() -> None:
-    assert anchors.step_ps([(1024, 0)], 0, 0) == 234_800_000_000
-    assert anchors.step_ps([], 4, 4096) == 49_960_000_000
-    assert [anchors.linear_ms(rows) for rows in (0, 1, 128, 129, 256, 257, 384)] == [
+    assert setup.step_ps([(1024, 0)], 0, 0) == 234_800_000_000
+    assert setup.step_ps([], 4, 4096) == 49_960_000_000
+    assert [setup.linear_ms(rows) for rows in (0, 1, 128, 129, 256, 257, 384)] == [
         0.0, 55.0, 55.0, 69.8, 69.8, 92.33, 92.33,
     ]  # fmt: skip
-    assert anchors.linear_ms(2048) == 2 * anchors.linear_ms(1024)
-    halves = anchors.attention_ms([(512, 0)], 0) + anchors.attention_ms([(512, 512)], 0)
-    assert halves == pytest.approx(anchors.attention_ms([(1024, 0)], 0))
+    assert setup.linear_ms(2048) == 2 * setup.linear_ms(1024)
+    halves = setup.attention_ms([(512, 0)], 0) + setup.attention_ms([(512, 512)], 0)
+    assert halves == pytest.approx(setup.attention_ms([(1024, 0)], 0))
 
 
 @pytest.mark.parametrize("trace", ["chat", "summarisation"])

@@ -6,7 +6,7 @@ Two versions have different headlines. The first (DistKV-LLM, January 2024) borr
 
 from __future__ import annotations
 
-from isthmus.lab.papers.infinite_llm import context, gain, moves, traffic
+from isthmus.lab.papers.infinite_llm import tables
 from isthmus.lab.papers.table import Table
 
-TABLES: tuple[Table, ...] = (context.TABLE, traffic.TABLE, gain.TABLE, moves.TABLE)
+TABLES: tuple[Table, ...] = (tables.CONTEXT, tables.TRAFFIC, tables.GAIN, tables.MOVES)

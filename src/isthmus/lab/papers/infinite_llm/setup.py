@@ -12,7 +12,7 @@ from isthmus.core.cost import Analytic, Coefficients, engine_coefficients, facts
 from isthmus.core.types import Role
 from isthmus.facts import nodes_of, rules_of
 from isthmus.lab.papers.roofline import ROOFLINE
-from isthmus.lab.papers.sarathi.models import llama
+from isthmus.lab.papers.sarathi.setup import llama
 from isthmus.lab.sim.deployment import FAR, Deployment
 
 A100 = hardware_named("a100")

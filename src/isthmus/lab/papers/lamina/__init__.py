@@ -6,13 +6,13 @@ throughput per dollar; its prices and configurations are not known here, so none
 
 from __future__ import annotations
 
-from isthmus.lab.papers.lamina import batch, network, saturation, setup, throughput
+from isthmus.lab.papers.lamina import setup, tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
     setup.TABLE,
-    batch.TABLE,
-    throughput.TABLE,
-    saturation.TABLE,
-    network.TABLE,
+    tables.BATCH,
+    tables.THROUGHPUT,
+    tables.SATURATION,
+    tables.NETWORK,
 )

@@ -11,7 +11,7 @@ from isthmus.core.cost import Analytic, Coefficients, Hardware, compile_cost, fa
 from isthmus.core.cost.pooled import Pooled
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.roofline import ROOFLINE
-from isthmus.lab.papers.sarathi.models import LLAMA_33B, llama
+from isthmus.lab.papers.sarathi.setup import LLAMA_33B, llama
 from isthmus.lab.papers.table import Cell, Table
 
 PRICES = {"h100": 11.06, "h20": 4.63}

@@ -3,33 +3,23 @@
 Numbers that the papers print only as curves were read off the vector figures, to about 1 % of the axis.
 """
 
-from isthmus.lab.papers.mooncake import (
-    capacity,
-    global_cache,
-    hit_rate,
-    network,
-    prefill_time,
-    ratio,
-    rejections,
-    request_cost,
-    scheduling,
-)
+from isthmus.lab.papers.mooncake import hit_rate, tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    capacity.TABLE,
-    prefill_time.TABLE,
-    scheduling.TABLE,
-    global_cache.TABLE,
-    network.TABLE,
-    request_cost.TABLE,
-    ratio.TABLE,
+    tables.CAPACITY,
+    tables.PREFILL_TIME,
+    tables.SCHEDULING,
+    tables.GLOBAL_CACHE,
+    tables.NETWORK,
+    tables.REQUEST_COST,
+    tables.RATIO,
     hit_rate.FIGURE_9,
     hit_rate.TABLE_1,
     hit_rate.BLOG,
     hit_rate.EVICTIONS,
-    rejections.TABLE,
-    rejections.FLUCTUATION,
+    tables.REJECTIONS,
+    tables.FLUCTUATION,
 )
 
 __all__ = ["TABLES"]

@@ -25,6 +25,7 @@ from typing import Any
 
 from isthmus.config import Config
 from isthmus.core.cost import Curve
+from isthmus.lab.papers.lab import Lab, Outcome, Trace, Variant
 from isthmus.lab.sim.deployment import Deployment, deployment_of
 
 BLOCK_SIZE = 512
@@ -103,3 +104,23 @@ def vllm(token_budget: int) -> Deployment:
 
 WHOLE_PROMPTS, CHUNKS = 65_536, 512
 """Token budgets of vLLM without and with chunked prefill."""
+
+
+# The four systems that the FAST'25 paper compares on its traces.
+
+
+SYSTEMS = ("Mooncake", "vLLM", "vLLM prefix caching", "vLLM chunked prefill")
+
+VLLM_SETUP = (
+    "The vLLM v0.5.1 baselines are 16 mixed nodes of this simulator with the same cost curve, round robin: "
+    "whole prompts in one iteration, or chunks of 512 tokens; prefix caching in GPU memory only, never "
+    "together with chunks."
+)
+
+
+def replay(lab: Lab, trace: Trace, system: str) -> Outcome:
+    """One of `SYSTEMS` on a trace at its own speed."""
+    if system == "Mooncake":
+        return lab.run(Variant(trace), mooncake(), system)
+    budget = CHUNKS if system == "vLLM chunked prefill" else WHOLE_PROMPTS
+    return lab.run(Variant(trace, shared=system == "vLLM prefix caching"), vllm(budget), system)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from isthmus.lab.papers.sarathi import ablation, balance, bubbles, chunks, iterations, throughput
+from isthmus.lab.papers.sarathi import tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    iterations.TABLE,
-    chunks.TABLE,
-    throughput.TABLE,
-    balance.TABLE,
-    ablation.TABLE,
-    bubbles.TABLE,
+    tables.ITERATIONS,
+    tables.CHUNKS,
+    tables.THROUGHPUT,
+    tables.BALANCE,
+    tables.ABLATION,
+    tables.BUBBLES,
 )

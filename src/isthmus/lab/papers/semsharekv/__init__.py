@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.lab.papers.semsharekv import memory, neighbours, quality, steps, ttft
+from isthmus.lab.papers.semsharekv import tables
 from isthmus.lab.papers.table import Table
 
-TABLES: tuple[Table, ...] = (ttft.TABLE, steps.TABLE, memory.TABLE, neighbours.TABLE, quality.TABLE)
+TABLES: tuple[Table, ...] = (tables.TTFT, tables.STEPS, tables.MEMORY, tables.NEIGHBOURS, tables.QUALITY)

@@ -6,7 +6,7 @@ from functools import cache
 
 from isthmus.core.cost import Analytic, NodeCost, compile_cost, facts_of, hardware_named
 from isthmus.core.reuse import SEMANTIC, Selection
-from isthmus.lab.papers.sarathi.models import coefficients, llama
+from isthmus.lab.papers.sarathi.setup import coefficients, llama
 
 A100 = hardware_named("a100")
 MODELS = {

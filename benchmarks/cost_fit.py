@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus.bench.least_squares import least_squares
 from isthmus.core.cost.analytic import Analytic, AnalyticCost
-from isthmus.core.cost.coefficients import EFFICIENCIES, Coefficients
+from isthmus.core.cost.hardware import EFFICIENCIES, Coefficients
 
 SHARED = ("weight_read", "matmul", "sequence_s", "allreduce_s")
 """Free by default, one value for all engines: they belong to the GPU and to the host."""

@@ -23,7 +23,7 @@ from isthmus.core.cost import (
     engine_coefficients,
     hardware_named,
 )
-from isthmus.core.cost.coefficients import ENGINES
+from isthmus.core.cost.hardware import ENGINES
 
 _BLOCKS, _BLOCK = 2_588, 16  # what the engine reported for this run
 _TOKEN_BUDGET = 2_048

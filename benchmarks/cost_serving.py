@@ -17,7 +17,7 @@ from benchmarks.cost_tables import Finding, finding, halves, read
 from isthmus.bench.least_squares import least_squares
 from isthmus.core.cost import ENGINES, Analytic, Coefficients, compile_cost, engine_coefficients, hardware_named
 from isthmus.core.cost.analytic import AnalyticCost
-from isthmus.core.cost.coefficients import carry_over
+from isthmus.core.cost.hardware import carry_over
 
 _SILICON = "aiconfigurator/silicon_e2e_ttft_tpot.csv"
 _LENGTH_SHARE = 0.9  # the clients draw lengths between 0.8 and 1.0 of the nominal ones

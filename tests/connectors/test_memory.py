@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from isthmus.live.store.arena import Arena, PeerArena, Shape
-from isthmus.live.store.memory import PAGE_BYTES
+from isthmus.live.store.arena import PAGE_BYTES, Arena, PeerArena, Shape
 from isthmus_vllm import memory
 from isthmus_vllm.memory import attach, create
 from isthmus_vllm.wire import Memory

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from isthmus.live.messenger.frames import Kind, prefix_of
-from isthmus.live.messenger.terms import Terms
+from isthmus.live.messenger.ports import Terms
 from isthmus.live.peers.messages import Beat
 from tests.hostile.victim import MODEL, Outcome, Victim
 

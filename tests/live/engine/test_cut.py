@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.models.cut import ENDLESS, min_cut
+from isthmus.core.models.slices import ENDLESS, min_cut
 
 Edges = list[tuple[str, str, int]]
 

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.errors import StartError
 from isthmus.core.types import Sampling, TokenLogprobs
-from isthmus.live.engine.emulated import (
-    EmulatedEngine,
-    PacedEngine,
-    Recipe,
-    expected_tokens,
-    layout_of,
-)
+from isthmus.live.engine.emulated import EmulatedEngine, PacedEngine, Recipe, expected_tokens, layout_of
 from isthmus.live.engine.interface import Chunk, Row
 
 SIZE = 4

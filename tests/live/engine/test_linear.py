@@ -25,12 +25,10 @@ from isthmus.live.engine.linear import (
     KimiDelta,
     State,
     advance,
-    gdn,
-    kda,
     layer_output,
     step,
 )
-from isthmus.live.engine.linear.conv import convolve, convolve_step
+from isthmus.live.engine.linear.layer import convolve, convolve_step, inputs_gdn, inputs_kda, projection
 from isthmus.live.engine.linear.rule import advance_rule, step_each, step_rule, step_together
 from tests.live.engine.support import largest_error, randn
 
@@ -214,7 +212,7 @@ def gated_delta_net() -> tuple[Any, GatedDeltaNet]:
     found = drawn(reference)
     layer = GatedDeltaNet(
         heads=GDN_HEADS,
-        project_PN=gdn.projection(found["in_proj_qkvz.weight"], found["in_proj_ba.weight"], GDN_HEADS),
+        project_PN=projection(found["in_proj_qkvz.weight"], found["in_proj_ba.weight"], GDN_HEADS),
         conv_KC=found["conv1d.weight"][:, 0].T.contiguous(),
         rate_H=-found["A_log"].exp(),
         dt_bias_H=found["dt_bias"],
@@ -252,7 +250,7 @@ def kimi_delta() -> tuple[Any, KimiDelta]:
     return reference, layer
 
 
-CASES: dict[str, Any] = {"gdn": (gated_delta_net, gdn.inputs), "kda": (kimi_delta, kda.inputs)}
+CASES: dict[str, Any] = {"gdn": (gated_delta_net, inputs_gdn), "kda": (kimi_delta, inputs_kda)}
 
 
 @pytest.mark.parametrize("length", [1, 2, 65, 130])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.core.types import Sampling, TokenLogprobs
-from isthmus.live.engine import scores
+from isthmus.live.engine import sampling
 from isthmus.live.engine.batch import Scored
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Chunk, Hidden, Row, split_layers
-from isthmus.live.engine.scores import parts_of, score
+from isthmus.live.engine.sampling import parts_of, score
 from tests.models import reference_logits
 from tests.soak import matrix
 
@@ -118,8 +118,8 @@ def test_of_short_prompts_too(folder_of: FolderOf, length: int) -> None:
 def test_however_many_at_a_time(
     monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, limits: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(scores, "MAX_LOGITS", limits[0])
-    monkeypatch.setattr(scores, "MAX_ENTRIES", limits[1])
+    monkeypatch.setattr(sampling, "MAX_LOGITS", limits[0])
+    monkeypatch.setattr(sampling, "MAX_ENTRIES", limits[1])
     check(
         all_of(engine_of(folder_of("llama")), PROMPT, 60), PROMPT, reference_logits(folder_of("llama"), PROMPT)
     )
@@ -179,8 +179,8 @@ def test_parts_are_the_whole_within_the_limits(
         Scored(index, 7 * index, index + 1, range(length), num_top) for index, length in enumerate(lengths)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores, "MAX_LOGITS", max_logits)
-        patch.setattr(scores, "MAX_ENTRIES", max_entries)
+        patch.setattr(sampling, "MAX_LOGITS", max_logits)
+        patch.setattr(sampling, "MAX_ENTRIES", max_entries)
         parts = list(parts_of(whole, 50))
     for part in parts:
         count = len(part.targets)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.live.engine import staging
+from isthmus.live.engine import kv
 from isthmus.live.engine.kernels.plain import PlainKernels
-from isthmus.live.engine.staging import Staging
+from isthmus.live.engine.kv import Staging
 
 from .support import permutation
 
@@ -54,7 +54,7 @@ def _this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(staging, "STAGE_BYTES", 4 * SIZE)
+    monkeypatch.setattr(kv, "STAGE_BYTES", 4 * SIZE)
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 8, 9, 30])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.engine.choice import RARELY, SELDOM
-from isthmus.live.engine.team import Team
+from isthmus.live.engine.choice import RARELY, SELDOM, Team
 
 
 class Machine:

@@ -29,7 +29,6 @@ from isthmus.live.messenger import (
     split_address,
     tcp,
 )
-from isthmus.live.messenger.acks import Close
 from isthmus.live.messenger.frames import PREFIX_BYTES, Kind, Prefix, parse_prefix, prefix_of
 from isthmus.live.messenger.greeting import (
     NONCE_BYTES,
@@ -41,10 +40,11 @@ from isthmus.live.messenger.greeting import (
     hello,
     refusal,
 )
+from isthmus.live.messenger.inbox import Close
 from isthmus.live.messenger.network import Listener
+from isthmus.live.messenger.ports import STANDARD
 from isthmus.live.messenger.streams import PlainStream, Stream, TlsStream
 from isthmus.live.messenger.tcp import drain
-from isthmus.live.messenger.terms import STANDARD
 
 LIMIT_S = 90.0
 """Only so that a bug ends the test: nothing here is decided by it."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.live.messenger import Priority, outbox
+from isthmus.live.messenger.frames import Pieces
 from isthmus.live.messenger.outbox import Frame, Outbox, Sending
-from isthmus.live.messenger.pieces import Pieces
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,7 @@ import numpy as np
 from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName
 from isthmus.live.store import Arena, Files, Log, Shape, Store
-from isthmus.live.store.memory import Buffer
+from isthmus.live.store.arena import Buffer
 
 SMALL = Shape(num_layers=3, slice_bytes=100)
 """Goes through the page cache."""

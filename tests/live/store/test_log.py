@@ -7,8 +7,8 @@ import pytest
 
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.store import Log, Shape
+from isthmus.live.store.arena import aligned_buffer
 from isthmus.live.store.log import Entry
-from isthmus.live.store.memory import aligned_buffer
 from isthmus.live.store.record import GROUP, Header
 from tests.live.store.support import LARGE, ODD, SMALL, content, log_bytes, room, seals_of
 

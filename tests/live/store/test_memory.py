@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.store.memory import PAGE_BYTES, address, aligned_buffer, copy_bytes, round_up
+from isthmus.live.store.arena import PAGE_BYTES, address, aligned_buffer, copy_bytes, round_up
 
 
 def test_copies_are_of_equal_length() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 from random import Random
 
 from isthmus.core.types import BlockName
+from isthmus.live.store.directory import whole_chains
 from isthmus.live.store.record import Header
-from isthmus.live.store.recovery import whole_chains
 
 
 def record(place: int, name: BlockName, parent: BlockName | None, sequence: int) -> tuple[int, Header]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.store.slots import Slots
+from isthmus.live.store.directory import Slots
 
 
 def test_a_slot_is_empty_when_it_is_given_up_and_not_pinned() -> None:

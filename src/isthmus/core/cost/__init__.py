@@ -4,14 +4,19 @@
 """
 
 from isthmus.core.cost.analytic import Analytic
-from isthmus.core.cost.coefficients import ENGINES, Coefficients, engine_coefficients
 from isthmus.core.cost.curve import Curve, curve_of, to_mapping
 from isthmus.core.cost.elsewhere import Part, Path, Queries, Wait, least_bandwidth, slowest
 from isthmus.core.cost.facts import ModelFacts, facts_of
-from isthmus.core.cost.hardware import HARDWARE, Hardware, hardware_named
+from isthmus.core.cost.hardware import (
+    ENGINES,
+    HARDWARE,
+    Coefficients,
+    Hardware,
+    engine_coefficients,
+    hardware_named,
+)
 from isthmus.core.cost.lengths import Lengths, LogNormal, Sample
-from isthmus.core.cost.node_cost import Cost, NodeCost, compile_cost
-from isthmus.core.cost.pipeline import pipeline
+from isthmus.core.cost.node_cost import Cost, NodeCost, compile_cost, pipeline
 from isthmus.core.cost.transfer import Handling
 
 __all__ = [

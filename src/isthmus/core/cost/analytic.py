@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import msgspec
 
-from isthmus.core.cost.coefficients import Coefficients
 from isthmus.core.cost.elsewhere import Queries
 from isthmus.core.cost.facts import ModelFacts
-from isthmus.core.cost.hardware import Hardware
+from isthmus.core.cost.hardware import Coefficients, Hardware
 from isthmus.core.cost.transfer import UNKNOWN, Handling
 from isthmus.core.errors import ConfigError
 

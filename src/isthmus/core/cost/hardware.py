@@ -8,6 +8,7 @@ reports it.
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import msgspec
 
@@ -94,3 +95,133 @@ def hardware_named(name: str) -> Hardware:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"hardware {name!r} is not known; {hint}known: {', '.join(HARDWARE)}")
     return found
+
+
+# What an engine makes of the hardware: physical coefficients, presets with their origin, what carries over.
+#
+# Every efficiency is in (0, 1]. That makes physics a floor: no estimate can be faster than the data sheet.
+
+
+EFFICIENCIES = ("weight_read", "matmul", "kv_read", "link", "attention", "expert_read", "expert_matmul")
+OVERHEADS = ("layer_s", "sequence_s", "allreduce_s", "step_s", "moe_layer_s", "request_s")
+
+
+class Coefficients(msgspec.Struct, frozen=True):
+    """Efficiencies are shares of the data-sheet peak, overheads are seconds; symbols of the docs in brackets.
+
+    weight_read [e_w]  memory bandwidth reached while weights are streamed
+    matmul [e_f]       matrix multiplication, share of the peak at the weights' precision
+    kv_read [e_kv]     memory bandwidth reached by decode attention
+    layer_s [t_l]      fixed cost of a layer: launches, norms, tails
+    sequence_s [t_seq] per sequence and step: sampling, scheduling, detokenising
+    allreduce_s [a_ar] latency of an all-reduce, times log2 of the group
+    step_s [t_step]    host cost of an iteration
+    link [e_nv]        share of the one-way link bandwidth
+    one_shot [x1]      share of decode all-reduces that send everything to everybody at once
+    attention [e_at]   prefill attention, share of the bf16 peak
+    expert_read, expert_matmul, moe_layer_s [e_x, e_fx, t_lm]  the same for mixture-of-experts layers
+    request_s [t_api]  per request before its first token, outside the engine's iterations; in no step
+    """
+
+    weight_read: float
+    matmul: float
+    kv_read: float
+    layer_s: float
+    sequence_s: float
+    allreduce_s: float
+    step_s: float = 1.0e-3
+    link: float = 0.70
+    one_shot: float = 1.0
+    attention: float = 0.50
+    expert_read: float = 0.8
+    expert_matmul: float = 0.12
+    moe_layer_s: float = 45e-6
+    request_s: float = 38e-3
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for name in EFFICIENCIES:
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"cost coefficient {name} is {getattr(self, name)}; it must be above 0, at most 1"
+                )
+        for name in OVERHEADS:
+            if not 0 <= getattr(self, name) < 10:
+                raise ConfigError(
+                    f"cost coefficient {name} is {getattr(self, name)}; it must be 0 to 10 seconds"
+                )
+        if not 0 <= self.one_shot <= 1:
+            raise ConfigError(f"cost coefficient one_shot is {self.one_shot}; it must be 0 to 1")
+
+    def but(self, **changes: Any) -> Coefficients:
+        """A copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+
+_H200 = (
+    "least squares on all 126 H200 rows of Llama-3.1-70B fp8 with TTFT below 5 s (AIConfigurator silicon table)"
+)
+_SHARED = {
+    "weight_read": 0.870,
+    "matmul": 0.695,
+    "sequence_s": 21.1e-6,
+    "allreduce_s": 2.18e-6,
+}
+ENGINES: dict[str, Coefficients] = {
+    "trtllm": Coefficients(**_SHARED, kv_read=0.820, layer_s=21.9e-6, one_shot=1.0, origin=_H200),
+    "vllm": Coefficients(**_SHARED, kv_read=0.368, layer_s=43.5e-6, one_shot=0.3, origin=_H200),
+    "sglang": Coefficients(**_SHARED, kv_read=0.368, layer_s=43.5e-6, one_shot=0.3, origin="as vllm, " + _H200),
+}
+"""Fitted on Hopper with fp8 weights and fp8 KV. `engine_coefficients` carries them over to other hardware."""
+
+# Ratios of kernel tables to those of Hopper with fp8 weights: (weight_read, matmul). Roofline fits of the GEMM
+# tables of AIConfigurator (H200, B200, and L40S for ada), of LLMServingSim (RTX 4090) and of Vidur (A100; its
+# H100 table and AIConfigurator's are averaged for bf16 on Hopper). `python -m benchmarks cost` prints the fits.
+_KERNELS: dict[tuple[str, str], tuple[float, float]] = {
+    ("hopper", "fp8"): (1.0, 1.0),
+    ("hopper", "bf16"): (1.0, 1.09),
+    ("blackwell", "fp8"): (0.92, 0.76),
+    ("blackwell", "bf16"): (1.02, 1.0),
+    ("blackwell", "nvfp4"): (0.88, 0.65),
+    ("ampere", "bf16"): (0.95, 1.07),
+    ("ada", "fp8"): (0.86, 0.76),
+    ("ada", "bf16"): (0.93, 0.91),
+    ("rtx4090", "bf16"): (1.12, 1.3),
+}
+_MAX_MATMUL = 0.9
+# Attention kernels read KV at about this share, all but one: FlashAttention 3 with fp8 KV.
+_KV_READ = 0.82
+
+
+def engine_coefficients(
+    engine: str, hardware: Hardware, *, weight_dtype: str = "fp8", kv_dtype: str = "fp8"
+) -> Coefficients:
+    """A preset carried over to other hardware and precisions. Raises ConfigError for an unknown engine.
+
+    Overheads and link shares are kept; weight_read and matmul move with the ratio of kernel tables of the
+    generation (nothing moves within Hopper); kv_read leaves the FlashAttention 3 value when that kernel is not
+    the one in use.
+    """
+    preset = ENGINES.get(engine)
+    if preset is None:
+        near = difflib.get_close_matches(engine, ENGINES, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"engine {engine!r} has no cost coefficients; {hint}known: {', '.join(ENGINES)}")
+    return carry_over(preset, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+
+
+def carry_over(
+    coefficients: Coefficients, hardware: Hardware, *, weight_dtype: str = "fp8", kv_dtype: str = "fp8"
+) -> Coefficients:
+    """Coefficients fitted on Hopper with fp8 weights and KV, for other hardware and precisions."""
+    changes: dict[str, float] = {}
+    # What the hardware cannot multiply as stored is widened to bf16: then that kernel's share counts.
+    native = {"fp8": hardware.fp8_flops, "nvfp4": hardware.fp4_flops}.get(weight_dtype, 0.0)
+    dtype = weight_dtype if native else "bf16"
+    ratios = _KERNELS.get((hardware.name, dtype)) or _KERNELS.get((hardware.generation, dtype))
+    if ratios is not None and ratios != (1.0, 1.0):
+        changes["weight_read"] = min(coefficients.weight_read * ratios[0], 1.0)
+        changes["matmul"] = min(coefficients.matmul * ratios[1], _MAX_MATMUL)
+    if hardware.generation != "hopper" or kv_dtype != "fp8":
+        changes["kv_read"] = max(coefficients.kv_read, _KV_READ)
+    return coefficients.but(**changes) if changes else coefficients

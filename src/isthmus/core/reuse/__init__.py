@@ -1,7 +1,6 @@
 """KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike."""
 
-from isthmus.core.reuse.likeness import SIMILAR, similarity
-from isthmus.core.reuse.passages import MIN_PASSAGE, cut, extended, passages
+from isthmus.core.reuse.passages import MIN_PASSAGE, SIMILAR, cut, extended, passages, similarity
 from isthmus.core.reuse.selection import (
     CACHEBLEND,
     EPIC,

@@ -19,6 +19,7 @@ from isthmus.live.engine import kernels
 from isthmus.live.engine.alike import directions
 from isthmus.live.engine.assembling import Assembled
 from isthmus.live.engine.batch import Batch, build_batch
+from isthmus.live.engine.choice import Team
 from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
     Asked,
@@ -37,11 +38,9 @@ from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.model import Model
 from isthmus.live.engine.program import Residual
 from isthmus.live.engine.remote import answer_to, queries_of, shapes_of, split_of
-from isthmus.live.engine.sampling import sample
-from isthmus.live.engine.scores import parts_of, score
+from isthmus.live.engine.sampling import parts_of, sample, score
 from isthmus.live.engine.spec import kv_layout, read_spec
 from isthmus.live.engine.states import LiveStates
-from isthmus.live.engine.team import Team
 from isthmus.live.engine.turns import Turns
 from isthmus.live.engine.weights import Weights, load_weights
 from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits

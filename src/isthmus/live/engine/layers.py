@@ -17,7 +17,7 @@ from torch import Tensor
 from isthmus.core.models import Attention, Delta, Dense, Experts, LatentAttention, Lightning, ModelSpec
 from isthmus.live.engine.experts import Mixture, Mlp, Routing
 from isthmus.live.engine.linear import GatedDeltaNet, KimiDelta
-from isthmus.live.engine.linear.gdn import projection
+from isthmus.live.engine.linear.layer import projection
 from isthmus.live.engine.rope import half_split
 from isthmus.live.engine.tiles import Weight, plain, stacked
 

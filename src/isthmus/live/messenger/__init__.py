@@ -4,15 +4,14 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 """
 
 from isthmus.live.messenger.credentials import Credentials, Identity, TlsFiles
+from isthmus.live.messenger.frames import read
 from isthmus.live.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.live.messenger.memory import MemoryNetwork
 from isthmus.live.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.live.messenger.outbox import Priority, Sending
-from isthmus.live.messenger.ports import Handler
-from isthmus.live.messenger.reading import read
+from isthmus.live.messenger.ports import Handler, Stat, Terms
 from isthmus.live.messenger.running import RunningClock, RunningTimer
 from isthmus.live.messenger.session import Session
-from isthmus.live.messenger.terms import Stat, Terms
 
 __all__ = [
     "Answerer",

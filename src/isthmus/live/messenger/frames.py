@@ -15,14 +15,16 @@ ends the session. A flipped byte of a payload is found by the seals of whoever s
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import xxhash
 
-from isthmus.core.errors import ProtocolError
-from isthmus.live.messenger.pieces import IO_PARTS, scratch
+from isthmus.core.errors import ConfigError, ProtocolError
 
 MAGIC = 0x5349
 MAGIC_BYTES = 2
@@ -272,3 +274,69 @@ class FrameReader:
         self._first, self._last = 0, len(left)
         if len(self._staging) > size:
             self._sink.grown()
+
+
+# Memory in pieces, seen as one range of bytes. No I/O.
+
+
+IO_PARTS = 512
+"""Pieces that one system call sends or receives; Linux takes 1,024."""
+
+_SCRATCH = memoryview(bytearray(64 << 10))
+_ZEROS = memoryview(bytes(64 << 10))
+
+
+def _repeated(view: memoryview, size: int) -> list[memoryview]:
+    whole, rest = divmod(size, len(view))
+    return [view] * whole + ([view[:rest]] if rest else [])
+
+
+def scratch(size: int) -> list[memoryview]:
+    """Memory of `size` bytes that nobody reads."""
+    return _repeated(_SCRATCH, size)
+
+
+def zeros(size: int) -> list[memoryview]:
+    """`size` bytes that mean nothing."""
+    return _repeated(_ZEROS, size)
+
+
+class Pieces:
+    """Contiguous pieces of memory, in order, as one range `[0, size)`. Empty pieces are left out."""
+
+    __slots__ = ("_starts", "size", "views")
+
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self.views = [part.cast("B") for part in parts if part.nbytes]
+        ends = list(accumulate(map(len, self.views)))
+        self.size = ends[-1] if ends else 0
+        self._starts = [0, *ends[:-1]]
+
+    def cut(self, start: int, length: int) -> list[memoryview]:
+        """`[start, start + length)` as pieces; it must lie within the whole."""
+        if length == self.size:
+            return list(self.views)
+        found = []
+        at = bisect_right(self._starts, start) - 1
+        within = start - self._starts[at]
+        while length:
+            view = self.views[at][within : within + length]
+            found.append(view)
+            length -= len(view)
+            at, within = at + 1, 0
+        return found
+
+
+# Values that a peer sends, msgpack of a known type: the one place that knows in how many ways they cannot be read.
+
+
+Value = TypeVar("Value")
+
+
+def read(decode: Callable[[Any], Value], data: bytes | memoryview, what: str) -> Value:
+    """Raises ProtocolError for what is no msgpack, or of another type, or makes no sense to that type, or is nested
+    deeper than the interpreter goes: what is not asked for is read past, level by level."""
+    try:
+        return decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        raise ProtocolError(f"{what} could not be read: {error}") from None

@@ -21,10 +21,9 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.core.errors import ProtocolError
-from isthmus.live.messenger.acks import Close
-from isthmus.live.messenger.frames import Kind, Prefix, prefix_of
-from isthmus.live.messenger.reading import read
-from isthmus.live.messenger.terms import Terms
+from isthmus.live.messenger.frames import Kind, Prefix, prefix_of, read
+from isthmus.live.messenger.inbox import Close
+from isthmus.live.messenger.ports import Terms
 
 OLDEST, NEWEST = 3, 3
 """Protocol versions spoken here."""

@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from isthmus.live.messenger.frames import GOOD, VOID, FrameReader, Prefix
+from isthmus.live.messenger.frames import GOOD, IO_PARTS, VOID, FrameReader, Prefix, zeros
 from isthmus.live.messenger.outbox import Frame, Sending
-from isthmus.live.messenger.pieces import IO_PARTS, zeros
 
 WRITE_BYTES = 1 << 20
 """Bytes given to a lane at once; what comes later with a higher priority has to wait for them."""

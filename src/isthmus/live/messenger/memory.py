@@ -15,10 +15,9 @@ from isthmus.core.errors import ProtocolError
 from isthmus.core.types import NS_PER_S
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.network import Server
-from isthmus.live.messenger.ports import Handler, Timer
+from isthmus.live.messenger.ports import STANDARD, Handler, Terms, Timer
 from isthmus.live.messenger.session import Session
 from isthmus.live.messenger.streams import PlainStream, Stream
-from isthmus.live.messenger.terms import STANDARD, Terms
 
 Deliver = Callable[..., object]
 """`deliver(function, *arguments)` calls it later; in the order of the calls, as an event loop's `call_soon` does."""

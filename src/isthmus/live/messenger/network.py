@@ -25,12 +25,11 @@ from isthmus.live.messenger.frames import (
     check_magic,
     parse_prefix,
 )
-from isthmus.live.messenger.ports import Handler
+from isthmus.live.messenger.ports import STANDARD, Handler, Terms
 from isthmus.live.messenger.running import running_timeout
 from isthmus.live.messenger.session import Session
 from isthmus.live.messenger.streams import Stream, open_stream, read_exactly, write_all
 from isthmus.live.messenger.tcp import TcpPort, drain
-from isthmus.live.messenger.terms import STANDARD, Terms
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from isthmus.live.messenger.frames import ACK_SOON, GOOD, MAX_SLICE, PREFIX_BYTES, Kind, check_of, prefix_of
-from isthmus.live.messenger.pieces import Pieces
+from isthmus.live.messenger.frames import (
+    ACK_SOON,
+    GOOD,
+    MAX_SLICE,
+    PREFIX_BYTES,
+    Kind,
+    Pieces,
+    check_of,
+    prefix_of,
+)
 
 
 class Priority(IntEnum):

@@ -19,17 +19,23 @@ import msgspec
 
 from isthmus.core.errors import ProtocolError
 from isthmus.core.types import NS_PER_S
-from isthmus.live.messenger.acks import Ack, Arrivals, Close, close_frame, read_ack, read_close
 from isthmus.live.messenger.credentials import Identity
-from isthmus.live.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix
-from isthmus.live.messenger.inbox import Inbox
+from isthmus.live.messenger.frames import (
+    ACK_SOON,
+    GOOD,
+    MAX_HEADER,
+    PREFIX_BYTES,
+    Kind,
+    Pieces,
+    Prefix,
+    scratch,
+)
+from isthmus.live.messenger.inbox import Ack, Arrivals, Close, Inbox, close_frame, read_ack, read_close
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.line import Answerer, Asker
 from isthmus.live.messenger.outbox import TALK_BYTES, Done, Frame, Outbox, Priority, Sending
-from isthmus.live.messenger.pieces import Pieces, scratch
-from isthmus.live.messenger.ports import Handler, Port, Timers
+from isthmus.live.messenger.ports import STANDARD, Handler, Port, Stat, Terms, Timers
 from isthmus.live.messenger.streams import Stream
-from isthmus.live.messenger.terms import STANDARD, Stat, Terms
 
 LINGER_S = 5.0
 """How long closing may take."""

@@ -14,8 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from isthmus.core.errors import ProtocolError
+from isthmus.live.messenger.frames import scratch
 from isthmus.live.messenger.lane import Lane
-from isthmus.live.messenger.pieces import scratch
 from isthmus.live.messenger.ports import Timer
 from isthmus.live.messenger.running import TICK_S, RunningTimer
 from isthmus.live.messenger.session import Session

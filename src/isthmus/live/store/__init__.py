@@ -3,11 +3,10 @@
 Knows names, seals and bytes; which block to keep where is decided elsewhere.
 """
 
-from isthmus.live.store.arena import Arena, ArenaHandle, PeerArena, Shape
+from isthmus.live.store.arena import Arena, ArenaHandle, PeerArena, Shape, aligned_buffer, copy_bytes
 from isthmus.live.store.directory import Pinned
 from isthmus.live.store.files import Files
 from isthmus.live.store.log import Log
-from isthmus.live.store.memory import aligned_buffer, copy_bytes
 from isthmus.live.store.record import RecordFormat
 from isthmus.live.store.stat import Stat, TierStat
 from isthmus.live.store.store import Store

@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 from contextlib import suppress
+from typing import Any
 
 import msgspec
-
-from isthmus.live.store.memory import PAGE_BYTES
+import numpy as np
+from numpy.typing import NDArray
 
 _MAGIC = b"isthmus arena 1\n"
 _NONCE_BYTES = 16
@@ -151,3 +152,39 @@ def _shared_file(size: int) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+# Copies and aligned buffers.
+#
+# numpy copies without the interpreter lock, so that other threads compute and read meanwhile; assigning to a
+# slice of a memoryview holds it.
+
+
+PAGE_BYTES = 4096
+
+Buffer = memoryview | bytes | bytearray | mmap.mmap
+
+
+def copy_bytes(into: memoryview, data: Buffer) -> None:
+    """Copies `data` to `into`, contiguous bytes of the same length."""
+    np.copyto(_bytes_of(into), _bytes_of(data))
+
+
+def address(view: Buffer) -> int:
+    """Where in memory the view starts."""
+    interface: dict[str, Any] = _bytes_of(view).__array_interface__
+    start: int = interface["data"][0]
+    return start
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Fresh zeroed memory that starts at a page, as O_DIRECT wants it."""
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+
+
+def round_up(size: int, align: int) -> int:
+    return -(-size // align) * align
+
+
+def _bytes_of(view: Buffer) -> NDArray[np.uint8]:
+    return np.frombuffer(view, np.uint8)

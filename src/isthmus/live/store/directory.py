@@ -9,12 +9,13 @@ restart warm, but gives way when a demoted block needs the place. A demoted bloc
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store.slots import Slots
+from isthmus.live.store.record import Header
 
 
 class Places(Protocol):
@@ -259,3 +260,107 @@ class BlockDirectory:
         assert block.slot is not None
         self.slots.give_up(block.slot)
         block.slot = None
+
+
+# Which slots of the arena are empty, reserved, held or only still pinned. Pure.
+
+
+class Slots:
+    """A slot is in use from `take` until it was given up and nobody has it pinned."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._empty = list(range(num_slots))[::-1]
+        self._pins = [0] * num_slots
+        self._given_up: set[int] = set()
+        self._in_use = [False] * num_slots
+        self.num_pinned = 0
+        """Slots with a pin."""
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_owned(self) -> int:
+        """Slots that somebody has and has not given up."""
+        return self.num_slots - len(self._empty) - len(self._given_up)
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` empty slots, which are in use from now on."""
+        taken = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
+        for slot in taken:
+            self._in_use[slot] = True
+        return taken
+
+    def give_up(self, slot: int) -> bool:
+        """The owner needs it no more; True when it is empty now, False when the last unpin will empty it."""
+        assert self._in_use[slot] and slot not in self._given_up, f"slot {slot} is not in use"
+        if self._pins[slot]:
+            self._given_up.add(slot)
+            return False
+        self._put_back(slot)
+        return True
+
+    def pin(self, slot: int) -> None:
+        assert self._in_use[slot], f"slot {slot} is empty and cannot be pinned"
+        self.num_pinned += not self._pins[slot]
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> bool:
+        """Undoes one `pin`; True when the slot is empty now."""
+        assert self._pins[slot] > 0, f"slot {slot} is not pinned"
+        self._pins[slot] -= 1
+        if self._pins[slot]:
+            return False
+        self.num_pinned -= 1
+        if slot not in self._given_up:
+            return False
+        self._given_up.remove(slot)
+        self._put_back(slot)
+        return True
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Every slot is in exactly one state; `owned` are those that somebody has and has not given up."""
+        mine = list(owned)
+        empty = set(self._empty)
+        assert len(empty) == len(self._empty), "a slot is empty twice"
+        assert len(set(mine)) == len(mine), "a slot has two owners"
+        assert not empty & set(mine), "a slot is empty and owned"
+        assert not self._given_up & set(mine), "a slot is owned and given up"
+        assert len(empty) + len(mine) + len(self._given_up) == self.num_slots, "a slot is lost"
+        assert self.num_pinned == sum(map(bool, self._pins)), "pins are miscounted"
+        assert all(self._pins[slot] for slot in self._given_up), "a slot without pins was not emptied"
+
+    def _put_back(self, slot: int) -> None:
+        self._in_use[slot] = False
+        self._empty.append(slot)
+
+
+# Which of the records found at the start are of use. Pure.
+
+
+Found = tuple[int, Header]
+"""A place in the log and the header there."""
+
+
+def whole_chains(found: Iterable[Found]) -> list[Found]:
+    """The latest record of each name whose chain of parents is complete; parents first, else as they were written.
+
+    Others stay out: without its head a block cannot be attended to.
+    """
+    latest: dict[BlockName, Found] = {}
+    for one in sorted(found, key=lambda one: one[1].sequence):
+        latest[one[1].name] = one
+    following: dict[BlockName | None, list[Found]] = {}
+    for one in latest.values():
+        following.setdefault(one[1].parent, []).append(one)
+    ready = [(header.sequence, place, header) for place, header in following.get(None, ())]
+    heapq.heapify(ready)
+    chains = []
+    while ready:
+        _, place, header = heapq.heappop(ready)
+        chains.append((place, header))
+        for next_place, following_header in following.get(header.name, ()):
+            heapq.heappush(ready, (following_header.sequence, next_place, following_header))
+    return chains

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from isthmus.live.store.memory import Buffer
+from isthmus.live.store.arena import Buffer
 
 
 class Files:

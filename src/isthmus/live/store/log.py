@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isthmus.core.errors import ConfigError, StartError
-from isthmus.live.store.arena import Shape
+from isthmus.live.store.arena import Buffer, Shape, address, aligned_buffer, copy_bytes, round_up
 from isthmus.live.store.files import Files
-from isthmus.live.store.memory import Buffer, address, aligned_buffer, copy_bytes, round_up
 from isthmus.live.store.record import GROUP, Header, RecordFormat
 from isthmus.live.store.segments import Segments
 

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from isthmus.core.blocks import seal
-from isthmus.live.store.arena import Arena
+from isthmus.live.store.arena import Arena, copy_bytes
 from isthmus.live.store.log import Log
-from isthmus.live.store.memory import copy_bytes
 
 _UNIT_BYTES = 4 << 20
 """What one thread does at a time; neighbours in a file are read in one call of up to so many bytes."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from isthmus.core.blocks import SEAL_BYTES, seal
 from isthmus.core.types import BlockName
-from isthmus.live.store.arena import Shape
-from isthmus.live.store.memory import PAGE_BYTES, aligned_buffer, round_up
+from isthmus.live.store.arena import PAGE_BYTES, Shape, aligned_buffer, round_up
 
 _MAGIC = b"isthmusB"
 _VERSION = 1

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 
 from isthmus.core.errors import StartError
+from isthmus.live.store.arena import PAGE_BYTES, Buffer, aligned_buffer
 from isthmus.live.store.files import Files
-from isthmus.live.store.memory import PAGE_BYTES, Buffer, aligned_buffer
 from isthmus.live.store.record import GROUP, RecordFormat, has_records
 
 log = logging.getLogger(__name__)

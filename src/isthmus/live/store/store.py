@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store.arena import Arena
-from isthmus.live.store.directory import BlockDirectory, Pinned
+from isthmus.live.store.arena import Arena, Buffer, copy_bytes
+from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
 from isthmus.live.store.log import Log
-from isthmus.live.store.memory import Buffer, copy_bytes
 from isthmus.live.store.reader import Fault, Reader, Source
 from isthmus.live.store.record import check_name
-from isthmus.live.store.recovery import whole_chains
 from isthmus.live.store.stat import Counters, Stat, TierStat
 from isthmus.live.store.writer import Writer
 

@@ -13,9 +13,16 @@ Delta Attention, one decay a channel). A layer runs in three moves:
 
 from __future__ import annotations
 
-from isthmus.live.engine.linear.gdn import GatedDeltaNet
-from isthmus.live.engine.linear.kda import KimiDelta
-from isthmus.live.engine.linear.layer import Inputs, Recurrent, State, advance, layer_output, step
+from isthmus.live.engine.linear.layer import (
+    GatedDeltaNet,
+    Inputs,
+    KimiDelta,
+    Recurrent,
+    State,
+    advance,
+    layer_output,
+    step,
+)
 
 __all__ = [
     "GatedDeltaNet",

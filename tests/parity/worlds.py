@@ -8,7 +8,7 @@ from itertools import groupby
 import msgspec
 
 from isthmus.attempts import MemoryUsed, PrefillFinished, RequestFailed
-from isthmus.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
+from isthmus.conductor import Action, Event, Fail, Hold, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
 from isthmus.deploy import nodes_of
@@ -79,7 +79,10 @@ def _wordless(entry: Entry) -> Entry:
     if isinstance(event, RequestFailed):
         event = msgspec.structs.replace(event, reason="")
     actions = tuple(
-        [msgspec.structs.replace(each, reason="") if isinstance(each, Fail) else each for each in actions]
+        [
+            msgspec.structs.replace(each, reason="") if isinstance(each, Fail | Hold) else each
+            for each in actions
+        ]
     )
     return Entry(entry.at_ns, event, actions)
 

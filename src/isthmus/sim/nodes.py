@@ -27,7 +27,7 @@ from isthmus.attempts import (
 from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken, RequestEnded
 from isthmus.cost.assembly import assembled_weight
-from isthmus.node import Node, events
+from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
 from isthmus.sim.clock import PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
@@ -356,12 +356,7 @@ class Nodes:
             job.leave(node.steps)
 
     def _wake(self, node: SimNode, wake: events.Wake) -> None:
-        self._clock.wake(wake.at_ns, node, partial(self._woken, node, node.decider))
-
-    def _woken(self, node: SimNode, decider: Node) -> None:
-        """Unless it was lost since, with its timers."""
-        if node.decider is decider:
-            self.due.append((node, events.Woken()))
+        self._clock.wake(wake.at_ns, node, partial(self.due.append, (node, events.Woken())))
 
     # What nodes report.
 

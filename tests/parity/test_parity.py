@@ -33,7 +33,7 @@ from tests.soak import matrix
 from tests.tape import Entry
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 
-from .worlds import NO_FAULTS, deployed, same_worlds, until_over
+from .worlds import NO_FAULTS, deployed, same_worlds, simulated, until_over
 
 MS = 1_000_000
 CURVE = Curve(
@@ -447,6 +447,30 @@ def test_several_prompts_at_once_with_kv_elsewhere_are_the_same() -> None:
     same_logs({**knobs, **ATTENDED["1P2D1A"]}, chats(30, 4 * MS, seed=0, longest=300))
 
 
+def test_prompts_that_wait_for_room_elsewhere_keep_no_others_from_being_computed() -> None:
+    """Two of one tenant waited at their prefill node for a place of their decode node, which those of the other had
+    that waited at the prefill node for these two."""
+    config = config_of(
+        {
+            **ATTENDED["1P2D2A"],
+            **AUTH,
+            **SLO,
+            "policy": "round_robin",
+            "scheduling.admission": "survival",
+            "scheduling.partial_prefills": 2,
+            "engine.token_budget": 512,
+            "engine.max_sequences": 4,
+            "lending.policy": "ledger",
+            "lending.period_s": 0.02,
+            "network.node_gbps": 1,
+            "network.handover_gbps": 1,
+            "network.compression": "lossless",
+        }
+    )
+    faults = Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),))
+    simulated(config, deployed(config, COSTS, faults), of_tenants(chats(30, 4 * MS, seed=24, longest=300)))
+
+
 LONG = [VirtualRequest(0, tuple(range(900)), 100), VirtualRequest(3 * MS, tuple(range(1000, 1300)), 200)]
 
 
@@ -477,6 +501,48 @@ def test_a_lender_or_a_debtor_that_is_lost_is_the_same(policy: str, victim: str)
     faults = Faults(nodes=(NodeFault(victim, 0.0661, 0.1163),))
     flight = same_logs({**LENDING["3M"], **LENT, "lending.policy": policy}, spread(30, 4 * MS), faults)
     assert actions_of(flight.log)["Lend"]
+
+
+def test_timers_of_two_nodes_at_one_instant_are_the_same() -> None:
+    """A session ends, and after the same grace both ends give up what was to cross it, and report their memory: the
+    node with the lower number first."""
+    faults = Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),))
+    knobs = {"lending.policy": "ledger", "lending.period_s": 0.02, "network.handover_gbps": 1, **SLO}
+    log = same_logs(knobs, chats(30, 4 * MS, seed=93, longest=300), faults).log
+    assert any(isinstance(entry.event, RequestFailed) for entry in log)
+
+
+def test_a_node_that_is_lost_reports_no_memory_later() -> None:
+    """When its next report would have been due, another has come under its name."""
+    faults = Faults(nodes=(NodeFault("decode-0", 0.0271, 0.0828),))
+    knobs = {**ATTENDED["1P2D1A"], "lending.policy": "greedy", "lending.period_s": 0.25}
+    log = same_logs(knobs, chats(30, 4 * MS, longest=300), faults).log
+    assert max(entry.at_ns for entry in log) > 300 * MS
+
+
+def test_a_fetch_that_ends_with_its_attempt_brings_nothing() -> None:
+    """Its holders have no room at the instant at which it began."""
+    knobs = {**ATTENDED["1P2D1A"], **LENT, "lending.policy": "isthmus", "scheduling.order": "promise"}
+    tiers = {**TIERS, "cache.dram": "512KiB", "cache.ssd": "1MiB"}
+    more = {"network.node_gbps": 1, "network.compression": "lossless", "engine.max_sequences": 64}
+    flight = same_logs({**knobs, **tiers, **more}, chats(30, 4 * MS, seed=60, longest=300))
+    assert any(isinstance(entry.event, RequestFailed) and entry.event.no_room for entry in flight.log)
+
+
+def test_a_recall_that_finds_no_room_in_the_cache_is_over_at_once() -> None:
+    """What others wait for is pinned there; so of what was fetched not all stays."""
+    knobs = {
+        **LENT,
+        "lending.policy": "isthmus",
+        "lending.period_s": 0.25,
+        "cache.dram": "512KiB",
+        **AUTH,
+        **SLO,
+    }
+    more = {"network.node_gbps": 40, "network.handover_gbps": 1}
+    log = same_logs({**LINKED, **knobs, **more}, of_tenants(chats(30, 4 * MS, seed=12, longest=300))).log
+    failed = [entry.event for entry in log if isinstance(entry.event, RequestFailed)]
+    assert any("is not in its cache any more" in event.reason for event in failed)
 
 
 def test_a_prompt_longer_than_a_node_is_the_same() -> None:
@@ -545,7 +611,8 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "scheduling.partial_prefills": st.sampled_from([1, 2]),
     "engine.token_budget": st.sampled_from([64, 512]),
     "engine.max_sequences": st.sampled_from([4, 64]),
-    "engine.kv_memory": st.sampled_from(["6MiB", "64MiB"]),
+    "engine.kv_memory": st.sampled_from(["1536KiB", "6MiB", "64MiB"]),
+    "lending.period_s": st.sampled_from([0.02, 0.25]),
     "cache.dram": st.sampled_from(["0", "512KiB", "2MiB"]),
     "cache.ssd": st.sampled_from(["0", "1MiB"]),
     "cache.eviction": st.sampled_from(["lru", "lfu", "fifo", "length_aware"]),
@@ -554,6 +621,7 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "network.compression": st.sampled_from(["none", "lossless"]),
     "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
     "auth.tenants": st.sampled_from([{}, {}, AUTH["auth.tenants"]]),
+    "lending.policy": st.sampled_from(["none", "ledger", "greedy", "isthmus"]),
 }
 FAULTS = st.sampled_from(
     [

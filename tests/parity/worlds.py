@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.config import Config
 from isthmus.core.attempts import MemoryUsed, PrefillFinished, RequestFailed
-from isthmus.core.conductor import Action, Event, Fail, HoldExpired, LinksMeasured
+from isthmus.core.conductor import Action, Event, Fail, Hold, HoldExpired, LinksMeasured
 from isthmus.core.cost import Cost
 from isthmus.core.types import Role
 from isthmus.facts import nodes_of
@@ -79,7 +79,10 @@ def _wordless(entry: Entry) -> Entry:
     if isinstance(event, RequestFailed):
         event = msgspec.structs.replace(event, reason="")
     actions = tuple(
-        [msgspec.structs.replace(each, reason="") if isinstance(each, Fail) else each for each in actions]
+        [
+            msgspec.structs.replace(each, reason="") if isinstance(each, Fail | Hold) else each
+            for each in actions
+        ]
     )
     return Entry(entry.at_ns, event, actions)
 

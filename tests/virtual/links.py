@@ -21,7 +21,7 @@ from isthmus.core.node.events import (
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.job import SimJob
-from isthmus.lab.sim.moves import Due, Moves
+from isthmus.lab.sim.moves import Due, Moves, _Transfer
 from isthmus.lab.sim.node import SimNode, build_node
 from isthmus.lab.sim.workloads import Request
 from isthmus.live.messenger import MemoryNetwork
@@ -35,6 +35,17 @@ class VirtualMoves(Moves):
 
     ether: Ether
     num_layers: int
+    sources: dict[tuple[int, RequestId], int]
+    """Of fetches under way, by the node that fetches."""
+    broken_off: set[tuple[int, RequestId]]
+    """Fetches of whose end nodes have not heard."""
+
+    def _break_off(self, transfer: _Transfer) -> None:
+        """So does the live one, and what is given for it comes to nobody."""
+        key = transfer.target.slot, transfer.asked.key
+        self.sources.pop(key, None)
+        self.broken_off.add(key)
+        super()._break_off(transfer)
 
     def _shipped(self, what: tuple[SimNode, SimNode, Ship]) -> None:
         source, target, ship = what
@@ -63,8 +74,8 @@ class VirtualLinks:
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._ends_of: dict[RequestId, tuple[int, int]] = {}
         """Of every hand-over there ever was: what is said of it may come late."""
-        self._sources: dict[tuple[int, RequestId], int] = {}
-        """Of fetches under way, by the node that fetches."""
+        self._sources = self.moves.sources = {}
+        self._broken_off = self.moves.broken_off = set()
         self._movers: dict[int, VirtualMover] = {}
         self.entering = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -115,6 +126,10 @@ class VirtualLinks:
             handler(self.nodes[slot], action)
             self.settle()
 
+    def is_broken_off(self, slot: int, key: RequestId) -> bool:
+        """Whether a fetch of this node is, which has not heard of it."""
+        return (slot, key) in self._broken_off
+
     def mover_of(self, node: NodeId) -> VirtualMover:
         return self._movers[self.slots[node]]
 
@@ -156,8 +171,11 @@ class VirtualLinks:
                 opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
-            case FetchEnded():
+            case FetchEnded() if (slot, event.key) in self._sources:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
+            case FetchEnded() if (slot, event.key) in self._broken_off:
+                self._broken_off.remove((slot, event.key))
+                mover.tell_broken_off(event.key)
             case Loaded():
                 mover.load_now(event.key)
 

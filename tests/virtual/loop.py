@@ -12,7 +12,7 @@ from typing import Any
 
 from isthmus.core.types import NS_PER_S
 
-MESSAGE, ARRIVAL, PREFILL_ENDS, TRANSFER, FLOWS, STEP_ENDS, OTHERS = range(7)
+MESSAGE, ARRIVAL, PREFILL_ENDS, TRANSFER, FLOWS, STEP_ENDS, OTHERS, WAKES = range(8)
 """Whose timer comes first at equal times; of the same kind, the one that was set first."""
 
 
@@ -47,6 +47,11 @@ class ManualLoop(asyncio.BaseEventLoop):
     def set(self, when_ns: int, priority: int, callback: Callable[..., Any], *args: Any) -> None:
         """Calls it then."""
         self._set(when_ns, priority, asyncio.TimerHandle(when_ns / NS_PER_S, callback, args, self))
+
+    def wake(self, when_ns: int, slot: int, callback: Callable[..., Any], *args: Any) -> None:
+        """A timer of the node number `slot`: at equal times those of lower numbers come first."""
+        timer = asyncio.TimerHandle(when_ns / NS_PER_S, callback, args, self)
+        self._set(when_ns, WAKES, timer, slot)
 
     def turn(self) -> int:
         """Whose timer comes first of those of one kind at one instant: a lower one."""

@@ -351,6 +351,7 @@ class VirtualMover(LazyMover):
         self._links = links
         self.process: NodeProcess = tell.__self__  # type: ignore[attr-defined]
         self.alive = True
+        self._broken_off: dict[RequestId, FetchEnded] = {}
         self.slot = links.enter(self)
         self.holders.open_line = self._open_line  # type: ignore[method-assign]
 
@@ -383,9 +384,18 @@ class VirtualMover(LazyMover):
             return
         if isinstance(fact, FetchEnded):
             self._links.do(self.slot, EndFetch(fact.key))  # it may have found no room, which nobody else knows
+            if self._links.is_broken_off(self.slot, fact.key):
+                self._broken_off[fact.key] = fact
+                return
         if isinstance(fact, Saved):  # it takes no time, and is heard after all that came of the run
             self._links.loop.set(0, MESSAGE, super()._tell, fact)
         else:
+            super()._tell(fact)
+
+    def tell_broken_off(self, key: RequestId) -> None:
+        """As late as in the simulator: after all that was said at this instant before."""
+        fact = self._broken_off.pop(key, None)
+        if fact is not None:
             super()._tell(fact)
 
     def stages_through(self, run: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus.core.cost import compile_cost
-from isthmus.core.node.events import Missing
+from isthmus.core.node.events import Missing, Woken
 from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S, NodeId
 from isthmus.lab.sim.node import SimNode
@@ -43,8 +43,17 @@ class LoopWorker:
         """What a node reports comes after what other nodes were told before, at the same instant."""
         if function == self._process.report:
             self._loop.set(0, MESSAGE, function, *arguments)
+        elif function == self._process.wake:
+            [wake] = arguments
+            when_ns = self._loop.now_ns + max(0, wake.at_ns - self._process._clock_ns())
+            self._loop.wake(when_ns, self._mover_of().slot, self._woken)
         else:
             function(*arguments)
+
+    def _woken(self) -> None:
+        """Unless it was lost since."""
+        if self._mover_of().alive:
+            self._process.fact(Woken())
 
     def submit(self, run: Run) -> None:
         self._run, self._is_cut = run, False

@@ -330,3 +330,16 @@ def test_what_a_node_says_after_it_left_is_not_heard() -> None:
         assert stream.generated == () and some.head.gauges() == OWN and some.head.card == CARD
 
     scene(work)
+
+
+def test_what_a_node_says_after_it_left_is_not_that_of_another_under_its_name() -> None:
+    async def work(some: Scene) -> None:
+        before = await some.enter(hello("m", Role.MIXED))
+        some.head.leave(M, "silent")
+        await some.enter(hello("m", Role.MIXED))
+        own = some.head.gauges()
+        before.say(messages.Beat({"x": 1.0}))
+        await some.settle()
+        assert some.head.gauges() == own
+
+    scene(work)

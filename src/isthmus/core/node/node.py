@@ -36,6 +36,7 @@ from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, Node
 
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
+NOT_RECALLED = "a prefix it counted on is not in its cache any more"
 
 Names = tuple[BlockName, ...]
 
@@ -420,12 +421,20 @@ class Node:
             tiers.pin(attempt.pinned)
         return True
 
+    def _check_recalled(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """What was fetched for it may be less, or have found no room in the cache: it is over before its prompt is
+        computed for nothing."""
+        begin, tiers = attempt.begin, self.tiers
+        count = begin.route.handover_start
+        if begin.key in self._attempts and tiers is not None and tiers.match(begin.names[:count])[0] < count:
+            self._fail(attempt, NOT_RECALLED, now, actions)
+
     def _loaded(self, event: events.Loaded, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
         if event.num_blocks < attempt.begin.route.handover_start:
-            self._fail(attempt, "a prefix it counted on is not in its cache any more", now, actions)
+            self._fail(attempt, NOT_RECALLED, now, actions)
             return
         attempt.recalled = True
         self.scheduler.unpin(attempt)
@@ -473,6 +482,8 @@ class Node:
             if attempt is not None:
                 attempt.fetch = None
             self._keep_fetched(fetch, stop, now, actions)
+            if attempt is not None:
+                self._check_recalled(attempt, now, actions)
             waited = self._donors.fetched(event.key)
             if waited is not None:
                 self._donors_came(waited, now, actions)

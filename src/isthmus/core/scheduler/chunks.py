@@ -228,8 +228,10 @@ class Chunks:
             spare -= budget.taken - before
 
     def _num_partial(self, budget: TokenBudget) -> int:
-        """Prompts that will be left unfinished by an iteration with these chunks."""
-        return len(self._batch.prompts) - sum([piece.samples for piece in budget.chunks])
+        """Prompts that will be left unfinished by an iteration with these chunks; but for those that wait for room
+        elsewhere: their decode nodes may wait for prompts that would find no place here then."""
+        unfinished = [prompt for prompt in self._batch.prompts if not prompt.remote.waits]
+        return len(unfinished) - sum([piece.samples for piece in budget.chunks])
 
     def _append(self, sequence: Sequence, budget: TokenBudget, most: int = 1 << 30) -> bool:
         """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether others may follow: it is

@@ -1,7 +1,8 @@
 """Virtual time, and what is to happen when.
 
 At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs, then all others;
-then in the order in which they were set.
+then nodes' own timers, by the number of the node: those of two nodes have no common order; then in the order in which
+they were set.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from heapq import heappush
 
 from isthmus.lab.sim.node import SimNode
 
-PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS, OTHERS = 1, 2, 3, 4
+PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS, OTHERS, WAKES = 1, 2, 3, 4, 5
 """Priorities at equal times. Of transfers, the heap has those the network does not know."""
 
 Call = Callable[[], None]
@@ -24,7 +25,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0  # ns
-        # (time, priority, number, node, version of the node's run), or in place of a node what to call.
+        # (time, priority, number, node, version of the node's run), or in place of a node what to call; of a node's own
+        # timer (time, priority, number of the node, no node, number).
         self.heap: list[tuple[int, int, int, SimNode | None, int, Call | None]] = []
         self._num_set = 0
 
@@ -36,3 +38,8 @@ class Clock:
     def call(self, time: int, priority: int, call: Call) -> None:
         self._num_set += 1
         heappush(self.heap, (time, priority, self._num_set, None, 0, call))
+
+    def wake(self, time: int, node: SimNode, call: Call) -> None:
+        """A node's own timer."""
+        self._num_set += 1
+        heappush(self.heap, (time, WAKES, node.slot, None, self._num_set, call))

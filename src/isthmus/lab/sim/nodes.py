@@ -30,7 +30,7 @@ from isthmus.core.cost.assembly import assembled_weight
 from isthmus.core.node import events
 from isthmus.core.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId
-from isthmus.lab.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
+from isthmus.lab.sim.clock import PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.moves import Due, Moves
@@ -356,7 +356,7 @@ class Nodes:
             job.leave(node.steps)
 
     def _wake(self, node: SimNode, wake: events.Wake) -> None:
-        self._clock.call(wake.at_ns, OTHERS, partial(self.due.append, (node, events.Woken())))
+        self._clock.wake(wake.at_ns, node, partial(self.due.append, (node, events.Woken())))
 
     # What nodes report.
 

@@ -434,9 +434,10 @@ class Head:
             self._decide(conductor.NodeLeft(node))
             self._changed.set()
 
-    def heard(self, node: NodeId, message: messages.HeadBound) -> None:
+    def heard(self, node: NodeId, message: messages.HeadBound, session: Session) -> None:
+        """Nothing of one that has left, though another may be here under its name."""
         member = self._members.get(node)
-        if member is None:
+        if member is None or member.session is not session:
             return
         member.heard_ns = self._hear()
         match message:
@@ -585,7 +586,7 @@ class _FromNode(NoPayloads):
         elif isinstance(message, messages.StageHello) and self._stage is None:
             self._stage = self._head.join_stage(session, message)
         elif self._node is not None:
-            self._head.heard(self._node, message)
+            self._head.heard(self._node, message, session)
         elif self._stage is not None:
             self._head.heard_stage(self._stage, message)
         else:

@@ -32,7 +32,7 @@ from isthmus.live.gateway.tools.formats import FORMATS
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
-model served_model_name tool_format host port policy record placement join_host join_port token
+model served_model_name tool_format host port policy.name record placement join_host join_port token
 ray.spread
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
@@ -48,8 +48,8 @@ engine.dtype engine.device engine.threads engine.block_size engine.kv_memory eng
 engine.prompt_batch engine.max_sequences engine.max_length engine.batches
 engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach engine.vllm.served_model_name
 engine.vllm.sockets engine.vllm.transfer
-scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
-scheduling.reserve scheduling.balancing_threshold scheduling.decode_s scheduling.load_limit
+scheduling.admission.name scheduling.order scheduling.chunking scheduling.partial_prefills
+scheduling.reserve scheduling.load_limit
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.mode tls.folder tls.certificate tls.key tls.authority
@@ -338,7 +338,7 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("port: true", "port: Input should be a valid integer"),
         ("roles: {mixed: true}", "roles.mixed: Input should be a valid integer"),
         ("engine: {cost: {}}\nslo: {ttft_ms: .inf}", "slo.ttft_ms: Input should be a finite number (found inf)"),
-        ("lending: {policy: greddy}", "lending.policy: Input should be 'none', 'ledger', "),
+        ("lending: {policy: greddy}", "lending.policy: no policy; valid: none, isthmus, or FILE.py:FUNCTION (found"),
         ("reuse: {default: semantics}", "reuse.default: Input should be 'exact', 'chunks' or 'semantic' "
                                         "(found 'semantics'); did you mean 'semantic'?"),
         ("reuse: {default: 1}", "reuse.default: Input should be 'exact', 'chunks' or 'semantic' (found 1)"),
@@ -360,7 +360,7 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
             "engine.vllm.transfer: nixl does not cross clusters",
         ),
         (
-            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nlending: {policy: ledger}",
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nlending: {policy: isthmus}",
             "lending.policy: vLLM nodes lend no KV memory",
         ),
         (
@@ -446,6 +446,9 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("limits: {silence_s: .nan}", "limits.silence_s: Input should be a finite number"),
         ("policy: best", "policy: no policy; valid: random, round_robin, least_loaded, sticky, local_aware, "),
         ("policy: isthmsu", "policy: no policy; did you mean 'isthmus'? (found 'isthmsu')"),
+        ("policy: {balancing_threshold: 2}", "policy.name: is missing; give it"),
+        ("policy: {name: mooncake, balancing_threshold: -1}", "policy.balancing_threshold: Input should be greater"),
+        ("policy: {name: mooncake, balancing_threshold: yes}", "policy.balancing_threshold: Input should be a valid"),
         ("policy: my.py", "policy: no policy; valid: "),
         ("policy: my.py:a b", "policy: no policy; valid: "),
         ("engine: {kind: vllmm}", "engine.kind: Input should be 'torch', 'emulated' or 'vllm' (found"),

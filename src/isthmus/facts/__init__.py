@@ -22,7 +22,7 @@ from isthmus.facts.places import (
     shaped,
 )
 from isthmus.facts.reading import kv_memory_of, nodes_of, role_facts
-from isthmus.facts.rules import links_of, make_known, rules_of, shares_of
+from isthmus.facts.rules import links_of, make_known, own_names, rules_of, shares_of
 
 __all__ = [
     "PROFILES",
@@ -45,6 +45,7 @@ __all__ = [
     "make_known",
     "node_threads",
     "nodes_of",
+    "own_names",
     "places_of",
     "role_config",
     "role_facts",

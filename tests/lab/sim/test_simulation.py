@@ -124,7 +124,7 @@ class Feature(msgspec.Struct, frozen=True):
             admission=self.admission,
             ttft_ms=None if self.admission == "none" else 200,
             tbt_ms=None if self.admission == "none" else 12,
-            decode_s=0.5,
+            admission_parameters=(("decode_s", 0.5),) if self.admission == "predictive" else (),
         )
         others = {"order": self.order, "prompt_batch": self.prompt_batch, "eviction": self.eviction}
         return deployment(specs, rules, spine=self.spine, token_budget=96, max_sequences=12, **others)

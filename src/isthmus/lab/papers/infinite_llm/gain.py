@@ -8,6 +8,7 @@ from functools import cache
 import msgspec
 
 from isthmus.core.types import NS_PER_S
+from isthmus.lab.papers.infinite_llm.lending import GREEDY
 from isthmus.lab.papers.infinite_llm.setup import BLOCK_SIZE, cluster, measured, single
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.table import Cell, Table
@@ -75,7 +76,7 @@ def _measure(lab: Lab) -> Iterator[Cell]:
     multi, one = [], []
     for row, load in LOADS.items():
         lab.report(f"lending, {row}")
-        off, greedy, ours = served(load, "none"), served(load, "greedy"), served(load, "isthmus", "isthmus")
+        off, greedy, ours = served(load, "none"), served(load, GREEDY), served(load, "isthmus", "isthmus")
         multi.append(greedy.rate / off.rate)
         one.append(greedy.rate / served_by_one(load).rate)
         figures = {

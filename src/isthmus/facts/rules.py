@@ -7,7 +7,7 @@ facts, the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -86,13 +86,15 @@ def links_of(config: Config) -> tuple[LinkRule, ...]:
 def make_known(rules: Rules) -> None:
     """Puts the functions that `FILE.py:FUNCTION` and `MODULE:FUNCTION` stand for in rules among the known ones.
 
-    Raises ConfigError when one cannot be loaded, or does not take the parameters that it is given.
+    Raises ConfigError when one cannot be loaded, or does not take the parameters that it is given, and for a name that
+    is not known here.
     """
     for option, name, known in own_names(rules):
         known[name] = _loaded(option, *name.rsplit(":", 1))
-    _check_parameters("policy", rules.policy, POLICIES[rules.policy], 2, rules.policy_parameters)
-    forecast = FORECASTS[rules.admission]
-    _check_parameters("scheduling.admission", rules.admission, forecast, 4, rules.admission_parameters)
+    if rules.lending != "none":
+        _check("lending.policy", rules.lending, LENDINGS, 2)
+    _check("policy", rules.policy, POLICIES, 2, rules.policy_parameters)
+    _check("scheduling.admission", rules.admission, FORECASTS, 4, rules.admission_parameters)
 
 
 def own_names(rules: Rules) -> list[tuple[str, str, dict[str, Any]]]:
@@ -124,11 +126,14 @@ def _loaded(option: str, place: str, function: str) -> Callable[..., Any]:
     return found
 
 
-def _check_parameters(
-    option: str, name: str, function: Callable[..., Any] | None, num_facts: int, given: Parameters
+def _check(
+    option: str, name: str, known: Mapping[str, Callable[..., Any] | None], facts: int, given: Parameters = ()
 ) -> None:
-    """A function is given `num_facts` facts by position, and by name what a configuration says beside its name."""
-    own = list(signature(function).parameters)[num_facts:] if function is not None else []
+    """Checks that a function is known, and what it is given by name beside so many facts by position."""
+    if name not in known:
+        raise ConfigError(f"{option}: {name!r} is not known; known: {', '.join(known)}")
+    function = known[name]
+    own = list(signature(function).parameters)[facts:] if function is not None else []
     for key, _ in given:
         if key not in own:
             takes = f"it has {', '.join(own)}" if own else "it has none"

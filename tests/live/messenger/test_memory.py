@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from isthmus.live.messenger import MemoryNetwork, Priority, Session, Terms
+from isthmus.live.messenger import Priority, Session, Terms
+from tests.memory_network import MemoryNetwork
 
 from .test_network import LIMIT_S, Message, Note, Owner, Parcel, Stranger
 

@@ -43,15 +43,15 @@ roles.prefill.price roles.decode.price roles.mixed.price roles.attention.price
 links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s
 offload.period_s
 clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
-engine.kind engine.hardware engine.gpus engine.runtime engine.cost
+engine.kind engine.hardware engine.gpus engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length engine.batches
 engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach engine.vllm.served_model_name
 engine.vllm.sockets engine.vllm.transfer
 scheduling.admission.name scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.load_limit
-slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
-network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
+slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share
+network.node_gbps network.handover_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.mode tls.folder tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
@@ -452,7 +452,6 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("policy: my.py", "policy: no policy; valid: "),
         ("policy: my.py:a b", "policy: no policy; valid: "),
         ("engine: {kind: vllmm}", "engine.kind: Input should be 'torch', 'emulated' or 'vllm' (found"),
-        ("engine: {runtime: sglang}", "engine.runtime: Input should be 'vllm' or 'trtllm'"),
         ("engine: {gpus: 0}", "engine.gpus: Input should be greater than or equal to 1"),
         ("engine: {cost: [5]}", "engine.cost: Input should be a valid string"),
         ("scheduling: {admission: never}", "scheduling.admission: Input should be 'none', 'baseline', 'early'"),

@@ -280,14 +280,13 @@ class EngineConfig(_Section):
     """One node's engine. `None` means: decided from the model or the machine.
 
     `emulated` sleeps as long as `gpus` of `hardware` would compute. `cost`: a measured curve, a file of
-    `isthmus profile` or its values, in place of the analytic model of `hardware` with `runtime`'s coefficients.
+    `isthmus profile` or its values, in place of the analytic model of `hardware`.
     `batches`: so many take turns in a step whose KV lies with other nodes.
     """
 
     kind: Literal["torch", "emulated", "vllm"] = "torch"
     hardware: str | None = None
     gpus: int = Field(1, ge=1, le=64)
-    runtime: Literal["vllm", "trtllm"] = "vllm"
     cost: str | dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
@@ -375,7 +374,6 @@ class CacheConfig(_Section):
     ssd: Bytes = 0
     folder: str | None = None
     share: Literal["host", "none"] = "host"
-    eviction: Literal["lru", "lfu", "fifo", "length_aware", "length_aware_early"] = "lru"
 
 
 class ReuseConfig(_Section):
@@ -397,16 +395,15 @@ class ReuseConfig(_Section):
 
 class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
-    own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
-    only). `rtt_us`: of a question to another node and its answer what does not depend on their size (simulated and
-    planned only; the default is NCCL's between two H100 in Lamina). `connections`: of each session; `resume_s`: how
-    long a session outlives its last connection; `compression`: of KV where a link, not computing, would be waited for
-    (`int8` loses precision, so that its blocks have names of their own).
+    own for KV from prefill to decode, None shares the node's. `rtt_us`: of a question to another node and its answer
+    what does not depend on their size (simulated and planned only; the default is NCCL's between two H100 in Lamina).
+    `connections`: of each session; `resume_s`: how long a session outlives its last connection; `compression`: of KV
+    where a link, not computing, would be waited for (`int8` loses precision, so that its blocks have names of their
+    own).
     """
 
     node_gbps: float | None = Field(None, gt=0)
     handover_gbps: float | None = Field(None, gt=0)
-    spine_gbps: float | None = Field(None, gt=0)
     rtt_us: float = Field(66.6, ge=0, le=1_000_000)
     connections: int = Field(2, ge=1, le=64)
     resume_s: float = Field(0.0, ge=0, le=60)

@@ -549,7 +549,6 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "engine.kv_memory": st.sampled_from(["6MiB", "64MiB"]),
     "cache.dram": st.sampled_from(["0", "512KiB", "2MiB"]),
     "cache.ssd": st.sampled_from(["0", "1MiB"]),
-    "cache.eviction": st.sampled_from(["lru", "lfu", "fifo", "length_aware"]),
     "network.node_gbps": st.sampled_from([1, 40]),
     "network.handover_gbps": st.sampled_from([None, 1]),
     "network.compression": st.sampled_from(["none", "lossless"]),

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.scheduler.eviction import EVICTIONS, EvictionPolicy, RankEviction, first_in, surplus
+from isthmus.core.scheduler.eviction import EvictionPolicy, surplus
 from isthmus.core.scheduler.tiers import TierCache
 from isthmus.core.types import NOBODY, BlockName, Tenant
+from isthmus.lab.papers.mooncake.evictions import EVICTIONS, RankEviction, first_in
 
 Chain = tuple[BlockName, ...]
 
@@ -170,7 +171,7 @@ def test_what_is_given_comes_from_those_that_have_most_next_to_their_weight(
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 @pytest.mark.parametrize(("dram", "ssd"), [(40, 0), (16, 24)])
 def test_one_tenants_flood_leaves_another_half_of_what_fits(eviction: str, dram: int, ssd: int) -> None:
-    cache = TierCache(dram, ssd, eviction)
+    cache = TierCache(dram, ssd, EVICTIONS[eviction])
     flood(cache, GLOBEX, 10)
     assert cache.sizes() == {"globex": 40}, "a lone tenant fills everything"
 
@@ -247,7 +248,7 @@ PUTS = st.lists(st.tuples(OWNERS, st.text("ab", min_size=1, max_size=6)), max_si
 def test_nobody_within_its_share_gives_to_others(
     puts: list[tuple[Tenant, str]], eviction: str, capacity: tuple[int, int]
 ) -> None:
-    cache, weights = TierCache(*capacity, eviction), {"acme": 1.0, "globex": 1.0, "third": 2.0}
+    cache, weights = TierCache(*capacity, EVICTIONS[eviction]), {"acme": 1.0, "globex": 1.0, "third": 2.0}
     for tenant, path in puts:
         before = {name: cache.dram.held.get(name) for name in cache.dram.held}
         change = cache.put(salted(tenant, path), tenant)
@@ -266,7 +267,7 @@ def test_nobody_within_its_share_gives_to_others(
 def test_a_lone_tenants_changes_are_those_without_tenants(
     puts: list[tuple[Tenant, str]], eviction: str
 ) -> None:
-    plain, named = TierCache(5, 4, eviction), TierCache(5, 4, eviction)
+    plain, named = TierCache(5, 4, EVICTIONS[eviction]), TierCache(5, 4, EVICTIONS[eviction])
     for tenant, path in puts:
         names = salted(tenant, path)
         assert plain.put(names) == named.put(names, Tenant("acme", 3.0))

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isthmus.core.scheduler.eviction import EVICTIONS
 from isthmus.core.scheduler.tiers import Change, ReadAhead, TierCache
 from isthmus.core.types import BlockName
+from isthmus.lab.papers.mooncake.evictions import EVICTIONS
 
 Chain = tuple[BlockName, ...]
 
@@ -109,7 +109,7 @@ class TiersMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTIONS)),
     )
     def start(self, capacities: tuple[int, int], eviction: str) -> None:
-        self.cache = TierCache(*capacities, eviction)
+        self.cache = TierCache(*capacities, EVICTIONS[eviction])
         self.plain = PlainCache(capacities, eviction)
         self.pinned: list[Chain] = []
         self.heard: set[BlockName] = set()  # what a listener to the changes believes to be here
@@ -175,7 +175,7 @@ TestTiers.settings = settings(max_examples=80, stateful_step_count=40)
 
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 def test_beside_pinned_blocks_what_fits_is_stored(eviction: str) -> None:
-    cache = TierCache(4, eviction=eviction)
+    cache = TierCache(4, make=EVICTIONS[eviction])
     cache.put(chain("abc"))
     cache.pin(chain("abc"))
     assert cache.put(chain("xyz")) == Change(stored=("x",))

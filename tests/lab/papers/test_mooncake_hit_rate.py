@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.scheduler.eviction import EVICTIONS
 from isthmus.core.types import BlockName
+from isthmus.lab.papers.mooncake.evictions import EVICTIONS
 from isthmus.lab.papers.mooncake.hit_rate import OPTIMUM, HitRate, Prompt, hit_rate, optimal_hits
 from isthmus.lab.planner.demand import policy_hits
 
@@ -81,14 +81,14 @@ def test_no_choice_of_what_to_keep_finds_more_than_the_optimum(chains: list[Chai
 
 @given(long_workloads, st.integers(0, 25), st.sampled_from(sorted(EVICTIONS)))
 def test_no_policy_finds_more_than_the_optimum(chains: list[Chain], capacity: int, eviction: str) -> None:
-    assert sum(policy_hits(chains, capacity, eviction)) <= sum(optimal_hits(chains, capacity))
+    assert sum(policy_hits(chains, capacity, EVICTIONS[eviction])) <= sum(optimal_hits(chains, capacity))
 
 
 @given(long_workloads, st.integers(0, 25))
 def test_lru_finds_at_every_request_at_least_what_a_smaller_pool_finds(
     chains: list[Chain], capacity: int
 ) -> None:
-    smaller, larger = policy_hits(chains, capacity, "lru"), policy_hits(chains, capacity + 1, "lru")
+    smaller, larger = policy_hits(chains, capacity), policy_hits(chains, capacity + 1)
     assert all(few <= many for few, many in zip(smaller, larger, strict=True))
 
 

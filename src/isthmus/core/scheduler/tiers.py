@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.core.scheduler.eviction import EVICTIONS, Chain, Entry, EvictionPolicy, SharedEviction
+from isthmus.core.scheduler.eviction import Chain, Entry, EvictionPolicy, RecencyEviction, SharedEviction
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
 _name: Callable[[Entry], BlockName] = itemgetter(0)
@@ -43,9 +43,9 @@ class Change(msgspec.Struct, frozen=True):
 class Tier:
     """One level: at most `capacity_blocks`, which go in the order of its `eviction` policy."""
 
-    def __init__(self, capacity_blocks: int, eviction: str) -> None:
+    def __init__(self, capacity_blocks: int, eviction: EvictionPolicy) -> None:
         self.capacity_blocks = capacity_blocks
-        self.eviction: EvictionPolicy = EVICTIONS[eviction]()
+        self.eviction = eviction
         self.held: Mapping[BlockName, Any] = self.eviction.held
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
@@ -72,15 +72,17 @@ class ReadAhead(Counter[BlockName]):
 
 
 class TierCache:
-    """DRAM over SSD of one node. A capacity of 0 blocks is no such tier.
+    """DRAM over SSD of one node. A capacity of 0 blocks is no such tier. `make`: an eviction policy, one for each tier.
 
     Names come as chains: each `names` below starts at the first block of a prompt.
     """
 
-    def __init__(self, dram_blocks: int, ssd_blocks: int = 0, eviction: str = "lru") -> None:
-        self.dram = Tier(dram_blocks, eviction)
-        self.ssd = Tier(ssd_blocks, eviction)
-        self._eviction = eviction
+    def __init__(
+        self, dram_blocks: int, ssd_blocks: int = 0, make: Callable[[], EvictionPolicy] = RecencyEviction
+    ) -> None:
+        self.dram = Tier(dram_blocks, make())
+        self.ssd = Tier(ssd_blocks, make())
+        self._make = make
         self._pins: dict[BlockName, int] = {}
         self._owner: Tenant | None = None  # of all that is kept, until a second tenant comes
         self._weights: dict[str, float] = {}
@@ -209,9 +211,9 @@ class TierCache:
 
     def _share(self, owner: str) -> None:
         """Until now all was this tenant's."""
-        make, self._owner = EVICTIONS[self._eviction], None
+        self._owner = None
         for tier in (self.dram, self.ssd):
-            shared = SharedEviction(make, tier.eviction, owner, self._weights)
+            shared = SharedEviction(self._make, tier.eviction, owner, self._weights)
             tier.eviction, tier.held = shared, shared.held
             self._shared += (shared,)
 

@@ -13,6 +13,7 @@ import msgspec
 from isthmus.core.types import BlockName
 from isthmus.lab.papers.lab import Lab, Trace, Variant
 from isthmus.lab.papers.mooncake.cluster import BLOCK_SIZE
+from isthmus.lab.papers.mooncake.evictions import EVICTIONS
 from isthmus.lab.papers.table import Cell, Figures, Table, on_trace
 from isthmus.lab.planner.demand import policy_hits
 
@@ -39,7 +40,7 @@ def hit_rate(
     """
     chains = [names for _, names in prompts]
     room = sum(map(len, chains)) if capacity is None else capacity
-    hits = optimal_hits(chains, room) if policy == OPTIMUM else policy_hits(chains, room, policy)
+    hits = optimal_hits(chains, room) if policy == OPTIMUM else policy_hits(chains, room, EVICTIONS[policy])
     counted = list(zip(prompts, hits, strict=True))[int(warmup * len(prompts)) :]
     num_blocks = sum(len(names) for (_, names), _ in counted)
     num_tokens = sum(tokens for (tokens, _), _ in counted)
@@ -226,7 +227,7 @@ def _measure_evictions(lab: Lab) -> Iterator[Cell]:
         yield from on_trace(lab, trace, counted, row)
 
 
-EVICTIONS = Table(
+BY_POLICY = Table(
     name="mooncake-evictions",
     title="Hit rate by pool size and eviction policy, FAST'25 traces",
     source="counted by this project from the traces with other code, before this program; not in the paper",

@@ -151,20 +151,28 @@ def test_a_policy_that_cannot_be_loaded_is_one_line(
     [
         (
             {"policy": {"name": "mooncake", "balance": 2}},
-            "policy: mooncake has no parameter 'balance'; it has balancing_threshold",
+            "policy: mooncake: got an unexpected keyword argument 'balance'; its parameters: balancing_threshold",
         ),
-        ({"policy": {"name": "isthmus", "rules": 2}}, "policy: isthmus has no parameter 'rules'; it has none"),
+        (
+            {"policy": {"name": "isthmus", "rules": 2}},
+            "policy: isthmus: multiple values for argument 'rules'; its parameters: none",
+        ),
         (
             {"scheduling": {"admission": {"name": "predictive", "decode": 2}}},
-            "scheduling.admission: predictive has no parameter 'decode'; it has decode_s",
+            "scheduling.admission: predictive: got an unexpected keyword argument 'decode'; its parameters: decode_s",
         ),
         (
             {"scheduling": {"admission": {"name": "baseline", "decode_s": 2}}},
-            "scheduling.admission: baseline has no parameter 'decode_s'; it has none",
+            "scheduling.admission: baseline: got an unexpected keyword argument 'decode_s'; its parameters: none",
+        ),
+        (
+            {"lending": {"policy": "isthmus.lab.papers.infinite_llm.lending:rate"}},
+            "lending.policy: isthmus.lab.papers.infinite_llm.lending:rate: too many positional arguments; "
+            "its parameters: none",
         ),
     ],
 )
-def test_a_parameter_that_a_policy_does_not_have_is_one_line(section: dict[str, Any], says: str) -> None:
+def test_a_function_that_does_not_take_what_it_is_given_is_one_line(section: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rules_of(load_config(None, section))
     assert str(caught.value) == says

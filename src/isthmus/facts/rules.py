@@ -129,12 +129,12 @@ def _loaded(option: str, place: str, function: str) -> Callable[..., Any]:
 def _check(
     option: str, name: str, known: Mapping[str, Callable[..., Any] | None], facts: int, given: Parameters = ()
 ) -> None:
-    """Checks that a function is known, and what it is given by name beside so many facts by position."""
+    """Checks that a function is known, takes so many facts by position, and what it is given by name beside them."""
     if name not in known:
         raise ConfigError(f"{option}: {name!r} is not known; known: {', '.join(known)}")
-    function = known[name]
-    own = list(signature(function).parameters)[facts:] if function is not None else []
-    for key, _ in given:
-        if key not in own:
-            takes = f"it has {', '.join(own)}" if own else "it has none"
-            raise ConfigError(f"{option}: {name} has no parameter {key!r}; {takes}")
+    takes = signature(known[name] or (lambda view, node, now, then: None))  # an admission without a forecast
+    try:
+        takes.bind(*[None] * facts, **dict(given))
+    except TypeError as error:
+        own = ", ".join(list(takes.parameters)[facts:])
+        raise ConfigError(f"{option}: {name}: {error}; its parameters: {own or 'none'}") from None

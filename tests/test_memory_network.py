@@ -1,4 +1,4 @@
-"""The in-memory binding behaves as the one over sockets, only in the same order every time."""
+"""What tests may count on of sessions in memory: the order, addresses, and the faults that they cause."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from isthmus.live.messenger import Priority, Session, Terms
+from isthmus.live.messenger import Session
+from tests.live.messenger.test_network import Message, Note, Owner, Parcel
 from tests.memory_network import MemoryNetwork
-
-from .test_network import LIMIT_S, Message, Note, Owner, Parcel, Stranger
 
 
 def running(work: Callable[[MemoryNetwork], Awaitable[None]]) -> None:
@@ -43,61 +42,6 @@ def test_messages_come_in_order_both_ways_and_never_inside_send() -> None:
     running(work)
 
 
-def test_payloads_land_in_their_place_whatever_the_pieces() -> None:
-    async def work(network: MemoryNetwork) -> None:
-        here, there = Owner(), Owner()
-        connection = await session(network, here, there)
-        data = bytes(range(256)) * 1000
-        view = memoryview(data)
-        connection.send(Parcel((100_000, len(data) - 100_000)), view[:7], view[7:])
-        connection.send(Note("after"), priority=Priority.NORMAL)
-        connection.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
-        await there.until(lambda: len(there.messages) == 3)
-        assert b"".join(there.payloads[0]) == data
-        assert b"".join(there.payloads[1]) == b"123"
-
-    running(work)
-
-
-@pytest.mark.parametrize("ender", ["here", "there"])
-def test_an_end_is_told_once_on_both_sides_after_what_was_sent(ender: str) -> None:
-    async def work(network: MemoryNetwork) -> None:
-        here = Owner()
-        there = Owner(lambda connection, _: connection.close("not today") if ender == "there" else None)
-        connection = await session(network, here, there)
-        connection.send(Note("last words"))
-        if ender == "here":
-            connection.close("enough")
-            connection.close("again")
-            assert connection.closed
-        await here.until(lambda: here.reasons)
-        await there.until(lambda: there.reasons)
-        connection.send(Note("too late"))
-        await asyncio.sleep(0)
-        assert there.messages == [Note("last words")]
-        reasons = {
-            "here": (["enough"], ["closed by the peer: enough"]),
-            "there": (["closed by the peer: not today"], ["not today"]),
-        }
-        assert (here.reasons, there.reasons) == reasons[ender]
-
-    running(work)
-
-
-def test_what_does_not_belong_ends_the_session() -> None:
-    async def work(network: MemoryNetwork) -> None:
-        for wrong, payload in ((Stranger("hello"), b""), (Note("smuggler"), b"goods")):
-            here, there = Owner(), Owner()
-            connection = await session(network, here, there)
-            connection.send(Note("before"))
-            connection.send(wrong, memoryview(payload))
-            connection.send(Note("after"))
-            await there.until(lambda there=there: there.reasons)
-            assert there.messages == [Note("before")]
-
-    running(work)
-
-
 def test_addresses_are_taken_once_and_given_back() -> None:
     async def work(network: MemoryNetwork) -> None:
         server, port = await network.listen("a", 0, Message, Owner)
@@ -107,24 +51,6 @@ def test_addresses_are_taken_once_and_given_back() -> None:
         server.close()
         with pytest.raises(OSError, match="nobody listens"):
             await network.connect(f"a:{port}", Message, Owner(), timeout_s=1)
-
-    running(work)
-
-
-def test_peers_have_addresses_of_their_own() -> None:
-    async def work(network: MemoryNetwork) -> None:
-        there = Owner(lambda connection, message: connection.send(message))
-        _, port = await network.listen("a", 0, Message, lambda: there)
-        owners = [Owner(), Owner()]
-        seen = set()
-        for one in owners:
-            connection = await network.connect(f"a:{port}", Message, one, timeout_s=1)
-            assert connection.peer == f"a:{port}"
-            connection.send(Note("hello"))
-            await one.until(lambda one=one: one.messages)
-            assert there.session is not None
-            seen.add(there.session.peer)
-        assert len(seen) == 2
 
     running(work)
 
@@ -209,50 +135,3 @@ def test_a_flipped_byte_is_found_or_lies_in_the_payload(at: int) -> None:
             assert there.messages == []
 
     running(work)
-
-
-def test_a_session_resumes_when_its_only_link_is_lost() -> None:
-    async def work(_: MemoryNetwork) -> None:
-        network = MemoryNetwork(terms=Terms(resume_s=LIMIT_S))
-        here, there = Owner(), Owner()
-        joined = await session(network, here, there)
-        joined.send(Parcel((5 << 20,)), memoryview(bytes(5 << 20)))
-        network.links[0].lose()
-        joined.send(Note("after"))
-        await there.until(lambda: len(there.messages) == 2)
-        assert not here.reasons and not there.reasons
-
-    running(work)
-
-
-def test_an_abort_is_seen_by_the_other_side() -> None:
-    async def work(_: MemoryNetwork) -> None:
-        here, there = Owner(), Owner()
-        network = MemoryNetwork(connections=3)
-        connection = await session(network, here, there)
-        connection.send(Note("hello"))
-        await there.until(lambda: there.messages)
-        connection.abort("enough")
-        await there.until(lambda: there.reasons)
-        await here.until(lambda: here.reasons)
-        assert here.reasons == ["enough"] and len(there.reasons) == 1
-
-    running(work)
-
-
-def test_a_fault_of_the_owner_ends_the_session_and_is_not_hidden() -> None:
-    async def main() -> None:
-        faults: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-
-        def fail(session: Session, message: Message) -> None:
-            raise ZeroDivisionError("a bug")
-
-        here, there = Owner(), Owner(fail)
-        connection = await session(MemoryNetwork(), here, there)
-        connection.send(Note("hello"))
-        await here.until(lambda: here.reasons)
-        assert there.reasons == ["a fault on this side: ZeroDivisionError: a bug"]
-        assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
-
-    asyncio.run(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +13,6 @@ from isthmus.config import Config
 from isthmus.core.cost.lengths import Lengths, LogNormal, Sample, mean_of
 from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler import TierCache
-from isthmus.core.scheduler.eviction import EvictionPolicy, RecencyEviction
 from isthmus.core.types import NS_PER_S, BlockName
 from isthmus.lab.planner.fleet import Fleet
 from isthmus.lab.sim.workloads import Workload, load
@@ -58,7 +57,7 @@ def demand_of_trace(path: Path, config: Config, fleet: Fleet) -> Demand:
     workload = load(path)
     requests = workload.requests
     capacity = _pool_tokens(fleet) // workload.block_size
-    hits = policy_hits([each.blocks for each in requests], capacity)
+    hits = pool_hits([each.blocks for each in requests], capacity)
     cached = [
         min(found * workload.block_size, each.num_tokens - 1)
         for each, found in zip(requests, hits, strict=True)
@@ -75,11 +74,9 @@ def demand_of_trace(path: Path, config: Config, fleet: Fleet) -> Demand:
     )
 
 
-def policy_hits(
-    chains: Sequence[Sequence[BlockName]], capacity: int, make: Callable[[], EvictionPolicy] = RecencyEviction
-) -> Iterator[int]:
+def pool_hits(chains: Sequence[Sequence[BlockName]], capacity: int) -> Iterator[int]:
     """Blocks found of each chain in turn in a pool of `capacity` blocks; each is looked up and then stored."""
-    cache = TierCache(capacity, make=make)
+    cache = TierCache(capacity)
     for names in chains:
         yield cache.match(names)[0]
         cache.put(names)

@@ -1,22 +1,20 @@
-"""Eviction policies that Mooncake and others compare with least recently used, for the tables alone."""
+"""Which blocks of one pool go first by the policies that Mooncake compares with least recently used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush, heapreplace
 from itertools import count
 
-from isthmus.core.scheduler.eviction import Chain, Entry, EvictionPolicy, RecencyEviction
 from isthmus.core.types import BlockName
 
 
 class Block:
     """What the ranks are made of."""
 
-    __slots__ = ("chain", "depth", "last_store", "last_use", "reach", "uses")
+    __slots__ = ("depth", "last_store", "last_use", "reach", "uses")
 
-    def __init__(self, chain: Chain, depth: int) -> None:
-        self.chain = chain
+    def __init__(self, depth: int) -> None:
         self.depth = depth
         """How many blocks come before it in its chain."""
         self.uses = 0
@@ -28,82 +26,6 @@ class Block:
 
 
 Rank = tuple[int, ...]
-
-
-class RankEviction:
-    """Lowest rank first. A block's rank never falls, and is always below that of the block it follows."""
-
-    def __init__(self, rank: Callable[[Block], Rank]) -> None:
-        self.held: dict[BlockName, Block] = {}
-        self._rank = rank
-        self._num_uses = 0
-        # At least one entry for each block held. One out of date is too low, so it is met and put right.
-        self._heap: list[tuple[Rank, int, BlockName]] = []
-        self._serial = count()  # keeps comparison away from the names
-
-    def use(self, chain: Chain, num_held: int) -> None:
-        self._num_uses += 1
-        held, now, length = self.held, self._num_uses, len(chain)
-        for depth in range(num_held, length):
-            held[chain[depth]] = Block(chain, depth)
-        for name in chain:
-            block = held[name]
-            block.uses += 1
-            block.last_use = now
-            block.reach = max(block.reach, length)
-            if num_held < length:
-                block.last_store = now
-        self._enter(chain[num_held:])
-
-    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        held, heap, rank_of, own = self.held, self._heap, self._rank, set(spared)
-        evicted: list[Entry] = []
-        passed = []
-        while heap and len(evicted) < count:
-            rank, serial, name = heap[0]
-            block = held.get(name)
-            if block is None:
-                heappop(heap)
-            elif rank != (now := rank_of(block)):
-                heapreplace(heap, (now, serial, name))
-            elif name in pins or name in own:
-                passed.append(heappop(heap))
-            else:
-                heappop(heap)
-                evicted.append((name, held.pop(name)))
-        for entry in passed:
-            heappush(heap, entry)
-        return evicted
-
-    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
-        return [(name, self.held.pop(name)) for name in names]
-
-    def admit(self, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        self.held.update(entries)
-        self._enter([name for name, _ in entries])
-
-    def heads(self) -> dict[BlockName, BlockName | None]:
-        return {
-            name: block.chain[block.depth - 1] if block.depth else None for name, block in self.held.items()
-        }
-
-    def trees(self) -> dict[BlockName, list[BlockName]]:
-        found: dict[BlockName, list[BlockName]] = {}
-        for name, block in sorted(self.held.items(), key=lambda item: -item[1].depth):
-            found.setdefault(block.chain[0], []).append(name)
-        return found
-
-    def _enter(self, names: Sequence[BlockName]) -> None:
-        for name in names:
-            heappush(self._heap, self._entry(name))
-        if len(self._heap) > 2 * len(self.held) + 100:
-            # Most of it stands for blocks that are gone, or stands twice.
-            self._heap = [self._entry(name) for name in self.held]
-            heapify(self._heap)
-
-    def _entry(self, name: BlockName) -> tuple[Rank, int, BlockName]:
-        return self._rank(self.held[name]), next(self._serial), name
 
 
 def first_in(block: Block) -> Rank:
@@ -125,10 +47,52 @@ def least_used_keep_early(block: Block) -> Rank:
     return block.uses, -block.depth, block.last_use
 
 
-EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": RecencyEviction,
-    "lfu": lambda: RankEviction(least_used),
-    "fifo": lambda: RankEviction(first_in),
-    "length_aware": lambda: RankEviction(least_used_keep_late),
-    "length_aware_early": lambda: RankEviction(least_used_keep_early),
+RANKS: dict[str, Callable[[Block], Rank]] = {
+    "lfu": least_used,
+    "fifo": first_in,
+    "length_aware": least_used_keep_late,
+    "length_aware_early": least_used_keep_early,
 }
+
+
+def ranked_hits(
+    chains: Sequence[Sequence[BlockName]], capacity: int, rank: Callable[[Block], Rank]
+) -> Iterator[int]:
+    """Blocks found of each chain in turn in a pool of `capacity` blocks; each is looked up and then stored.
+
+    Of what is too much the lowest rank goes first, and of a chain that alone is too long its end. A block's rank never
+    falls, and is always below that of the block it follows, so that no block is held without it.
+    """
+    held: dict[BlockName, Block] = {}
+    heap: list[tuple[Rank, int, BlockName]] = []
+    """At least one entry for each block held. One out of date is too low, so it is met and put right."""
+    serial = count()  # keeps comparison away from the names
+    for now, names in enumerate(chains, 1):
+        found = next((at for at, name in enumerate(names) if name not in held), len(names))
+        yield found
+        for depth in range(found, len(names)):
+            held[names[depth]] = Block(depth)
+        for name in names:
+            block = held[name]
+            block.uses += 1
+            block.last_use = now
+            block.reach = max(block.reach, len(names))
+            if found < len(names):
+                block.last_store = now
+        for name in names[found:]:
+            heappush(heap, (rank(held[name]), next(serial), name))
+        own, passed = set(names), []
+        while len(held) > capacity and heap:
+            low, at, name = heap[0]
+            known = held.get(name)
+            if known is not None and low != (right := rank(known)):
+                heapreplace(heap, (right, at, name))
+            elif known is not None and name in own:
+                passed.append(heappop(heap))
+            else:
+                heappop(heap)
+                held.pop(name, None)
+        for entry in passed:
+            heappush(heap, entry)
+        for name in names[: -max(0, len(held) - capacity) - 1 : -1]:
+            del held[name]

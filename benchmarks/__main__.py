@@ -349,7 +349,7 @@ def layerwise(
 @app.command()
 def lending(
     policies: Annotated[str, typer.Option(help="The first one is what the others are set against.")] = (
-        "none,ledger,greedy,isthmus"
+        "none,isthmus"
     ),
     loads: Annotated[str, typer.Option(help="mixed (many short, few very long), equal.")] = "mixed,equal",
     nodes: Annotated[int, typer.Option(min=1, help="Of role mixed.")] = 4,

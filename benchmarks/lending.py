@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
     a `long_share` of which are long in the mixed load; `ttft_s`, `tbt_s`: a request's limits, the second for the mean
     time between its tokens."""
 
-    policies: tuple[str, ...] = ("none", "ledger", "greedy", "isthmus")
+    policies: tuple[str, ...] = ("none", "isthmus")
     loads: tuple[str, ...] = LOADS
     nodes: int = 4
     tokens: int = 2048

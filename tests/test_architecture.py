@@ -6,14 +6,20 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from isthmus.config import LENDINGS, load_config
 from isthmus.config import POLICIES as NAMES
 from isthmus.core.attempts import Route
+from isthmus.core.conductor import Conductor, NodeJoined, RequestArrived, Rules
+from isthmus.core.conductor.lending import POLICIES as LENDING
 from isthmus.core.conductor.policies import POLICIES
+from isthmus.core.cost import Curve
 from isthmus.core.errors import ConfigError
-from isthmus.facts.rules import make_known
+from isthmus.core.types import NodeId, RequestId, Role
+from isthmus.facts.rules import make_known, rules_of
 from tests.cli.conftest import isthmus as isthmus
 from tests.parity.test_parity import COSTS, config_of, workload
 from tests.parity.worlds import deployed, same_worlds
@@ -107,19 +113,21 @@ def test_the_example_simulates_serves_and_replays(
         assert len(served.tokens([1, 2, 3], 5)) == 5
     monkeypatch.delitem(POLICIES, THRIFTY)  # as in a process of its own
     status, out, err = isthmus("replay", recording)
-    assert status == 2 and "one of your own: --policy" in err, (out, err)
+    assert status == 2 and f"if it may be run, give --policy {THRIFTY}" in err, (out, err)
     status, out, _ = isthmus("replay", recording, "--policy", THRIFTY)
     assert status == 0 and "identical decisions" in out
 
 
 def test_names_of_our_own_are_known_before_anything_is_loaded() -> None:
     assert {name for name in POLICIES if ":" not in name} == set(NAMES)
+    assert {"none"} | {name for name in LENDING if ":" not in name} == set(LENDINGS)
 
 
+@pytest.mark.parametrize("decides", ["policy", "lending"])
 @pytest.mark.parametrize(
     ("text", "function", "says"),
     [
-        (None, "f", "is no Python file here"),
+        (None, "f", "own.py is no Python file here"),
         ("x = 1", "f", "has no function f"),
         ("f = 1", "f", "has no function f"),
         ("import nowhere_at_all", "f", "cannot be run: ModuleNotFoundError: No module named 'nowhere_at_all'"),
@@ -127,11 +135,56 @@ def test_names_of_our_own_are_known_before_anything_is_loaded() -> None:
     ],
 )
 def test_a_policy_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, text: str | None, function: str, says: str
+    tmp_path: Path, text: str | None, function: str, says: str, decides: str
 ) -> None:
     file = tmp_path / "own.py"
     if text is not None:
         file.write_text(text)
+    rules = Rules(**{decides: f"{file}:{function}"})
     with pytest.raises(ConfigError) as caught:
-        make_known(f"{file}:{function}")
+        make_known(rules)
     assert says in str(caught.value) and "\n" not in str(caught.value) and f"{file}:{function}" not in POLICIES
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"policy": {"name": "mooncake", "balance": 2}},
+            "policy: mooncake: got an unexpected keyword argument 'balance'; its parameters: balancing_threshold",
+        ),
+        (
+            {"policy": {"name": "isthmus", "rules": 2}},
+            "policy: isthmus: multiple values for argument 'rules'; its parameters: none",
+        ),
+        (
+            {"scheduling": {"admission": {"name": "predictive", "decode": 2}}},
+            "scheduling.admission: predictive: got an unexpected keyword argument 'decode'; its parameters: decode_s",
+        ),
+        (
+            {"scheduling": {"admission": {"name": "baseline", "decode_s": 2}}},
+            "scheduling.admission: baseline: got an unexpected keyword argument 'decode_s'; its parameters: none",
+        ),
+        (
+            {"lending": {"policy": "isthmus.lab.papers.infinite_llm.lending:rate"}},
+            "lending.policy: isthmus.lab.papers.infinite_llm.lending:rate: too many positional arguments; "
+            "its parameters: none",
+        ),
+    ],
+)
+def test_a_function_that_does_not_take_what_it_is_given_is_one_line(section: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rules_of(load_config(None, section))
+    assert str(caught.value) == says
+
+
+def test_a_policy_of_ones_own_has_parameters_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def nth(estimator, rules, at=0.0):\n    return estimator.local(int(at))\n")
+    for given, found in (({}, "prefill-0"), ({"at": 1}, "prefill-1")):
+        rules = rules_of(load_config(None, {"policy": {"name": f"{file}:nth", **given}}))
+        conductor, cost = Conductor(rules), Curve(kv_token_bytes=1, num_layers=1, prefill_token_s=1e-3)
+        for name in ("prefill-0", "prefill-1", "decode-0"):
+            conductor.on(NodeJoined(NodeId(name), Role(name[:-2]), 1600, 16, cost), 0)
+        [route] = conductor.on(RequestArrived(RequestId("r"), "", 50, 5, ()), 0)
+        assert isinstance(route, Route) and route.prefill == found

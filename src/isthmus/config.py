@@ -31,6 +31,7 @@ from isthmus.yaml_file import Document, read_document
 
 _SIZE = re.compile(r"((?:\d(?:_?\d)*(?:\.\d*)?|\.\d+)(?:e\+?\d\d?)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
+LENDINGS = ("none", "isthmus")
 _NAME = re.compile(r"(?!x-)[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*?#]+")
@@ -96,9 +97,54 @@ class _Section(BaseModel):
     @classmethod
     def _no_true_or_false(cls, value: Any) -> Any:
         """No option is one, and none must count as 1 or 0."""
-        if isinstance(value, bool):
-            raise PydanticCustomError(_BOOL, "true or false is no value of this option")
-        return value
+        return _no_flag(value)
+
+
+def _policy(name: str, known: Sequence[str]) -> str:
+    """One of ours, or `FILE.py:FUNCTION` or `MODULE:FUNCTION`, which are loaded where they decide."""
+    if name in known or re.fullmatch(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*", name):
+        return name
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    valid = f"valid: {', '.join(known)}, or FILE.py:FUNCTION"
+    raise ValueError(f"no policy; did you mean {near[0]!r}?" if near else f"no policy; {valid}")
+
+
+def _named(value: Any) -> Any:
+    """`policy: mooncake` is short for `policy: {name: mooncake}`."""
+    return {"name": value} if isinstance(value, int | float | str) else value
+
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError(_BOOL, "true or false is no value of this option")
+    return value
+
+
+Parameter = Annotated[float, Field(ge=0), BeforeValidator(_no_flag)]
+
+
+class _Choice(_Section):
+    """One of several rules by its name; other keys are parameters of this rule, each a number."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Parameter]
+
+    @property
+    def parameters(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self.__pydantic_extra__.items())
+
+
+class PolicyConfig(_Choice):
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _is_policy(cls, name: str) -> str:
+        return _policy(name, POLICIES)
+
+
+class AdmissionConfig(_Choice):
+    name: Literal["none", "baseline", "early", "predictive", "survival"]
 
 
 class RoleConfig(_Section):
@@ -234,14 +280,13 @@ class EngineConfig(_Section):
     """One node's engine. `None` means: decided from the model or the machine.
 
     `emulated` sleeps as long as `gpus` of `hardware` would compute. `cost`: a measured curve, a file of
-    `isthmus profile` or its values, in place of the analytic model of `hardware` with `runtime`'s coefficients.
+    `isthmus profile` or its values, in place of the analytic model of `hardware`.
     `batches`: so many take turns in a step whose KV lies with other nodes.
     """
 
     kind: Literal["torch", "emulated", "vllm"] = "torch"
     hardware: str | None = None
     gpus: int = Field(1, ge=1, le=64)
-    runtime: Literal["vllm", "trtllm"] = "vllm"
     cost: str | dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
@@ -263,9 +308,14 @@ class LendingConfig(_Section):
     most what its memory is used for.
     """
 
-    policy: Literal["none", "ledger", "greedy", "isthmus"] = "none"
+    policy: str = "none"
     reserve: float = Field(0.1, ge=0, lt=1)
     period_s: float = Field(0.25, gt=0, le=60)
+
+    @field_validator("policy")
+    @classmethod
+    def _is_policy(cls, name: str) -> str:
+        return _policy(name, LENDINGS)
 
 
 class LimitsConfig(_Section):
@@ -324,7 +374,6 @@ class CacheConfig(_Section):
     ssd: Bytes = 0
     folder: str | None = None
     share: Literal["host", "none"] = "host"
-    eviction: Literal["lru", "lfu", "fifo", "length_aware", "length_aware_early"] = "lru"
 
 
 class ReuseConfig(_Section):
@@ -346,16 +395,15 @@ class ReuseConfig(_Section):
 
 class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
-    own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
-    only). `rtt_us`: of a question to another node and its answer what does not depend on their size (simulated and
-    planned only; the default is NCCL's between two H100 in Lamina). `connections`: of each session; `resume_s`: how
-    long a session outlives its last connection; `compression`: of KV where a link, not computing, would be waited for
-    (`int8` loses precision, so that its blocks have names of their own).
+    own for KV from prefill to decode, None shares the node's. `rtt_us`: of a question to another node and its answer
+    what does not depend on their size (simulated and planned only; the default is NCCL's between two H100 in Lamina).
+    `connections`: of each session; `resume_s`: how long a session outlives its last connection; `compression`: of KV
+    where a link, not computing, would be waited for (`int8` loses precision, so that its blocks have names of their
+    own).
     """
 
     node_gbps: float | None = Field(None, gt=0)
     handover_gbps: float | None = Field(None, gt=0)
-    spine_gbps: float | None = Field(None, gt=0)
     rtt_us: float = Field(66.6, ge=0, le=1_000_000)
     connections: int = Field(2, ge=1, le=64)
     resume_s: float = Field(0.0, ge=0, le=60)
@@ -480,23 +528,20 @@ class SloConfig(_Section):
 
 
 class SchedulingConfig(_Section):
-    """The knobs beside `policy`. Each of the last three belongs to the policy or admission it names.
+    """The knobs beside `policy`.
 
     `chunking`: how many prompt tokens an iteration with decodes takes, `engine.token_budget` or as many within it as
     keep `slo.tbt_ms`; `partial_prefills`: prompts that a node computes in parts at the same time, above 1 with
     `order: fcfs` only;
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
-    promising; `balancing_threshold`: of `mooncake`; `decode_s`: of `predictive`, how long every request decodes;
-    `load_limit`: of all admissions.
+    promising; `load_limit`: of all admissions.
     """
 
-    admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
+    admission: Annotated[AdmissionConfig, BeforeValidator(_named)] = AdmissionConfig(name="none")
     order: Literal["fcfs", "promise"] = "fcfs"
     chunking: Literal["fixed", "tbt"] = "fixed"
     partial_prefills: int = Field(1, ge=1, le=64)
     reserve: float = Field(0.0, ge=0, lt=1)
-    balancing_threshold: float = Field(1.0, ge=0)
-    decode_s: float = Field(10.0, gt=0)
     load_limit: float = Field(1.0, gt=0)
 
 
@@ -526,7 +571,7 @@ class Config(_Section):
     links: tuple[LinkConfig, ...] = ()
     offload: OffloadConfig = OffloadConfig()
     engine: EngineConfig = EngineConfig()
-    policy: str = "isthmus"
+    policy: Annotated[PolicyConfig, BeforeValidator(_named)] = PolicyConfig(name="isthmus")
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
@@ -543,15 +588,6 @@ class Config(_Section):
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
     auth: AuthConfig = Field(AuthConfig(), exclude=True, repr=False)
-
-    @field_validator("policy")
-    @classmethod
-    def _is_policy(cls, name: str) -> str:
-        if name not in POLICIES and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", name):
-            near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
-            valid = f"valid: {', '.join(POLICIES)}, or FILE.py:FUNCTION"
-            raise ValueError(f"no policy; did you mean {near[0]!r}?" if near else f"no policy; {valid}")
-        return name
 
     @model_validator(mode="after")
     def _chunking_fits(self) -> Config:

@@ -74,5 +74,5 @@ def test_a_turn_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_configuration_names_the_policy(tmp_path: Path) -> None:
-    assert "policy: greedy" in lending._config(Plan(), tmp_path, "greedy").read_text()
+    assert "policy: isthmus" in lending._config(Plan(), tmp_path, "isthmus").read_text()
     assert "policy" not in lending._config(Plan(), tmp_path, "none").read_text()

@@ -27,6 +27,7 @@ from isthmus.core.conductor import LinksMeasured, NodeLeft
 from isthmus.core.cost import Cost, Curve, Handling, to_mapping
 from isthmus.core.types import Reuse, Role
 from isthmus.facts import at_home
+from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
 from isthmus.lab.sim.deployment import deployment_of
 from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
 from tests.soak import matrix
@@ -489,14 +490,14 @@ def test_a_decode_node_that_is_lost_leaves_all_full_blocks_with_their_holder() -
     assert len(moved) > 2 and max(moved) <= 16 * CURVE.kv_token_bytes
 
 
-@matrix("policy, shape", ["ledger", "greedy", "isthmus"], LENDING)
+@matrix("policy, shape", [LEDGER, GREEDY, "isthmus"], LENDING)
 def test_lending_and_repaying_are_the_same(policy: str, shape: str) -> None:
     flight = same_logs({**LENDING[shape], **LENT, "lending.policy": policy}, spread(30, 4 * MS))
     actions, moved = actions_of(flight.log), carried(flight)
     assert actions["Lend"] and actions["Repay"] and moved["shipment"] > 1
 
 
-@matrix("policy, victim", ["ledger", "greedy", "isthmus"], ["mixed-0", "mixed-1"])
+@matrix("policy, victim", [LEDGER, GREEDY, "isthmus"], ["mixed-0", "mixed-1"])
 def test_a_lender_or_a_debtor_that_is_lost_is_the_same(policy: str, victim: str) -> None:
     faults = Faults(nodes=(NodeFault(victim, 0.0661, 0.1163),))
     flight = same_logs({**LENDING["3M"], **LENT, "lending.policy": policy}, spread(30, 4 * MS), faults)
@@ -615,7 +616,6 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "lending.period_s": st.sampled_from([0.02, 0.25]),
     "cache.dram": st.sampled_from(["0", "512KiB", "2MiB"]),
     "cache.ssd": st.sampled_from(["0", "1MiB"]),
-    "cache.eviction": st.sampled_from(["lru", "lfu", "fifo", "length_aware"]),
     "network.node_gbps": st.sampled_from([1, 40]),
     "network.handover_gbps": st.sampled_from([None, 1]),
     "network.compression": st.sampled_from(["none", "lossless"]),

@@ -24,7 +24,7 @@ from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.moves import Due, Moves, _Transfer
 from isthmus.lab.sim.node import SimNode, build_node
 from isthmus.lab.sim.workloads import Request
-from isthmus.live.messenger import MemoryNetwork
+from tests.memory_network import MemoryNetwork
 from tests.virtual.carried import Carried
 from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover

@@ -22,11 +22,11 @@ from isthmus.live.kv.holding import _Line as Line
 from isthmus.live.kv.hosting import Hosts
 from isthmus.live.kv.hosting import _decode as decode
 from isthmus.live.kv.mover import KVMover
-from isthmus.live.messenger import Handler, LineLost, MemoryNetwork, Priority, Sending, Server, Session
-from isthmus.live.messenger.memory import Link
+from isthmus.live.messenger import Handler, LineLost, Priority, Sending, Server, Session
 from isthmus.live.peers import messages
 from isthmus.live.store import Arena, Log, RecordFormat, Shape, Store
 from tests.live.store.support import CrashingFiles
+from tests.memory_network import Link, MemoryNetwork
 from tests.virtual.carried import Carried
 from tests.virtual.loop import ARRIVAL, MESSAGE, TRANSFER
 

@@ -33,9 +33,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "least_loaded": {"policy": "least_loaded"},
     "sticky": {"policy": "sticky"},
     "local_aware": {"policy": "local_aware"},
-    "mooncake-1": {"policy": "mooncake", "balancing_threshold": 1.0},
-    "mooncake-2": {"policy": "mooncake", "balancing_threshold": 2.0},
-    "mooncake-4": {"policy": "mooncake", "balancing_threshold": 4.0},
+    "mooncake-1": {"policy": "mooncake", "policy_parameters": (("balancing_threshold", 1.0),)},
+    "mooncake-2": {"policy": "mooncake", "policy_parameters": (("balancing_threshold", 2.0),)},
+    "mooncake-4": {"policy": "mooncake", "policy_parameters": (("balancing_threshold", 4.0),)},
     OURS: {"policy": OURS},
 }
 """Every competitor and its rules; each threshold of Algorithm 1 competes for itself."""

@@ -11,19 +11,16 @@ import typer
 def replay(
     file: Annotated[Path, typer.Argument(help="Recording made with `serve --record`.")],
     policy: Annotated[
-        str | None, typer.Option(help="FILE.py:FUNCTION, as it was recorded with a policy of your own.")
+        list[str] | None, typer.Option(help="FILE.py:FUNCTION, as it was recorded with a policy of your own.")
     ] = None,
 ) -> None:
     """Replay a recording, of the conductor or of a node, and compare every decision.
 
     Exit status 1 at the first that differs.
     """
-    from isthmus.facts.rules import make_known
     from isthmus.live.cluster.recorder import replay as replay_file
 
-    if policy is not None:
-        make_known(policy)
-    count, difference = replay_file(file)
+    count, difference = replay_file(file, policy or ())
     if difference is None:
         print(f"{count} events, identical decisions")
         return

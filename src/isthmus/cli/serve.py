@@ -203,8 +203,6 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     joins = config.placement == "join"
     if joins:
         check_joining(config)
-    if idle := _simulated_only(config):
-        print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = model_of(config)
     config = as_computed(config, folder)
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
@@ -292,11 +290,6 @@ def _max_length(config: Config, model: Served) -> int:
             file=sys.stderr,
         )
     return min(allowed, fits) or allowed
-
-
-def _simulated_only(config: Config) -> list[str]:
-    """The options given that have no effect on a live cluster."""
-    return ["network.spine_gbps"] if config.network.spine_gbps is not None else []
 
 
 def say_if_exact(config: Config, why: str) -> None:

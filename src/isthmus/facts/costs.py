@@ -77,7 +77,7 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
     kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
     dtypes = {"weight_dtype": weight_dtype, "kv_dtype": kv_dtype}
-    coefficients = engine_coefficients(engine.runtime, hardware, **dtypes)
+    coefficients = engine_coefficients("vllm", hardware, **dtypes)
     return Analytic(
         model=facts, hardware=hardware, coefficients=coefficients, num_gpus=gpus_of(config, nodes), **dtypes
     )

@@ -77,7 +77,6 @@ class NodeFacts(msgspec.Struct, frozen=True):
     prompt_batch: int = 1 << 30
     sequences: Sequences = Sequences()
     order: str = "fcfs"
-    eviction: str = "lru"
     max_steps: int = 16
     max_chunks: int = 1
     batches: int = 1
@@ -136,7 +135,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
     def tiers(self) -> TierCache | None:
         """Its cache, empty; None where it has none."""
-        return TierCache(self.dram_blocks, self.ssd_blocks, self.eviction) if self.cache_blocks else None
+        return TierCache(self.dram_blocks, self.ssd_blocks) if self.cache_blocks else None
 
     def joined(self) -> NodeJoined:
         """What the conductor hears of it."""

@@ -95,7 +95,6 @@ def role_facts(
         prompt_batch=engine.prompt_batch or engine.token_budget,
         sequences=sequences,
         order=config.scheduling.order,
-        eviction=config.cache.eviction,
         batches=engine.batches or 1,
         report_ns=_report_ns(config, nodes.pipeline),
         reuse_layers=_reuse_layers(cost, layout) if dram_slots and nodes.pipeline == 1 else 0,

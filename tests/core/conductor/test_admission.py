@@ -174,7 +174,7 @@ def test_predictive_adds_who_comes_and_drops_who_began_long_ago() -> None:
         (9.0, 2, 600),
     ):
         then = now + int(seconds * NS_PER_S)
-        assert forecast(view, view.decodes[0], Rules(decode_s=10.0), now, then) == (batch, context)
+        assert forecast(view, view.decodes[0], now, then) == (batch, context)
 
 
 def test_a_prefill_that_is_late_is_expected_now() -> None:
@@ -184,7 +184,7 @@ def test_a_prefill_that_is_late_is_expected_now() -> None:
     for name in ("predictive", "survival"):
         forecast = FORECASTS[name]
         assert forecast is not None
-        assert forecast(view, view.decodes[0], Rules(decode_s=10.0), now, now) == (1, 300)
+        assert forecast(view, view.decodes[0], now, now) == (1, 300)
 
 
 def test_survival_counts_each_with_its_chance_to_go_on() -> None:
@@ -196,12 +196,12 @@ def test_survival_counts_each_with_its_chance_to_go_on() -> None:
     decoding(view, 2, 100)
     forecast = FORECASTS["survival"]
     assert forecast is not None
-    rules, node = Rules(), view.decodes[0]
-    assert forecast(view, node, rules, 0, 0) == (2, 200)
-    assert forecast(view, node, rules, 0, int(50 * step)) == pytest.approx((1.0, 150), rel=1e-3)
+    node = view.decodes[0]
+    assert forecast(view, node, 0, 0) == (2, 200)
+    assert forecast(view, node, 0, int(50 * step)) == pytest.approx((1.0, 150), rel=1e-3)
     old = int(50 * step)  # now they have 50 tokens: the short ones ended
-    assert forecast(view, node, rules, old, int(100 * step)) == pytest.approx((2, 400), rel=1e-3)
-    assert forecast(view, node, rules, old, int(2000 * step)) == (0, 0)
+    assert forecast(view, node, old, int(100 * step)) == pytest.approx((2, 400), rel=1e-3)
+    assert forecast(view, node, old, int(2000 * step)) == (0, 0)
 
 
 def test_survival_counts_who_comes_from_when_it_comes() -> None:
@@ -214,7 +214,7 @@ def test_survival_counts_who_comes_from_when_it_comes() -> None:
     assert forecast is not None
     step = 11.1 * MS
     for ms, batch, context in ((999, 0, 0), (1000, 1, 100), (1000 + 50 * 11.1, 0.5, 75)):
-        found = forecast(view, view.decodes[0], Rules(), 0, int(ms * MS))
+        found = forecast(view, view.decodes[0], 0, int(ms * MS))
         assert found == pytest.approx((batch, context), rel=1e-3), step
 
 
@@ -238,7 +238,7 @@ def test_on_a_mixed_node_an_answer_begins_with_its_first_token() -> None:
     assert request.decode_ns == 5 * NS_PER_S
     forecast = FORECASTS["predictive"]
     assert forecast is not None
-    assert forecast(view, view.prefills[0], Rules(decode_s=1.0), 7 * NS_PER_S, 7 * NS_PER_S) == (0, 0)
+    assert forecast(view, view.prefills[0], 7 * NS_PER_S, 7 * NS_PER_S, decode_s=1.0) == (0, 0)
 
 
 # The whole way.
@@ -289,8 +289,8 @@ def test_a_queue_that_is_too_long_refuses_and_says_for_how_long() -> None:
 def test_a_stricter_view_of_decode_refuses_earlier() -> None:
     """The same burst: who is refused at arrival, by what each admission sees."""
     refusals = {}
-    for admission in ("baseline", "early", "predictive"):
-        some = cluster(Rules(admission=admission, tbt_ms=15, decode_s=60.0))
+    for admission, parameters in (("baseline", ()), ("early", ()), ("predictive", (("decode_s", 60.0),))):
+        some = cluster(Rules(admission=admission, admission_parameters=parameters, tbt_ms=15))
         actions = [some.arrives(f"r{at}", 10)[-1] for at in range(10)]
         refusals[admission] = sum(isinstance(action, Refuse) for action in actions)
     assert refusals == {"baseline": 0, "early": 0, "predictive": 6}

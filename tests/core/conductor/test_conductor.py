@@ -603,7 +603,7 @@ def arrive(some: Cluster, random: Random, request: str) -> None:
 
 
 RULES = [
-    Rules(policy=policy, admission=admission, max_requests=12, ttft_ms=120, tbt_ms=30, decode_s=0.2)
+    Rules(policy=policy, admission=admission, max_requests=12, ttft_ms=120, tbt_ms=30)
     for policy, admission in zip(
         POLICIES, ["none", "baseline", "early", "predictive", "survival", "survival", "survival"], strict=True
     )

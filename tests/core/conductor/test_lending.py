@@ -21,11 +21,17 @@ from isthmus.core.conductor import (
     RequestEnded,
     Rules,
 )
-from isthmus.core.conductor.debts import Memory, Resident, best, greedy, ledger, rate, repayments
+from isthmus.core.conductor.debts import Memory, Resident, repayments
 from isthmus.core.conductor.lending import POLICIES
 from isthmus.core.conductor.view import NodeView, RequestView, View
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, RequestId, Role
+from isthmus.facts import make_known
+from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER, best, greedy, ledger, rate
+
+RULES = [LEDGER, GREEDY, "isthmus"]
+for rule in RULES:
+    make_known(Rules(lending=rule))
 
 SIZE = 16
 BLOCKS = 100
@@ -70,7 +76,7 @@ def request_of(home: NodeView, draw: Random) -> RequestView:
     return request
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from(list(POLICIES)), st.sampled_from([0.0, 0.1, 0.5]))
+@given(st.integers(0, 1 << 32), st.sampled_from(RULES), st.sampled_from([0.0, 0.1, 0.5]))
 def test_no_plan_lends_what_there_is_not_or_makes_a_chain(seed: int, policy: str, reserve: float) -> None:
     memories = some_memories(seed)
     before = {memory.node.node: memory.free for memory in memories}
@@ -103,7 +109,7 @@ def test_of_the_greedy_rule_no_move_makes_tokens_fewer(seed: int) -> None:
                 assert best(debtor, creditor, room) == (0, 0), "one more move would have added some"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 def test_nodes_that_are_alike_move_nothing(policy: str) -> None:
     for free, waiting in ((50, 0), (0, 4), (30, 0)):
         memories = some_memories(1)
@@ -194,7 +200,7 @@ def crowded(policy: str) -> Bank:
     return bank
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_anything(policy: str) -> None:
     bank = Bank(policy)
     for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
@@ -212,7 +218,7 @@ def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_a
     assert not any(bank.holdings.values()) and not any(map(bank.hosted, NAMES))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 def test_a_refusal_is_forgotten_until_the_next_plan(policy: str) -> None:
     bank = crowded(policy)
     bank.refuses = True
@@ -224,7 +230,7 @@ def test_a_refusal_is_forgotten_until_the_next_plan(policy: str) -> None:
     assert bank.holdings[RequestId("long")]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULES)
 def test_who_needs_its_own_memory_has_it_back(policy: str) -> None:
     bank = crowded(policy)
     for _ in range(2):
@@ -237,7 +243,7 @@ def test_who_needs_its_own_memory_has_it_back(policy: str) -> None:
     assert bank.hosted(creditor) < holding.num_blocks
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from(list(POLICIES)))
+@given(st.integers(0, 1 << 32), st.sampled_from(RULES))
 def test_whatever_comes_debts_are_the_sum_of_what_requests_have_elsewhere(seed: int, policy: str) -> None:
     draw, bank = Random(seed), Bank(policy)
     for at in range(40):
@@ -260,7 +266,7 @@ def test_whatever_comes_debts_are_the_sum_of_what_requests_have_elsewhere(seed: 
 
 
 def test_a_node_that_leaves_is_lent_to_no_more() -> None:
-    bank = crowded("ledger")
+    bank = crowded("isthmus")
     for name in NAMES[1:]:
         bank.on(NodeLeft(name))
     for _ in range(3):

@@ -22,8 +22,8 @@ NAMES = list(range(10))
 NOW = 10**12
 
 
-def place(policy: str, found: Estimator, rules: Rules | None = None) -> Placement:
-    return POLICIES[policy](found, rules or Rules(policy=policy))
+def place(policy: str, found: Estimator, **parameters: float) -> Placement:
+    return POLICIES[policy](found, Rules(policy=policy), **parameters)
 
 
 def views(count: int, seed: int = 0) -> Iterator[tuple[Random, Estimator]]:
@@ -142,7 +142,7 @@ def test_mooncake_is_algorithm_1() -> None:
     for random, found in views(1500, seed=1):
         threshold = random.choice([0.0, 1.0, 1.5, 4.0])
         plain = Plain(found)
-        chosen = place("mooncake", found, Rules(balancing_threshold=threshold))
+        chosen = place("mooncake", found, balancing_threshold=threshold)
         ttfts = plain.mooncake_ttfts(threshold)
         assert chosen.ttft_ns == pytest.approx(min(ttfts.values()), abs=2)
         assert ttfts[chosen.prefill] == pytest.approx(min(ttfts.values()), abs=2)

@@ -153,7 +153,7 @@ def test_early_admission_turns_nobody_away_for_decode_that_it_does_not_count() -
 
 
 def test_a_thinner_batch_makes_room_where_the_queue_counts() -> None:
-    some = full(Rules(admission="predictive", tbt_ms=15, decode_s=60.0))
+    some = full(Rules(admission="predictive", admission_parameters=(("decode_s", 60.0),), tbt_ms=15))
     for name in "abcd":
         assert ends(some.arrives(name, 10)) == [("Route", name)]
     assert ends(some.arrives("e", 10)) == [("Refuse", "e")]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.scheduler.eviction import EVICTIONS, EvictionPolicy, RankEviction, first_in, surplus
+from isthmus.core.scheduler.eviction import RecencyEviction, surplus
 from isthmus.core.scheduler.tiers import TierCache
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
@@ -20,120 +20,51 @@ def chain(path: str) -> Chain:
     return tuple(cast(BlockName, path[: end + 1]) for end in range(len(path)))
 
 
-def filled(eviction: str, *paths: str) -> EvictionPolicy:
-    policy = EVICTIONS[eviction]()
+def filled(*paths: str) -> RecencyEviction:
+    order = RecencyEviction()
     for path in paths:
-        use(policy, path)
-    return policy
+        use(order, path)
+    return order
 
 
-def use(policy: EvictionPolicy, path: str) -> None:
-    policy.use(chain(path), sum(name in policy.held for name in chain(path)))
+def use(order: RecencyEviction, path: str) -> None:
+    order.use(chain(path), sum(name in order.held for name in chain(path)))
 
 
-def evict(policy: EvictionPolicy, count: int, pins: str = "", spared: str = "") -> list[str]:
-    return [cast(str, name) for name, _ in policy.evict(count, set(chain(pins)), chain(spared))]
+def evict(order: RecencyEviction, count: int, pins: str = "", spared: str = "") -> list[str]:
+    return [cast(str, name) for name, _ in order.evict(count, set(chain(pins)), chain(spared))]
 
 
-# What goes first, of chains used in this order. "ab" is used three times, "pq" twice, the others once.
+# Used in this order.
 USED = ("pq", "ab", "xyz", "abc", "pq", "ab", "d")
+GO = ["xyz", "xy", "x", "abc", "pq", "p", "ab", "a", "d"]
 
 
-@pytest.mark.parametrize(
-    ("eviction", "order"),
-    [
-        ("lru", ["xyz", "xy", "x", "abc", "pq", "p", "ab", "a", "d"]),
-        ("lfu", ["xyz", "xy", "x", "abc", "d", "pq", "p", "ab", "a"]),
-        ("fifo", ["pq", "p", "xyz", "xy", "x", "abc", "ab", "a", "d"]),
-        ("length_aware", ["d", "xyz", "xy", "x", "abc", "pq", "p", "ab", "a"]),
-        ("length_aware_early", ["xyz", "abc", "xy", "x", "d", "pq", "p", "ab", "a"]),
-    ],
-)
-def test_each_policy_in_its_order(eviction: str, order: list[str]) -> None:
-    assert evict(filled(eviction, *USED), 99) == order
-    one_by_one = filled(eviction, *USED)
-    assert [evict(one_by_one, 1)[0] for _ in order] == order
+def test_what_was_used_longest_ago_goes_first_a_tail_before_its_head() -> None:
+    assert evict(filled(*USED), 99) == GO
+    one_by_one = filled(*USED)
+    assert [evict(one_by_one, 1)[0] for _ in GO] == GO
 
 
-def test_a_short_prompt_does_not_make_a_long_one_short() -> None:
-    policy = filled("length_aware", "abcd", "ab", "xyz", "xyz")
-    assert evict(policy, 99) == ["abcd", "abc", "xyz", "xy", "x", "ab", "a"]
+def test_pinned_and_spared_blocks_keep_their_turn() -> None:
+    order = filled(*USED)
+    gone = evict(order, 4, pins="xy", spared="d")
+    assert gone == [name for name in GO if name not in ("x", "xy", "d")][:4]
+    assert evict(order, 99) == [name for name in GO if name not in gone]
 
 
-def test_every_policy_is_tested() -> None:
-    assert set(EVICTIONS) == {"lru", "lfu", "fifo", "length_aware", "length_aware_early"}
-
-
-@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
-def test_pinned_and_spared_blocks_keep_their_turn(eviction: str) -> None:
-    policy = filled(eviction, *USED)
-    use(policy, "d")
-    everything = evict(filled(eviction, *USED, "d"), 99)
-    gone = evict(policy, 4, pins="xy", spared="d")
-    assert gone == [name for name in everything if name not in ("x", "xy", "d")][:4]
-    assert evict(policy, 99) == [name for name in everything if name not in gone]
-
-
-@given(
-    st.sampled_from(sorted(EVICTIONS)),
-    st.lists(st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(1, 6))),
-)
-def test_leaves_go_first(eviction: str, steps: list[str | int]) -> None:
-    policy = EVICTIONS[eviction]()
-    for step in steps:
-        if isinstance(step, str):
-            use(policy, step)
-            continue
-        held = {cast(str, name) for name in policy.held}
-        for name in evict(policy, step):
-            held.remove(name)
-            assert not any(other.startswith(name) for other in held), "a head went before its tail"
-        assert held == set(policy.held)
-
-
-@given(st.lists(st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(1, 6))))
-def test_first_in_first_out_is_by_each_blocks_own_arrival_among_the_leaves(steps: list[str | int]) -> None:
-    """Why `first_in` may rank a head by the newest of its tails."""
-    policy = RankEviction(first_in)
-    arrivals: dict[str, int] = {}
-    for now, step in enumerate(steps):
-        if isinstance(step, str):
-            use(policy, step)
-            for name in chain(step):
-                arrivals.setdefault(cast(str, name), now)
-            continue
-        for name in evict(policy, step):
-            leaves = [leaf for leaf in arrivals if not any(other[:-1] == leaf for other in arrivals)]
-            assert arrivals[name] == min(arrivals[leaf] for leaf in leaves)
-            del arrivals[name]
-
-
-@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
-def test_what_left_one_tier_is_taken_in_by_another_with_its_history(eviction: str) -> None:
-    upper, lower = filled(eviction, *USED), EVICTIONS[eviction]()
-    everything = evict(filled(eviction, *USED), 99)
+def test_what_left_one_tier_is_taken_in_by_another_with_its_history() -> None:
+    upper, lower = filled(*USED), RecencyEviction()
     lower.admit(upper.evict(4, (), ()))
     lower.admit(upper.evict(99, (), ()))
     assert not upper.held
-    assert evict(lower, 99) == everything
+    assert evict(lower, 99) == GO
 
 
-@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
-def test_heads_are_what_the_names_say(eviction: str) -> None:
-    policy = filled(eviction, "abc", "abd", "x")
-    assert policy.heads() == {"a": None, "ab": "a", "abc": "ab", "abd": "ab", "x": None}
+def test_heads_are_what_the_names_say() -> None:
+    assert filled("abc", "abd", "x").heads() == {"a": None, "ab": "a", "abc": "ab", "abd": "ab", "x": None}
 
 
-def test_coming_and_going_leaves_nothing_behind() -> None:
-    policy = RankEviction(first_in)
-    for _ in range(1000):
-        use(policy, "abc")
-        policy.admit(policy.remove(chain("abc")[::-1]))
-    assert len(policy._heap) <= 2 * 3 + 100 + 3
-    assert evict(policy, 99) == ["abc", "ab", "a"]
-
-
-Chain = tuple[BlockName, ...]
 ACME, GLOBEX, THIRD = Tenant("acme"), Tenant("globex"), Tenant("third", 2.0)
 
 
@@ -167,10 +98,9 @@ def test_what_is_given_comes_from_those_that_have_most_next_to_their_weight(
                 assert left[other] / weights[other] <= (left[giver] + 1) / weights[giver] + 1e-9
 
 
-@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 @pytest.mark.parametrize(("dram", "ssd"), [(40, 0), (16, 24)])
-def test_one_tenants_flood_leaves_another_half_of_what_fits(eviction: str, dram: int, ssd: int) -> None:
-    cache = TierCache(dram, ssd, eviction)
+def test_one_tenants_flood_leaves_another_half_of_what_fits(dram: int, ssd: int) -> None:
+    cache = TierCache(dram, ssd)
     flood(cache, GLOBEX, 10)
     assert cache.sizes() == {"globex": 40}, "a lone tenant fills everything"
 
@@ -243,11 +173,11 @@ OWNERS = st.sampled_from([ACME, GLOBEX, THIRD])
 PUTS = st.lists(st.tuples(OWNERS, st.text("ab", min_size=1, max_size=6)), max_size=40)
 
 
-@given(PUTS, st.sampled_from(sorted(EVICTIONS)), st.sampled_from([(9, 0), (3, 6), (0, 5)]))
+@given(PUTS, st.sampled_from([(9, 0), (3, 6), (0, 5)]))
 def test_nobody_within_its_share_gives_to_others(
-    puts: list[tuple[Tenant, str]], eviction: str, capacity: tuple[int, int]
+    puts: list[tuple[Tenant, str]], capacity: tuple[int, int]
 ) -> None:
-    cache, weights = TierCache(*capacity, eviction), {"acme": 1.0, "globex": 1.0, "third": 2.0}
+    cache, weights = TierCache(*capacity), {"acme": 1.0, "globex": 1.0, "third": 2.0}
     for tenant, path in puts:
         before = {name: cache.dram.held.get(name) for name in cache.dram.held}
         change = cache.put(salted(tenant, path), tenant)
@@ -262,11 +192,9 @@ def test_nobody_within_its_share_gives_to_others(
                 assert (kept + 1) / weights[owner] >= level - 1e-9
 
 
-@given(PUTS, st.sampled_from(sorted(EVICTIONS)))
-def test_a_lone_tenants_changes_are_those_without_tenants(
-    puts: list[tuple[Tenant, str]], eviction: str
-) -> None:
-    plain, named = TierCache(5, 4, eviction), TierCache(5, 4, eviction)
+@given(PUTS)
+def test_a_lone_tenants_changes_are_those_without_tenants(puts: list[tuple[Tenant, str]]) -> None:
+    plain, named = TierCache(5, 4), TierCache(5, 4)
     for tenant, path in puts:
         names = salted(tenant, path)
         assert plain.put(names) == named.put(names, Tenant("acme", 3.0))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -9,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isthmus.core.scheduler.eviction import EVICTIONS
 from isthmus.core.scheduler.tiers import Change, ReadAhead, TierCache
 from isthmus.core.types import BlockName
 
@@ -22,35 +20,14 @@ def chain(path: str) -> Chain:
 
 
 @dataclass
-class Facts:
-    """What is known of a block, all of it since it came to the node."""
-
-    uses: int = 0
-    last_use: int = 0
-    last_store: int = 0
-    reach: int = 0
-
-
-KEYS: dict[str, Callable[[str, Facts], tuple[int, ...]]] = {
-    "lfu": lambda name, facts: (facts.uses, facts.last_use),
-    "fifo": lambda name, facts: (facts.last_store,),
-    "length_aware": lambda name, facts: (facts.uses, facts.reach, facts.last_use),
-    "length_aware_early": lambda name, facts: (facts.uses, -len(name), facts.last_use),
-}
-
-
-@dataclass
 class PlainCache:
     """The same rules the plain way: leaves are searched for, and victims go one by one."""
 
     capacities: tuple[int, int]
-    eviction: str
     tiers: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
     )  # in order of last use or arrival
-    facts: dict[str, Facts] = field(default_factory=dict)
     pins: list[str] = field(default_factory=list)
-    now: int = 0
 
     def held(self) -> set[str]:
         return {*self.tiers[0], *self.tiers[1]}
@@ -59,28 +36,17 @@ class PlainCache:
         """Of the tier's blocks that no block in it follows, the one to go first."""
         tier = self.tiers[level]
         leaves = [name for name in tier if not any(other[:-1] == name for other in tier)]
-        left = [name for name in leaves if name not in spared and name not in self.pins]
-        if self.eviction == "lru":
-            return left[0] if left else None
-        return min(left, key=lambda name: KEYS[self.eviction](name, self.facts[name]), default=None)
+        return next((name for name in leaves if name not in spared and name not in self.pins), None)
 
     def put(self, names: list[str]) -> tuple[set[str], set[str], set[str], set[str]]:
         """Returns what was stored, evicted, demoted and promoted."""
         dram, ssd = self.tiers
         were = (set(dram), set(ssd))
-        self.now += 1
-        is_new = not set(names) <= self.held()
         for name in reversed(names):
             for tier in self.tiers:
                 if name in tier:
                     tier.remove(name)
             dram.append(name)
-            facts = self.facts.setdefault(name, Facts())
-            facts.uses += 1
-            facts.last_use = self.now
-            facts.reach = max(facts.reach, len(names))
-            if is_new:
-                facts.last_store = self.now
         victims, below = [], []
         while len(dram) > self.capacities[0]:
             name = self.victim(0, names)
@@ -89,28 +55,21 @@ class PlainCache:
         ssd += victims + below
         while len(ssd) > self.capacities[1]:
             ssd.remove(self.victim(1, below) or below.pop(0))
-        for name in set(self.facts) - self.held():
-            del self.facts[name]
         before = were[0] | were[1]
         return self.held() - before, before - self.held(), set(ssd) - were[1], set(dram) & were[1]
 
     def remove(self, name: str) -> None:
         for tier in self.tiers:
             tier[:] = [other for other in tier if not other.startswith(name)]
-        for other in set(self.facts) - self.held():
-            del self.facts[other]
 
 
 class TiersMachine(RuleBasedStateMachine):
     paths = st.text("ab", min_size=1, max_size=7)
 
-    @initialize(
-        capacities=st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 1, 4, 9])),
-        eviction=st.sampled_from(sorted(EVICTIONS)),
-    )
-    def start(self, capacities: tuple[int, int], eviction: str) -> None:
-        self.cache = TierCache(*capacities, eviction)
-        self.plain = PlainCache(capacities, eviction)
+    @initialize(capacities=st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 1, 4, 9])))
+    def start(self, capacities: tuple[int, int]) -> None:
+        self.cache = TierCache(*capacities)
+        self.plain = PlainCache(capacities)
         self.pinned: list[Chain] = []
         self.heard: set[BlockName] = set()  # what a listener to the changes believes to be here
 
@@ -173,9 +132,8 @@ TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-@pytest.mark.parametrize("eviction", sorted(EVICTIONS))
-def test_beside_pinned_blocks_what_fits_is_stored(eviction: str) -> None:
-    cache = TierCache(4, eviction=eviction)
+def test_beside_pinned_blocks_what_fits_is_stored() -> None:
+    cache = TierCache(4)
     cache.put(chain("abc"))
     cache.pin(chain("abc"))
     assert cache.put(chain("xyz")) == Change(stored=("x",))

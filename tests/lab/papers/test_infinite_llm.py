@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isthmus.lab.papers import infinite_llm
+from isthmus.lab.papers.infinite_llm.lending import GREEDY
 from isthmus.lab.papers.infinite_llm.setup import A100, ETHERNET
 from isthmus.lab.papers.infinite_llm.tables import (
     LOADS,
@@ -61,14 +62,14 @@ def test_moves_are_free_on_nvlink_and_not_between_the_paper_s_nodes() -> None:
 
 @pytest.mark.parametrize("load", ["all alike, none waits", "all alike"])
 def test_nothing_moves_and_nothing_is_gained_where_all_are_alike(load: str) -> None:
-    off, lent = (served(LOADS[load], lending) for lending in ("none", "greedy"))
+    off, lent = (served(LOADS[load], lending) for lending in ("none", GREEDY))
     assert off.rate == lent.rate and lent.moved == 0
 
 
 def test_lending_gains_more_the_longer_the_long_request_is() -> None:
     gains = []
     for length in ("30,000", "60,000", "90,000"):
-        off, lent = (served(LOADS[f"1 of {length}"], lending) for lending in ("none", "greedy"))
+        off, lent = (served(LOADS[f"1 of {length}"], lending) for lending in ("none", GREEDY))
         gains.append(lent.rate / off.rate)
         assert off.moved == 0 < lent.moved
     assert 1 < gains[0] < gains[1] < gains[2]

@@ -61,7 +61,7 @@ def test_disaggregation_keeps_decodes_from_stalling(lab: Lab) -> None:
 
 
 def test_a_larger_pool_hits_no_less_and_the_optimum_most(lab: Lab) -> None:
-    for row in hit_rate.EVICTIONS.measure(lab):
+    for row in hit_rate.BY_POLICY.measure(lab):
         assert row.ours is not None and 0.0 <= row.ours <= 1.0
     ours = _ours(lab, "mooncake-hit-rate-blog")
     for size in ("1,011 blocks", "no limit"):

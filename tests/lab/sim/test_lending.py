@@ -17,6 +17,8 @@ from isthmus.core.attempts import key_of
 from isthmus.core.conductor import Action, Event, Lend, Repay, Rules
 from isthmus.core.conductor.view import WAITING
 from isthmus.core.types import NS_PER_MS, NodeId, Role
+from isthmus.facts import make_known
+from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.faults import Faults, NodeFault
 from isthmus.lab.sim.records import COMPLETED, Result
@@ -25,7 +27,7 @@ from isthmus.lab.sim.workloads import Request
 
 from .cluster import deployment, nodes, workload
 
-POLICIES = ["ledger", "greedy", "isthmus"]
+POLICIES = [LEDGER, GREEDY, "isthmus"]
 NODE_BLOCKS = 400
 
 
@@ -35,6 +37,7 @@ def cluster_of(
     made = [each for role, count in roles.items() for each in nodes(role, count)]
     small = [msgspec.structs.replace(facts, kv_blocks=num_blocks, token_budget=512) for facts in made]
     rules = Rules(policy="round_robin", lending=policy, max_requests=1 << 30)
+    make_known(rules)
     report_ns = 0 if policy == "none" else 100 * NS_PER_MS
     return deployment(tuple(small), rules, report_ns=report_ns, **fields)
 

@@ -97,13 +97,11 @@ class Feature(msgspec.Struct, frozen=True):
     roles: str  # "disaggregated", "mixed" or "both"
     network: int
     handover: int
-    spine: int
     dram_blocks: int
     ssd_blocks: int
     kv_blocks: int
     pipeline: int
     prompt_batch: int
-    eviction: str
 
     def deployment(self) -> Deployment:
         links = Rates(self.network, self.handover, 10**8, 3 * 10**7, 10**7)
@@ -124,10 +122,10 @@ class Feature(msgspec.Struct, frozen=True):
             admission=self.admission,
             ttft_ms=None if self.admission == "none" else 200,
             tbt_ms=None if self.admission == "none" else 12,
-            decode_s=0.5,
+            admission_parameters=(("decode_s", 0.5),) if self.admission == "predictive" else (),
         )
-        others = {"order": self.order, "prompt_batch": self.prompt_batch, "eviction": self.eviction}
-        return deployment(specs, rules, spine=self.spine, token_budget=96, max_sequences=12, **others)
+        others = {"order": self.order, "prompt_batch": self.prompt_batch}
+        return deployment(specs, rules, token_budget=96, max_sequences=12, **others)
 
 
 FEATURES = st.builds(
@@ -140,13 +138,11 @@ FEATURES = st.builds(
     roles=st.sampled_from(["disaggregated", "disaggregated", "mixed", "both"]),
     network=st.sampled_from([10**6, 10**7, 1 << 50]),
     handover=st.sampled_from([0, 10**7]),
-    spine=st.sampled_from([1 << 50, 2 * 10**7]),
     dram_blocks=st.sampled_from([0, 4, 20, 200]),
     ssd_blocks=st.sampled_from([0, 40]),
     kv_blocks=st.sampled_from([25, 40, 300]),
     pipeline=st.sampled_from([1, 3]),
     prompt_batch=st.sampled_from([1, 1 << 30]),
-    eviction=st.sampled_from(["lru", "lfu"]),
 )
 
 
@@ -193,7 +189,7 @@ def test_the_features_above_do_happen() -> None:
     seen = dict.fromkeys(
         ("fetched", "disk", "pre-empted", "refused early", "refused late", "stalled", "evicted"), 0
     )
-    base = Feature("isthmus", "none", "promise", "disaggregated", 10**7, 0, 1 << 50, 20, 40, 25, 1, 1, "lru")
+    base = Feature("isthmus", "none", "promise", "disaggregated", 10**7, 0, 20, 40, 25, 1, 1)
     for feature in (
         base,
         msgspec.structs.replace(base, admission="predictive", kv_blocks=300),
@@ -215,7 +211,7 @@ def test_the_features_above_do_happen() -> None:
 
 
 def mixed_bag() -> tuple[Deployment, Workload]:
-    feature = Feature("isthmus", "survival", "promise", "both", 10**7, 0, 2 * 10**7, 20, 40, 40, 1, 1, "lru")
+    feature = Feature("isthmus", "survival", "promise", "both", 10**7, 0, 20, 40, 40, 1, 1)
     return feature.deployment(), shared_prompts(5, 120, 1000)
 
 

@@ -22,11 +22,11 @@ from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.kv.cache import EngineCache
 from isthmus.live.kv.fetches import Fetching
 from isthmus.live.kv.mover import KVMover
-from isthmus.live.messenger import MemoryNetwork, Network, Server, Session
-from isthmus.live.messenger.memory import Link, MemoryPort
+from isthmus.live.messenger import Network, Server, Session
 from isthmus.live.peers.messages import PROTOCOL, PeerHello, PeerMessage
 from isthmus.live.peers.sessions import Peers
 from isthmus.live.store import Arena, Log, Shape, Store
+from tests.memory_network import Link, MemoryNetwork, MemoryPort
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 """Of the nodes here: small, and of more than one of everything but heads."""

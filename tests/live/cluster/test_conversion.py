@@ -14,7 +14,7 @@ from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
-from isthmus.live.messenger import MemoryNetwork
+from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
 
 RECIPE = Recipe("model", layout_of(16), 1000)

@@ -26,8 +26,9 @@ from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
-from isthmus.live.messenger import Handler, MemoryNetwork, Session
+from isthmus.live.messenger import Handler, Session
 from isthmus.live.peers.messages import PeerMessage
+from tests.memory_network import MemoryNetwork
 from tests.served import Served, node_pid, serve, streamed
 from tests.tape import Entry, MemoryTape
 

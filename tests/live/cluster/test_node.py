@@ -28,9 +28,9 @@ from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.cluster.runs import Runs
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.live.engine.interface import Row, Sampled
-from isthmus.live.messenger import MemoryNetwork
 from isthmus.live.peers.messages import Gathered, Output, Scores
 from tests.live.cluster.test_trust import CARD, RECIPE, facts
+from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)

@@ -28,10 +28,10 @@ from isthmus.live.cluster.process import EngineProcess, NodeOptions, OnLost, Run
 from isthmus.live.cluster.stage import StageNode
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.live.engine.interface import Hidden, Sampled, split_layers
-from isthmus.live.messenger import MemoryNetwork
 from isthmus.live.peers import messages
 from isthmus.live.peers.messages import StageFound, StageSaved
 from isthmus.live.store import Arena, Log, Shape, Store
+from tests.memory_network import MemoryNetwork
 
 STAGES, DRAM, DISK = 3, 32, 64
 CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)

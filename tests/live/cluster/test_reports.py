@@ -15,8 +15,8 @@ from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.cluster.process import NodeOptions, OnLost, Runtime
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
-from isthmus.live.messenger import MemoryNetwork
 from isthmus.live.store import Arena, Log, Shape, Store
+from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
 
 RECIPE = Recipe("model", layout_of(16), 1000)

@@ -37,9 +37,10 @@ from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.cluster.stage import StageNode
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, layout_of
-from isthmus.live.messenger import MemoryNetwork, Session
+from isthmus.live.messenger import Session
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import REFUSED
+from tests.memory_network import MemoryNetwork
 from tests.virtual import ManualLoop
 
 CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)

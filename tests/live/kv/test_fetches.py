@@ -23,7 +23,7 @@ from isthmus.live.engine import codecs
 from isthmus.live.kv import fetches, loans
 from isthmus.live.kv.cache import LOADERS, PrefixMissing
 from isthmus.live.kv.fetches import Fetching
-from isthmus.live.messenger import MemoryNetwork, Network, TcpNetwork
+from isthmus.live.messenger import Network, TcpNetwork
 from isthmus.live.peers.messages import Ended, Given, Lent, Pull
 from isthmus.live.store import ArenaHandle, Log, PeerArena, Shape, Store
 from tests.live.cluster.fault_peers import (
@@ -38,6 +38,7 @@ from tests.live.cluster.fault_peers import (
     put_chain,
     store_of,
 )
+from tests.memory_network import MemoryNetwork
 
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
 NETWORKS: dict[str, Callable[[], Network]] = {

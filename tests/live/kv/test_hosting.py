@@ -16,9 +16,10 @@ from isthmus.core.node.letters import Vacate
 from isthmus.core.types import RequestId
 from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.engine.interface import Asking, HolderLost
-from isthmus.live.messenger import MemoryNetwork, Priority, Sending, Session
+from isthmus.live.messenger import Priority, Sending, Session
 from isthmus.live.peers import messages
 from tests.live.cluster.fault_peers import LAYOUT, OTHER, Side, join, kv_block, store_of
+from tests.memory_network import MemoryNetwork
 
 TWO_HEADS = msgspec.structs.replace(LAYOUT, num_kv_heads=2)
 SIZE, LAYERS = TWO_HEADS.block_size, TWO_HEADS.num_layers

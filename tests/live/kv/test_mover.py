@@ -21,7 +21,7 @@ from isthmus.core.types import BlockName, RequestId, Span, Tier
 from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.kv import cache as cache_module
 from isthmus.live.kv.mover import KVMover
-from isthmus.live.messenger import MemoryNetwork, Network
+from isthmus.live.messenger import Network
 from isthmus.live.peers.messages import Given, Slices
 from isthmus.live.store import Log, Shape
 from tests.live.cluster.fault_peers import (
@@ -36,6 +36,7 @@ from tests.live.cluster.fault_peers import (
     put_chain,
     store_of,
 )
+from tests.memory_network import MemoryNetwork
 
 SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
 KEY = RequestId("a#1")

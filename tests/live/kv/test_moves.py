@@ -14,6 +14,7 @@ import pytest
 
 from isthmus.cli.models import bytes_folder
 from isthmus.core.node.events import Move, Return
+from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.inside import Inside, inside
@@ -109,7 +110,7 @@ def test_of_the_emulated_engine() -> None:
         both_ways(served)
 
 
-@pytest.mark.parametrize("policy", ["ledger", "greedy", "isthmus"])
+@pytest.mark.parametrize("policy", [LEDGER, GREEDY, "isthmus"])
 def test_a_node_that_lacks_memory_borrows_and_pays_back(policy: str, model: Path) -> None:
     """One long answer leaves little room for the short requests that come to the same node."""
     lending = {"policy": policy, "period_s": 0.02, "reserve": 0.1}

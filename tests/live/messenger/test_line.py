@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.live.messenger import MemoryNetwork, Network, Session, TcpNetwork, TlsFiles
+from isthmus.live.messenger import Network, Session, TcpNetwork, TlsFiles
 from isthmus.live.messenger.line import MAX_PAYLOAD, Answerer, Asker, LineLost, rest_of
 from isthmus.live.messenger.streams import PlainStream
 from tests.certificates import make_certificate
+from tests.memory_network import MemoryNetwork
 
 from .test_network import LIMIT_S, Message, Note, Owner
 

@@ -14,11 +14,12 @@ from isthmus.config import load_config
 from isthmus.core.errors import ConfigError, ProtocolError
 from isthmus.core.node.letters import Granted
 from isthmus.core.types import NodeId, RequestId
-from isthmus.live.messenger import Identity, MemoryNetwork, Session, TcpNetwork, TlsFiles
+from isthmus.live.messenger import Identity, Session, TcpNetwork, TlsFiles
 from isthmus.live.peers.messages import PeerHello, PeerMessage, Probe
 from isthmus.live.peers.sessions import NoPayloads, Peers, network_of
 from tests.certificates import make_certificate
 from tests.live.cluster.fault_peers import LAYOUT
+from tests.memory_network import MemoryNetwork
 
 HERE, THERE = NodeId("here"), NodeId("there")
 HELLO = PeerHello(6, HERE, "revision", LAYOUT)

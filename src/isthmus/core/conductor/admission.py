@@ -7,7 +7,7 @@ exceeds `load_limit`. The admissions differ in which load they look at, and when
     baseline     the prefill pool at arrival; the decode pool only when the prompt is computed
     early        both pools at arrival, the decode pool as it is now
     predictive   both at arrival, the decode pool as it will be when the prompt is computed; every request is
-                 taken to decode equally long (`decode_s`)
+                 taken to decode equally long (its parameter `decode_s`)
     survival     the same, with the chance that each request goes on, from the answers seen so far; and the decode
                  node once more when the prompt is computed, for by then its batch is known
 
@@ -23,10 +23,10 @@ from typing import NamedTuple
 from isthmus.core.conductor.events import RequestArrived
 from isthmus.core.conductor.rules import Rules
 from isthmus.core.conductor.view import PREFILLING, NodeView, Placement, RequestView, View
-from isthmus.core.types import NS_PER_MS, Role
+from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
 
-Forecast = Callable[[View, NodeView, Rules, int, int], tuple[float, float]]
-"""(view, node, rules, now, then) -> requests and context tokens expected to decode on `node` at `then`."""
+Forecast = Callable[..., tuple[float, float]]
+"""(view, node, now, then, its own parameters) -> requests and context tokens expected to decode on `node` at `then`."""
 
 
 def limit_ns(own_ms: int | None, rules_ms: int | None) -> int:
@@ -60,6 +60,7 @@ class Admission:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._forecast = FORECASTS[rules.admission]
+        self._parameters = dict(rules.admission_parameters)
         self._active = rules.admission != "none"
         self._checks_at_decode = rules.admission in ("baseline", "survival")
         self.sees_queues = self._forecast not in (None, _as_now)
@@ -112,7 +113,7 @@ class Admission:
         assert self._forecast is not None
         total, share = 0.0, 1 / len(nodes)
         for node in nodes:
-            batch, context = self._forecast(view, node, self._rules, now, then)
+            batch, context = self._forecast(view, node, now, then, **self._parameters)
             total += _step_ns(view, node, batch + share, context + share * request.num_tokens)
         return total / len(nodes)
 
@@ -128,24 +129,24 @@ def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
     return (fixed + between + slope * context) / 1000
 
 
-def _as_now(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _as_now(view: View, node: NodeView, now: int, then: int) -> tuple[float, float]:
     """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
     running = [request for request in node.decodes.values() if request.state is not PREFILLING]
     return len(running), sum([request.arrived.num_tokens for request in running])
 
 
-def _uniform(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _uniform(view: View, node: NodeView, now: int, then: int, decode_s: float = 10.0) -> tuple[float, float]:
     """Every request decodes for `decode_s`: those that began before that are gone, queued ones have come."""
     batch, context = 0, 0
     for request in node.decodes.values():
         begins = _decode_begins(request, now)
-        if begins <= then < begins + rules.decode_ns:
+        if begins <= then < begins + int(decode_s * NS_PER_S):
             batch += 1
             context += request.arrived.num_tokens
     return batch, context
 
 
-def _survival(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _survival(view: View, node: NodeView, now: int, then: int) -> tuple[float, float]:
     """Each request counts with the chance that it still goes on, by the tokens it has and will have by then."""
     if not node.decodes:
         return 0.0, 0.0

@@ -1,12 +1,9 @@
-"""The three rules of lending, each from what the nodes of a cluster have to who lends whom how much.
+"""What nodes have and owe each other, and our rule of lending: from that to who lends whom how much.
 
-    ledger   (Infinite-LLM's first form, DistKV-LLM) who lacks memory borrows as much, from whom has most of it
-    greedy   (its second form, "debtors and creditors") as much as makes the tokens of both together, per second, most
-    relief   ours: by what iterations really take, and only where it is sooner than waiting
-
-All move blocks of a debtor's longest request, and all pay back alike. Who lends does not borrow at the same time and
-who borrows does not lend, so debts make no chains; and a holder never passes a guest on. Who owes whom is the sum of
-what requests have elsewhere and is written nowhere else.
+Every rule begins with `repayments` and moves blocks of a debtor's longest request; the two of Infinite-LLM are plug-ins
+(`isthmus.lab.papers.infinite_llm.lending`). Who lends does not borrow at the same time and who borrows does not lend,
+so debts make no chains; and a holder never passes a guest on. Who owes whom is the sum of what requests have elsewhere
+and is written nowhere else.
 
 All counts are blocks. A `Memory` is made for one plan and changes with it: what is to go counts as gone, and what is to
 come home has its room there and is still where it was.
@@ -23,8 +20,6 @@ from isthmus.core.cost import Part, Path, slowest
 
 Plan = list[Lend | Repay]
 
-LEAST_GAIN = 1e-3
-"""Of what two nodes give, that a move of the greedy rule must add: less is within what rounding makes of it."""
 _PS = 1e12
 
 
@@ -106,13 +101,6 @@ class Memory:
         others = [each for each in memories if each is not self and resident.may_go_to(each)]
         return [(each, room) for each in others if (room := each.room(reserve))]
 
-    def admit(self, count: int) -> None:
-        """So many of those that wait are here."""
-        num_blocks = count * self.needs
-        self.waiting, self.batch = self.waiting - count, self.batch + count
-        self.wanted, self.here = self.wanted - num_blocks, self.here + num_blocks
-        self.free -= num_blocks
-
     def lend(self, holder: Memory, count: int) -> Lend:
         """So many blocks of its longest request go to a holder."""
         resident = self.longest
@@ -165,82 +153,14 @@ def _called_in(creditor: Memory, memories: Sequence[Memory]) -> Plan:
     return plan
 
 
-def ledger(memories: Sequence[Memory], reserve: float) -> Plan:
-    """As much as is lacking, from whom has most."""
-    plan = repayments(memories, reserve)
-    for debtor in memories:
-        found = debtor.creditors(memories, reserve) if debtor.may_borrow else []
-        if found:
-            creditor, room = max(found, key=lambda each: each[1])
-            count = min(debtor.lacking, room, debtor.longest.movable)
-            if count > 0:
-                plan.append(debtor.lend(creditor, count))
-    return plan
-
-
-def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
-    """To whom has most, so many blocks that the tokens of both together, per second, become most, where the debtor
-    admits whom it has room for then and the creditor attends to more; until no move adds any.
-
-    An iteration of a batch b over contexts that sum to S takes W(b) / f(b) + S / g, and gives b tokens; what W / f and
-    g are on a node its cost model says. The paper leaves two thresholds open: here a debtor is a node where requests
-    wait for memory, for the others could admit nobody more, and a creditor one with memory to spare.
-    """
-    plan = repayments(memories, reserve)
-    while True:
-        before = len(plan)
-        debtors = [each for each in memories if each.waiting and each.may_borrow]
-        for debtor in sorted(debtors, key=lambda each: each.batch):
-            found = debtor.creditors(memories, reserve)
-            if found:
-                creditor, room = max(found, key=lambda each: each[1])
-                count, admitted = best(debtor, creditor, min(room, debtor.longest.movable))
-                if count:
-                    plan.append(debtor.lend(creditor, count))
-                    debtor.admit(admitted)
-        if len(plan) == before:
-            return plan
-
-
-def best(debtor: Memory, creditor: Memory, most: int) -> tuple[int, int]:
-    """Of up to `most` blocks, how many to move, and how many requests the debtor then admits; (0, 0) for none.
-
-    Between two admissions every further block only makes the creditor slower than the debtor faster, or the other way
-    round: what is looked at is the fewest blocks for each number of admissions.
-    """
-    before, found, gain = rate(debtor) + rate(creditor), (0, 0), 0.0
-    each = debtor.needs
-    for admitted in range(1, debtor.waiting + 1):
-        count = max(1, admitted * each + debtor.spare - debtor.free)
-        if count > most:
-            break
-        after = _rate(debtor.node, debtor.batch + admitted, debtor.here - count + admitted * each)
-        after += _rate(creditor.node, creditor.batch, creditor.here + creditor.lent + count)
-        if after - before > max(gain, LEAST_GAIN * before):
-            found, gain = (count, admitted), after - before
-    return found
-
-
-def rate(memory: Memory) -> float:
-    """Tokens per second, by the greedy rule's model."""
-    return _rate(memory.node, memory.batch, memory.here + memory.lent)
-
-
-def _rate(node: NodeView, batch: int, num_blocks: int) -> float:
-    if not batch:
-        return 0.0
-    fixed, slope = node.cost.decode_step_ps(batch)
-    return batch * _PS / max(1, fixed + slope * num_blocks * node.block_size)
-
-
-def relief(memories: Sequence[Memory], reserve: float) -> Plan:
+def isthmus(memories: Sequence[Memory], reserve: float) -> Plan:
     """As much as is lacking, with whoever loses least by it, where it pays.
 
-    Beside the greedy rule's model it counts that a home whose KV is in part elsewhere asks for it in each layer, that
-    attention there and at home goes on at the same time, and that a holder attends to guests once in each iteration of
-    *their* home. Memory that a move frees comes bit by bit, as blocks go while a request decodes; requests that end
-    free some too, and how fast they do is measured. A move is of use if it is sooner. Where nobody waits but running
-    requests are about to fill the memory, blocks move before one is pre-empted and computed anew.
+    It counts what an iteration takes by batch and context, that a home whose KV is in part elsewhere asks for it in
+    each layer, that attention there and at home goes on at the same time, and that a holder attends to guests once in
+    each iteration of *their* home. Memory that a move frees comes bit by bit, as blocks go while a request decodes;
+    requests that end free some too, and how fast they do is measured. A move is of use if it is sooner. Where nobody
+    waits but running requests are about to fill the memory, blocks move before one is pre-empted and computed anew.
     """
     plan = repayments(memories, reserve)
     for debtor in memories:

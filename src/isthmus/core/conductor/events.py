@@ -20,8 +20,8 @@ from isthmus.core.attempts import (
 from isthmus.core.cost import Cost
 from isthmus.core.types import BlockName, NodeId, RequestId, Reuse, Role
 
-RECORDING_FORMAT = 7
-"""Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
+RECORDING_FORMAT = 8
+"""Of flight recordings: changes whenever rules, an event or an action of conductor or nodes do."""
 
 
 class Paths(msgspec.Struct, frozen=True):

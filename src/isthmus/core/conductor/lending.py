@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 from isthmus.core.attempts import Entry, Holding, MemoryUsed
 from isthmus.core.conductor.clusters import Cluster
-from isthmus.core.conductor.debts import Memory, Plan, Resident, greedy, ledger, relief
+from isthmus.core.conductor.debts import Memory, Plan, Resident, isthmus
 from isthmus.core.conductor.events import Lend, Repay
 from isthmus.core.conductor.rules import Rules
 from isthmus.core.conductor.view import Held, NodeView, RequestView, View
 from isthmus.core.types import RequestId, Role
 
 Policy = Callable[[Sequence[Memory], float], Plan]
-POLICIES: dict[str, Policy] = {"ledger": ledger, "greedy": greedy, "isthmus": relief}
+POLICIES: dict[str, Policy] = {"isthmus": isthmus}
+"""By name, and those of the user's own that a configuration names."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class Lending:
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._reserve = view, rules.lending_reserve
-        self._policy = POLICIES.get(rules.lending)
+        self._policy = None if rules.lending == "none" else POLICIES[rules.lending]
         self._nodes: dict[NodeView, _Said] = {}
 
     def used(self, node: NodeView, event: MemoryUsed) -> Plan:

@@ -1,7 +1,8 @@
 """Placement policies by name: each chooses where a request prefills, from the same estimates.
 
 `random`, `round_robin`, `least_loaded`, `sticky` and `local_aware` are baselines; `mooncake` is Algorithm 1 of
-the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that can take the request.
+the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that can take the request. What a policy has
+further parameters for, each with a default, a configuration may set (`Rules.policy_parameters`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from isthmus.core.conductor.rules import Rules
 from isthmus.core.conductor.view import Placement
 
 _ttft = attrgetter("ttft_ns")
-Policy = Callable[[Estimator, Rules], Placement]
+Policy = Callable[..., Placement]
+"""(estimator, rules, and its own parameters)."""
 
 STICKY_BLOCKS = 2
 
@@ -55,10 +57,10 @@ def local_aware(estimator: Estimator, rules: Rules) -> Placement:
     return min(map(estimator.local, range(len(estimator.nodes))), key=_ttft)
 
 
-def mooncake(estimator: Estimator, rules: Rules) -> Placement:
+def mooncake(estimator: Estimator, rules: Rules, balancing_threshold: float = 1.0) -> Placement:
     """Algorithm 1 (FAST'25, section 6.1): lowest TTFT; fetch from the best holder where it is far ahead.
 
-    "Far ahead" is `best > threshold * own`, the paper's ratio without its division by zero. Transfer and
+    "Far ahead" is `best > balancing_threshold * own`, the paper's ratio without its division by zero. Transfer and
     compute overlap, and the transfer is estimated on shared links, as for every policy here.
     """
     longest, holders = estimator.held[-1]
@@ -66,7 +68,7 @@ def mooncake(estimator: Estimator, rules: Rules) -> Placement:
     options = []
     for at, node in enumerate(estimator.nodes):
         own = estimator.depths[node.slot]
-        ahead = longest > rules.balancing_threshold * own and longest > own
+        ahead = longest > balancing_threshold * own and longest > own
         if holder is not None and holder is not node and ahead and can_copy(holder, node):
             options.append(estimator.fetched(at, holder, longest))
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from functools import partial
 from operator import attrgetter
 
 from isthmus.core.attempts import FetchOrder
@@ -32,7 +33,7 @@ class Router:
     def __init__(self, view: View, rules: Rules, donors: Donors) -> None:
         self._view, self._rules, self._donors = view, rules, donors
         self._links = view.links
-        self._policy = POLICIES[rules.policy]
+        self._policy = partial(POLICIES[rules.policy], **dict(rules.policy_parameters))
         self.threshold = rules.threshold  # uncached tokens, None while nothing is offloaded
         self.abundant = rules.cache_mode == "abundant"  # bandwidth: cached prefixes are copied between clusters
         self.guards = False  # what the link and the queues are like now may overrule the threshold

@@ -6,6 +6,9 @@ import msgspec
 
 from isthmus.core.types import NS_PER_S
 
+Parameters = tuple[tuple[str, float], ...]
+"""What a policy is given by name, beside the facts."""
+
 
 class LinkRule(msgspec.Struct, frozen=True):
     """One direction of a link between two clusters."""
@@ -20,14 +23,14 @@ class Rules(msgspec.Struct, frozen=True):
     """What is not explained here is an option of `scheduling` or `offload` in docs/configuration.md."""
 
     policy: str = "least_loaded"
+    policy_parameters: Parameters = ()
     max_requests: int = 1024  # accepted at once
     max_attempts: int = 3  # routes of one request, beside those that lost a node or a link
     retry_after_ms: int = 1000
     wait_ms: int = 0  # how long a new request waits for a node of a kind of which there is none
     admission: str = "none"
+    admission_parameters: Parameters = ()
     reserve: float = 0.0
-    balancing_threshold: float = 1.0
-    decode_s: float = 10.0
     load_limit: float = 1.0
     codecs: tuple[str, ...] = ()  # by which KV may be encoded on its way, where that is sooner there
     # Limits of requests that bring none; None for no limit.
@@ -48,7 +51,3 @@ class Rules(msgspec.Struct, frozen=True):
     reuse_packs: bool = True
     reuse_prompts: int = 1024
     reuse_tokens: int = 700
-
-    @property
-    def decode_ns(self) -> int:
-        return int(self.decode_s * NS_PER_S)

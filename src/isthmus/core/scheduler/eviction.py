@@ -1,13 +1,12 @@
-"""Which blocks go first when a tier is full: by one policy, an order over the blocks it holds.
+"""Which blocks go first when a tier is full: those that were used longest ago.
 
-In every policy a block goes before the block it follows: each use of a block is a use of all before it, and
-what is compared is chosen so that the head of a chain never ranks below its tail. So leaves go first without a
-search for leaves, and what is held stays closed under prefixes.
+A block goes before the block it follows: each use of a block is a use of all before it, and a chain is touched from its
+tail to its head. So leaves go first without a search for leaves, and what is held stays closed under prefixes.
 
-Of several tenants whoever holds most next to its weight gives blocks up. A share is no wall: a lone tenant fills
-everything, and gives back what others need as they come. Which of a tenant's blocks go is said by a policy of its own.
-All chains that begin with one block are one tenant's, since a tenant's names are salted; so what each tenant holds is
-closed under prefixes, and stays so whoever gives.
+Of several tenants whoever holds most next to its weight gives blocks up, those that it used longest ago. A share is no
+wall: a lone tenant fills everything, and gives back what others need as they come. All chains that begin with one block
+are one tenant's, since a tenant's names are salted; so what each tenant holds is closed under prefixes, and stays so
+whoever gives.
 
 Owns that order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
 """
@@ -16,11 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import count as counting
+from collections.abc import Container, Iterable, Mapping
 from itertools import filterfalse, groupby, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from isthmus.core.types import NOBODY, BlockName
 
@@ -28,41 +25,11 @@ Chain = tuple[BlockName, ...]
 """Names of a prompt's blocks, from its first block on."""
 
 Entry = tuple[BlockName, Any]
-"""A block, and what its policy knows of it: for the same policy in another tier."""
-
-
-class EvictionPolicy(Protocol):
-    """The order in which a tier's blocks go."""
-
-    @property
-    def held(self) -> Mapping[BlockName, Any]:
-        """The blocks held: a live view, for reading."""
-
-    def use(self, chain: Chain, num_held: int) -> None:
-        """Mutates: the chain is used. Its first `num_held` blocks are held, the others come in."""
-
-    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        """Mutates: takes out up to `count` blocks, in the order of eviction; none that is pinned or `spared`.
-
-        `spared` is what was used or admitted last.
-        """
-
-    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
-        """Mutates: takes out these blocks, all of them held."""
-
-    def admit(self, entries: Iterable[Entry]) -> None:
-        """Mutates: takes in what left another tier, in that order."""
-
-    def heads(self) -> dict[BlockName, BlockName | None]:
-        """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
-
-    def trees(self) -> dict[BlockName, list[BlockName]]:
-        """The blocks held by the first block of their chains, each before the block it follows. Does not mutate; walks
-        over everything."""
+"""A block, and what its tier's order knows of it: for the same order in another tier."""
 
 
 class RecencyEviction:
-    """Least recently used first. A chain is touched from its tail to its head, which is then the youngest.
+    """The order in which a tier's blocks go: least recently used first. A chain is touched from its tail to its head.
 
     The other way round the head would be the oldest of its chain: first to go, and all behind it out of reach.
     """
@@ -72,22 +39,30 @@ class RecencyEviction:
         """Oldest use first. Each with the chain it came with, which says what it follows."""
 
     def use(self, chain: Chain, num_held: int) -> None:
+        """Mutates: the chain is used. Its first `num_held` blocks are held, the others come in."""
         deque(map(self.held.setdefault, chain[num_held:][::-1], repeat(chain)), 0)  # all of them new
         deque(map(self.held.move_to_end, chain[:num_held][::-1]), 0)
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
+        """Mutates: takes out up to `count` blocks, in the order of eviction; none that is pinned or `spared`.
+
+        `spared` is what was used or admitted last.
+        """
         held = self.held
         others = islice(held, len(held) - len(spared))  # what is spared is the youngest
         names = list(islice(filterfalse(pins.__contains__, others), count))
         return list(zip(names, map(held.pop, names), strict=True))
 
     def remove(self, names: Iterable[BlockName]) -> list[Entry]:
+        """Mutates: takes out these blocks, all of them held."""
         return [(name, self.held.pop(name)) for name in names]
 
     def admit(self, entries: Iterable[Entry]) -> None:
+        """Mutates: takes in what left another tier, in that order."""
         self.held.update(entries)
 
     def heads(self) -> dict[BlockName, BlockName | None]:
+        """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
         found: dict[BlockName, BlockName | None] = {}
         for name, chain in self.held.items():
             if name not in found:  # else a chain before it had it
@@ -96,134 +71,12 @@ class RecencyEviction:
         return found
 
     def trees(self) -> dict[BlockName, list[BlockName]]:
+        """The blocks held by the first block of their chains, each before the block it follows. Does not mutate; walks
+        over everything."""
         found: dict[BlockName, list[BlockName]] = {}
         for name, chain in self.held.items():
             found.setdefault(chain[0], []).append(name)
         return found
-
-
-class Block:
-    """What the ranks are made of."""
-
-    __slots__ = ("chain", "depth", "last_store", "last_use", "reach", "uses")
-
-    def __init__(self, chain: Chain, depth: int) -> None:
-        self.chain = chain
-        self.depth = depth
-        """How many blocks come before it in its chain."""
-        self.uses = 0
-        self.last_use = 0
-        self.last_store = 0
-        """When this block, or one that follows it, last came in."""
-        self.reach = 0
-        """Length in blocks of the longest chain that used it."""
-
-
-Rank = tuple[int, ...]
-
-
-class RankEviction:
-    """Lowest rank first. A block's rank never falls, and is always below that of the block it follows."""
-
-    def __init__(self, rank: Callable[[Block], Rank]) -> None:
-        self.held: dict[BlockName, Block] = {}
-        self._rank = rank
-        self._num_uses = 0
-        # At least one entry for each block held. One out of date is too low, so it is met and put right.
-        self._heap: list[tuple[Rank, int, BlockName]] = []
-        self._serial = counting()  # keeps comparison away from the names
-
-    def use(self, chain: Chain, num_held: int) -> None:
-        self._num_uses += 1
-        held, now, length = self.held, self._num_uses, len(chain)
-        for depth in range(num_held, length):
-            held[chain[depth]] = Block(chain, depth)
-        for name in chain:
-            block = held[name]
-            block.uses += 1
-            block.last_use = now
-            block.reach = max(block.reach, length)
-            if num_held < length:
-                block.last_store = now
-        self._enter(chain[num_held:])
-
-    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        held, heap, rank_of, own = self.held, self._heap, self._rank, set(spared)
-        evicted: list[Entry] = []
-        passed = []
-        while heap and len(evicted) < count:
-            rank, serial, name = heap[0]
-            block = held.get(name)
-            if block is None:
-                heappop(heap)
-            elif rank != (now := rank_of(block)):
-                heapreplace(heap, (now, serial, name))
-            elif name in pins or name in own:
-                passed.append(heappop(heap))
-            else:
-                heappop(heap)
-                evicted.append((name, held.pop(name)))
-        for entry in passed:
-            heappush(heap, entry)
-        return evicted
-
-    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
-        return [(name, self.held.pop(name)) for name in names]
-
-    def admit(self, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        self.held.update(entries)
-        self._enter([name for name, _ in entries])
-
-    def heads(self) -> dict[BlockName, BlockName | None]:
-        return {
-            name: block.chain[block.depth - 1] if block.depth else None for name, block in self.held.items()
-        }
-
-    def trees(self) -> dict[BlockName, list[BlockName]]:
-        found: dict[BlockName, list[BlockName]] = {}
-        for name, block in sorted(self.held.items(), key=lambda item: -item[1].depth):
-            found.setdefault(block.chain[0], []).append(name)
-        return found
-
-    def _enter(self, names: Sequence[BlockName]) -> None:
-        for name in names:
-            heappush(self._heap, self._entry(name))
-        if len(self._heap) > 2 * len(self.held) + 100:
-            # Most of it stands for blocks that are gone, or stands twice.
-            self._heap = [self._entry(name) for name in self.held]
-            heapify(self._heap)
-
-    def _entry(self, name: BlockName) -> tuple[Rank, int, BlockName]:
-        return self._rank(self.held[name]), next(self._serial), name
-
-
-def first_in(block: Block) -> Rank:
-    """A block counts as old as the newest that follows it: before that it cannot go anyhow."""
-    return block.last_store, -block.depth
-
-
-def least_used(block: Block) -> Rank:
-    return block.uses, block.last_use, -block.depth
-
-
-def least_used_keep_late(block: Block) -> Rank:
-    """Favours what comes late in its prompt. That is of use with all before it only, so long prompts stay."""
-    return block.uses, block.reach, block.last_use, -block.depth
-
-
-def least_used_keep_early(block: Block) -> Rank:
-    """Favours what comes early in its prompt."""
-    return block.uses, -block.depth, block.last_use
-
-
-EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": RecencyEviction,
-    "lfu": lambda: RankEviction(least_used),
-    "fifo": lambda: RankEviction(first_in),
-    "length_aware": lambda: RankEviction(least_used_keep_late),
-    "length_aware_early": lambda: RankEviction(least_used_keep_early),
-}
 
 
 def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) -> dict[str, int]:
@@ -247,51 +100,45 @@ def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) 
 
 
 class SharedEviction:
-    """The order in which a tier's blocks go that several tenants share. `make`: a policy; `first`: the one of `owner`,
-    who had all until now. `weights`: of all tenants, common to all tiers of a node.
+    """The order in which a tier's blocks go that several tenants share; its methods are those of `RecencyEviction`.
+    `first`: the order of `owner`, who had all until now. `weights`: of all tenants, common to all tiers of a node.
 
     `tenant`: whose chain is used or admitted next.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], EvictionPolicy],
-        first: EvictionPolicy,
-        owner: str,
-        weights: Mapping[str, float],
-    ) -> None:
+    def __init__(self, first: RecencyEviction, owner: str, weights: Mapping[str, float]) -> None:
         self.held: dict[BlockName, str] = dict.fromkeys(first.held, owner)
         """Whose each block is."""
         self.tenant = owner
-        self._make, self._weights = make, weights
-        self._policies = {owner: first}
+        self._weights = weights
+        self._orders = {owner: first}
         self._unclaimed: dict[BlockName, list[BlockName]] | None = None  # trees of nobody's blocks
 
     def sizes(self) -> dict[str, int]:
         """Blocks of each tenant. Does not mutate."""
-        return {name: len(policy.held) for name, policy in self._policies.items()}
+        return {name: len(order.held) for name, order in self._orders.items()}
 
     def claim(self, root: BlockName) -> None:
         """Mutates: all of nobody's that begins with this block is `tenant`'s: it is what a node found on its SSD."""
         if self._unclaimed is None:
-            self._unclaimed = self._policies[NOBODY.name].trees() if NOBODY.name in self._policies else {}
+            self._unclaimed = self._orders[NOBODY.name].trees() if NOBODY.name in self._orders else {}
         names = [name for name in self._unclaimed.pop(root, ()) if self.held.get(name) == NOBODY.name]
         if names:
-            self._policy(self.tenant).admit(self._policies[NOBODY.name].remove(names))
+            self._order(self.tenant).admit(self._orders[NOBODY.name].remove(names))
             self.held.update(dict.fromkeys(names, self.tenant))
 
     def use(self, chain: Chain, num_held: int) -> None:
-        self._policy(self.tenant).use(chain, num_held)
+        self._order(self.tenant).use(chain, num_held)
         self.held.update(dict.fromkeys(chain[num_held:], self.tenant))
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        """As the policies'; tenants give as `surplus` says, and more where others cannot. It is fewer than `count`
+        """Tenants give as `surplus` says, and more where others cannot. It is fewer than `count`
         where what is `spared` is more than its tenant's share: the end of that goes."""
         own, gone = self.held[spared[0]] if spared else None, list[Entry]()
         sizes = self.sizes()
         while len(gone) < count and sizes:
             for name, num_blocks in surplus(sizes, self._weights, count - len(gone)).items():
-                found = self._policies[name].evict(num_blocks, pins, spared if name == own else ())
+                found = self._orders[name].evict(num_blocks, pins, spared if name == own else ())
                 gone += [(block, (name, info)) for block, info in found]
                 sizes[name] -= len(found)
                 if len(found) < num_blocks:
@@ -306,7 +153,7 @@ class SharedEviction:
     def remove(self, names: Iterable[BlockName]) -> list[Entry]:
         gone: list[Entry] = []
         for owner, blocks in groupby(names, key=self.held.__getitem__):
-            gone += [(block, (owner, info)) for block, info in self._policies[owner].remove([*blocks])]
+            gone += [(block, (owner, info)) for block, info in self._orders[owner].remove([*blocks])]
         for block, _ in gone:
             del self.held[block]
         return gone
@@ -314,19 +161,13 @@ class SharedEviction:
     def admit(self, entries: Iterable[Entry]) -> None:
         for owner, found in groupby(entries, key=lambda entry: entry[1][0]):
             blocks = [(block, info) for block, (_, info) in found]
-            self._policy(owner).admit(blocks)
+            self._order(owner).admit(blocks)
             self.held.update(dict.fromkeys([block for block, _ in blocks], owner))
 
     def heads(self) -> dict[BlockName, BlockName | None]:
-        return {block: head for policy in self._policies.values() for block, head in policy.heads().items()}
+        return {block: head for order in self._orders.values() for block, head in order.heads().items()}
 
-    def trees(self) -> dict[BlockName, list[BlockName]]:
-        return {root: blocks for policy in self._policies.values() for root, blocks in policy.trees().items()}
-
-    def _policy(self, owner: str) -> EvictionPolicy:
+    def _order(self, owner: str) -> RecencyEviction:
         if owner == NOBODY.name:
             self._unclaimed = None  # there is more of it
-        policy = self._policies.get(owner)
-        if policy is None:
-            policy = self._policies[owner] = self._make()
-        return policy
+        return self._orders.setdefault(owner, RecencyEviction())

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.core.scheduler.eviction import EVICTIONS, Chain, Entry, EvictionPolicy, SharedEviction
+from isthmus.core.scheduler.eviction import Chain, Entry, RecencyEviction, SharedEviction
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
 _name: Callable[[Entry], BlockName] = itemgetter(0)
@@ -41,11 +41,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Tier:
-    """One level: at most `capacity_blocks`, which go in the order of its `eviction` policy."""
+    """One level: at most `capacity_blocks`, which go in the order of its `eviction`."""
 
-    def __init__(self, capacity_blocks: int, eviction: str) -> None:
+    def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self.eviction: EvictionPolicy = EVICTIONS[eviction]()
+        self.eviction: RecencyEviction | SharedEviction = RecencyEviction()
         self.held: Mapping[BlockName, Any] = self.eviction.held
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
@@ -77,10 +77,9 @@ class TierCache:
     Names come as chains: each `names` below starts at the first block of a prompt.
     """
 
-    def __init__(self, dram_blocks: int, ssd_blocks: int = 0, eviction: str = "lru") -> None:
-        self.dram = Tier(dram_blocks, eviction)
-        self.ssd = Tier(ssd_blocks, eviction)
-        self._eviction = eviction
+    def __init__(self, dram_blocks: int, ssd_blocks: int = 0) -> None:
+        self.dram = Tier(dram_blocks)
+        self.ssd = Tier(ssd_blocks)
         self._pins: dict[BlockName, int] = {}
         self._owner: Tenant | None = None  # of all that is kept, until a second tenant comes
         self._weights: dict[str, float] = {}
@@ -209,9 +208,10 @@ class TierCache:
 
     def _share(self, owner: str) -> None:
         """Until now all was this tenant's."""
-        make, self._owner = EVICTIONS[self._eviction], None
+        self._owner = None
         for tier in (self.dram, self.ssd):
-            shared = SharedEviction(make, tier.eviction, owner, self._weights)
+            assert isinstance(tier.eviction, RecencyEviction)
+            shared = SharedEviction(tier.eviction, owner, self._weights)
             tier.eviction, tier.held = shared, shared.held
             self._shared += (shared,)
 
@@ -222,7 +222,7 @@ class TierCache:
         for tier in (dram, ssd):
             assert len(tier.held) <= tier.capacity_blocks, "a tier is over its capacity"
             heads = tier.eviction.heads()
-            assert heads.keys() == tier.held.keys(), "a policy has lost a block"
+            assert heads.keys() == tier.held.keys(), "an order has lost a block"
             above = (dram.held,) if tier is dram else (dram.held, ssd.held)
             assert not {*heads.values()}.difference({None}, *above), "a block without its head"
             pinned = {heads[name] for name in pins if name in heads}

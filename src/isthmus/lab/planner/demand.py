@@ -57,7 +57,7 @@ def demand_of_trace(path: Path, config: Config, fleet: Fleet) -> Demand:
     workload = load(path)
     requests = workload.requests
     capacity = _pool_tokens(fleet) // workload.block_size
-    hits = policy_hits([each.blocks for each in requests], capacity, config.cache.eviction)
+    hits = pool_hits([each.blocks for each in requests], capacity)
     cached = [
         min(found * workload.block_size, each.num_tokens - 1)
         for each, found in zip(requests, hits, strict=True)
@@ -74,9 +74,9 @@ def demand_of_trace(path: Path, config: Config, fleet: Fleet) -> Demand:
     )
 
 
-def policy_hits(chains: Sequence[Sequence[BlockName]], capacity: int, eviction: str) -> Iterator[int]:
+def pool_hits(chains: Sequence[Sequence[BlockName]], capacity: int) -> Iterator[int]:
     """Blocks found of each chain in turn in a pool of `capacity` blocks; each is looked up and then stored."""
-    cache = TierCache(capacity, eviction=eviction)
+    cache = TierCache(capacity)
     for names in chains:
         yield cache.match(names)[0]
         cache.put(names)

@@ -276,7 +276,7 @@ def _own_gaps(workload: Workload) -> list[float]:
 
 def answer(shared: bytes, own: bytes) -> bytes:
     course = msgspec.msgpack.decode(own, type=Course)
-    make_known(course.deployment.rules.policy)
+    make_known(course.deployment.rules)
     return msgspec.msgpack.encode(_run(msgspec.msgpack.decode(shared, type=Common), course))
 
 

@@ -9,7 +9,7 @@ import msgspec
 from isthmus.config import Config
 from isthmus.core.conductor import Rules
 from isthmus.core.types import NS_PER_S, Role, Shares
-from isthmus.facts import UNLIMITED, NodeFacts, at_home, bytes_per_s, nodes_of, rules_of, shares_of
+from isthmus.facts import NodeFacts, at_home, nodes_of, rules_of, shares_of
 from isthmus.lab.sim.faults import Faults
 
 FAR = 1 << 30
@@ -19,15 +19,13 @@ FAR = 1 << 30
 class Deployment(msgspec.Struct, frozen=True):
     """All nodes, and what they have in common.
 
-    `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a link between clusters
-    may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes wrong. `shares`: of tenants
-    that a workload names. `has_names`: prompts share blocks, or might; where none does, none need be kept.
-    `has_answers`: names of their answers are known too.
+    `link_ns`: how long what crosses a link between clusters may stand still; `rejoin_ns`: how long a request waits for
+    a node. `faults`: what goes wrong. `shares`: of tenants that a workload names. `has_names`: prompts share blocks, or
+    might; where none does, none need be kept. `has_answers`: names of their answers are known too.
     """
 
     nodes: tuple[NodeFacts, ...]
     rules: Rules
-    spine: int = UNLIMITED
     link_ns: int = 3 * NS_PER_S
     rejoin_ns: int = 30 * NS_PER_S
     faults: Faults = Faults()
@@ -58,7 +56,6 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
     return Deployment(
         nodes=tuple(msgspec.structs.replace(facts, max_steps=FAR, max_chunks=FAR) for facts in nodes),
         rules=rules_of(config),
-        spine=bytes_per_s(config.network.spine_gbps, UNLIMITED),
         link_ns=int(limits.link_s * NS_PER_S),
         rejoin_ns=int(limits.rejoin_s * NS_PER_S),
         shares=shares_of(config),

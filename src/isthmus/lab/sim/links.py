@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isthmus.core.conductor import LinkRule
 from isthmus.core.types import Role
-from isthmus.facts import UNLIMITED, NodeFacts
+from isthmus.facts import NodeFacts
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.network import ROUNDING, Flow, Network
 from isthmus.lab.sim.records import LinkRecord
@@ -80,12 +80,7 @@ class Wiring:
         self._deployment = deployment
         self._records: list[LinkRecord] = []
         self._numbers: list[tuple[int, LinkRecord]] = []  # of the links in the network
-        self._spines: dict[str, tuple[int, ...]] = {}
         self._paths: dict[tuple[str, str], ClusterLink] = {}
-        for cluster in dict.fromkeys(facts.cluster for facts in deployment.nodes):
-            spine = f"{cluster} spine" if cluster else "spine"
-            limited = deployment.spine != UNLIMITED
-            self._spines[cluster] = (self._link(spine, "spine", deployment.spine),) if limited else ()
         for rule in deployment.rules.links:
             number = self._link(f"{rule.source} > {rule.target}", "cluster", rule.bytes_per_s)
             link = ClusterLink(rule, number, self._records[-1])
@@ -134,9 +129,7 @@ class Wiring:
     def trunk(self, source: NodeFacts, target: NodeFacts) -> tuple[int, ...]:
         """What lies between two nodes' own links."""
         link = self.link_between(source, target)
-        if link is None:
-            return self._spines[source.cluster]
-        return (*self._spines[source.cluster], link.number, *self._spines[target.cluster])
+        return () if link is None else (link.number,)
 
     def set_factor(self, link: ClusterLink, factor: float, now: int) -> None:
         """From now on the link has so much of its rate."""

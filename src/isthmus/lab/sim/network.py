@@ -8,7 +8,7 @@ What keeps this cheap:
 
 * A flow is never faster than the narrowest link of its path: its *bound*. Where the bounds of all flows on a
   link add up to no more than its capacity, the link holds nobody back: it is not *contended*, and couples no
-  flows. A flow without a contended link runs at its bound and touches no other; a non-blocking spine costs
+  flows. A flow without a contended link runs at its bound and touches no other; a link wide enough for all costs
   nothing.
 * Where a link is contended, only the flows connected to it through contended links are filled again, and only
   those whose rate changed get a new finish. Flows of one route have the same rate, so links know routes, not flows.

@@ -80,7 +80,7 @@ class NodeRecord:
 
 @dataclass(slots=True)
 class LinkRecord:
-    """One link. `kind`: `network`, `handover`, `spine`, `cluster` (between two, one direction), `memory` or `disk`."""
+    """One link. `kind`: `network`, `handover`, `cluster` (between two, one direction), `memory` or `disk`."""
 
     name: str
     kind: str

@@ -18,11 +18,10 @@ import msgspec
 
 from isthmus.core.conductor import Conductor, Event, Rules
 from isthmus.core.conductor.events import RECORDING_FORMAT
-from isthmus.core.conductor.policies import POLICIES
 from isthmus.core.errors import ConfigError
 from isthmus.core.node.events import Event as NodeEvent
 from isthmus.core.scheduler import BlockPool, Run
-from isthmus.facts import NodeFacts
+from isthmus.facts import NodeFacts, make_known, own_names
 from isthmus.live.cluster.private import private
 
 log = logging.getLogger(__name__)
@@ -146,15 +145,20 @@ class Difference(msgspec.Struct, frozen=True):
     replayed: str
 
 
-def replay(path: Path) -> tuple[int, Difference | None]:
-    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None). Raises
-    ConfigError naming the line that cannot be read."""
+def replay(path: Path, own: Sequence[str] = ()) -> tuple[int, Difference | None]:
+    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None).
+
+    `own`: which of the user's own policies may be run; a recording may come from anybody. Raises ConfigError naming
+    the line that cannot be read.
+    """
     header, lines = read(path)
-    if header.rules is not None and header.rules.policy not in POLICIES:
-        known = ", ".join(POLICIES)
-        raise ConfigError(
-            f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}; one of your own: --policy"
-        )
+    if header.rules is not None:
+        for option, name, _ in own_names(header.rules):
+            if name not in own:
+                raise ConfigError(
+                    f"{path}: line 1: {option} {name!r} is one of your own; if it may be run, give --policy {name}"
+                )
+        make_known(header.rules)
     decide = header.subject()
     line_of = msgspec.json.Decoder(Line).decode
     event_of: Callable[[bytes], Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent).decode

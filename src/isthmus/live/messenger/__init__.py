@@ -1,4 +1,4 @@
-"""Moves messages and KV bytes between nodes: sessions without I/O, bound to TCP or to memory.
+"""Moves messages and KV bytes between nodes: sessions without I/O, bound to TCP.
 
 Knows nothing of engines or stores: a payload is memory to send from or to receive into.
 """
@@ -6,7 +6,6 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 from isthmus.live.messenger.credentials import Credentials, Identity, TlsFiles
 from isthmus.live.messenger.frames import read
 from isthmus.live.messenger.line import Answerer, Asker, LineLost, Question
-from isthmus.live.messenger.memory import MemoryNetwork
 from isthmus.live.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.live.messenger.outbox import Priority, Sending
 from isthmus.live.messenger.ports import Handler, Stat, Terms
@@ -21,7 +20,6 @@ __all__ = [
     "Handler",
     "Identity",
     "LineLost",
-    "MemoryNetwork",
     "Network",
     "Priority",
     "Question",

@@ -10,6 +10,7 @@ import msgspec
 
 from isthmus.core.cost import Queries, compile_cost
 from isthmus.core.types import NS_PER_S
+from isthmus.lab.papers.infinite_llm.lending import GREEDY
 from isthmus.lab.papers.infinite_llm.setup import (
     A100,
     BLOCK_SIZE,
@@ -91,7 +92,7 @@ def _measure_gain(lab: Lab) -> Iterator[Cell]:
     multi, one = [], []
     for row, load in LOADS.items():
         lab.report(f"lending, {row}")
-        off, greedy, ours = served(load, "none"), served(load, "greedy"), served(load, "isthmus", "isthmus")
+        off, greedy, ours = served(load, "none"), served(load, GREEDY), served(load, "isthmus", "isthmus")
         multi.append(greedy.rate / off.rate)
         one.append(greedy.rate / served_by_one(load).rate)
         figures = {

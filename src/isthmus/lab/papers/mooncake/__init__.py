@@ -17,7 +17,7 @@ TABLES: tuple[Table, ...] = (
     hit_rate.FIGURE_9,
     hit_rate.TABLE_1,
     hit_rate.BLOG,
-    hit_rate.EVICTIONS,
+    hit_rate.BY_POLICY,
     tables.REJECTIONS,
     tables.FLUCTUATION,
 )

@@ -13,8 +13,9 @@ import msgspec
 from isthmus.core.types import BlockName
 from isthmus.lab.papers.lab import Lab, Trace, Variant
 from isthmus.lab.papers.mooncake.cluster import BLOCK_SIZE
+from isthmus.lab.papers.mooncake.evictions import RANKS, ranked_hits
 from isthmus.lab.papers.table import Cell, Figures, Table, on_trace
-from isthmus.lab.planner.demand import policy_hits
+from isthmus.lab.planner.demand import pool_hits
 
 Curves = Mapping[Trace, Mapping[str, Figures]]
 OPTIMUM = "optimum"
@@ -35,11 +36,14 @@ def hit_rate(
     """Of one pool of `capacity` blocks (None: no limit), which holds no block without its head.
 
     The first `warmup` share of the requests fills the pool and is not counted. A hit on a partial last block
-    counts as the tokens it holds. `policy`: an eviction policy, or the optimum.
+    counts as the tokens it holds. `policy`: `lru`, one of `RANKS`, or the optimum.
     """
     chains = [names for _, names in prompts]
     room = sum(map(len, chains)) if capacity is None else capacity
-    hits = optimal_hits(chains, room) if policy == OPTIMUM else policy_hits(chains, room, policy)
+    if policy in RANKS:
+        hits = ranked_hits(chains, room, RANKS[policy])
+    else:
+        hits = optimal_hits(chains, room) if policy == OPTIMUM else pool_hits(chains, room)
     counted = list(zip(prompts, hits, strict=True))[int(warmup * len(prompts)) :]
     num_blocks = sum(len(names) for (_, names), _ in counted)
     num_tokens = sum(tokens for (tokens, _), _ in counted)
@@ -226,7 +230,7 @@ def _measure_evictions(lab: Lab) -> Iterator[Cell]:
         yield from on_trace(lab, trace, counted, row)
 
 
-EVICTIONS = Table(
+BY_POLICY = Table(
     name="mooncake-evictions",
     title="Hit rate by pool size and eviction policy, FAST'25 traces",
     source="counted by this project from the traces with other code, before this program; not in the paper",

@@ -387,14 +387,14 @@ PREFILL_TIME = Table(
 # Overload: how many requests are refused, and how early rejection makes the pools swing (arXiv, section 7).
 
 
-_BASELINE = "baseline"
+_BASELINE, _PREDICTIVE = "baseline", "early rejection by prediction"
 _ADMISSIONS = {
     _BASELINE: "baseline",
     "early rejection": "early",
-    "early rejection by prediction": "predictive",
+    _PREDICTIVE: "predictive",
     "survival curve (ours)": "survival",
 }
-_PUBLISHED_REJECTIONS = {_BASELINE: 4183, "early rejection": 3771, "early rejection by prediction": 3589}
+_PUBLISHED_REJECTIONS = {_BASELINE: 4183, "early rejection": 3771, _PREDICTIVE: 3589}
 
 _SPEED = 2.0
 _TBT_LIMIT_S_REJECTIONS = 0.1
@@ -406,7 +406,10 @@ def _replay(lab: Lab, trace: Trace, admission: str) -> Outcome:
     variant = Variant(trace, speed=_SPEED)
     outputs = sorted(each.output_tokens for each in lab.workload(variant).requests)
     decode_s = nearest_rank(outputs, 90) * _TBT_LIMIT_S_REJECTIONS
-    cluster = mooncake(scheduling={"admission": _ADMISSIONS[admission], "decode_s": decode_s})
+    rule: dict[str, str | float] = {"name": _ADMISSIONS[admission]}
+    if admission == _PREDICTIVE:
+        rule["decode_s"] = decode_s
+    cluster = mooncake(scheduling={"admission": rule})
     return lab.run(variant, cluster, admission)
 
 

@@ -56,7 +56,9 @@ def test_each_block_lies_at_home_or_where_it_was_to_lie(ops: list) -> None:
             assert to == planned[len(there)] and first == there.count(to)
             assert stop == max(at for at, each in enumerate(planned) if each == to) + 1
             num_blocks = min(num_blocks, stop - len(there))
+            remote.arrived(to[0], 99)  # nothing was shipped yet
             remote.shipment = Shipment(num_blocks, dict.fromkeys(to))
+            remote.arrived(NodeId("nobody"), 99)
             for holder in to:
                 remote.arrived(holder, first + num_blocks - 1)
                 assert holder in remote.shipment.to, "not all of it came"
@@ -70,6 +72,7 @@ def test_each_block_lies_at_home_or_where_it_was_to_lie(ops: list) -> None:
             remote.returning = Return(blocks)
             assert not remote.ask(Holding(holders, 1))
             sequence.returned(blocks)
+            assert not remote.is_under_way
             home, there = [*blocks, *home], there[:-num_blocks]
             planned = there[:]
         sequence.check()

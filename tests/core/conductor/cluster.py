@@ -40,7 +40,6 @@ from isthmus.core.conductor import (
 )
 from isthmus.core.conductor.conductor import MAX_LOSSES
 from isthmus.core.conductor.view import WAITING
-from isthmus.core.cost import Curve
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tier
 
 from .views import BLOCK_SIZE, CURVE, LINK, MS, arrival
@@ -59,6 +58,7 @@ class Cluster:
         self.routes: dict[RequestId, Route] = {}
         self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
         self.streaming: set[RequestId] = set()
+        self.handed_over: set[RequestId] = set()
         self.held: set[RequestId] = set()
         self.waiting: set[RequestId] = set()  # for a first attempt
         self.failures: Counter[RequestId] = Counter()
@@ -84,36 +84,11 @@ class Cluster:
         self._check_books()
         return actions
 
-    def join(
-        self,
-        node: str,
-        role: Role,
-        capacity_tokens: int = 1000,
-        *,
-        cost: Curve | None = CURVE,
-        paths: Paths | None = None,
-        cache_blocks: int = 8,
-        cluster: str = "",
-        state_blocks: int = 0,
-        max_sequences: int = 0,
-        lends: bool = False,
-        reuse_layers: int = 0,
-    ) -> None:
+    def join(self, node: str, role: Role, capacity_tokens: int = 1000, **about: Any) -> None:
+        """`about`: the other fields of a `NodeJoined`."""
         name, held = NodeId(node), self.held | self.waiting
-        joined = NodeJoined(
-            name,
-            role,
-            capacity_tokens,
-            BLOCK_SIZE,
-            cost,
-            self.paths if paths is None else paths,
-            cache_blocks,
-            cluster=cluster,
-            state_blocks=state_blocks,
-            max_sequences=max_sequences,
-            lends=lends,
-            reuse_layers=reuse_layers,
-        )
+        about = {"cost": CURVE, "paths": self.paths, "cache_blocks": 8, "lends": False} | about
+        joined = NodeJoined(name, role, capacity_tokens, BLOCK_SIZE, **about)
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):
             assert isinstance(action, Route | Refuse) and action.request in held, "only what is held resumes"
@@ -125,7 +100,14 @@ class Cluster:
         self.converting.pop(name, None)
         for nodes in self.told.values():
             nodes.discard(name)
+        before = {request: route for request, route in self.routes.items() if request not in self.held}
         actions = self.on(NodeLeft(name))
+        for request, old in before.items():
+            goes_on = name != old.decode and (name != old.prefill or request in self.handed_over)
+            goes_on &= old.recall is None or name != old.recall.source
+            assert not goes_on or old.holdings or self.routes.get(request) is old, (
+                "one that had no need of it moved"
+            )
         for route in self.routes.values():
             alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
             assert alive or route.request in self.held, "a request stays on a node that left"
@@ -203,8 +185,9 @@ class Cluster:
 
     def finish_prefill(self, request: str, attempt: int = 1) -> None:
         route = self.routes.get(RequestId(request))
-        if route is not None and route.attempt == attempt:
-            self.prefilling.pop(RequestId(request), None)
+        if route is not None and route.attempt == attempt and route.request not in self.held:
+            self.prefilling.pop(route.request, None)
+            self.handed_over.add(route.request)
         assert self.on(PrefillFinished(RequestId(request), attempt)) == []
 
     def end(self, request: str, num_generated: int = 1) -> list[Action]:
@@ -317,7 +300,9 @@ class Cluster:
         assert not {route.prefill, route.decode} & set(self.converting), "a node about to change its role"
         if prefill.cluster != decode.cluster:
             assert self.links_up[prefill.cluster, decode.cluster], "over a link that is down"
-            assert decode.role is not Role.PREFILL
+            assert decode.role is not Role.PREFILL and prefill.role is Role.PREFILL, (
+                "mixed nodes send in no order"
+            )
             self._judge_recall(route, facts)
         elif prefill is not decode:
             assert prefill.role is Role.PREFILL and decode.role is Role.DECODE
@@ -333,6 +318,7 @@ class Cluster:
         assert route.deadline_ns == promised
         assert route.work_ns > 0
         self.held.discard(route.request)
+        self.handed_over.discard(route.request)
         self.waiting.discard(route.request)
         self.routes[route.request] = route
         self.prefilling.pop(route.request, None)
@@ -400,7 +386,7 @@ class Cluster:
                 ever = [self._largest(role, busy=True) for role in (Role.PREFILL, Role.DECODE)]
                 assert any(0 < size < length for size in ever) and not refuse.retry_after_ms
             else:
-                assert refuse.code == "unavailable" and refuse.retry_after_ms
+                assert refuse.code == "unavailable" and refuse.retry_after_ms == self.rules.retry_after_ms
                 parts = not all(sizes) or not all(self.links_up.values())
                 assert parts, "only a missing part is a matter of time"
         if refuse.code == "overloaded":

@@ -105,9 +105,8 @@ class Cluster:
         for request, old in before.items():
             goes_on = name != old.decode and (name != old.prefill or request in self.handed_over)
             goes_on &= old.recall is None or name != old.recall.source
-            assert not goes_on or old.holdings or self.routes.get(request) is old, (
-                "one that had no need of it moved"
-            )
+            goes_on &= name not in (*old.growth, *[holder for each in old.holdings for holder in each.holders])
+            assert not goes_on or self.routes.get(request) is old, "one that had no need of it moved"
         for route in self.routes.values():
             alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
             assert alive or route.request in self.held, "a request stays on a node that left"
@@ -198,11 +197,11 @@ class Cluster:
         self._end(RequestId(request), "cancelled")
         return self.on(RequestCancelled(RequestId(request)))
 
-    def fail(self, request: str, attempt: int) -> list[Action]:
+    def fail(self, request: str, attempt: int, *, no_room: bool = False) -> list[Action]:
         name = RequestId(request)
-        if name in self.routes and name not in self.held:
+        if name in self.routes and name not in self.held and not no_room:
             self.failures[name] += self.routes[name].attempt == attempt
-        return self.on(RequestFailed(name, attempt, "it broke"))
+        return self.on(RequestFailed(name, attempt, "it broke", no_room=no_room))
 
     def expire(self, request: str) -> list[Action]:
         """The wait of a request on hold is over."""
@@ -224,8 +223,8 @@ class Cluster:
 
     def drain(self) -> None:
         """Ends what lives, and checks that nothing of it stays anywhere."""
-        for request in list(self.routes):
-            self.end(request)
+        while self.routes:  # others may take the place of one that ends
+            self.end(next(iter(self.routes)))
         for request in sorted(self.waiting):
             self.cancel(request)
         view = self.conductor.view
@@ -261,12 +260,13 @@ class Cluster:
                 left = self.told.pop((action.request, action.attempt))  # once, each attempt
                 assert left == set(action.nodes), "somebody is not told, or has left"
             case Hold() if action.attempt == 0:
-                assert action.request not in self.routes and action.request not in self.waiting
-                assert action.wait_ms == self.rules.wait_ms > 0
-                assert not self._fits(self.arrived[action.request][0]), "it waits though there is room"
+                assert action.request not in self.routes
+                if not self._lend:
+                    assert action.request not in self.waiting and action.wait_ms == self.rules.wait_ms > 0
+                    assert not self._fits(self.arrived[action.request][0]), "it waits though there is room"
                 self.waiting.add(action.request)
             case Hold():
-                assert action.request in self.routes and action.request not in self.held
+                assert action.request in self.routes and (self._lend or action.request not in self.held)
                 assert action.attempt == self.routes[action.request].attempt
                 self.held.add(action.request)
                 self.prefilling.pop(action.request, None)
@@ -309,8 +309,7 @@ class Cluster:
             assert not route.handover_start and route.recall is None
         else:
             assert prefill.role is Role.MIXED or facts.max_tokens == 1
-        length = facts.num_tokens + facts.max_tokens
-        assert length <= prefill.capacity_tokens and length <= decode.capacity_tokens
+        self._judge_memory(route, facts)
         assert (route.request, route.attempt - 1) not in self.told, "two attempts are under way"
         self._judge_cached(route, facts)
         ttft_ms = self.rules.ttft_ms if facts.ttft_ms is None else facts.ttft_ms
@@ -324,6 +323,30 @@ class Cluster:
         self.prefilling.pop(route.request, None)
         self.prefilling[route.request] = route
         self.told[route.request, route.attempt] = {route.prefill, route.decode}
+
+    @property
+    def _lend(self) -> bool:
+        return any(joined.lends for joined in self.joined.values())
+
+    def _judge_memory(self, route: Route, facts: RequestArrived) -> None:
+        """What stays with its nodes fits there; what lies elsewhere lies once, and no memory is lent twice."""
+        homes = {route.prefill, route.decode}
+        names = [holder for holding in route.holdings for holder in holding.holders]
+        assert len(set(names)) == len(names) and not homes & set(names)
+        away = sum(holding.num_blocks for holding in route.holdings)
+        assert all(holding.num_blocks > 0 for holding in route.holdings)
+        needed = facts.num_tokens + facts.max_tokens - away * BLOCK_SIZE
+        fits = all(needed <= self.joined[home].capacity_tokens for home in homes)
+        assert fits or route.growth, "what stays there does not fit"
+        assert away <= (facts.num_tokens - 1) // BLOCK_SIZE
+        if route.growth:
+            assert away == (facts.num_tokens - 1) // BLOCK_SIZE, "what follows does not follow"
+            assert not away or route.holdings[-1].holders == route.growth or len(route.growth) == 1
+        others = [each for each in self.routes.values() if each.request not in self.held | {route.request}]
+        for name in names:
+            holdings = [h for each in (route, *others) for h in each.holdings if name in h.holders]
+            lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
+            assert lent * BLOCK_SIZE <= self.joined[name].capacity_tokens, "more is lent than there is"
 
     def _judge_cached(self, route: Route, facts: RequestArrived) -> None:
         """What a route counts on is on its node, or another request computes or fetches it there, or it is fetched."""
@@ -378,7 +401,7 @@ class Cluster:
             kept = facts.weight and len(self.routes) + len(set(refused)) >= self.rules.max_requests
             assert full or kept or (self.rules.admission != "none" and any(limits)), "refused for no reason"
             assert refuse.stage in ("prefill", "decode")
-        else:
+        elif not self._lend:
             assert not self._fits(facts), "refused though there is room"
             length = facts.num_tokens + facts.max_tokens
             sizes = [self._largest(role) for role in (Role.PREFILL, Role.DECODE)]
@@ -405,7 +428,7 @@ class Cluster:
             assert facts.priority < event.priority
         queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
-        assert isinstance(self.log[-1][2][-1], Route), "turned away in vain"
+        assert isinstance(self.log[-1][2][-1], Route | Hold), "turned away in vain"
 
     def _num_of(self, tenant: str) -> int:
         return sum(self.arrived[request][0].tenant == tenant for request in self.routes)

@@ -83,11 +83,6 @@ def test_tables_are_interpolated_and_carried_on(batch: int, fixed_us: int, per_p
     assert compile_cost(TABLE).decode_step_ps(batch) == (fixed_us * 10**6, per_ps)
 
 
-def test_a_table_keeps_its_first_value_below() -> None:
-    curve = Curve(1, 1, 1e-5, decode_points=((4, 2e-3), (8, 3e-3)))
-    assert compile_cost(curve).decode_step_ps(1) == compile_cost(curve).decode_step_ps(4)
-
-
 @given(curves, counts, counts, counts)
 def test_steps_are_consistent(curve: Curve, n: int, batch: int, context: int) -> None:
     cost = compile_cost(curve)
@@ -148,13 +143,6 @@ def test_a_chunk_longer_than_the_weights_hides_them() -> None:
     cost = compile_cost(MOONCAKE)
     chunk, decode, lone = cost.step_ps([(1000, 0)], 0, 0), cost.step_ps((), 8, 8000), 25_000_000_000
     assert cost.step_ps([(1000, 0)], 8, 8000) == chunk + decode - lone
-
-
-@given(measured_curves, counts, counts, counts)
-def test_more_tokens_are_never_less_time_of_a_measured_curve(curve: Curve, n: int, m: int, p: int) -> None:
-    cost = compile_cost(curve)
-    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + m, p)
-    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + p, 0) + 1
 
 
 @pytest.mark.parametrize("curve", [MOONCAKE, TABLE, POINTS, HANDLED])

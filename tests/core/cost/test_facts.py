@@ -146,12 +146,6 @@ def test_layers_without_experts_are_told_by_numbers_or_by_steps() -> None:
     assert facts_of(config | {"mlp_only_layers": [0, 5]}).moe_layers == 46
 
 
-def test_a_nested_text_model_is_read() -> None:
-    nested = {name: value for name, value in QWEN3_NEXT.items() if name != "architectures"}
-    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": nested}
-    assert facts_of(config).kv_elements == facts_of(QWEN3_NEXT).kv_elements
-
-
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}, "group_1": {"weights": None}},

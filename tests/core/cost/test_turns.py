@@ -45,14 +45,6 @@ def test_every_slice_runs_once_and_where_the_rule_says(batches: int, slices: int
     assert all(replica_of(*job, batches) == replica for job, replica in jobs)
 
 
-@given(st.integers(3, 8), SLICES)
-def test_the_context_of_a_batch_goes_to_the_next_replica(batches: int, slices: int) -> None:
-    for batch in range(batches):
-        for at in range(slices - 1):
-            here, there = replica_of(batch, at, batches), replica_of(batch, at + 1, batches)
-            assert there == (here + 1) % replicas_of(batches)
-
-
 @given(BATCHES, SLICES, st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))
 def test_no_device_does_two_things_at_once(
     batches: int, slices: int, slice_ps: int, attention_ps: int, net_ps: int
@@ -65,20 +57,6 @@ def test_no_device_does_two_things_at_once(
         assert all(stop <= start for (_, stop), (start, _) in pairwise(device))
     for (batch, at), (_, came) in attended.items():
         assert ran[batch, at][1] + attention_ps <= came <= ran[batch, at + 1][0] - net_ps
-
-
-@given(st.integers(2, 8), st.integers(2, 60))
-def test_nothing_is_idle_where_times_fit(batches: int, slices: int) -> None:
-    """Lamina's condition, a slice as long as n - 1 attentions, with batches that begin one attention's time after each
-    other: slice k of batch j runs from j + kn to j + kn + n - 1, and its attention follows at once."""
-    replicas, jobs = replicas_of(batches), [(j, k) for k in range(slices) for j in range(batches)]
-    begun = {(j, k): j + k * batches for j, k in jobs}
-    for replica in range(replicas):
-        own = [begun[job] for job in jobs_of(replica, batches, slices)]
-        assert own == list(range(replica, own[-1] + 1, replicas))  # one behind the other
-    assert [begun[job] + replicas for job in jobs] == list(range(replicas, replicas + len(jobs)))  # the pool's
-    assert all(begun[j, k] + replicas + 1 == begun[j, k + 1] for j, k in jobs if k + 1 < slices)
-    assert period_ps(batches, replicas, 1, 0) == batches
 
 
 @given(BATCHES, st.integers(1, 60), st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))

@@ -49,12 +49,6 @@ def hosting(*peers: NodeId, share: Share = HALF, num_blocks: int = 5) -> Node:
     return holder
 
 
-def test_who_leaves_frees_its_room_at_once() -> None:
-    holder = hosting(HOME)
-    assert told(holder, HOME, Vacate(OLD), 2) == [Unhost(OLD, HOME), Unhost(OLD)]
-    holder.check_idle()
-
-
 def test_what_a_lost_home_had_is_kept_for_so_long_and_no_longer() -> None:
     holder = hosting(HOME)
     assert holder.on(Gone(HOME, "x"), 100) == [Unhost(OLD, HOME), Wake(100 + LEASE_NS)]
@@ -111,22 +105,6 @@ def test_heads_that_cannot_be_cut_so_have_no_room(share: Share) -> None:
     assert told(holder, NEXT, Reserve(KEY, 1, share), 2) == [Tell(NEXT, Reserved(KEY, False))]
     assert told(holder, NEXT, Claim(KEY, OLD, share), 3) == [Tell(NEXT, Found(KEY, 0))]
     assert holder.num_stowed(OLD) == 5
-
-
-def test_of_an_attempt_that_was_never_here_nothing_is_found() -> None:
-    holder = holder_of()
-    assert told(holder, NEXT, Claim(KEY, OLD, HALF), 1) == [Tell(NEXT, Found(KEY, 0))]
-    assert told(holder, NEXT, Vacate(KEY), 2) == []
-    holder.check_idle()
-
-
-@pytest.mark.parametrize(
-    "asked", [Reserve(OLD, 5, WHOLE), Reserve(OLD, 0, HALF), Reserve(OLD, -1, HALF)], ids=repr
-)
-def test_what_cannot_be_had_is_refused_and_changes_nothing(asked: Reserve) -> None:
-    holder = hosting(HOME)
-    assert told(holder, HOME, asked, 2) == [Tell(HOME, Reserved(OLD, False))]
-    assert (holder.num_hosted, holder.num_stowed(OLD)) == (3, 5)
 
 
 def test_only_who_has_room_is_believed() -> None:

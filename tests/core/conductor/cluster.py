@@ -76,12 +76,16 @@ class Cluster:
         if isinstance(event, RequestArrived):
             self.arrived[event.request] = event, self.now
         waited = list(self.prefilling.values())
-        actions = self.conductor.on(event, self.now)
-        self.conductor.check()
+        actions = self._decide(event)
         self.log.append((self.now, event, tuple(actions)))
         for action in actions:
             self._act(action, event, waited)
         self._check_books()
+        return actions
+
+    def _decide(self, event: Event) -> list[Action]:
+        actions = self.conductor.on(event, self.now)
+        self.conductor.check()
         return actions
 
     def join(self, node: str, role: Role, capacity_tokens: int = 1000, **about: Any) -> None:

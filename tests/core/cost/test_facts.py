@@ -88,33 +88,6 @@ def test_every_known_config_is_checked() -> None:
     assert list(CONFIGS) == list(PUBLISHED_SIZES)
 
 
-def test_windowed_layers_have_heads_of_their_own() -> None:
-    facts = facts_of(MIMO_V2_FLASH)
-    assert facts.kv_elements == 9 * 4 * (192 + 128)
-    assert facts.window_elements == 39 * 8 * (192 + 128) * 128
-    assert facts.kv_shards == 4
-    shared = {key: value for key, value in MIMO_V2_FLASH.items() if not key.startswith("swa_")}
-    assert facts_of(shared).window_elements == facts.window_elements // 2
-
-
-def test_a_gate_and_a_latent_space_of_experts_are_parameters() -> None:
-    """Kimi K3 has both; without them the same layers have fewer dense parameters and larger experts."""
-    text = {key: value for key, value in KIMI_K3["text_config"].items() if key != "routed_expert_hidden_size"}
-    plain = facts_of(KIMI_K3 | {"text_config": text | {"mla_use_output_gate": False}})
-    facts = facts_of(KIMI_K3)
-    gates, projections = 24 * 7168 * 96 * 128, 92 * 2 * 7168 * 3584
-    assert facts.dense_params - plain.dense_params == gates + projections
-    assert 2 * facts.expert_params == plain.expert_params
-    assert facts.weight_dtype == "mxfp4"
-
-
-def test_a_short_window_is_a_fixed_state() -> None:
-    facts = facts_of(GPT_OSS)
-    assert facts.kv_elements == 18 * 2 * 8 * 64
-    assert facts.window_elements == 128 * facts.kv_elements
-    assert facts.token_flops == 18 * 4 * 64 * 64 * 128
-
-
 def test_a_long_window_counts_as_full_attention() -> None:
     config = LLAMA_70B | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     facts = facts_of(config)
@@ -216,10 +189,3 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
 def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         facts_of(config | changes)
-
-
-def test_values_of_another_size_than_keys_make_another_state() -> None:
-    wide = facts_of(QWEN3_NEXT | {"linear_value_head_dim": 256})
-    usual = facts_of(QWEN3_NEXT)
-    heads, layers = QWEN3_NEXT["linear_num_value_heads"], 36
-    assert wide.state_bytes - usual.state_bytes == layers * heads * (128 * 128 * 4 + 3 * 128 * 2)

@@ -45,6 +45,12 @@ def test_layouts_that_differ_in_one_field_have_different_fingerprints() -> None:
     assert len({layout.fingerprint() for layout in layouts}) == len(layouts)
 
 
+def test_the_fingerprint_keeps_neighbouring_numbers_apart() -> None:
+    one = KVLayout("float32", 1, 11, 1, 1)
+    other = KVLayout("float32", 11, 1, 1, 1)
+    assert one.fingerprint() != other.fingerprint()
+
+
 def test_exact_blocks_keep_the_fingerprint_they_had_before_there_were_codecs() -> None:
     assert LAYOUT.fingerprint() == b"bfloat16/16/3/2/8"
 

@@ -113,6 +113,8 @@ class Cluster:
             assert not goes_on or self.routes.get(request) is old, "one that had no need of it moved"
         for route in self.routes.values():
             alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
+            comes = route.recall is not None and name == route.recall.source
+            alive &= not comes or route.request in self.handed_over
             assert alive or route.request in self.held, "a request stays on a node that left"
         return actions
 

@@ -12,9 +12,11 @@ from isthmus.core.conductor import (
     Fail,
     Hold,
     HoldExpired,
+    NodeLeft,
     Paths,
     Refuse,
     RequestFailed,
+    RoleChanged,
     Route,
     Rules,
 )
@@ -193,6 +195,10 @@ def test_what_is_too_long_for_the_node_that_came_is_told_so() -> None:
     assert isinstance(refusal, Refuse) and refusal.code == "too_long"
 
 
+def test_what_no_node_will_ever_hold_does_not_wait() -> None:
+    assert cluster("m1", rules=WAITS).refusal("a", 10**6).code == "too_long"
+
+
 def test_admission_counts_the_time_that_a_request_waited_for_a_node() -> None:
     for waited_ms, is_refused in ((10, False), (95, True)):
         some = Cluster(Rules(wait_ms=500, admission="early", ttft_ms=100), step_ns=0)
@@ -341,6 +347,10 @@ def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None
                 assert some.fail(request, attempt - 1) == []
                 assert some.first_token(request, attempt - 1) == []
                 some.finish_prefill(request, attempt - 1)
+                some.store("nobody", *NAMES[:2])
+                some.evict("nobody", NAMES[0])
+                nobody = NodeId("nobody")
+                assert some.on(NodeLeft(nobody)) == some.on(RoleChanged(nobody, Role.DECODE)) == []
             case "store" if node:
                 some.store(node, *NAMES[: random.randrange(10)])
             case "demote" if node:

@@ -16,6 +16,12 @@ def _joined(name: str, cost: Curve, paths: Paths = LINK, block_size: int = 4) ->
     return NodeJoined(NodeId(name), P, 1000, block_size, cost, paths)
 
 
+def test_one_token_is_computed_at_least() -> None:
+    view = view_of(P, D)
+    view.index.store(view.prefills[0].bit, NAMES)
+    assert estimator(view, arrival(40, NAMES)).local(0).work_ns == 1 * MS
+
+
 def test_a_fetch_runs_while_the_request_waits_and_computes() -> None:
     view = view_of(P, P, D)
     source, target = view.prefills

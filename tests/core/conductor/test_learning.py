@@ -20,6 +20,25 @@ def test_a_common_error_of_the_estimates_cancels(factor: float) -> None:
     assert calibration.ratio == pytest.approx(factor, rel=0.03)
 
 
+def test_calibration_follows_a_change_of_the_hardware() -> None:
+    calibration = Calibration()
+    for _ in range(3000):
+        calibration.add(10**9, 10**9)
+    for count in range(1, 4001):
+        calibration.add(2 * 10**9, 10**9)
+        expected = 2 - (1 - 1 / 1000) ** count
+        if count % 1000 == 0:
+            assert calibration.ratio == pytest.approx(expected, abs=0.06)
+    assert calibration.ratio > 1.95
+
+
+def test_long_prefills_weigh_more() -> None:
+    calibration = Calibration()
+    calibration.add(50_000_000, 1_000_000)  # 50 times as long, but only ms
+    calibration.add(1_000_000_000, 1_000_000_000)
+    assert calibration.ratio == pytest.approx(1.049, abs=0.001)
+
+
 def test_nothing_measured_changes_nothing() -> None:
     calibration = Calibration()
     assert calibration.ratio == 1.0
@@ -146,6 +165,12 @@ def test_few_answers_count_at_once_enough_to_be_of_use() -> None:
     for _ in range(40):
         outputs.add(10)
     assert outputs.survival(50) == pytest.approx(0.5, abs=0.1)
+
+
+def test_lengths_beyond_all_bins_are_counted() -> None:
+    outputs = learned([2**40] * 20)
+    assert outputs.survival(2**30) > 0
+    assert outputs.mean == 2**40
 
 
 def test_what_is_forgotten_weighs_half_and_leaves_shares_as_they_are() -> None:

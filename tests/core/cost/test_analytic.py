@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from isthmus.core.cost import Analytic, compile_cost
 from isthmus.core.cost.analytic import KV_BYTES, WEIGHT_BYTES
 from isthmus.core.errors import ConfigError
-from tests.core.cost.models import CONFIGS, LLAMA_70B, instance
+from tests.core.cost.models import CONFIGS, DEEPSEEK_V3, LLAMA_70B, instance
 
 instances = st.builds(
     lambda name, gpu, gpus, engine: instance(CONFIGS[name], gpu, gpus, engine=engine),
@@ -111,6 +111,11 @@ def test_better_hardware_is_never_slower(field: str, cost: Analytic, batch: int,
     assert there.prefill_ns(batch, context) <= here.prefill_ns(batch, context)
 
 
+def test_nothing_costs_nothing() -> None:
+    node = compile_cost(instance())
+    assert (node.prefill_ns(0, 100), node.decode_step_ps(0)[0], node.step_ps((), 0, 0)) == (0, 0, 0)
+
+
 def test_70b_bf16_on_four_h100_reads_its_weights_in_ten_milliseconds() -> None:
     cost = instance(LLAMA_70B, "h100", 4, weight_dtype="bf16")
     assert weights_read_ps(cost, 1) / 1e9 == pytest.approx(10.4, abs=0.2)
@@ -129,6 +134,11 @@ def test_capacity_is_what_memory_leaves() -> None:
     one, four = instance(num_gpus=1), instance(num_gpus=4)
     assert 250_000 < one.kv_capacity_tokens < 400_000
     assert four.kv_capacity_tokens > 4 * one.kv_capacity_tokens
+
+
+def test_the_kv_of_mla_is_held_on_every_gpu() -> None:
+    cost = instance(DEEPSEEK_V3, num_gpus=8)
+    assert cost.kv_capacity_tokens == int(cost.free_bytes / (8 * cost.kv_token_bytes))
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

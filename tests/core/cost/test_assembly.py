@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,13 @@ def test_computing_all_candidates_is_a_prefill(
     assert assembled_weight(everything, num_tokens, count, cost.num_layers) == num_tokens
 
 
+@given(costs, selections, st.integers(1, TAIL), cached)
+def test_the_tail_is_always_computed(
+    cost: NodeCost, selection: Selection, num_tokens: int, cached: int
+) -> None:
+    assert assembled_ns(cost, selection, num_tokens, cached, num_tokens) == cost.prefill_ns(num_tokens, cached)
+
+
 @given(tokens, shares, st.integers(1, 100))
 def test_the_weight_is_the_mean_of_the_rows(num_tokens: int, share: float, num_layers: int) -> None:
     count = int(max(0, num_tokens - TAIL) * share)
@@ -116,3 +124,12 @@ def test_beside_other_work(
     whole = cost.step_ps([*chunks, (4000, 100)], num_decodes, context)
     found = assembled_step_ps(cost, [AssembledChunk(CACHEBLEND, 4000, 100, 3900)], chunks, num_decodes, context)
     assert cost.step_ps([*chunks, (100, 2050)], num_decodes, context) <= found <= whole
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+def test_two_assembled_chunks_share_an_iteration(selection: Selection) -> None:
+    cost = COSTS[0]
+    one, other = AssembledChunk(selection, 5000, 0, 4500), AssembledChunk(EPIC, 3000, 1000, 2000)
+    both = assembled_step_ps(cost, [one, other], [], 0, 0)
+    alone = [assembled_step_ps(cost, [each], [], 0, 0) for each in (one, other)]
+    assert max(alone) < both < sum(alone)

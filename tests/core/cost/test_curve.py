@@ -83,6 +83,11 @@ def test_tables_are_interpolated_and_carried_on(batch: int, fixed_us: int, per_p
     assert compile_cost(TABLE).decode_step_ps(batch) == (fixed_us * 10**6, per_ps)
 
 
+def test_a_table_keeps_its_first_value_below() -> None:
+    curve = Curve(1, 1, 1e-5, decode_points=((4, 2e-3), (8, 3e-3)))
+    assert compile_cost(curve).decode_step_ps(1) == compile_cost(curve).decode_step_ps(4)
+
+
 @given(curves, counts, counts, counts)
 def test_steps_are_consistent(curve: Curve, n: int, batch: int, context: int) -> None:
     cost = compile_cost(curve)

@@ -88,6 +88,13 @@ def test_every_known_config_is_checked() -> None:
     assert list(CONFIGS) == list(PUBLISHED_SIZES)
 
 
+def test_a_short_window_is_a_fixed_state() -> None:
+    facts = facts_of(GPT_OSS)
+    assert facts.kv_elements == 18 * 2 * 8 * 64
+    assert facts.window_elements == 128 * facts.kv_elements
+    assert facts.token_flops == 18 * 4 * 64 * 64 * 128
+
+
 def test_a_long_window_counts_as_full_attention() -> None:
     config = LLAMA_70B | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     facts = facts_of(config)
@@ -189,3 +196,10 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
 def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         facts_of(config | changes)
+
+
+def test_values_of_another_size_than_keys_make_another_state() -> None:
+    wide = facts_of(QWEN3_NEXT | {"linear_value_head_dim": 256})
+    usual = facts_of(QWEN3_NEXT)
+    heads, layers = QWEN3_NEXT["linear_num_value_heads"], 36
+    assert wide.state_bytes - usual.state_bytes == layers * heads * (128 * 128 * 4 + 3 * 128 * 2)

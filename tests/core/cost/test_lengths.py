@@ -96,6 +96,12 @@ def test_nothing_is_longer_than_the_longest(lengths: Lengths) -> None:
     assert (below, whole) == (0, pytest.approx(mean_of(lengths, cost)))
 
 
+def test_many_thresholds_are_as_one() -> None:
+    thresholds = range(100, 140_000, 977)
+    one_by_one = [PUBLISHED.sums(cost, [threshold])[0] for threshold in thresholds]
+    assert PUBLISHED.sums(cost, thresholds) == pytest.approx(one_by_one, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

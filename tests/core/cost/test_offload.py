@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,12 @@ def test_the_largest_batch_keeps_the_limit_exactly() -> None:
     assert offload.largest_batch(cost, 1000.0001, 20, 30) == 9
 
 
+def test_an_empty_class_does_not_bind() -> None:
+    assert offload.highest_rate(0.0, 2.0, 3.0, 0.0) == 2.0
+    assert offload.highest_rate(2.0, 0.0, 3.0, 1.0) == 2.0
+    assert offload.prefill_imbalance(0.0, 2.0, 0.0) == math.inf
+
+
 @pytest.mark.parametrize("split", [offload.representative, offload.expected])
 def test_classes_of_a_sample(split: offload.Split) -> None:
     sample = Sample([1_000, 2_000, 50_000])
@@ -104,6 +111,14 @@ def test_the_grid_finds_the_best_of_all_pairs(split: offload.Split) -> None:
             solution.rate * solution.classes.share * solution.classes.kv_bytes
         )
         assert solution.egress <= FLEET.egress * (1 + 1e-9)
+
+
+def test_baselines_are_corners_of_the_grid() -> None:
+    homogeneous = Fleet(0, 12, 0.0, 800 / 1024)
+    (nothing,) = offload.solve(offload.representative(LENGTHS, WORK, [131_072]), homogeneous)
+    assert (nothing.classes.share, nothing.egress, nothing.num_prefill) == (0, 0, 9)
+    (naive,) = offload.solve(offload.representative(LENGTHS, WORK, [0]), FLEET)
+    assert (naive.classes.share, naive.num_prefill, naive.num_decode) == (1, 0, 8)
 
 
 def test_work_of_cost_models() -> None:

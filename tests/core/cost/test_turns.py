@@ -45,6 +45,14 @@ def test_every_slice_runs_once_and_where_the_rule_says(batches: int, slices: int
     assert all(replica_of(*job, batches) == replica for job, replica in jobs)
 
 
+@given(st.integers(3, 8), SLICES)
+def test_the_context_of_a_batch_goes_to_the_next_replica(batches: int, slices: int) -> None:
+    for batch in range(batches):
+        for at in range(slices - 1):
+            here, there = replica_of(batch, at, batches), replica_of(batch, at + 1, batches)
+            assert there == (here + 1) % replicas_of(batches)
+
+
 @given(BATCHES, SLICES, st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))
 def test_no_device_does_two_things_at_once(
     batches: int, slices: int, slice_ps: int, attention_ps: int, net_ps: int

@@ -107,6 +107,15 @@ def test_heads_that_cannot_be_cut_so_have_no_room(share: Share) -> None:
     assert holder.num_stowed(OLD) == 5
 
 
+@pytest.mark.parametrize(
+    "asked", [Reserve(OLD, 5, WHOLE), Reserve(OLD, 0, HALF), Reserve(OLD, -1, HALF)], ids=repr
+)
+def test_what_cannot_be_had_is_refused_and_changes_nothing(asked: Reserve) -> None:
+    holder = hosting(HOME)
+    assert told(holder, HOME, asked, 2) == [Tell(HOME, Reserved(OLD, False))]
+    assert (holder.num_hosted, holder.num_stowed(OLD)) == (3, 5)
+
+
 def test_only_who_has_room_is_believed() -> None:
     holder = hosting(HOME, share=WHOLE)
     for letter in (Shrink(OLD, 1), SendBack(OLD, 0, 1), Vacate(OLD)):

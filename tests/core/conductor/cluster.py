@@ -45,6 +45,13 @@ from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tier
 from .views import BLOCK_SIZE, CURVE, LINK, MS, arrival
 
 
+def comes_back(event: Event, actions: Sequence[Action]) -> None:
+    """What is said travels between processes and lies in recordings: it is read as it was written."""
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode(event), type=Event) == event
+        assert codec.decode(codec.encode(actions), type=list[Action]) == list(actions)
+
+
 class Cluster:
     """Every request, by name: its current route while it lives, and how it ended."""
 
@@ -77,6 +84,7 @@ class Cluster:
             self.arrived[event.request] = event, self.now
         waited = list(self.prefilling.values())
         actions = self._decide(event)
+        comes_back(event, actions)
         self.log.append((self.now, event, tuple(actions)))
         for action in actions:
             self._act(action, event, waited)

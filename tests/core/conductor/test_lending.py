@@ -27,6 +27,8 @@ from isthmus.core.conductor.view import NodeView, RequestView, View
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, RequestId, Role
 
+from .cluster import comes_back
+
 SIZE = 16
 BLOCKS = 100
 COST = Curve(
@@ -133,6 +135,7 @@ class Bank:
         self.now += 1_000_000
         actions = self.conductor.on(event, self.now)  # type: ignore[arg-type]
         self.conductor.check()
+        comes_back(event, actions)  # type: ignore[arg-type]
         return actions
 
     def ask(self, name: str, num_blocks: int) -> None:

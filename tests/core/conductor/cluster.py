@@ -40,10 +40,16 @@ from isthmus.core.conductor import (
 )
 from isthmus.core.conductor.conductor import MAX_LOSSES
 from isthmus.core.conductor.view import WAITING
-from isthmus.core.cost import Curve
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tier
 
 from .views import BLOCK_SIZE, CURVE, LINK, MS, arrival
+
+
+def comes_back(event: Event, actions: Sequence[Action]) -> None:
+    """What is said travels between processes and lies in recordings: it is read as it was written."""
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode(event), type=Event) == event
+        assert codec.decode(codec.encode(actions), type=list[Action]) == list(actions)
 
 
 class Cluster:
@@ -59,6 +65,7 @@ class Cluster:
         self.routes: dict[RequestId, Route] = {}
         self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
         self.streaming: set[RequestId] = set()
+        self.handed_over: set[RequestId] = set()
         self.held: set[RequestId] = set()
         self.waiting: set[RequestId] = set()  # for a first attempt
         self.failures: Counter[RequestId] = Counter()
@@ -76,44 +83,24 @@ class Cluster:
         if isinstance(event, RequestArrived):
             self.arrived[event.request] = event, self.now
         waited = list(self.prefilling.values())
-        actions = self.conductor.on(event, self.now)
-        self.conductor.check()
+        actions = self._decide(event)
+        comes_back(event, actions)
         self.log.append((self.now, event, tuple(actions)))
         for action in actions:
             self._act(action, event, waited)
         self._check_books()
         return actions
 
-    def join(
-        self,
-        node: str,
-        role: Role,
-        capacity_tokens: int = 1000,
-        *,
-        cost: Curve | None = CURVE,
-        paths: Paths | None = None,
-        cache_blocks: int = 8,
-        cluster: str = "",
-        state_blocks: int = 0,
-        max_sequences: int = 0,
-        lends: bool = False,
-        reuse_layers: int = 0,
-    ) -> None:
+    def _decide(self, event: Event) -> list[Action]:
+        actions = self.conductor.on(event, self.now)
+        self.conductor.check()
+        return actions
+
+    def join(self, node: str, role: Role, capacity_tokens: int = 1000, **about: Any) -> None:
+        """`about`: the other fields of a `NodeJoined`."""
         name, held = NodeId(node), self.held | self.waiting
-        joined = NodeJoined(
-            name,
-            role,
-            capacity_tokens,
-            BLOCK_SIZE,
-            cost,
-            self.paths if paths is None else paths,
-            cache_blocks,
-            cluster=cluster,
-            state_blocks=state_blocks,
-            max_sequences=max_sequences,
-            lends=lends,
-            reuse_layers=reuse_layers,
-        )
+        about = {"cost": CURVE, "paths": self.paths, "cache_blocks": 8, "lends": False} | about
+        joined = NodeJoined(name, role, capacity_tokens, BLOCK_SIZE, **about)
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):
             assert isinstance(action, Route | Refuse) and action.request in held, "only what is held resumes"
@@ -125,9 +112,17 @@ class Cluster:
         self.converting.pop(name, None)
         for nodes in self.told.values():
             nodes.discard(name)
+        before = {request: route for request, route in self.routes.items() if request not in self.held}
         actions = self.on(NodeLeft(name))
+        for request, old in before.items():
+            goes_on = name != old.decode and (name != old.prefill or request in self.handed_over)
+            goes_on &= old.recall is None or name != old.recall.source
+            goes_on &= name not in (*old.growth, *[holder for each in old.holdings for holder in each.holders])
+            assert not goes_on or self.routes.get(request) is old, "one that had no need of it moved"
         for route in self.routes.values():
             alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
+            comes = route.recall is not None and name == route.recall.source
+            alive &= not comes or route.request in self.handed_over
             assert alive or route.request in self.held, "a request stays on a node that left"
         return actions
 
@@ -203,8 +198,9 @@ class Cluster:
 
     def finish_prefill(self, request: str, attempt: int = 1) -> None:
         route = self.routes.get(RequestId(request))
-        if route is not None and route.attempt == attempt:
-            self.prefilling.pop(RequestId(request), None)
+        if route is not None and route.attempt == attempt and route.request not in self.held:
+            self.prefilling.pop(route.request, None)
+            self.handed_over.add(route.request)
         assert self.on(PrefillFinished(RequestId(request), attempt)) == []
 
     def end(self, request: str, num_generated: int = 1) -> list[Action]:
@@ -215,11 +211,11 @@ class Cluster:
         self._end(RequestId(request), "cancelled")
         return self.on(RequestCancelled(RequestId(request)))
 
-    def fail(self, request: str, attempt: int) -> list[Action]:
+    def fail(self, request: str, attempt: int, *, no_room: bool = False) -> list[Action]:
         name = RequestId(request)
-        if name in self.routes and name not in self.held:
+        if name in self.routes and name not in self.held and not no_room:
             self.failures[name] += self.routes[name].attempt == attempt
-        return self.on(RequestFailed(name, attempt, "it broke"))
+        return self.on(RequestFailed(name, attempt, "it broke", no_room=no_room))
 
     def expire(self, request: str) -> list[Action]:
         """The wait of a request on hold is over."""
@@ -241,8 +237,8 @@ class Cluster:
 
     def drain(self) -> None:
         """Ends what lives, and checks that nothing of it stays anywhere."""
-        for request in list(self.routes):
-            self.end(request)
+        while self.routes:  # others may take the place of one that ends
+            self.end(next(iter(self.routes)))
         for request in sorted(self.waiting):
             self.cancel(request)
         view = self.conductor.view
@@ -278,12 +274,13 @@ class Cluster:
                 left = self.told.pop((action.request, action.attempt))  # once, each attempt
                 assert left == set(action.nodes), "somebody is not told, or has left"
             case Hold() if action.attempt == 0:
-                assert action.request not in self.routes and action.request not in self.waiting
-                assert action.wait_ms == self.rules.wait_ms > 0
-                assert not self._fits(self.arrived[action.request][0]), "it waits though there is room"
+                assert action.request not in self.routes
+                if not self._lend:
+                    assert action.request not in self.waiting and action.wait_ms == self.rules.wait_ms > 0
+                    assert not self._fits(self.arrived[action.request][0]), "it waits though there is room"
                 self.waiting.add(action.request)
             case Hold():
-                assert action.request in self.routes and action.request not in self.held
+                assert action.request in self.routes and (self._lend or action.request not in self.held)
                 assert action.attempt == self.routes[action.request].attempt
                 self.held.add(action.request)
                 self.prefilling.pop(action.request, None)
@@ -317,15 +314,16 @@ class Cluster:
         assert not {route.prefill, route.decode} & set(self.converting), "a node about to change its role"
         if prefill.cluster != decode.cluster:
             assert self.links_up[prefill.cluster, decode.cluster], "over a link that is down"
-            assert decode.role is not Role.PREFILL
+            assert decode.role is not Role.PREFILL and prefill.role is Role.PREFILL, (
+                "mixed nodes send in no order"
+            )
             self._judge_recall(route, facts)
         elif prefill is not decode:
             assert prefill.role is Role.PREFILL and decode.role is Role.DECODE
             assert not route.handover_start and route.recall is None
         else:
             assert prefill.role is Role.MIXED or facts.max_tokens == 1
-        length = facts.num_tokens + facts.max_tokens
-        assert length <= prefill.capacity_tokens and length <= decode.capacity_tokens
+        self._judge_memory(route, facts)
         assert (route.request, route.attempt - 1) not in self.told, "two attempts are under way"
         self._judge_cached(route, facts)
         ttft_ms = self.rules.ttft_ms if facts.ttft_ms is None else facts.ttft_ms
@@ -333,11 +331,36 @@ class Cluster:
         assert route.deadline_ns == promised
         assert route.work_ns > 0
         self.held.discard(route.request)
+        self.handed_over.discard(route.request)
         self.waiting.discard(route.request)
         self.routes[route.request] = route
         self.prefilling.pop(route.request, None)
         self.prefilling[route.request] = route
         self.told[route.request, route.attempt] = {route.prefill, route.decode}
+
+    @property
+    def _lend(self) -> bool:
+        return any(joined.lends for joined in self.joined.values())
+
+    def _judge_memory(self, route: Route, facts: RequestArrived) -> None:
+        """What stays with its nodes fits there; what lies elsewhere lies once, and no memory is lent twice."""
+        homes = {route.prefill, route.decode}
+        names = [holder for holding in route.holdings for holder in holding.holders]
+        assert len(set(names)) == len(names) and not homes & set(names)
+        away = sum(holding.num_blocks for holding in route.holdings)
+        assert all(holding.num_blocks > 0 for holding in route.holdings)
+        needed = facts.num_tokens + facts.max_tokens - away * BLOCK_SIZE
+        fits = all(needed <= self.joined[home].capacity_tokens for home in homes)
+        assert fits or route.growth, "what stays there does not fit"
+        assert away <= (facts.num_tokens - 1) // BLOCK_SIZE
+        if route.growth:
+            assert away == (facts.num_tokens - 1) // BLOCK_SIZE, "what follows does not follow"
+            assert not away or route.holdings[-1].holders == route.growth or len(route.growth) == 1
+        others = [each for each in self.routes.values() if each.request not in self.held | {route.request}]
+        for name in names:
+            holdings = [h for each in (route, *others) for h in each.holdings if name in h.holders]
+            lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
+            assert lent * BLOCK_SIZE <= self.joined[name].capacity_tokens, "more is lent than there is"
 
     def _judge_cached(self, route: Route, facts: RequestArrived) -> None:
         """What a route counts on is on its node, or another request computes or fetches it there, or it is fetched."""
@@ -392,7 +415,7 @@ class Cluster:
             kept = facts.weight and len(self.routes) + len(set(refused)) >= self.rules.max_requests
             assert full or kept or (self.rules.admission != "none" and any(limits)), "refused for no reason"
             assert refuse.stage in ("prefill", "decode")
-        else:
+        elif not self._lend:
             assert not self._fits(facts), "refused though there is room"
             length = facts.num_tokens + facts.max_tokens
             sizes = [self._largest(role) for role in (Role.PREFILL, Role.DECODE)]
@@ -400,7 +423,7 @@ class Cluster:
                 ever = [self._largest(role, busy=True) for role in (Role.PREFILL, Role.DECODE)]
                 assert any(0 < size < length for size in ever) and not refuse.retry_after_ms
             else:
-                assert refuse.code == "unavailable" and refuse.retry_after_ms
+                assert refuse.code == "unavailable" and refuse.retry_after_ms == self.rules.retry_after_ms
                 parts = not all(sizes) or not all(self.links_up.values())
                 assert parts, "only a missing part is a matter of time"
         if refuse.code == "overloaded":
@@ -419,7 +442,7 @@ class Cluster:
             assert facts.priority < event.priority
         queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
-        assert isinstance(self.log[-1][2][-1], Route), "turned away in vain"
+        assert isinstance(self.log[-1][2][-1], Route | Hold), "turned away in vain"
 
     def _num_of(self, tenant: str) -> int:
         return sum(self.arrived[request][0].tenant == tenant for request in self.routes)

@@ -70,6 +70,8 @@ class Readers(Cluster):
                 self.remembered[action.request] = self.arrived[action.request][0]
                 route = self.routes[action.request]
                 assert route.assembly is None, "errors would add up"
+                content = self.remembered[action.request].content
+                assert content is not None and content.reuse is not Reuse.EXACT, "who did not ask is remembered"
             case Unremember():
                 del self.remembered[action.request]
             case _:

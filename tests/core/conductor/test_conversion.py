@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.conductor import Convert, NodeLeft, RoleChanged, Rules
+from isthmus.core.conductor import Convert, Rules
 from isthmus.core.types import NS_PER_S, NodeId, Role
 from isthmus.lab.sim.records import Result
 
@@ -141,8 +141,3 @@ def test_a_node_that_turned_when_nothing_else_was_left_turns_back() -> None:
     some.convert("near-p2")
     assert some.route("r", 10) == ("near-p2", "near-d1")
     some.drain()
-
-
-def test_events_of_unknown_nodes_do_nothing() -> None:
-    some = two(near="pd", convert=True)
-    assert some.on(NodeLeft(NodeId("nobody"))) == some.on(RoleChanged(NodeId("nobody"), D)) == []

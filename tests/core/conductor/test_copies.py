@@ -67,36 +67,6 @@ def test_what_is_left_goes_down_evenly_and_never_below_nothing() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_left_is_not_counted_anew_when_another_joins() -> None:
-    link = Link(RATE)
-    (copy,) = start([1000], link)
-    begin(link, Link(RATE), 9000, MS // 2)
-    assert copy.until_ns == pytest.approx(1.5 * MS, abs=2)
-    assert copy.bytes_left(MS // 2) == pytest.approx(500, abs=0.01)
-    assert copy.bytes_left(MS) == pytest.approx(250, abs=0.01)
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.booleans()), max_size=6), st.integers(1, 10**6))
-def test_delay_is_symmetric(before: list[tuple[int, bool]], size: int) -> None:
-    """Whether the others are on the link out or on the link in is the same, if both are as fast."""
-    out, into = Link(RATE), Link(RATE)
-    mirrored_out, mirrored_in = Link(RATE), Link(RATE)
-    for num_bytes, is_out in before:
-        begin(out if is_out else Link(RATE), Link(RATE) if is_out else into, num_bytes, 0)
-        begin(Link(RATE) if is_out else mirrored_out, mirrored_in if is_out else Link(RATE), num_bytes, 0)
-    own, delay = transfer_ns(out, into, size, 0)
-    assert transfer_ns(mirrored_out, mirrored_in, size, 0) == pytest.approx((own, delay))
-
-
-def test_the_slower_and_busier_link_counts() -> None:
-    assert transfer_ns(Link(RATE), Link(RATE // 2), 1000, 0) == (2 * MS, 0)
-    out, into = Link(RATE), Link(RATE // 2)
-    start([500, 2000], out)
-    own, delay = transfer_ns(out, into, 1000, 0)
-    assert own == pytest.approx(2.5 * MS, rel=1e-6)  # 1,000 and 500 and 1,000 bytes over the faster link
-    assert delay == pytest.approx(1.5 * MS, rel=1e-6)
-
-
 def test_a_copy_on_both_links_is_delayed_once() -> None:
     out, into = Link(RATE), Link(RATE)
     copy = begin(out, into, 3000, 0)

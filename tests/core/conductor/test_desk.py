@@ -7,12 +7,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.attempts import Become, Begin, Forget, Move, Return, Route
+from isthmus.core.attempts import Become, Begin, Forget, Move, Return, Route, key_of
 from isthmus.core.conductor import (
     Abort,
+    Action,
     Answer,
     Conductor,
     Convert,
@@ -29,13 +30,15 @@ from isthmus.core.conductor import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    RequestFailed,
     Rules,
     Tell,
     Wait,
 )
 from isthmus.core.conductor import view as table
 from isthmus.core.types import NS_PER_S, BlockName, NodeId, RequestId, Role, Tenant
+
+from .cluster import Cluster
+from .test_conductor import play
 
 A, P, D, M = RequestId("a"), NodeId("p"), NodeId("d"), NodeId("m")
 SIZE = 16
@@ -150,99 +153,65 @@ def test_the_wait_for_a_first_node_is_the_deployments() -> None:
 # Any history.
 
 
-class Carrier:
-    """Carries out what a desk answers, by chance sooner or later, and judges it by books of its own."""
+class Carried(Cluster):
+    """All that happens in it goes over a desk, whose answers are judged beside the conductor's actions."""
 
-    def __init__(self, seed: int, rules: Rules) -> None:
-        self.random, self.now, self.nodes = Random(seed), 0, dict[NodeId, Role]()
-        self.desk = Desk(Conductor(rules), REJOIN_NS, self._heard)
-        self.generated: dict[RequestId, int] = {}  # of each request that lives
-        self.attempts: dict[RequestId, int] = {}  # that are under way
-        self.began: dict[RequestId, int] = {}
-        self.waits: list[HoldExpired] = []
-        self.told: dict[tuple[NodeId, str], None] = {}
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self.desk = Desk(self.conductor, REJOIN_NS, self._hear)
+        self.heard: list[Action] = []
+        self.open: set[RequestId] = set()
+        self.waits: set[RequestId] = set()
         self.first: set[tuple[RequestId, int]] = set()
 
-    def _heard(self, now: int, event: Event, actions: object) -> None:
+    def _hear(self, now: int, event: Event, actions: list[Action]) -> None:
+        self.heard = actions
         if isinstance(event, FirstToken):
-            assert self.attempts.get(event.request) == event.attempt, "a token of an attempt that is over"
+            route = self.routes.get(event.request)
+            assert route is not None and route.attempt == event.attempt and event.request not in self.held
             assert (event.request, event.attempt) not in self.first, "a second first token"
             self.first.add((event.request, event.attempt))
 
-    def on(self, event: Event) -> None:
-        self.now += self.random.randrange(NS_PER_S)
-        for answer in self.desk.on(event, self.now):
-            self._carry_out(answer)
+    def _decide(self, event: Event) -> list[Action]:
+        self.heard = []
+        if isinstance(event, RequestArrived):
+            self.open.add(event.request)
+        if isinstance(event, HoldExpired):
+            self.waits.discard(event.request)
+        answers = list(self.desk.on(event, self.now))
         self.desk.check()
-        assert self.generated.keys() == self.desk.conductor.view.requests.keys()
-        waiting = {name for name in self.generated if name not in self.attempts}
-        assert waiting <= {wait.request for wait in self.waits}, "nobody goes on with a request that waits"
+        for at, answer in enumerate(answers):
+            match answer:
+                case Route():
+                    nodes = [node for node, _ in self.desk.parts(answer, 0)]
+                    assert nodes == list(dict.fromkeys([answer.decode, answer.prefill]))
+                    self.waits.discard(answer.request)
+                case Abort(request, attempt, gone):
+                    forget = Forget(key_of(request, attempt))
+                    assert answers[at + 1 : at + 1 + len(gone)] == [Tell(node, forget) for node in gone]
+                case Wait():
+                    self.waits.add(answer.then.request)
+                case Refuse() | Fail() | RequestEnded() | RequestCancelled():
+                    self.open.remove(answer.request)
+        return self.heard
 
-    def _carry_out(self, answer: Answer) -> None:
-        match answer:
-            case Route(request=name, attempt=attempt):
-                assert name not in self.attempts and attempt == self.began.get(name, 0) + 1
-                self.attempts[name] = self.began[name] = attempt
-                for node, begin in self.desk.parts(answer, self.generated[name]):
-                    self._carry_out(Tell(node, begin))
-            case Abort():
-                assert self.attempts.pop(answer.request) == answer.attempt
-            case Tell(order=Begin() as begin):
-                self.told[answer.node, begin.key] = None
-            case Tell(order=Forget() as forget):
-                self.told.pop((answer.node, forget.key), None)
-            case Wait():
-                assert answer.then.request not in self.attempts
-                self.waits.append(answer.then)
-            case Refuse() | Fail() | RequestEnded() | RequestCancelled():
-                assert answer.request not in self.attempts, "it ends amid an attempt"
-                assert not (isinstance(answer, Refuse) and self.generated[answer.request])
-                del self.generated[answer.request]
-
-    def play(self, num_events: int) -> None:
-        for number in range(num_events):
-            self.on(self._next(number))
-        for name in list(self.generated):
-            self.on(RequestCancelled(name))
-        assert not self.told and not self.attempts, "a node was never told to forget"
-
-    def _next(self, number: int) -> Event:
-        random, names = self.random, list(self.began)
-        chance = random.random()
-        if chance < 0.12 or len(self.nodes) < 2:
-            node = NodeId(f"n{number}")
-            self.nodes[node] = random.choice([Role.PREFILL, Role.DECODE, Role.MIXED])
-            return joined(node, self.nodes[node])
-        if chance < 0.2:
-            node = random.choice(list(self.nodes))
-            del self.nodes[node]
-            for told in [told for told in self.told if told[0] == node]:
-                del self.told[told]
-            return NodeLeft(node)
-        if self.waits and chance < 0.3:
-            return self.waits.pop(random.randrange(len(self.waits)))
-        if not names or chance < 0.5:
-            name = RequestId(f"r{number}")
-            self.generated[name] = 0
-            return RequestArrived(name, "", random.randrange(1, 200), random.randrange(0, 50), ())
-        name = random.choice(names)
-        attempt = random.choice([self.began[name], max(1, self.began[name] - 1)])
-        if chance < 0.75:
-            if self.attempts.get(name) == attempt:
-                self.generated[name] += name in self.generated and (name, attempt) in self.first
-            return FirstToken(name, attempt)
-        if chance < 0.85:
-            return RequestFailed(name, attempt, "it broke")
-        return random.choice([RequestEnded(name, 1), RequestCancelled(name)])
+    def _check_books(self) -> None:
+        super()._check_books()
+        assert self.open == set(self.routes) | self.waiting
+        assert self.held | self.waiting <= self.waits, "nobody goes on with a request that waits"
 
 
-@example(seed=1, max_attempts=1, wait_ms=0, max_requests=3)
+@settings(max_examples=100)
 @given(st.integers(0, 1 << 30), st.integers(1, 4), st.sampled_from([0, 100]), st.sampled_from([3, 1000]))
 def test_in_any_history_attempts_follow_each_other_and_each_request_ends_once(
     seed: int, max_attempts: int, wait_ms: int, max_requests: int
 ) -> None:
-    rules = Rules(max_attempts=max_attempts, wait_ms=wait_ms, max_requests=max_requests)
-    Carrier(seed, rules).play(60)
+    some = Carried(Rules(max_attempts=max_attempts, wait_ms=wait_ms, max_requests=max_requests))
+    for node, role in ((P, Role.PREFILL), (D, Role.DECODE), (M, Role.MIXED)):
+        some.join(node, role)
+    play(some, Random(seed), 60)
+    some.drain()
+    assert set(some.ended) == set(some.arrived) and not some.open
 
 
 # The table.

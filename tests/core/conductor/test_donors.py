@@ -101,20 +101,6 @@ def test_what_is_not_alike_takes_the_way_of_others_with_the_same_text() -> None:
     assert read(some, "third", text(10, 200), reuse=Reuse.SEMANTIC, signature=ONE[::-1]).assembly is None
 
 
-@pytest.mark.parametrize(
-    ("donor", "target"),
-    [
-        (Reuse.EXACT, Reuse.SEMANTIC),  # who does not ask is no donor
-        (Reuse.SEMANTIC, Reuse.EXACT),  # nor helped by one
-    ],
-)
-def test_who_does_not_ask_is_neither_served_nor_known(donor: Reuse, target: Reuse) -> None:
-    some = cluster()
-    read(some, "first", HEAD, A, B, QUESTION, reuse=donor, signature=ONE)
-    assert bool(some.remembered) == (donor is not Reuse.EXACT)
-    assert read(some, "second", B, A, QUESTION, reuse=target, signature=ONE).assembly is None
-
-
 @pytest.mark.parametrize("reuse", [Reuse.CHUNKS, Reuse.SEMANTIC])
 def test_other_scopes_do_not_exist(reuse: Reuse) -> None:
     """The same words, of another tenant: routed as if nobody had ever asked anything."""
@@ -153,19 +139,6 @@ def test_a_short_rest_is_computed() -> None:
         read(some, "first", HEAD, A, B, QUESTION)
         read(some, "prefix", C, C)
         assert (read(some, "second", C, C, B).assembly is None) == (len(B) < least)
-
-
-def test_an_exact_prefix_stays_exact() -> None:
-    some = cluster()
-    read(some, "first", HEAD, A, B, C, QUESTION)
-    route = read(some, "second", HEAD, A, text(13, 30), C, B, QUESTION)
-    assert route.num_cached == (len(HEAD) + len(A)) // BLOCK_SIZE
-    assert route.assembly is not None
-    assert all(each.at >= route.num_cached * BLOCK_SIZE for each in route.assembly.passages)
-    assert some.stored[NodeId("m0")].keys() >= set(names_of((*HEAD, *A), "s"))
-    assert not some.stored[NodeId("m0")].keys() & set(
-        names_of(some.tokens[RequestId("second")], "s")[route.num_cached :]
-    )
 
 
 def test_the_next_turn_of_a_conversation_has_a_prefix_and_no_donor() -> None:

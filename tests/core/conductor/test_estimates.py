@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from random import Random
-
-import pytest
-
 from isthmus.core.conductor import FetchOrder, NodeJoined, Paths
-from isthmus.core.conductor.copies import begin
-from isthmus.core.conductor.estimates import can_copy, least_sending
+from isthmus.core.conductor.estimates import can_copy
 from isthmus.core.conductor.view import View
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, Role
 
-from .views import LINK, MS, SLOW, arrival, estimator, queue_up, random_view, view_of
+from .views import LINK, MS, SLOW, arrival, estimator, queue_up, view_of
 
 NAMES = list(range(10))
 P, D = Role.PREFILL, Role.DECODE
@@ -19,34 +14,6 @@ P, D = Role.PREFILL, Role.DECODE
 
 def _joined(name: str, cost: Curve, paths: Paths = LINK, block_size: int = 4) -> NodeJoined:
     return NodeJoined(NodeId(name), P, 1000, block_size, cost, paths)
-
-
-def test_a_queue_and_the_uncached_rest() -> None:
-    view = view_of(P, P, D)
-    queue_up(view, 30, 0)
-    view.index.store(view.prefills[0].bit, NAMES[:5])
-    found = estimator(view, arrival(50, NAMES))
-    local = found.local(0)
-    assert (local.cached, local.own, local.work_ns, local.ttft_ns) == (5, 5, 30 * MS, 60 * MS)
-    assert (local.compute_ns, local.fetch, local.source) == (30 * MS, None, None)
-    other = found.local(1)
-    assert (other.cached, other.work_ns, other.ttft_ns) == (0, 50 * MS, 50 * MS)
-    assert found.waits == [30 * MS, 0]
-    assert (found.deepest, found.held) == (5, [(0, 0b010), (5, 0b001)])
-
-
-def test_a_queue_that_should_be_over_is_empty() -> None:
-    view = view_of(P, D)
-    queue_up(view, 30)
-    assert estimator(view, arrival(50), now=31 * MS).waits == [0]
-
-
-def test_blocks_that_will_be_there_count_like_those_that_are() -> None:
-    view = view_of(P, P, D)
-    view.index.expect(view.prefills[0].bit, NAMES[:5])
-    found = estimator(view, arrival(50, NAMES))
-    assert found.local(0).work_ns == 30 * MS
-    assert (found.deepest, found.held) == (5, [(0, 0b011)])  # but nobody can fetch them
 
 
 def test_one_token_is_computed_at_least() -> None:
@@ -68,19 +35,6 @@ def test_a_fetch_runs_while_the_request_waits_and_computes() -> None:
         assert fetched.fetch == FetchOrder(NodeId("n0"), 2, 10, 8 * MS)
         computes = tokens - 40 >= 8 - wait
         assert fetched.compute_ns == ((tokens - 40) * MS if computes else 0)
-
-
-def test_a_fetch_waits_for_the_copies_on_its_links() -> None:
-    view = view_of(P, P, P, D)
-    source, target, third = view.prefills
-    view.index.store(source.bit, NAMES)
-    begin(source.link_out, third.link_in, 4000, 0)
-    fetched = estimator(view, arrival(41, NAMES)).fetched(1, source, 10)
-    assert fetched.work_ns == pytest.approx(14 * MS, rel=1e-3)
-    begin(third.link_out, target.link_in, 20_000, 0)
-    fetched = estimator(view, arrival(41, NAMES)).fetched(1, source, 10)
-    assert fetched.work_ns == pytest.approx(20 * MS, rel=1e-3)
-    assert fetched.fetch is not None and fetched.fetch.until_ns == pytest.approx(20 * MS, rel=1e-3)
 
 
 def test_loading_hides_behind_computing_or_takes_its_place() -> None:
@@ -130,28 +84,6 @@ def test_who_can_copy_to_whom() -> None:
     assert can_copy(first, second) and can_copy(second, first)
     assert not can_copy(first, unlinked) and not can_copy(unlinked, first)
     assert not can_copy(first, other)
-
-
-def test_the_holder_that_sends_least_is_taken() -> None:
-    view = view_of(P, P, P, D)
-    found = estimator(view, arrival(10))
-    first, second, third = view.prefills
-    assert least_sending(found, 0b100) is third
-    assert least_sending(found, 0b111) is first
-    begin(first.link_out, third.link_in, 10, 0)
-    assert least_sending(found, 0b111) is second
-    assert least_sending(found, 0b101) is third
-
-
-def test_depths_are_those_of_the_index_for_every_node() -> None:
-    random = Random(1)
-    for _ in range(300):
-        view, request = random_view(random, 10**12)
-        found = estimator(view, request, 10**12)
-        for node in view.prefills:
-            (alone,) = view.index.match(request.names, node.bit)[1]
-            assert found.depths[node.slot] == alone[0]
-        assert found.deepest == max(found.depths[node.slot] for node in view.prefills)
 
 
 def test_a_slot_is_used_again() -> None:

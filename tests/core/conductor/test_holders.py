@@ -3,92 +3,31 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.conductor import (
-    Abort,
-    Conductor,
-    Event,
-    Fail,
-    FirstToken,
-    Hold,
-    HoldExpired,
-    NodeJoined,
-    NodeLeft,
-    Refuse,
-    RequestArrived,
-    RequestEnded,
-    RequestFailed,
-    Route,
-    Rules,
-)
+from isthmus.core.conductor import Abort, Action, Fail, Hold, Paths, Refuse, Route, Rules
 from isthmus.core.conductor.conductor import MAX_VAIN
 from isthmus.core.types import NodeId, RequestId, Role
+
+from .cluster import Cluster
 
 SIZE = 4
 
 
-class Nodes:
-    """Each has room for `capacity` tokens, and says what it lends when it is asked."""
+class Nodes(Cluster):
+    """Each has room for so many tokens, and says what it lends when it is asked."""
 
-    def __init__(
-        self, *roles: tuple[Role, int], rules: Rules | None = None, kv_heads: int = 1, state_blocks: int = 0
-    ) -> None:
-        self.conductor, self.now = Conductor(rules or Rules(policy="round_robin")), 0
-        self.capacity: dict[NodeId, int] = {}
-        self.joined: list[NodeJoined] = []
-        self.routes: dict[RequestId, Route] = {}
-        self.lengths: dict[RequestId, tuple[int, int]] = {}
+    def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None, **about: Any) -> None:
+        super().__init__(rules or Rules(policy="round_robin"), Paths())
         for at, (role, capacity) in enumerate(roles):
-            name = NodeId(f"{role.value}-{at}")
-            self.capacity[name] = capacity
-            self.joined.append(
-                NodeJoined(name, role, capacity, SIZE, kv_heads=kv_heads, state_blocks=state_blocks)
-            )
-            self.on(self.joined[-1])
+            self.join(f"{role.value}-{at}", role, capacity, cost=None, lends=True, **about)
 
-    def on(self, event: Event) -> list[object]:
-        self.now += 1_000_000
-        actions = self.conductor.on(event, self.now)
-        self.conductor.check()
-        for action in actions:
-            if isinstance(action, Route):
-                self.judge(action)
-            elif isinstance(action, Refuse | Fail | Hold):
-                self.routes.pop(action.request, None)
-        return list(actions)
-
-    def judge(self, route: Route) -> None:
-        """Who computes has no part elsewhere twice; what it needs fits, and what is lent too."""
-        num_tokens, max_tokens = self.lengths[route.request]
-        self.routes[route.request] = route
-        homes = {route.prefill, route.decode}
-        names = [holder for holding in route.holdings for holder in holding.holders]
-        assert len(set(names)) == len(names) and not homes & set(names)
-        away = sum(holding.num_blocks for holding in route.holdings)
-        assert away <= (num_tokens - 1) // SIZE and all(holding.num_blocks > 0 for holding in route.holdings)
-        for home in homes:
-            needed = num_tokens + max_tokens - away * SIZE
-            assert needed <= self.capacity[home] or route.growth, "what stays there does not fit"
-        if route.growth:
-            assert away == (num_tokens - 1) // SIZE, "what follows does not follow"
-            assert not away or route.holdings[-1].holders == route.growth or len(route.growth) == 1
-        for name in names:
-            holdings = [h for r in self.routes.values() for h in r.holdings if name in h.holders]
-            lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
-            assert lent * SIZE <= self.capacity[name], "more is lent than there is"
-
-    def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[object]:
-        self.lengths[RequestId(name)] = num_tokens, max_tokens
-        known = tuple(range(num_tokens // SIZE)) if names else ()
-        return self.on(RequestArrived(RequestId(name), "", num_tokens, max_tokens, known))
-
-    def end(self, name: str) -> list[object]:
-        self.routes.pop(RequestId(name), None)
-        return self.on(RequestEnded(RequestId(name), 1))
+    def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[Action]:
+        return self.arrives(name, num_tokens, max_tokens, names=range(num_tokens // SIZE) if names else ())
 
 
 FOUR = [(Role.MIXED, 100)] * 4
@@ -133,7 +72,7 @@ def test_who_finds_no_room_waits_for_it() -> None:
     nodes.ask("one", 300)
     [hold] = nodes.ask("two", 300)
     assert isinstance(hold, Hold)
-    [again] = nodes.on(HoldExpired(RequestId("two"), 0))
+    [again] = nodes.expire("two")
     assert isinstance(again, Hold) and nodes.end("one")[-1].request == "two"  # type: ignore[attr-defined]
     assert RequestId("two") in nodes.routes
 
@@ -147,8 +86,8 @@ def test_who_waits_for_room_counts_where_so_many_requests_may_be() -> None:
     nodes.ask("b", 8)
     makes_room = ["Abort", "Refuse", "Hold"]
     for name, expected in (("x", makes_room), ("y", makes_room), ("z", ["Refuse"])):
-        arrived = RequestArrived(RequestId(name), "", 250, 4, (), priority=1)
-        assert [type(action).__name__ for action in nodes.on(arrived)] == expected
+        actions = nodes.arrives(name, 250, 4, priority=1)
+        assert [type(action).__name__ for action in actions] == expected
         assert len(nodes.conductor.view.requests) == 3
 
 
@@ -157,10 +96,10 @@ def test_a_holder_that_has_no_room_costs_no_attempt_and_is_asked_later_each_time
     nodes.ask("r", 300)
     waits = []
     for attempt in range(1, 6):
-        *aborts, hold = nodes.on(RequestFailed(RequestId("r"), attempt, "no room", no_room=True))
+        *aborts, hold = nodes.fail("r", attempt, no_room=True)
         assert all(isinstance(abort, Abort) for abort in aborts) and isinstance(hold, Hold)
         waits.append(hold.wait_ms)
-        [route] = nodes.on(HoldExpired(RequestId("r"), attempt))
+        [route] = nodes.expire("r")
         assert isinstance(route, Route) and route.attempt == attempt + 1
     assert waits == [10, 20, 40, 80, 160]
 
@@ -169,12 +108,12 @@ def test_in_the_end_it_fails() -> None:
     """Where nobody else has the memory, waiting is in vain."""
     nodes = Nodes((Role.MIXED, 100), (Role.MIXED, 100))
     nodes.ask("r", 150)
-    nodes.on(RequestFailed(RequestId("r"), 1, "no room", no_room=True))
+    nodes.fail("r", 1, no_room=True)
     nodes.conductor.view.nodes[NodeId("mixed-1")].lent_blocks = 25  # as the node has it
     nodes.conductor.view.nodes[NodeId("mixed-0")].lent_blocks = 25
     nodes.conductor.check = lambda: None  # type: ignore[method-assign]
     for _ in range(MAX_VAIN):
-        [action] = nodes.on(HoldExpired(RequestId("r"), 1))
+        [action] = nodes.expire("r")
     assert isinstance(action, Fail)
 
 
@@ -182,7 +121,7 @@ def test_a_holder_that_leaves_ends_the_attempt() -> None:
     nodes = Nodes(*FOUR)
     [route] = nodes.ask("r", 200)
     assert isinstance(route, Route)
-    abort, again = nodes.on(NodeLeft(route.holdings[0].holders[0]))
+    abort, again = nodes.leave(route.holdings[0].holders[0])
     assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
 
 
@@ -241,7 +180,7 @@ def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_
     assert isinstance(first, Hold) and first.wait_ms == 10
     assert isinstance(second, Hold) and second.wait_ms == 1000
     assert all(isinstance(hold, Hold) for [hold] in others)
-    [again] = nodes.on(HoldExpired(RequestId("d"), 0))
+    [again] = nodes.expire("d")
     assert isinstance(again, Hold) and again.wait_ms == 1000
     gone_on = nodes.end("a")
     routes = [action for action in gone_on if isinstance(action, Route)]
@@ -252,8 +191,7 @@ def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_
 def test_what_answers_will_add_there_is_counted_as_they_are_in_the_mean() -> None:
     nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 100), (Role.ATTENTION, 100), kv_heads=2)
     nodes.ask("short", 3, 30)
-    nodes.routes.clear()
-    nodes.on(RequestEnded(RequestId("short"), 16))
+    nodes.end("short", 16)
     held = [nodes.conductor.view.nodes[holder] for holder in (NodeId("attention-1"), NodeId("attention-2"))]
     [route] = nodes.ask("a", 81, 30)
     assert isinstance(route, Route) and [node.lent_blocks for node in held] == [10, 10]
@@ -295,14 +233,14 @@ def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role,
     nodes = Nodes(*roles, *PAIR, kv_heads=2)
     [route] = nodes.ask("r", 300, names=True)
     assert isinstance(route, Route) and not route.taken
-    nodes.on(FirstToken(RequestId("r"), 1))
-    *_, again = nodes.on(NodeLeft(route.decode))
+    nodes.first_token("r", 1)
+    *_, again = nodes.leave(route.decode)
     assert isinstance(again, Route) and again.taken == 1 and again.decode != route.decode
     assert (again.holdings, again.growth) == (route.holdings, route.growth)
-    nodes.on(NodeJoined(route.decode, roles[-1][0], 100, SIZE, kv_heads=2))
-    *_, third = nodes.on(NodeLeft(again.decode))
+    nodes.join(route.decode, roles[-1][0], 100, cost=None, lends=True, kv_heads=2)
+    *_, third = nodes.leave(again.decode)
     assert isinstance(third, Route) and third.taken == 2
-    *_, anew = nodes.on(NodeLeft(third.holdings[0].holders[0]))
+    *_, anew = nodes.leave(third.holdings[0].holders[0])
     assert not isinstance(anew, Route) or not anew.taken, "a part of it is gone"
 
 
@@ -310,10 +248,10 @@ def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
     nodes = Nodes((Role.MIXED, 100), *PAIR, kv_heads=2)
     [route] = nodes.ask("r", 300, names=True)
     assert isinstance(route, Route)
-    hold = nodes.on(NodeLeft(route.prefill))[-1]
+    hold = nodes.leave(route.prefill)[-1]
     assert isinstance(hold, Hold)
-    [again] = nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2))
-    assert isinstance(again, Route) and again.taken == 1
+    nodes.join(route.prefill, Role.MIXED, 100, cost=None, lends=True, kv_heads=2)
+    assert nodes.routes[RequestId("r")].taken == 1
 
 
 def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none() -> None:
@@ -321,13 +259,13 @@ def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none() -> None:
     [route] = nodes.ask("r", 200, names=True)
     assert isinstance(route, Route)
     holders = {holder for holding in route.holdings for holder in holding.holders}
-    *_, again = nodes.on(NodeLeft(route.prefill))
+    *_, again = nodes.leave(route.prefill)
     assert isinstance(again, Route) and again.taken == 1 and again.holdings == route.holdings
     assert again.prefill not in holders
     three = Nodes(*[(Role.MIXED, 100)] * 3)
     [route] = three.ask("r", 200, names=True)
     assert isinstance(route, Route) and len(route.holdings) == 2
-    *_, last = three.on(NodeLeft(route.prefill))
+    *_, last = three.leave(route.prefill)
     assert not (isinstance(last, Route) and last.taken), "nobody is left beside its holders"
 
 
@@ -337,11 +275,11 @@ def test_what_a_home_alone_had_is_computed_anew(state_blocks: int) -> None:
     nodes = Nodes(*[(Role.MIXED, 100)] * 2, *PAIR, kv_heads=2, state_blocks=state_blocks)
     [route] = nodes.ask("r", 300)
     assert isinstance(route, Route)
-    *_, again = nodes.on(NodeLeft(route.prefill))
+    *_, again = nodes.leave(route.prefill)
     assert isinstance(again, Route) and not again.taken
-    nodes.on(FirstToken(RequestId("r"), 2))
-    nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2, state_blocks=state_blocks))
-    *_, third = nodes.on(NodeLeft(again.prefill))
+    nodes.first_token("r", 2)
+    nodes.join(route.prefill, Role.MIXED, 100, cost=None, lends=True, kv_heads=2, state_blocks=state_blocks)
+    *_, third = nodes.leave(again.prefill)
     assert isinstance(third, Route) and third.taken == (0 if state_blocks else 2)
 
 
@@ -360,14 +298,13 @@ def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_h
         elif kind == 2 and live:
             nodes.end(live.pop(draw.randrange(len(live))))
         elif kind == 3:
-            joined = draw.choice(nodes.joined)
-            nodes.on(NodeLeft(joined.node))
-            nodes.on(joined)
-        elif nodes.routes:
-            route = draw.choice(list(nodes.routes.values()))
-            del nodes.routes[route.request]
-            nodes.on(RequestFailed(route.request, route.attempt, "no room", no_room=True))
-    for name in live:
-        nodes.end(name)
-    assert not nodes.conductor.view.requests
+            joined = draw.choice(list(nodes.joined.values()))
+            nodes.leave(joined.node)
+            nodes.join(
+                joined.node, joined.role, joined.capacity_tokens, cost=None, lends=True, kv_heads=kv_heads
+            )
+        elif routes := [route for route in nodes.routes.values() if route.request not in nodes.held]:
+            route = draw.choice(routes)
+            nodes.fail(route.request, route.attempt, no_room=True)
+    nodes.drain()
     assert all(node.lent_blocks == 0 for node in nodes.conductor.view.nodes.values())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,31 +141,6 @@ def test_a_prefix_with_states_reaches_to_the_deepest_state_on_it(
         assert depths(found) == {node: depth(node, expected=counts) for node in bits(mask)}
 
 
-def test_levels_of_a_match() -> None:
-    index = PrefixIndex()
-    index.store(0b001, [10, 11, 12])
-    index.store(0b010, [10])
-    index.expect(0b010, [11])
-    index.demote(0b100, [11, 12])  # its first block is missing
-    assert index.match([10, 11, 12, 13], 0b111) == (
-        [(0, 0b100), (1, 0b010), (3, 0b001)],
-        [(0, 0b100), (2, 0b010), (3, 0b001)],
-    )
-    assert index.match([10, 11, 12, 13], 0b110) == ([(0, 0b100), (1, 0b010)], [(0, 0b100), (2, 0b010)])
-    assert index.match([10], 0b011) == ([(1, 0b011)], [(1, 0b011)])
-    assert index.match([], 0b011) == ([(0, 0b011)], [(0, 0b011)])
-    assert index.match([99], 0b011) == ([(0, 0b011)], [(0, 0b011)])
-
-
-def test_what_is_stored_again_is_on_disk_no_more() -> None:
-    index = PrefixIndex()
-    index.demote(1, [1, 2, 3])
-    index.store(1, [1, 2])
-    assert index.num_on_disk(1, [1, 2, 3]) == 1
-    index.evict(1, [3])
-    assert not index.uses_disk
-
-
 def test_nothing_is_kept_of_blocks_that_nobody_has() -> None:
     index = PrefixIndex()
     for round in range(50):
@@ -181,8 +155,3 @@ def test_nothing_is_kept_of_blocks_that_nobody_has() -> None:
         index.drop(4)
     assert index.num_blocks == 0 and not index.uses_disk
     assert index.match([0], 7) == ([(0, 7)], [(0, 7)])
-
-
-@pytest.mark.parametrize(("mask", "numbers"), [(0, []), (1, [0]), (0b10110, [1, 2, 4]), (1 << 99, [99])])
-def test_bits_of_a_mask(mask: int, numbers: list[int]) -> None:
-    assert list(bits(mask)) == numbers

@@ -145,14 +145,6 @@ def test_the_chance_to_go_on_is_the_empirical_one() -> None:
         assert outputs.going_on(age, more) == pytest.approx(share, abs=0.06)
 
 
-def test_the_curve_never_rises_and_lies_between_all_and_none() -> None:
-    outputs = learned(lengths_like(Random(5), 1000))
-    curve = [outputs.survival(at) for at in range(0, 3000, 7)]
-    assert curve == sorted(curve, reverse=True)
-    assert 0.0 <= curve[-1] <= curve[0] <= 1.0
-    assert all(0.0 <= outputs.going_on(age, 50) <= 1.0 for age in range(0, 100_000, 999))
-
-
 def test_before_any_answer_ended_all_go_on() -> None:
     outputs = OutputLengths()
     assert (outputs.mean, outputs.survival(10**6), outputs.going_on(10, 10)) == (0.0, 1.0, 1.0)

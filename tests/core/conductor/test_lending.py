@@ -33,6 +33,8 @@ RULES = [LEDGER, GREEDY, "isthmus"]
 for rule in RULES:
     make_known(Rules(lending=rule))
 
+from .cluster import comes_back
+
 SIZE = 16
 BLOCKS = 100
 COST = Curve(
@@ -123,6 +125,9 @@ def test_nodes_that_are_alike_move_nothing(policy: str) -> None:
 class Bank:
     """A conductor, and nodes that do at once what they are told; each keeps its own table."""
 
+    keeps = False
+    """Nothing comes home that lies elsewhere."""
+
     def __init__(self, policy: str) -> None:
         self.conductor, self.now = Conductor(Rules(policy="round_robin", lending=policy)), 0
         self.home: dict[RequestId, NodeId] = {}
@@ -136,6 +141,7 @@ class Bank:
         self.now += 1_000_000
         actions = self.conductor.on(event, self.now)  # type: ignore[arg-type]
         self.conductor.check()
+        comes_back(event, actions)  # type: ignore[arg-type]
         return actions
 
     def ask(self, name: str, num_blocks: int) -> None:
@@ -173,7 +179,7 @@ class Bank:
         *before, last = self.holdings[action.request] or (Holding((), 0),)
         if isinstance(action, Repay):
             assert last.holders == (action.holder,) and action.num_blocks <= last.num_blocks
-            last = Holding(last.holders, last.num_blocks - action.num_blocks)
+            last = Holding(last.holders, last.num_blocks - action.num_blocks * (not self.keeps))
         elif not self.refuses:
             if last.holders == (action.holder,):
                 last = Holding(last.holders, last.num_blocks + action.num_blocks)
@@ -287,3 +293,12 @@ def test_pure_rules_pay_back_by_themselves() -> None:
     debtor.residents = [Resident(request, 100, [(creditor, 20)])]
     [back] = ledger([debtor, creditor], 0.1)
     assert back.num_blocks == 4, "the rest would have no room"
+
+
+def test_a_debt_that_was_not_paid_back_is_asked_for_again() -> None:
+    bank = crowded("isthmus")
+    for _ in range(2):
+        bank.report(NAMES[0], wanted=30)
+    bank.keeps, bank.blocks[RequestId("long")] = True, 60
+    asked = [action for _ in range(3) for name in NAMES for action in bank.report(name)]
+    assert len([action for action in asked if isinstance(action, Repay)]) >= 2

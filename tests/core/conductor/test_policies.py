@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from isthmus.core.conductor import NodeJoined, Paths, Rules
+from isthmus.core.conductor import Paths, Rules
 from isthmus.core.conductor.estimates import Estimator
 from isthmus.core.conductor.policies import POLICIES, STICKY_BLOCKS
 from isthmus.core.conductor.view import NodeView, Placement
-from isthmus.core.types import NS_PER_S, NodeId, Role
+from isthmus.core.types import NS_PER_S, Role
 
-from .views import CURVE, LINK, MS, arrival, estimator, queue_up, random_view, view_of
+from .views import arrival, estimator, queue_up, random_view, view_of
 
 P, D = Role.PREFILL, Role.DECODE
 NAMES = list(range(10))
@@ -195,21 +195,6 @@ def test_every_policy_says_what_its_placement_takes() -> None:
         assert chosen.ttft_ns == pytest.approx(plain.waits[node] + work, abs=2)
 
 
-@pytest.mark.parametrize("policy", ["mooncake", "isthmus"])
-def test_nodes_without_links_never_fetch(policy: str) -> None:
-    for at, paths in enumerate(([Paths(), LINK, LINK], [LINK, Paths(), LINK])):
-        view = view_of(D)
-        for number, path in enumerate(paths):
-            view.join(NodeJoined(NodeId(f"p{number}"), P, 1000, 4, CURVE, path))
-        view.index.store(view.prefills[0].bit, NAMES)
-        queue_up(view, 0, 10_000, 0, 10)
-        chosen = place(policy, estimator(view, arrival(400, NAMES)))
-        if at == 0:
-            assert chosen.source is None  # the holder has none
-        else:
-            assert chosen.prefill is not view.prefills[1] or chosen.source is None
-
-
 def test_isthmus_spreads_ties_over_the_nodes() -> None:
     view = view_of(P, P, P, P, D)
     taken = []
@@ -251,15 +236,6 @@ def test_random_follows_no_pattern() -> None:
     for view.num_routed in range(4000):
         slots.append(place("random", estimator(view, arrival(5))).prefill.slot)
     assert all(880 <= count <= 1120 for count in Counter(pairwise(slots)).values())
-
-
-def test_a_queue_in_ns_is_what_least_loaded_compares() -> None:
-    view = view_of(P, P, P, D)
-    queue_up(view, 3, 1, 2)
-    assert place("least_loaded", estimator(view, arrival(5))).prefill.slot == 1
-    queue_up(view, 0, 0, 0)
-    assert place("least_loaded", estimator(view, arrival(5))).prefill.slot == 0
-    assert place("least_loaded", estimator(view, arrival(5), now=99 * MS)).ttft_ns == 5 * MS
 
 
 def test_a_node_that_only_decodes_lends_what_its_answers_left() -> None:

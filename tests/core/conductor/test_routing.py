@@ -6,14 +6,12 @@ from random import Random
 import pytest
 
 from isthmus.core.blocks import state_names
-from isthmus.core.conductor import Abort, FetchOrder, Hold, LinkRule, LinkState, Paths, Refuse, Route, Rules
-from isthmus.core.conductor.policies import POLICIES
-from isthmus.core.conductor.routing import Router
+from isthmus.core.conductor import FetchOrder, Hold, LinkRule, LinkState, Refuse, Route, Rules
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, RequestId, Role
 
 from .cluster import BLOCK_SIZE, CURVE, MS, Cluster
-from .test_conductor import EVENTS, play
+from .test_conductor import play
 from .test_offload import published
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -150,16 +148,6 @@ def test_nothing_is_recalled_to_a_node_without_a_cache() -> None:
     some.drain()
 
 
-def test_a_recall_from_a_node_that_leaves_begins_again_at_home() -> None:
-    some = two(near="ppd")
-    some.store("near-p2", *NAMES[:6])
-    assert routed(some, "r", 50, NAMES).recall == FetchOrder(NodeId("near-p2"), 0, 6)
-    abort, route = some.leave("near-p2")
-    assert isinstance(abort, Abort) and isinstance(route, Route)
-    assert (route.prefill, route.decode, route.attempt) == ("near-p1", "near-d1", 2)
-    some.drain()
-
-
 # Home.
 
 
@@ -174,16 +162,6 @@ def test_home_is_where_the_prefix_is_then_where_steps_are_short() -> None:
     assert some.route("c", 9, names=NAMES[:2]) == ("near-p1", "near-d1")
     assert some.route("d", 100)[0] == "far-p1"
     some.drain()
-
-
-def test_mixed_nodes_send_nothing_over_a_link() -> None:
-    """They would hold what they computed in an order in which nobody takes it: see `Cluster.senders`."""
-    for far in ("m", "mp", "md"):
-        some = two(near="pd", far=far)
-        some.store("near-p1", *NAMES[:2])  # so that it decodes here
-        route = routed(some, "r", 60, NAMES)
-        assert (route.prefill, route.decode) == ("far-p1" if "p" in far else "near-p1", "near-d1"), far
-        some.drain()
 
 
 def test_a_home_of_mixed_nodes_decodes_what_comes_from_afar() -> None:
@@ -236,15 +214,6 @@ def test_a_link_that_falls_takes_its_requests_home_and_new_ones_stay() -> None:
     some.drain()
 
 
-def test_what_is_handed_over_does_not_mind_the_link() -> None:
-    some = two()
-    some.route("r", 500)
-    some.first_token("r")
-    some.finish_prefill("r")
-    assert [action for action in some.links_measured(*down()) if not hasattr(action, "threshold")] == []
-    some.drain()
-
-
 def test_a_cluster_too_small_is_passed_over() -> None:
     some = two(near="d", far="p")
     some.join("near-p1", P, capacity_tokens=100, cost=CURVE, cluster="near")
@@ -274,14 +243,6 @@ def test_a_fetch_over_the_link_takes_the_links_time() -> None:
     some.fetch_finished("quick")
     assert not some.conductor.view.links["far", "near"].copies
     some.drain()
-
-
-def test_no_fetch_crosses_while_bandwidth_is_scarce() -> None:
-    for policy in POLICIES:
-        some = two(Rules(policy=policy, threshold=10**6, links=LINKS))
-        some.store("far-p1", *NAMES)
-        assert routed(some, "r", 41, NAMES).fetch is None
-        some.drain()
 
 
 # Hybrid models.
@@ -384,20 +345,6 @@ def test_histories_of_two_clusters_hold_too() -> None:
     ), seen
 
 
-def test_the_same_history_gives_the_same_actions_byte_for_byte() -> None:
-    for seed in range(3):
-        logs = []
-        for _ in range(2):
-            rules = Rules(policy="isthmus", links=LINKS, control=True, convert=True, cache_mode="auto")
-            some, random = two(rules, near="ppdd", far="pp", state_blocks=STATE_BLOCKS), Random(seed)
-            some.step_ns = MS
-            for start in range(0, 100, 10):
-                play(some, random, 10, start)
-                some.links_measured(*up())
-            logs.append(some.encoded_log())
-        assert logs[0] == logs[1]
-
-
 def test_decode_nodes_that_take_the_same_time_are_filled_evenly_and_not_beyond_their_places() -> None:
     flat = Curve(kv_token_bytes=250, num_layers=1, prefill_token_s=1e-3, decode_fixed_s=0.025)
     some = Cluster(Rules())
@@ -406,15 +353,4 @@ def test_decode_nodes_that_take_the_same_time_are_filled_evenly_and_not_beyond_t
     some.join("d2", D, 10_000, cost=flat, max_sequences=4)
     found = [some.route(f"r{number}")[1] for number in range(8)]
     assert found == ["d1", "d2", "d1", "d2", "d2", "d2", "d1", "d1"]  # full: the emptiest again
-    some.drain()
-
-
-def test_a_deployment_of_one_cluster_asks_no_second_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("there is no other cluster")
-
-    monkeypatch.setattr(Router, "_homes", never)
-    some = two(Rules(), near="pd", far="")
-    assert some.route("r", 500) == ("near-p1", "near-d1")
-    assert "leave" in EVENTS and Paths() == Paths(0)
     some.drain()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isthmus.core.conductor import Action, Event, Refuse, RequestArrived, RequestEnded
+from isthmus.core.conductor import Action, Event, NodeJoined, Refuse, RequestArrived, RequestEnded
 from isthmus.core.types import Role
 
 from .cluster import MS, Cluster
@@ -61,13 +61,17 @@ class Watched(Cluster):
         before = everything(self.conductor)
         known = self.conductor.view.requests.get(getattr(event, "request", None))
         lives = known is not None and getattr(event, "attempt", known.attempt) == known.attempt
+        node = getattr(event, "node", None)
+        strange = (
+            node is not None and node not in self.conductor.view.nodes and not isinstance(event, NodeJoined)
+        )
         actions = super().on(event)
         refused = isinstance(event, RequestArrived) and [type(action) for action in actions] == [Refuse]
         void = not isinstance(event, RequestArrived) and hasattr(event, "request") and not lives
-        if refused or (void and not isinstance(event, RequestEnded)):
+        if refused or strange or (void and not isinstance(event, RequestEnded)):
             assert everything(self.conductor) == before, f"{event} left a trace"
             self.num_refused += refused
-            self.num_void += void
+            self.num_void += void or strange
         return actions
 
 

@@ -126,14 +126,6 @@ def test_a_measured_prompt_in_chunks_takes_its_overhead_once_more_each(
     assert total - overhead == pytest.approx(cost.step_ps([(start - p, p)], 0, 0), abs=len(chunks) + 1)
 
 
-@given(measured_curves, counts, counts)
-def test_a_cached_prefix_saves_what_computing_it_takes(curve: Curve, n: int, p: int) -> None:
-    cost = compile_cost(curve)
-    first = cost.prefill_ns(1, 0) if curve.prefill_points[0][0] > 1 else int(1e9 * curve.prefill_points[0][1])
-    saved = cost.prefill_ns(p, 0) - first
-    assert cost.prefill_ns(n, p) == pytest.approx(cost.prefill_ns(n + p, 0) - saved, abs=3)
-
-
 @given(fitted_curves, counts, counts, counts)
 def test_more_work_is_never_less_time(curve: Curve, n: int, m: int, p: int) -> None:
     cost = compile_cost(curve)
@@ -148,13 +140,6 @@ def test_a_chunk_longer_than_the_weights_hides_them() -> None:
     cost = compile_cost(MOONCAKE)
     chunk, decode, lone = cost.step_ps([(1000, 0)], 0, 0), cost.step_ps((), 8, 8000), 25_000_000_000
     assert cost.step_ps([(1000, 0)], 8, 8000) == chunk + decode - lone
-
-
-@given(measured_curves, counts, counts, counts)
-def test_more_tokens_are_never_less_time_of_a_measured_curve(curve: Curve, n: int, m: int, p: int) -> None:
-    cost = compile_cost(curve)
-    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + m, p)
-    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + p, 0) + 1
 
 
 @pytest.mark.parametrize("curve", [MOONCAKE, TABLE, POINTS, HANDLED])

@@ -88,26 +88,6 @@ def test_every_known_config_is_checked() -> None:
     assert list(CONFIGS) == list(PUBLISHED_SIZES)
 
 
-def test_windowed_layers_have_heads_of_their_own() -> None:
-    facts = facts_of(MIMO_V2_FLASH)
-    assert facts.kv_elements == 9 * 4 * (192 + 128)
-    assert facts.window_elements == 39 * 8 * (192 + 128) * 128
-    assert facts.kv_shards == 4
-    shared = {key: value for key, value in MIMO_V2_FLASH.items() if not key.startswith("swa_")}
-    assert facts_of(shared).window_elements == facts.window_elements // 2
-
-
-def test_a_gate_and_a_latent_space_of_experts_are_parameters() -> None:
-    """Kimi K3 has both; without them the same layers have fewer dense parameters and larger experts."""
-    text = {key: value for key, value in KIMI_K3["text_config"].items() if key != "routed_expert_hidden_size"}
-    plain = facts_of(KIMI_K3 | {"text_config": text | {"mla_use_output_gate": False}})
-    facts = facts_of(KIMI_K3)
-    gates, projections = 24 * 7168 * 96 * 128, 92 * 2 * 7168 * 3584
-    assert facts.dense_params - plain.dense_params == gates + projections
-    assert 2 * facts.expert_params == plain.expert_params
-    assert facts.weight_dtype == "mxfp4"
-
-
 def test_a_short_window_is_a_fixed_state() -> None:
     facts = facts_of(GPT_OSS)
     assert facts.kv_elements == 18 * 2 * 8 * 64
@@ -144,12 +124,6 @@ def test_layers_without_experts_are_told_by_numbers_or_by_steps() -> None:
     config = QWEN3_NEXT | {"intermediate_size": 8192}
     assert facts_of(config | {"decoder_sparse_step": 2}).moe_layers == 24
     assert facts_of(config | {"mlp_only_layers": [0, 5]}).moe_layers == 46
-
-
-def test_a_nested_text_model_is_read() -> None:
-    nested = {name: value for name, value in QWEN3_NEXT.items() if name != "architectures"}
-    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": nested}
-    assert facts_of(config).kv_elements == facts_of(QWEN3_NEXT).kv_elements
 
 
 COMPRESSED = {

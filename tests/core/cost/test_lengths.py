@@ -81,13 +81,6 @@ def test_closed_forms_agree_with_the_sums(lengths: LogNormal, threshold: float) 
     )
 
 
-@given(log_normals, st.floats(0, 1))
-def test_a_quantile_divides(lengths: LogNormal, share: float) -> None:
-    quantile = lengths.quantile(share)
-    assert lengths.low <= quantile <= lengths.high
-    assert 1 - lengths.share(quantile) == pytest.approx(share, abs=1e-9)
-
-
 @settings(max_examples=10)
 @given(log_normals)
 def test_a_sample_of_quantiles_has_the_same_expectations(lengths: LogNormal) -> None:

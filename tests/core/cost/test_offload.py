@@ -113,31 +113,12 @@ def test_the_grid_finds_the_best_of_all_pairs(split: offload.Split) -> None:
         assert solution.egress <= FLEET.egress * (1 + 1e-9)
 
 
-def test_at_the_best_threshold_the_stages_are_in_balance() -> None:
-    """Equations (7) and (8): as far as a grid and whole instances allow."""
-    best = offload.best(offload.solve(offload.representative(LENGTHS, WORK, GRID), FLEET))
-    assert abs(offload.prefill_imbalance(best.remote, best.local, best.classes.share)) < 0.02
-    one_less = offload.bear(best.classes, FLEET, best.num_prefill - 1)
-    one_more = offload.bear(best.classes, FLEET, best.num_prefill + 1)
-    assert max(one_less.rate, one_more.rate) < best.rate
-
-
 def test_baselines_are_corners_of_the_grid() -> None:
     homogeneous = Fleet(0, 12, 0.0, 800 / 1024)
     (nothing,) = offload.solve(offload.representative(LENGTHS, WORK, [131_072]), homogeneous)
     assert (nothing.classes.share, nothing.egress, nothing.num_prefill) == (0, 0, 9)
     (naive,) = offload.solve(offload.representative(LENGTHS, WORK, [0]), FLEET)
     assert (naive.classes.share, naive.num_prefill, naive.num_decode) == (1, 0, 8)
-
-
-def test_less_bandwidth_never_bears_more() -> None:
-    many = offload.representative(LENGTHS, WORK, GRID)
-    fleets = [Fleet(4, 8, gbps * GBPS, 800 / 1024) for gbps in (0, 1, 2, 5, 10, 20, 100)]
-    bests = [offload.best(offload.solve(many, fleet)) for fleet in fleets]
-    rates = [best.rate for best in bests]
-    assert rates == sorted(rates) and rates[-1] == rates[-2]
-    assert bests[0].rate == 0  # every threshold of this grid offloads something
-    assert [best.binds for best in bests[3:5]] == [offload.LINK, offload.LINK]
 
 
 def test_work_of_cost_models() -> None:
@@ -183,26 +164,8 @@ def solved(lengths: list[int], num_remote: float, num_local: float, egress: floa
     return best_threshold(lengths, WORK.remote_s, num_remote, WORK.local_s, num_local, WORK.kv_bytes, egress)
 
 
-def test_without_remote_instances_or_a_link_nothing_is_offloaded() -> None:
-    lengths = [1_000, 30_000, 90_000]
-    assert solved(lengths, 0, 3, 1e10).tokens is None
-    assert solved(lengths, 4, 3, 0.0) == solved(lengths, 0, 3, 1e10)
-    assert solved(lengths, 4, 3, 0.0).binds == offload.LOCAL_COMPUTE
-
-
-def test_without_local_prefill_everything_is_offloaded() -> None:
-    found = solved([1_000, 30_000, 90_000], 4, 0, 1e10)
-    assert (found.tokens, found.share) == (0, 1) and found.rate > 0
-
-
 def test_with_nothing_at_all_nothing_is_borne() -> None:
     assert solved([1_000], 0, 0, 0.0) == offload.Threshold(None, 0.0, 0.0, offload.LOCAL_COMPUTE)
-
-
-def test_equal_lengths_are_not_cut() -> None:
-    """They go all one way, whichever is quicker."""
-    assert solved([20_000] * 9, 1, 6, 1e10).tokens is None
-    assert solved([20_000] * 9, 6, 1, 1e10).tokens == 0
 
 
 def test_a_sample_leads_to_the_threshold_of_its_distribution() -> None:

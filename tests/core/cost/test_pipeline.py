@@ -28,11 +28,3 @@ def test_times_that_do_not_divide_are_rounded_up(times: list[int], stages: int) 
     occupancy, latency = pipeline(times, stages)
     assert sum(times) <= occupancy * stages < sum(times) + stages * max(len(times), 1)
     assert latency >= max([sum(times) / stages, *times])
-
-
-def test_one_stage_is_no_pipeline() -> None:
-    assert pipeline([5, 7, 3], 1) == (15, 15)
-
-
-def test_of_chunks_that_grow_only_the_last_is_waited_for() -> None:
-    assert pipeline([400, 800, 1200], 4) == (600, 600 + 3 * 300)

@@ -60,15 +60,6 @@ def test_the_choice_is_allowed_and_nothing_allowed_arrives_earlier(
     assert all(arrival <= arrival_ns(transfer, speed) for name, speed in speeds.items() if name in allowed)
 
 
-@given(transfers, allowed, speeds, st.floats(1, 1e4))
-def test_kv_never_arrives_later_over_a_faster_link(
-    transfer: Transfer, allowed: set[str], speeds: dict[str, CodecSpeed], factor: float
-) -> None:
-    faster = replace(transfer, link_bytes_per_s=transfer.link_bytes_per_s * factor)
-    slow, fast = (arrival_of(choose_codec(each, allowed, speeds), each, speeds) for each in (transfer, faster))
-    assert fast <= slow
-
-
 @given(transfers, speeds)
 def test_nothing_is_encoded_while_computing_takes_longer_than_the_link(
     transfer: Transfer, speeds: dict[str, CodecSpeed]

@@ -67,20 +67,6 @@ def test_no_device_does_two_things_at_once(
         assert ran[batch, at][1] + attention_ps <= came <= ran[batch, at + 1][0] - net_ps
 
 
-@given(st.integers(2, 8), st.integers(2, 60))
-def test_nothing_is_idle_where_times_fit(batches: int, slices: int) -> None:
-    """Lamina's condition, a slice as long as n - 1 attentions, with batches that begin one attention's time after each
-    other: slice k of batch j runs from j + kn to j + kn + n - 1, and its attention follows at once."""
-    replicas, jobs = replicas_of(batches), [(j, k) for k in range(slices) for j in range(batches)]
-    begun = {(j, k): j + k * batches for j, k in jobs}
-    for replica in range(replicas):
-        own = [begun[job] for job in jobs_of(replica, batches, slices)]
-        assert own == list(range(replica, own[-1] + 1, replicas))  # one behind the other
-    assert [begun[job] + replicas for job in jobs] == list(range(replicas, replicas + len(jobs)))  # the pool's
-    assert all(begun[j, k] + replicas + 1 == begun[j, k + 1] for j, k in jobs if k + 1 < slices)
-    assert period_ps(batches, replicas, 1, 0) == batches
-
-
 @given(BATCHES, st.integers(1, 60), st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))
 def test_a_step_takes_a_period_for_each_attention(
     batches: int, attentions: int, slice_ps: int, attention_ps: int, net_ps: int

@@ -152,12 +152,6 @@ def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone()
     assert node.tiers is not None and node.tiers.sizes() == {"acme": 3, "globex": 2}
 
 
-def test_without_a_cache_nothing_is_fetched() -> None:
-    node = node_of(P0, None)
-    actions = node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 1, 4)), 1)
-    assert actions == [FetchFinished(RequestId("r"), 1), Submit(KEY, 0)]
-
-
 def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> None:
     node = node_of(P0, transfer_ns=1000)
     node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), 1)
@@ -291,23 +285,6 @@ def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) 
     node.check_idle()
 
 
-def test_what_of_a_hand_over_did_not_come_is_computed() -> None:
-    node = node_of(D0)
-    node.on(begin(Role.DECODE), 1)
-    told(node, P0, Passed(KEY, 0), 2)
-    assert node.on(FetchEnded(handover_key(KEY), 2), 3)[-2:] == [
-        Tell(P0, Landed(KEY)),
-        Submit(KEY, 2, cached_tokens=0),
-    ]
-
-
-def test_nothing_is_fetched_of_a_hand_over_that_is_here() -> None:
-    node = node_of(D0)
-    kept(node, NAMES)
-    node.on(begin(Role.DECODE), 1)
-    assert told(node, P0, Passed(KEY, 3), 2) == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=3)]
-
-
 @pytest.mark.parametrize("recalled", [0, 2])
 def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
     node = node_of(D0)
@@ -415,9 +392,11 @@ def test_what_the_engine_never_answered_was_not_read() -> None:
     node = brought_to(SUBMITTED, None)
     failed = RequestFailed(RequestId("r"), 1, "d0: why")
     assert node.on(Broken(KEY, "why"), 10) == [Tell(P0, Landed(KEY, unread=True)), Release(KEY), failed]
-    node = brought_to(SUBMITTED, None)
-    assert node.on(Answered(KEY), 10) == [Tell(P0, Landed(KEY))]
-    assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
+    for peer, heard in ((P0, []), (P1, [Tell(P0, Landed(KEY))])):
+        node = brought_to(SUBMITTED, None)
+        node.on(Gone(peer, "cut"), 9)
+        assert node.on(Answered(KEY), 10) == heard, "nobody waits for word of it where the session is over"
+        assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
 
 
 @pytest.mark.parametrize("field", [{"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}])

@@ -7,7 +7,7 @@ from typing import Any
 from isthmus.core.attempts import Holding, RequestFailed, Route, Share, Spread
 from isthmus.core.node import Node, events
 from isthmus.core.node.away import AGAIN_NS
-from isthmus.core.node.letters import Claim, Found, Granted, Letter, Reserve, Reserved, Shipped
+from isthmus.core.node.letters import Claim, Found, Letter, Reserve, Reserved, Shipped
 from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped
 from isthmus.core.types import NodeId, RequestId, Role
 
@@ -36,23 +36,6 @@ def said(actions: list[Any], kind: type) -> list[Any]:
     """Letters of this kind, and to whom."""
     found = of_kind(actions, events.Tell)
     return [(tell.peer, tell.letter) for tell in found if isinstance(tell.letter, kind)]
-
-
-def test_what_comes_back_of_an_attempt_that_is_over_is_nobodys_until_it_came() -> None:
-    home, now = decoding()
-    steps(home, SIZE - 1, now)
-    for holder in (A0, A1):
-        told(home, holder, Reserved(KEY, True), now)
-    home.on(events.Forget(KEY), now)
-    steps(home, 1, now)
-    assert home.scheduler.pool.available == 40
-    home, now = lent(), 40
-    [reclaim] = of_kind(home.on(events.Return(KEY, A0, 1), now), events.Reclaim)
-    home.on(events.Forget(KEY), now)
-    home.on(Stepped(0), now)
-    assert home.scheduler.pool.available == 40 - len(reclaim.blocks) == 39
-    home.on(events.Reclaimed(KEY, whole=True), now)
-    home.check_idle()
 
 
 def begin(
@@ -177,15 +160,6 @@ def test_a_chunk_goes_while_the_next_is_computed() -> None:
     assert first.blocks == second.blocks == run.chunks[0].blocks[:4]
     [after] = of_kind(actions, Run)
     assert after.chunks[0].start == 16 and not after.chunks[0].remote
-
-
-def test_a_grant_may_come_while_holders_are_asked_what_they_have() -> None:
-    home = node(NEXT)
-    route = Route(RequestId("r"), 2, NEXT, FAR, holdings=(Holding((A0,), 2),), taken=1)
-    home.on(events.Begin(KEY, Role.PREFILL, route, 3 * SIZE, 3 * SIZE + 9), 10)
-    told(home, FAR, Granted(KEY), 11)
-    told(home, A0, Found(KEY, 2), 12)
-    assert of_kind(told(home, A0, Reserved(KEY, True), 13), events.Send)
 
 
 def failures(actions: list[Any]) -> list[str]:

@@ -10,8 +10,6 @@ from isthmus.core.attempts import (
     Assembly,
     Donor,
     Entry,
-    FetchFinished,
-    Holding,
     MemoryUsed,
     RequestFailed,
     Spread,
@@ -21,26 +19,18 @@ from isthmus.core.node.events import (
     Become,
     Begin,
     Broken,
-    Came,
     Cut,
     EndFetch,
     Fetch,
     FetchEnded,
     Forget,
-    Gone,
-    Load,
-    Missing,
     Move,
     Moved,
-    Offer,
-    Receive,
-    Release,
     Return,
-    Shorten,
     Woken,
 )
 from isthmus.core.reuse import CACHEBLEND, SEMANTIC, pack
-from isthmus.core.scheduler import BlockPool, Preempted, Run, Save, Scheduler, Stepped, TierCache
+from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
 from isthmus.core.types import NodeId, RequestId, Role
 
 from .world import SIZE, fetch_of, limits_of, route_of
@@ -109,21 +99,6 @@ def falls_back(actions: list[Any], part: Role, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(("part", "packed"), PARTS)
-@pytest.mark.parametrize("missing", [0, 1, 2])
-def test_it_is_assembled_if_all_its_donors_are_here(part: Role, packed: bool, missing: int) -> None:
-    node = node_of(DONOR[: 8 - missing], OTHER)
-    actions = node.on(begin(part, donor(), donor(OTHER, first=0), packed=packed), 1)
-    if missing:
-        falls_back(actions, part, packed)
-        return
-    assert is_assembled(actions) and node.tiers is not None
-    [load] = of_kind(actions, Load)
-    assert load.names == DONOR[2:] + OTHER and node.tiers.num_pinned == 14, "those before them stay, too"
-    node.on(Stepped(1), 2)
-    assert not node.tiers.num_pinned, "it has what it needed"
-
-
-@pytest.mark.parametrize(("part", "packed"), PARTS)
 @pytest.mark.parametrize(
     "about", [{"tiers": False}, {"stages": 2}, {"state_blocks": 2}, {"num_blocks": 20}], ids=str
 )
@@ -141,46 +116,6 @@ def test_where_it_can_never_be_assembled_nothing_is_fetched_for_it(
     node.check_idle()
 
 
-@pytest.mark.parametrize(("part", "packed"), PARTS)
-@pytest.mark.parametrize("came", [True, False])
-def test_it_waits_for_all_that_are_fetched(part: Role, packed: bool, came: bool) -> None:
-    node = node_of(DONOR[:3])
-    actions = node.on(begin(part, donor(start=3), donor(OTHER, 0, 0), packed=packed), 1)
-    assert of_kind(actions, Fetch) == [Fetch(FIRST, FAR, DONOR, 3), Fetch(SECOND, FAR, OTHER, 0)]
-    assert not of_kind(actions, Run) and bool(of_kind(actions, Offer)) == (part is Role.PREFILL)
-    assert not of_kind(node.on(Came(FIRST, 6), 2), Run, FetchFinished)
-    assert not of_kind(node.on(FetchEnded(SECOND, 6), 3), Run, FetchFinished)
-    actions = node.on(FetchEnded(FIRST, 8 if came else 6), 4)
-    assert of_kind(actions, FetchFinished) == [FetchFinished(RequestId("r"), 1)]
-    if came:
-        assert is_assembled(actions)
-    else:
-        falls_back(actions, part, packed)
-
-
-def test_one_that_went_before_the_others_came_is_not_counted_on() -> None:
-    """What is at hand is not kept before all is."""
-    node = node_of(DONOR)
-    node.on(begin(Role.MIXED, donor(), donor(OTHER, 0, 0)), 1)
-    assert node.tiers is not None
-    node.tiers.remove(DONOR[5:6])
-    falls_back(node.on(FetchEnded(SECOND, 6), 2), Role.MIXED, True)
-
-
-@pytest.mark.parametrize("donors_first", [True, False])
-def test_that_all_was_fetched_is_said_once(donors_first: bool) -> None:
-    """Its own prefix and its donors, in whichever order they come."""
-    node = node_of()
-    actions = node.on(begin(Role.MIXED, donor(start=0), fetch=fetch_of(PEER, 0, 2), num_cached=2), 1)
-    assert [fetch.key for fetch in of_kind(actions, Fetch)] == [FIRST, KEY]
-    ends = [FetchEnded(FIRST, 8), FetchEnded(KEY, 2)]
-    first, last = ends if donors_first else ends[::-1]
-    assert not of_kind(node.on(first, 2), FetchFinished)
-    assert of_kind(node.on(last, 3), FetchFinished) == [FetchFinished(RequestId("r"), 1)]
-    run = node.scheduler.run
-    assert run is not None and (run.chunks[0].start, run.chunks[0].assembly is not None) == (8, True)
-
-
 def test_others_pass_by_while_its_donors_come() -> None:
     node = node_of()
     node.on(begin(Role.PREFILL, donor(start=0)), 1)
@@ -191,28 +126,6 @@ def test_others_pass_by_while_its_donors_come() -> None:
     assert is_assembled(node.on(Stepped(1), 4))
 
 
-@pytest.mark.parametrize(("part", "packed"), PARTS)
-@pytest.mark.parametrize("found", [0, 1, 4])
-def test_what_could_not_be_loaded_is_computed(part: Role, packed: bool, found: int) -> None:
-    """Of its own prefix of two blocks, or of its donor's six."""
-    node = node_of(DONOR, NAMES[:2])
-    assert is_assembled(node.on(begin(part, donor(), packed=packed, num_cached=2), 1))
-    actions = node.on(Missing(KEY, found), 2)
-    if part is Role.PREFILL and packed:
-        assert refused(actions) and not of_kind(actions, Shorten)
-        node.on(Stepped(0), 3)
-        node.check_idle()
-        return
-    assert of_kind(actions, Shorten) == [Shorten(KEY, min(found, 2) * SIZE)]
-    [run] = of_kind(node.on(Stepped(0), 3), Run)
-    assert (run.chunks[0].start, run.chunks[0].assembly) == (min(found, 2) * SIZE, None)
-    saved: list[Any] = []
-    while node.scheduler.run is not None and not saved:
-        saved += of_kind(node.on(Stepped(1), 4), Save)
-    assert saved[0].names == NAMES[2:], "its blocks are what their names say"
-    assert node.tiers is not None and not node.tiers.num_pinned
-
-
 def test_a_fetch_that_stands_still_is_ended_and_costs_no_more() -> None:
     node = node_of()
     node.on(begin(Role.MIXED, donor(start=0)), 1)
@@ -220,22 +133,6 @@ def test_a_fetch_that_stands_still_is_ended_and_costs_no_more() -> None:
     assert node.on(Woken(), 10 + TRANSFER_NS) == []
     assert node.on(Woken(), 11 + TRANSFER_NS) == [EndFetch(FIRST)]
     falls_back(node.on(FetchEnded(FIRST, 0), 12 + TRANSFER_NS), Role.MIXED, True)
-
-
-@pytest.mark.parametrize("how", ["forgotten", "severed", "broken"])
-def test_what_comes_for_one_that_is_over_is_kept(how: str) -> None:
-    node = node_of()
-    node.on(begin(Role.PREFILL, donor(start=0), donor(OTHER, 0, 0)), 1)
-    node.on(FetchEnded(SECOND, 6), 2)
-    if how == "severed":
-        node.on(Gone(PEER, "cut"), 3)
-    actions = node.on({"forgotten": Forget(KEY), "severed": Woken(), "broken": Broken(KEY, "x")}[how], 10**9)
-    assert EndFetch(FIRST) in actions and EndFetch(SECOND) not in actions and Release(KEY) in actions
-    assert KEY not in node
-    after = node.on(FetchEnded(FIRST, 5), 10**9 + 1)
-    assert not of_kind(after, FetchFinished, Run, RequestFailed)
-    assert node.tiers is not None and node.tiers.match(DONOR)[0] == 5
-    node.check_idle()
 
 
 @pytest.mark.parametrize(("part", "packed"), PARTS)
@@ -262,27 +159,6 @@ def _of(event: Begin) -> tuple[Any, ...]:
     return event.part, event.route, event.num_tokens, event.stop_length, event.names
 
 
-@pytest.mark.parametrize(
-    ("fields", "packed"),
-    [
-        ({}, True),
-        ({"holdings": (Holding((FAR,), 3),)}, False),
-        ({"growth": (FAR,)}, False),
-        ({"handover_start": 3, "recall": fetch_of(HERE, 0, 3)}, False),
-    ],
-    ids=str,
-)
-def test_both_nodes_mean_the_same_by_a_route(fields: dict[str, Any], packed: bool) -> None:
-    """Holders, or a recall, and what is packed do not go together: it is computed as ever, and nothing is packed."""
-    offers = of_kind(node_of(DONOR).on(begin(Role.PREFILL, donor(), **fields), 1), Offer)
-    grants = of_kind(node_of(NAMES[:3]).on(begin(Role.DECODE, donor(), **fields), 1), Receive)
-    assert [offer.extent for offer in offers] == [grant.extent for grant in grants]
-    assert PACKING is not None
-    assert (offers[0].extent.start == PACKING.num_dropped * SIZE) == packed
-    real = grants[0].blocks[offers[0].extent.start // SIZE :]
-    assert len(real) == -(-(NUM_TOKENS + 1) // SIZE) - offers[0].extent.start // SIZE
-
-
 def packed_decode(num_blocks: int = 60) -> tuple[Node, list[Any]]:
     node = node_of(DONOR, num_blocks=num_blocks, report_ns=1)
     node.on(begin(Role.MIXED, donor()), 1)
@@ -297,23 +173,6 @@ def test_what_is_packed_is_never_lent_and_nobody_hears_of_what_was_dropped() -> 
     assert used.num_available == 60 - 16 + PACKING.num_dropped
     for order in (Move(KEY, FAR, 2), Return(KEY, FAR, 1)):
         assert of_kind(node.on(order, 3), Spread) == [Spread(RequestId("r"), 1, ())]
-
-
-def test_one_that_is_packed_and_has_to_go_is_to_be_tried_again() -> None:
-    """It cannot be computed anew from its tokens: others do not wait for it, and the conductor hears that memory was
-    short."""
-    node, _ = packed_decode(num_blocks=25)
-    guests = node.scheduler.set_aside(node.scheduler.pool.available - 1, [])
-    assert guests, "somebody else's KV takes the rest"
-    actions: list[Any] = []
-    for now in range(3, 30):
-        if KEY in node:
-            actions = node.on(Stepped(1), now)
-    assert [action.request for action in of_kind(actions, Preempted)] == [KEY]
-    [failed] = of_kind(actions, RequestFailed)
-    assert failed.no_room and failed.reason == "here: others needed its memory"
-    node.scheduler.put_back(guests)
-    node.check_idle()
 
 
 def test_a_new_role_is_taken_when_it_is_over() -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from isthmus.core.attempts import Share
-from isthmus.core.node import Node, events
-from isthmus.core.node.events import Gone, Heard, Host, Rekey, Ship, Stowed, Tell, Trim, Unhost, Wake, Woken
+from isthmus.core.node import Node
+from isthmus.core.node.events import Gone, Heard, Host, Rekey, Ship, Stowed, Tell, Unhost, Wake, Woken
 from isthmus.core.node.guests import LEASE_NS
 from isthmus.core.node.letters import (
     Claim,
     Found,
-    Letter,
     Reserve,
     Reserved,
     SendBack,
@@ -47,12 +42,6 @@ def hosting(*peers: NodeId, share: Share = HALF, num_blocks: int = 5) -> Node:
         assert actions == [Host(OLD, peer, share, room), Tell(peer, Reserved(OLD, True))]
     assert holder.on(Stowed(OLD, peers[0], num_blocks), 1) == [Tell(peers[0], Shipped(OLD, num_blocks))]
     return holder
-
-
-def test_who_leaves_frees_its_room_at_once() -> None:
-    holder = hosting(HOME)
-    assert told(holder, HOME, Vacate(OLD), 2) == [Unhost(OLD, HOME), Unhost(OLD)]
-    holder.check_idle()
 
 
 def test_what_a_lost_home_had_is_kept_for_so_long_and_no_longer() -> None:
@@ -113,13 +102,6 @@ def test_heads_that_cannot_be_cut_so_have_no_room(share: Share) -> None:
     assert holder.num_stowed(OLD) == 5
 
 
-def test_of_an_attempt_that_was_never_here_nothing_is_found() -> None:
-    holder = holder_of()
-    assert told(holder, NEXT, Claim(KEY, OLD, HALF), 1) == [Tell(NEXT, Found(KEY, 0))]
-    assert told(holder, NEXT, Vacate(KEY), 2) == []
-    holder.check_idle()
-
-
 @pytest.mark.parametrize(
     "asked", [Reserve(OLD, 5, WHOLE), Reserve(OLD, 0, HALF), Reserve(OLD, -1, HALF)], ids=repr
 )
@@ -172,100 +154,3 @@ def test_guests_leave_a_block_for_each_other_and_for_whom_the_holder_computes() 
     holder = holder_of(24)
     begin(holder, 2 * SIZE - 1, 0)
     assert [granted("a#1", 22), granted("a#1", 21), granted("a#1", 22)] == [0, 21, 0]
-
-
-class Carried:
-    """What follows from a holder's actions where bytes are: room, who may write to it, and how much is whole."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.holder, self.num_blocks, self.now = holder_of(num_blocks), num_blocks, 0
-        self.rooms: dict[RequestId, tuple[int, ...]] = {}
-        self.shares: dict[RequestId, Share] = {}
-        self.homes: dict[RequestId, set[NodeId]] = {}
-        self.whole: dict[RequestId, int] = {}
-
-    def tell(self, fact: events.Event) -> None:
-        for action in self.holder.on(fact, self.now):
-            self._carry_out(action)
-        self.holder.check()
-        blocks = [block for room in self.rooms.values() for block in room]
-        assert len(set(blocks)) == len(blocks) == self.holder.num_hosted
-        assert self.holder.scheduler.pool.available == self.num_blocks - len(blocks)
-        for key, whole in self.whole.items():
-            assert self.holder.num_stowed(key) == whole, "what counts is not what is whole"
-
-    def _carry_out(self, action: Any) -> None:
-        match action:
-            case Host(key, peer, share, blocks):
-                assert self.shares.setdefault(key, share) == share
-                assert blocks[: len(self.rooms.get(key, ()))] == self.rooms.get(key, ())
-                self.rooms[key] = blocks
-                self.homes.setdefault(key, set()).add(peer)
-                self.whole.setdefault(key, 0)
-            case Rekey(old, key, peer, share, num_blocks):
-                assert num_blocks == (self.whole[old] if self.shares[old] == share else 0)
-                self.rooms[key], self.shares[key], self.homes[key] = self.rooms.pop(old), share, {peer}
-                self.whole[key] = num_blocks
-                del self.shares[old], self.homes[old], self.whole[old]
-            case Trim(key, num_blocks):
-                self.rooms[key] = self.rooms[key][:num_blocks]
-                self.whole[key] = min(self.whole[key], num_blocks)
-            case Unhost(key, None):
-                for book in (self.rooms, self.shares, self.homes, self.whole):
-                    del book[key]
-            case Unhost(key, peer):
-                self.homes[key].remove(peer)
-            case Ship(key, peer, 0, blocks):
-                assert peer in self.homes[key] and {*blocks} <= {*self.rooms[key][: self.whole[key]]}
-            case Tell(peer, Found(key, num_blocks)):
-                assert num_blocks <= self.whole.get(key, 0)
-            case Tell(peer, Shipped(key, stop)):
-                assert peer in self.homes[key] and stop == self.whole[key]
-            case _:
-                assert isinstance(action, Wake) or isinstance(action.letter, Reserved)
-
-    def stowed(self, key: RequestId, peer: NodeId, stop: int, *, damaged: bool) -> None:
-        if peer in self.homes.get(key, ()):  # else nothing of it is written; it may have shrunk since
-            self.whole[key] = min(stop, len(self.rooms[key]) * self.shares[key].parts)
-        self.tell(Stowed(key, peer, stop, damaged))
-
-
-KEYS = [RequestId(f"r#{number}") for number in range(3)]
-HOMES = [HOME, NEXT]
-COUNTS = st.integers(0, 9)
-SHARES = st.sampled_from([WHOLE, WHOLE, HALF, Share(2, 0, 2)])
-LETTERS: st.SearchStrategy[Letter] = st.one_of(
-    st.builds(Reserve, st.sampled_from(KEYS), COUNTS, SHARES),
-    st.builds(Reserve, st.sampled_from(KEYS), COUNTS, SHARES),
-    st.builds(Claim, st.sampled_from(KEYS), st.sampled_from(KEYS), SHARES),
-    st.builds(SendBack, st.sampled_from(KEYS), COUNTS, COUNTS),
-    st.builds(Shrink, st.sampled_from(KEYS), COUNTS),
-    st.builds(Vacate, st.sampled_from(KEYS)),
-)
-STEPS = st.one_of(
-    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
-    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
-    st.builds(Stowed, st.sampled_from(KEYS), st.sampled_from(HOMES), COUNTS, st.booleans()),
-    st.builds(Stowed, st.sampled_from(KEYS), st.sampled_from(HOMES), COUNTS, st.booleans()),
-    st.builds(Heard, st.sampled_from(HOMES), LETTERS),
-    st.one_of(st.builds(Gone, st.sampled_from(HOMES), st.just("x")), st.builds(Woken)),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(4, 24), st.lists(STEPS, min_size=20, max_size=60))
-def test_in_any_order_all_is_given_back_and_what_counts_is_whole(
-    num_blocks: int, steps: list[events.Event]
-) -> None:
-    world = Carried(num_blocks)
-    for step in steps:
-        world.now += LEASE_NS // 4
-        if isinstance(step, Stowed):
-            world.stowed(step.key, step.peer, step.stop, damaged=step.damaged)
-        else:
-            world.tell(step)
-    for home in HOMES:
-        world.tell(Gone(home, "x"))
-    world.now += LEASE_NS
-    world.tell(Woken())
-    world.holder.check_idle()

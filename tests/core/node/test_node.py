@@ -22,7 +22,6 @@ from isthmus.core.node.events import (
     Give,
     Gone,
     Heard,
-    Host,
     Loaded,
     Move,
     Moved,
@@ -33,9 +32,6 @@ from isthmus.core.node.events import (
     Return,
     Sampled,
     Stowed,
-    Tell,
-    Trim,
-    Unhost,
     Woken,
 )
 from isthmus.core.node.letters import (
@@ -43,7 +39,6 @@ from isthmus.core.node.letters import (
     Found,
     Granted,
     Landed,
-    Reserve,
     Reserved,
     SendBack,
     Shipped,
@@ -51,7 +46,7 @@ from isthmus.core.node.letters import (
     Vacate,
     Want,
 )
-from isthmus.core.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
+from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
 from isthmus.core.types import NOBODY, NodeId, RequestId, Role, Tenant
 
 from .world import SIZE, Asked, Place, World, fetch_of, limits_of, route_of
@@ -329,20 +324,6 @@ def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
         assert node.on(Heard(P0, letter), 1) == []
 
 
-def test_the_last_stage_may_answer_before_the_first_says_that_it_is_through() -> None:
-    """Its token waits for that, or nothing would be kept of its prompt."""
-    made = limits_of(40, 0)
-    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
-    key, names = RequestId("r#1"), names_of(1, 2)
-    (*_, run) = node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names), 1)
-    assert isinstance(run, Run)
-    assert node.on(Sampled((key,), (key,)), 2) == []
-    kinds = [type(action).__name__ for action in node.on(Stepped(1), 3)]
-    assert kinds == ["Save", "BlocksStored", "Release"]
-    node.on(Saved(key), 4)
-    node.check_idle()
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("held", [None, 0, 2, 3, 5])
 def test_of_what_is_wanted_as_much_is_given_as_is_here(held: int | None, whole: bool) -> None:
@@ -366,24 +347,6 @@ def test_of_first_tokens_of_several_those_of_requests_that_are_gone_are_passed_o
     node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names_of(1, 2)), 1)
     node.on(Stepped(1), 2)
     assert Release(key) in node.on(Sampled((RequestId("gone#1"), key), (key,)), 3)
-
-
-def test_of_two_that_want_the_same_room_one_gets_it_and_a_refusal_changes_nothing() -> None:
-    """What the conductor knows may be old: both were told that there is room."""
-    holder = Node(
-        dict.fromkeys(Role, limits_of(10, 0)), Scheduler(limits_of(10, 0), pool=BlockPool(10), node=H0)
-    )
-    one, other = RequestId("a#1"), RequestId("b#1")
-    host, reserved = holder.on(Heard(P0, Reserve(one, 7)), 0)
-    assert isinstance(host, Host) and len(host.blocks) == 7 and reserved == Tell(P0, Reserved(one, True))
-    assert holder.on(Heard(P1, Reserve(other, 7)), 0) == [Tell(P1, Reserved(other, False))]
-    assert holder.num_hosted == 7 and holder.scheduler.pool.available == 3
-    assert holder.on(Heard(P1, Vacate(other)), 1) == []
-    assert holder.on(Heard(P0, Shrink(one, 2)), 2) == [Trim(one, 2)]
-    for peer, vain in ((P1, Shrink(one, 1)), (P0, Shrink(one, 2)), (P0, Shrink(RequestId("c#1"), 1))):
-        assert holder.on(Heard(peer, vain), 3) == [] and holder.scheduler.pool.available == 8
-    assert holder.on(Heard(P0, Vacate(one)), 4) == [Unhost(one, P0), Unhost(one)]
-    holder.check_idle()
 
 
 def test_a_move_or_a_return_that_cannot_be_is_answered_with_what_lies_where() -> None:

@@ -204,12 +204,6 @@ def test_what_failed_a_request_once_is_not_used_for_it_again() -> None:
     node.check_idle()
 
 
-def test_another_request_uses_the_cache_as_before() -> None:
-    node = distrusting()
-    other = Begin(RequestId("s#1"), Role.MIXED, route_of("s", HERE, HERE, num_cached=4), 22, 30, NAMES)
-    assert [len(action.names) for action in node.on(other, 4) if isinstance(action, Load)] == [4]
-
-
 def test_distrust_is_remembered_of_so_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "MAX_DISTRUSTED", 2)
     node = node_of()

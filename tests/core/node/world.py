@@ -74,7 +74,7 @@ from isthmus.core.node.events import (
     Wake,
     Woken,
 )
-from isthmus.core.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Vacate
+from isthmus.core.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Shrink, Vacate
 from isthmus.core.scheduler import (
     Admitted,
     BlockPool,
@@ -399,6 +399,10 @@ class World:
         said = {type(action.letter) for action in actions if isinstance(action, Tell)}
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
         ends = any(isinstance(action, (RequestFailed, PrefillFinished)) for action in actions)
+        letter = fact.letter if isinstance(fact, Heard) else None
+        frees |= isinstance(letter, Shrink | Vacate) and any(
+            isinstance(each, Trim | Unhost) for each in actions
+        )
         if (waits and Claim not in said) or frees or Landed in said or ends:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.attempts import Assembly, BlocksStored, Donor
 from isthmus.core.reuse import CACHEBLEND, SEMANTIC, Packing, Selection, pack
-from isthmus.core.scheduler import Limits, Load, Preempted, Run, Save, Sequence, Stepped, TierCache
+from isthmus.core.scheduler import Limits, Load, Run, Save, Sequence, Stepped, TierCache
 from isthmus.core.types import RequestId
 
 from .told import Told, arrived
@@ -219,57 +219,3 @@ def test_it_overtakes_nobody() -> None:
     scheduler.on(arrived(B, 100, 101, assembly=assembly(5)))
     for _ in range(3):
         assert [each[0] for each in pieces(run_of(scheduler.on(Stepped(1))))] == [A]
-
-
-# Pre-emption.
-
-
-def decoding_and_assembled(packing: Packing | None) -> Told:
-    """One decodes with its blocks nearly full, another was admitted after it; there is one block more."""
-    scheduler = Told(limits(17, token_budget=64))
-    scheduler.on(arrived(A, 7, 60))
-    scheduler.on(arrived(B, 40, 60, assembly=assembly(3, 0, SEMANTIC, packing)))
-    assert pieces(run_of(scheduler.on(Stepped(1)))) == [(B, 0, 40)]
-    return scheduler
-
-
-def test_before_it_is_assembled_it_gives_all_back_and_begins_again() -> None:
-    scheduler = decoding_and_assembled(None)
-    before = scheduler.pool.available
-    b = scheduler.of(B)
-    assert (len(b.blocks), len(b.scratch)) == (10, 3)
-    actions: list[Any] = []
-    scheduler.run = None  # of no steps: something was missing
-    scheduler._preempt(actions)
-    assert actions == [Preempted(B)] and scheduler.pool.available == before + 13
-    assert b.assembly is not None and not b.blocks + b.scratch
-    actions = []
-    scheduler.plan(actions)
-    scheduler.check()
-    [load] = [action for action in actions if isinstance(action, Load)]
-    assert load.key == B and [piece.assembly for piece in run_of(actions).chunks] == [b.assembly]
-
-
-@pytest.mark.parametrize("packing", [None, Packing(2, (1, 1, 1))])
-def test_after_it_was_assembled_it_is_computed_as_ever_or_dropped_if_it_was_packed(
-    packing: Packing | None,
-) -> None:
-    scheduler = decoding_and_assembled(packing)
-    scheduler.on(Stepped(1))
-    b = scheduler.of(B)
-    assert b.assembly is None and len(b.blocks) >= 10 - (packing.num_dropped if packing else 0)
-    a = scheduler.of(A)
-    actions: list[Any] = []
-    scheduler.run = None
-    if packing is not None:
-        assert scheduler._batch.youngest() is a, "it cannot be computed again, so others go before it"
-        scheduler.forget(a)
-    scheduler._preempt(actions)
-    assert actions == [Preempted(B)]
-    if packing is not None:
-        assert scheduler.dropped == [b] and scheduler.pool.available == 17
-        return
-    actions = []
-    scheduler.plan(actions)
-    assert pieces(run_of(actions)) == [(B, 0, 41)] and run_of(actions).chunks[0].assembly is None
-    scheduler.check()

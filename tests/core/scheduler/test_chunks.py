@@ -2,120 +2,27 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.core.cost import (
     Analytic,
-    Curve,
     NodeCost,
     compile_cost,
     engine_coefficients,
     facts_of,
     hardware_named,
 )
-from isthmus.core.scheduler import CountingPool, Limits, Piece, Run, Sequence, Stepped, TbtTarget
-from isthmus.core.scheduler.batch import Batch
-from isthmus.core.scheduler.chunks import Chunks, TimedBudget
-from isthmus.core.scheduler.memory import Memory
-from isthmus.core.scheduler.prefixes import PoolPrefixes
-from isthmus.core.scheduler.queues import Admission
+from isthmus.core.scheduler import Limits, Piece, Run, Stepped, TbtTarget
+from isthmus.core.scheduler.chunks import TimedBudget
 from isthmus.core.types import RequestId
 
-from .driver import Node
-from .test_scheduler import LIMITS, OPS, limits, play, run_of
+from .test_scheduler import CURVE, limits, run_of
 from .told import Fact, Told, arrived
-
-SIZE = 4
-
-
-class Prompts:
-    """Prompts that are computed as they are cut, and are over with their last chunk."""
-
-    def __init__(self, *lengths: int, num_blocks: int = 10_000, **others: int) -> None:
-        limits = Limits(num_blocks, SIZE, **others)
-        self.limits, self.memory = limits, Memory(limits, CountingPool(num_blocks))
-        self.batch = Batch(limits)
-        self.admission = Admission(limits, self.memory, PoolPrefixes(self.memory, SIZE), self.batch)
-        self.chunks = Chunks(limits, None, self.batch, self.admission)
-        self.all: dict[RequestId, Sequence] = {}
-        for length in lengths:
-            self.arrive(length)
-
-    def arrive(self, length: int) -> None:
-        sequence = Sequence(RequestId(str(len(self.all))), length, length + 1)
-        sequence.arrival = len(self.all)
-        self.all[sequence.request] = sequence
-        self.admission.waiting.append(sequence)
-
-    def iterate(self) -> list[tuple[str, int]]:
-        """Who got how many tokens."""
-        pieces = self.chunks.cut([], 0)
-        for piece in pieces:
-            self._compute(piece)
-        self.admission.check()
-        self.batch.check(self.batch.prompts)
-        return [(piece.request, piece.count) for piece in pieces]
-
-    def _compute(self, piece: Piece) -> None:
-        sequence = self.all[piece.request]
-        assert (piece.start, piece.samples) == (
-            sequence.computed,
-            piece.start + piece.count == sequence.length,
-        )
-        sequence.computed += piece.count
-        if piece.samples:
-            self.batch.remove(sequence)
-            self.memory.release(sequence)
-
-
-LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
-
-
-@settings(max_examples=150)
-@given(LENGTHS, st.integers(1, 100), st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 30, 1 << 30]))
-def test_no_token_of_the_budget_is_left_while_somebody_could_use_it(
-    lengths: list[int], budget: int, partial: int, places: int, batch: int
-) -> None:
-    prompts = Prompts(
-        *lengths, token_budget=budget, partial_prefills=partial, max_sequences=places, prompt_batch=batch
-    )
-    computed = 0
-    while computed < sum(lengths):
-        counts = [count for _, count in prompts.iterate()]
-        assert 1 <= sum(counts) <= budget
-        is_full = sum(counts) == budget or sum(counts) >= batch
-        assert is_full or not prompts.admission.waiting or len(counts) == places
-        assert is_full or not prompts.batch.prompts, "a prompt was cut, and there was room for more of it"
-        assert len(prompts.batch.prompts) <= partial, "more prompts are computed in parts than may be"
-        computed += sum(counts)
-    assert prompts.memory.pool.available == 10_000
-
-
-def test_a_prompt_alone_repeats_its_chunk_but_the_last() -> None:
-    prompts = Prompts(1000, token_budget=100, max_chunks=4)
-    pieces = prompts.chunks.cut([], 0)
-    assert prompts.chunks.steps(pieces) == 4
-    prompts.all[RequestId("0")].computed = 700
-    assert prompts.chunks.steps(prompts.chunks.cut([], 0)) == 2, "the last chunk is a run of its own"
-
-
-def test_a_chunk_that_follows_a_cached_prefix_does_not_repeat() -> None:
-    prompts = Prompts(1000, token_budget=100, max_chunks=4)
-    (piece,) = prompts.chunks.cut([], 0)
-    sequence = prompts.all[piece.request]
-    sequence.computed = sequence.cached = 200
-    assert prompts.chunks.steps(prompts.chunks.cut([], 0)) == 1
-
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
-CURVE = Curve(
-    kv_token_bytes=1, num_layers=1, prefill_fixed_s=0.5, prefill_token_s=0.01, prefill_pair_s=1e-3,
-    decode_fixed_s=0.4, decode_sequence_s=0.05, decode_context_s=1e-3,
-)  # fmt: skip
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
@@ -189,63 +96,6 @@ def test_a_chunk_is_shorter_with_more_decodes_and_far_into_a_prompt() -> None:
 
 
 # The scheduler with a target.
-
-
-class TimedNode(Node):
-    """Judges every run by the target as well."""
-
-    def __init__(self, limits: Limits, target: TbtTarget) -> None:
-        super().__init__(limits)
-        self.scheduler, self.target = Told(limits, target=target), target
-
-    def _on_run(self, run: Run, decoding: set[RequestId]) -> None:
-        self.run, target, num_decodes = run, self.target, run.num_decodes
-        requests = [piece.request for piece in run.pieces]
-        assert requests and len(set(requests)) == len(requests)
-        assert set(requests[: len(decoding)]) == decoding, "decodes come first, and none of them waits"
-        assert run.context == sum(piece.start + 1 for piece in run.pieces[:num_decodes])
-        for piece in run.pieces:
-            alone = len(run.pieces) == 1 and self.limits.partial_prefills == 1
-            self._check_piece(piece, run.steps, alone=alone)
-        taken, budget = sum(piece.count for piece in run.chunks), max(1, self.limits.token_budget - num_decodes)
-        assert taken <= budget
-        unfinished = [request for request in self.computing if request not in requests]
-        assert run.chunks or not unfinished, "prompts starve"
-        if not num_decodes:
-            assert not unfinished or taken == budget, "nobody's token is delayed, and budget is left over"
-        elif taken > target.minimum(num_decodes):
-            sizes = [(piece.count, piece.start) for piece in run.chunks]
-            assert target.step_ps(sizes, num_decodes, run.context) <= target.limit_ps
-
-
-@settings(max_examples=80)
-@given(LIMITS, OPS, st.integers(1, 3), st.sampled_from([1, 400, 900, 3000]), st.sampled_from([1, 4, 16]))
-def test_whatever_comes_the_target_is_kept_and_every_request_ends(
-    limits: Limits, ops: list[tuple], partial: int, target_ms: int, tile: int
-) -> None:
-    limits = msgspec.structs.replace(limits, partial_prefills=partial)
-    node = TimedNode(limits, TbtTarget(COSTS["curve"].step_ps, target_ms * 10**9, tile))
-    play(node, [("arrive", *op[1:]) if op[0] == "expect" else op for op in ops])
-    node.drain()
-
-
-@settings(max_examples=30)
-@given(LIMITS, OPS)
-def test_a_target_that_everything_meets_changes_nothing(limits: Limits, ops: list[tuple]) -> None:
-    """Then chunks end where the budget does; with tiles of one row, that is."""
-    logs = []
-    for target in (None, TbtTarget(COSTS["curve"].step_ps, 1 << 80, 1)):
-        node = Node(limits)
-        node.scheduler = Told(limits, target=target)
-        play(node, ops)
-        node.drain()
-        logs.append(node.encoded_log())
-    assert logs[0] == logs[1]
-
-
-def test_with_nobody_decoding_there_is_no_target() -> None:
-    scheduler = Told(limits(512, 16, token_budget=4096), target=TbtTarget(COSTS["analytic"].step_ps, 1))
-    assert run_of(scheduler.on(arrived(A, 5000, 5001))).chunks[0].count == 4096
 
 
 def test_decodes_that_alone_exceed_the_target_leave_prompts_the_minimum() -> None:
@@ -355,13 +205,6 @@ def test_who_overtakes_leaves_a_place_for_those_it_overtakes(places: int, overta
         scheduler.on(arrived(RequestId(name), num_tokens, num_tokens + 1))
     requests = [piece.request for piece in run_of(scheduler.on(Stepped(1))).chunks]
     assert sorted(requests) == (["a", "b", "d"] if overtakes else ["a", "b"])
-
-
-def test_one_place_is_arrival_order() -> None:
-    scheduler = Told(partial_limits(1, 100))
-    scheduler.on(arrived(A, 1000, 1001))
-    scheduler.on(arrived(B, 10, 11))
-    assert [piece.request for piece in run_of(scheduler.on(Stepped(1))).chunks] == [A]
 
 
 @pytest.mark.parametrize("partial", [1, 4])

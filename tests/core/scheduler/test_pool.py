@@ -137,18 +137,6 @@ def test_without_a_run_the_longest_one_is_part_of_what_comes() -> None:
     assert {4, 5, 6} <= set(pool.allocate(4))
 
 
-def test_more_than_is_available_is_our_bug() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    with pytest.raises(AssertionError):
-        pool.allocate(2)
-
-
-def test_naming_a_block_that_nobody_holds_is_our_bug() -> None:
-    with pytest.raises(AssertionError):
-        BlockPool(1).store(0, name(0))
-
-
 # Shares.
 
 

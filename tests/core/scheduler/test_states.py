@@ -19,7 +19,7 @@ from isthmus.core.scheduler import (
     Stepped,
     TierCache,
 )
-from isthmus.core.scheduler.sequence import DECODING, DEPARTING, Prefix
+from isthmus.core.scheduler.sequence import Prefix
 from isthmus.core.scheduler.states import States
 from isthmus.core.types import BlockName, NodeId, RequestId, Tier
 
@@ -32,7 +32,6 @@ from .told import (
     fetched,
     forgotten,
     imported,
-    missing,
     offered,
     recovered,
 )
@@ -90,18 +89,6 @@ def test_where_snapshots_are_taken(
     assert states.positions(sequence, prefix) == [*positions, (length, 0)]
 
 
-def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:
-    scheduler = node()
-    run = of(Run, scheduler.on(arrives(A, 41)))
-    ((position, blocks),) = run.chunks[0].snapshots
-    assert position == 40
-    actions = scheduler.on(Stepped(1))
-    assert of(BlocksStored, actions).names == (*NAMES[:10], *state_names(NAMES[9], PARTS))
-    admitted = of(Admitted, [*actions, *scheduler.on(arrives(B, 43)), *scheduler.on(Stepped(1))])
-    assert (admitted.request, admitted.cached_tokens, admitted.state) == (B, 40, blocks)
-    scheduler.check()
-
-
 def test_kv_without_a_state_is_computed_again_and_leaves_one_at_the_branch() -> None:
     scheduler = node()
     scheduler.on(arrives(A, 41))
@@ -142,47 +129,12 @@ def test_who_comes_goes_on_from_the_state_it_was_sent_with() -> None:
     scheduler.check()
 
 
-def test_a_run_that_did_not_start_restores_again() -> None:
-    scheduler = node()
-    scheduler.on(expected(A, 9, 20))
-    scheduler.on(imported(A))
-    run = of(Run, scheduler.on(Stepped(0)))
-    assert run.pieces[0].restore
-
-
-def test_a_cache_beside_the_memory_keeps_prefix_and_state_as_one_chain() -> None:
-    tiers = TierCache(40)
-    scheduler = node(tiers)
-    scheduler.on(arrives(A, 41))
-    scheduler.on(Stepped(1))
-    assert tiers.match(chain(10)) == (10 + PARTS, 0)
-    scheduler.on(arrives(B, 43, num_cached=10))
-    admitted = of(Admitted, scheduler.on(Stepped(1)))
-    assert (admitted.cached_tokens, len(admitted.state)) == (40, PARTS)
-    assert tiers.num_pinned == 10 + PARTS
-    scheduler.on(Stepped(1))
-    assert tiers.num_pinned == 0
-    scheduler.check()
-    tiers.check()
-
-
 def test_what_is_on_disk_of_a_state_is_counted() -> None:
     tiers = TierCache(6, 20)
     scheduler = node(tiers)
     scheduler.on(offered(chain(10)))
     admitted = of(Admitted, scheduler.on(arrives(A, 41)))
     assert (admitted.cached_tokens, admitted.disk_blocks) == (40, 10 + PARTS - 6)
-
-
-def test_a_state_that_cannot_be_loaded_means_from_the_start() -> None:
-    scheduler = node(TierCache(40))
-    scheduler.on(offered(chain(10)))
-    scheduler.on(arrives(A, 41))
-    scheduler.on(missing(A, 9))
-    run = of(Run, scheduler.on(Stepped(0)))
-    assert (run.chunks[0].start, run.chunks[0].restore) == (0, ())
-    scheduler.on(Stepped(1))
-    scheduler.check()
 
 
 @pytest.mark.parametrize(("stop", "cached"), [(10, 40), (9, 0)])
@@ -206,14 +158,6 @@ def test_recovered_states_are_usable() -> None:
     assert of(Admitted, scheduler.on(arrives(A, 41))).cached_tokens == 40
 
 
-def test_a_fetch_of_one_who_is_sent_its_state_is_of_no_concern() -> None:
-    """It recalls blocks of tokens alone, which others may use once there is a state for them."""
-    scheduler = node(TierCache(40))
-    scheduler.on(expected(A, 41, 50))
-    assert scheduler.on(fetched(A, 10)) == []
-    scheduler.check()
-
-
 def test_a_node_of_another_role_may_have_more_live_states() -> None:
     scheduler = node()
     scheduler.change(replace(scheduler.limits, max_sequences=6, token_budget=1000))
@@ -222,20 +166,3 @@ def test_a_node_of_another_role_may_have_more_live_states() -> None:
     run = of(Run, scheduler.on(Stepped(1)))
     assert {piece.slot for piece in run.pieces} == set(range(6)), "the lowest first, for the engine has as many"
     scheduler.check()
-
-
-def test_slots_are_given_lowest_first_and_one_given_twice_is_noticed() -> None:
-    states = States(PARTS, 4, BlockPool(8))
-    first, second, third = (Sequence(RequestId(name), 4, 9) for name in "abc")
-    for sequence in (first, second):
-        states.join(sequence)
-        sequence.state = DECODING
-    states.leave(first)
-    first.state = DEPARTING
-    states.join(third)
-    third.state = DECODING
-    assert (first.slot, second.slot, third.slot) == (-1, 1, 0)
-    states.check([first, second, third])
-    third.slot = 1
-    with pytest.raises(AssertionError, match="given twice"):
-        states.check([first, second, third])

@@ -155,36 +155,11 @@ def test_pins_are_counted_and_a_prefix_may_be_pinned_apart() -> None:
     assert cache.put(chain("z")).evicted == ("ab",)
 
 
-def test_no_node_holds_anything_without_capacity() -> None:
-    cache = TierCache(0)
-    assert cache.put(chain("abc")) == Change()
-    assert cache.match(chain("abc")) == (0, 0)
-
-
 def test_names_may_be_in_any_sequence() -> None:
     cache = TierCache(2, 1)
     assert cache.put(list(chain("abcd"))) == Change(stored=chain("ab"), sunk=("abc",))
     assert cache.match(list(chain("abcd"))) == (3, 1)
     assert cache.put([]) == Change()
-
-
-@pytest.mark.parametrize("dram_blocks", [2, 3])
-def test_check_notices_a_tier_over_its_capacity(dram_blocks: int) -> None:
-    cache = TierCache(dram_blocks)
-    cache.dram.eviction.use(chain("abc"), 0)
-    if dram_blocks < 3:
-        with pytest.raises(AssertionError, match="over its capacity"):
-            cache.check()
-    else:
-        cache.check()
-
-
-def test_check_notices_a_block_without_its_head() -> None:
-    cache = TierCache(3)
-    cache.put(chain("abc"))
-    cache.dram.eviction.remove([cast(BlockName, "ab")])
-    with pytest.raises(AssertionError, match="without its head"):
-        cache.check()
 
 
 def test_what_is_read_ahead_is_kept_until_no_load_waits_or_its_tier_is_decided() -> None:

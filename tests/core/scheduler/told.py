@@ -50,8 +50,10 @@ def arrived(
     return lambda scheduler, actions: scheduler.arrive(sequence)
 
 
-def expected(request: RequestId, num_tokens: int, stop_length: int) -> Fact:
+def expected(request: RequestId, num_tokens: int, stop_length: int, **about: Any) -> Fact:
     sequence = Expected(request, num_tokens, stop_length)
+    for name, value in about.items():
+        setattr(sequence, name, value)
     return lambda scheduler, actions: scheduler.expect(sequence, actions)
 
 

@@ -271,16 +271,6 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_has(monkeypatch: pytest.
     assert [event.node for _, event in orders.of(NodeJoined)][3:] == ["near-decode"]
 
 
-def test_a_cluster_dies_with_all_its_nodes_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = Faults(nodes=(NodeFault("far", 0.004, 0.5),))
-    cluster = clusters("far-prefill", "far-mixed", "near-prefill", "near-decode", faults=faults)
-    orders = Orders([route(), route(attempt=2, prefill="near-prefill")])
-    (record,) = played(cluster, [Request(0, 160, 2)], orders, monkeypatch).records
-    left = [(time, event.node) for time, event in orders.of(NodeLeft)]
-    assert left == [(4 * MS, "far-prefill"), (4 * MS, "far-mixed")]
-    assert record.prefill_start_ns == 4 * MS and record.status is Status.COMPLETED
-
-
 FETCHED_8 = FetchOrder(NodeId("near-prefill"), 0, 8)
 
 
@@ -308,18 +298,6 @@ def test_so_is_what_stands_still_too_long_on_a_link(monkeypatch: pytest.MonkeyPa
     assert [time for time, _ in orders.of(FetchFinished)] == [NS_PER_S + 60 * MS]
     assert (record.status, record.attempts, record.cached_tokens) == (Status.COMPLETED, 1, 0)
     assert record.first_token_ns == NS_PER_S + 60 * MS + PREFILL_NS
-
-
-def test_a_node_that_fetches_and_dies_leaves_nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`played` checks that no block is pinned at the end."""
-    cluster = clusters(
-        "far-prefill", "near-prefill", "near-decode", faults=Faults(nodes=(NodeFault("far", 1.01, 2.0),))
-    )
-    names = tuple(range(8))
-    later = [route(1, fetch=FETCHED_8, num_cached=8), route(1, 2, prefill="near-prefill", num_cached=8)]
-    requests = [Request(0, 128, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
-    result = played(cluster, requests, Orders([route(prefill="near-prefill"), *later]), monkeypatch)
-    assert (result.records[1].status, result.records[1].cached_tokens) == (Status.COMPLETED, 128)
 
 
 def test_links_are_measured_while_requests_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

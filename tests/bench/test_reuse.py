@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.bench import reuse
-from isthmus.bench.reuse_costs import Cost, Matching
-from isthmus.bench.reuse_measures import SHARES, Row, all_settings
 from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, Maker
-from isthmus.bench.reuse_runs import Spoil
 from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
 from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
 from isthmus.bench.reuse_words import OPPOSITE, SAME, contradicted, paraphrased
@@ -149,29 +145,3 @@ def test_what_makes_the_kinds_of_donors() -> None:
     assert common_sentences("20 % changed") > common_sentences("50 % changed") > 0.2
     assert 0.3 < common_sentences("paraphrased") < 0.8
     assert common_sentences("false") < 0.2
-
-
-def test_settings_have_names_of_their_own() -> None:
-    swept, served = all_settings(), all_settings("")
-    assert [each.name for each in served] == ["semantic", "semantic, whole", "cacheblend", "epic"]
-    assert len({each.name for each in swept}) == len(swept)
-    assert {each.spoil for each in swept} == set(Spoil)
-    assert [each.swept for each in swept if each.name.startswith("epic ")] == list(SHARES["epic"])
-
-
-def test_tables_show_what_there_is() -> None:
-    shares = (0.5, 0.6, 0.01, 1.0)
-    row = Row("false", "semantic", "semantic", 0.4, "its own", True, 3, *shares, 1.02, None, 1.0, 0.5, 0.25)
-    other = Row("reordered", "epic", "epic", 16, "its own", False, 3, *shares, 2e6, None, 1.0, 0.5, None)
-    result = reuse.Result(
-        "abc",
-        [row, other],
-        [],
-        [Cost(1000, "epic", "reordered", 12.0, 0.5, 0.1, 1.0)],
-        [Matching("x", "y", 1, 1, 0, 0)],
-    )
-    served, swept, _, matched, cost = reuse.tables(result)
-    assert [column.header for column in served.columns][5:8] == ["right in full", "right", "as the donor"]
-    assert served.row_count == 2 and swept.row_count == 1 and matched.row_count == cost.row_count == 1
-    found = reuse.as_json(reuse.Plan(), "m", result)
-    assert found["recall"][0]["wrong"] == 0.25 and found["plan"]["lengths"] == (1000, 2000, 5000)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.models import make_random_model
+from isthmus.bench import reuse
 from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, Maker
 from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
 from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
@@ -145,3 +148,18 @@ def test_what_makes_the_kinds_of_donors() -> None:
     assert common_sentences("20 % changed") > common_sentences("50 % changed") > 0.2
     assert 0.3 < common_sentences("paraphrased") < 0.8
     assert common_sentences("false") < 0.2
+
+
+def test_the_whole_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_random_model(tmp_path, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, dtype="float32")
+    kinds = ("identical", "reordered")
+    monkeypatch.setattr(reuse, "DONORS", {kind: DONORS[kind] for kind in kinds})
+    plan = reuse.Plan(pairs=1, tokens=200, answer_tokens=2, lengths=(300,), rounds=1)
+    found = reuse.run(tmp_path, "the model", plan, 1)
+    for rows in (found.json["recall"], found.json["summaries"]):
+        assert [row["kind"] for row in rows] == [kind for kind in kinds for _ in range(4)]
+    identical = [row for row in found.json["recall"] if row["kind"] == "identical" and row["kept"] == 1.0]
+    assert all(row["kl"] < 1e-3 and row["right"] == row["full_right"] for row in identical)
+    assert [row["setting"] for row in found.json["costs"]] == ["semantic", "cacheblend", "epic"]
+    assert all(row["ratio"] > 0 and row["num_tokens"] == 300 for row in found.json["costs"])
+    assert json.loads(json.dumps(found.json))["plan"]["lengths"] == [300] and len(found.tables) == 3

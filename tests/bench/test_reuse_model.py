@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 
 import pytest
 
 from isthmus.bench import BenchError
-from isthmus.bench.reuse import Bench, Plan, measure, run, settings
-from isthmus.bench.reuse_pairs import DONORS
+from isthmus.bench.reuse import Bench, Plan, measure, settings
 from isthmus.bench.reuse_runs import Setting, Spoil
 from isthmus.cli.models import find_model
 from isthmus.core.reuse import SEMANTIC
@@ -48,15 +46,3 @@ def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench:
     assert like["kl"] < zeroed["kl"] < random["kl"]
     assert like["perplexity"] < zeroed["perplexity"] < random["perplexity"]
     assert like["computed"] == zeroed["computed"] == random["computed"] < 0.5
-
-
-def test_the_whole_in_small(bench: Bench) -> None:
-    plan = Plan(pairs=1, tokens=200, answer_tokens=4, lengths=(300,), rounds=1)
-    found = run(find_model(None)[0], "the model", plan, 1)
-    kinds = {row["kind"] for row in found.json["recall"]}
-    assert kinds == set(DONORS) == {row["kind"] for row in found.json["summaries"]}
-    identical = [row for row in found.json["recall"] if row["kind"] == "identical" and row["kept"] == 1.0]
-    assert all(row["kl"] < 1e-3 and row["right"] == row["full_right"] for row in identical)
-    assert [row["setting"] for row in found.json["costs"]] == ["semantic", "cacheblend", "epic"]
-    assert all(row["ratio"] > 0 and row["num_tokens"] == 300 for row in found.json["costs"])
-    assert json.loads(json.dumps(found.json))["plan"]["lengths"] == [300] and len(found.tables) == 3

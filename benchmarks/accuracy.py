@@ -22,17 +22,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import yaml
-from rich.table import Table
+from typer import Option
 
 from benchmarks.models import BENCH_MODELS, make_random_model
-from benchmarks.served import last_line, served
+from benchmarks.options import Seed, Threads
+from benchmarks.served import served
 from isthmus.bench import BenchError, serve
+from isthmus.bench.study import Columns, Outcome, Report, silent, table
+from isthmus.cli.models import find_model
 from isthmus.config import load_config
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.deployment import deployment_of
@@ -48,31 +53,33 @@ NUM_WARM, NUM_IDLE = 3, 9
 QUANTITIES = {"TTFT": "ttft_s", "TBT (longest tenth)": "tbt_s", "TPOT": "tpot_s"}
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """The load. `prompt`, `output`: lengths as a workload specification writes them; `model`: its folder
-    or file, None for one with random weights.
+PROMPT, OUTPUT = "lognormal(p50=150,p99=900,max=1500)", "lognormal(p50=40,p99=120)"
+PREFIXES = "prefixes=10,prefix_tokens=128"
+"""Shared beginnings, which leave some prompts partly cached."""
+COLUMNS: Columns = {
+    "": lambda row: f"{row['quantity']}, {row['figure']}", "live ms": "live_ms", "simulated": "simulated_ms",
+    "error": lambda row: f"{row['error_percent']:+.1f} %", "with idle overhead": "corrected_ms",
+    "error, corrected": lambda row: f"{row['corrected_error_percent']:+.1f} %",
+}  # fmt: skip
+"""Of one quantity, its mean or P90 over the requests. Errors are those of the simulated figures; `corrected`: overhead
+added."""
 
-    `prefixes` shared beginnings of `prefix_tokens` tokens leave some prompts partly cached. `cost`: a curve's
-    file, None measures one first. `threads`: of each node.
-    """
 
-    model: Path | None
-    requests: int = 150
-    rate: float = 4.0
-    prompt: str = "lognormal(p50=150,p99=900,max=1500)"
-    output: str = "lognormal(p50=40,p99=120)"
-    prefixes: int = 10
-    prefix_tokens: int = 128
-    emulated: bool = False
-    threads: int = 1
-    seed: int = 0
-    cost: Path | None = None
+@dataclass(frozen=True)
+class Plan:
+    model: Annotated[str | None, Option(help="Model folder or hub id; default: llama-256x8, random.")] = None
+    emulated: Annotated[bool, Option("--emulated", help="Emulated engines, at the curve's speed.")] = False
+    requests: Annotated[int, Option(min=10, help="Requests of the load.")] = 150
+    rate: Annotated[float, Option(min=0.01, help="Requests a second, in the mean.")] = 4.0
+    cost: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="A curve's file; default: one is measured first.")
+    ] = None
+    threads: Threads = 1
+    seed: Seed = 0
 
     def workload(self) -> Workload:
-        """Raises ConfigError for lengths or a rate that cannot be read."""
         return load(
-            f"poisson:rate={self.rate},num={self.requests},input={self.prompt},output={self.output},"
-            f"prefixes={self.prefixes},prefix_tokens={self.prefix_tokens},"
+            f"poisson:rate={self.rate},num={self.requests},input={PROMPT},output={OUTPUT},{PREFIXES},"
             f"block_size={BLOCK_SIZE},seed={self.seed}"
         )
 
@@ -85,62 +92,28 @@ class Times(msgspec.Struct, frozen=True):
     tbt_s: float
 
 
-class Figures(msgspec.Struct, frozen=True):
-    """Mean and P90 over the requests, in milliseconds."""
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """A live prefill and decode node under load, and the same load in the simulator: TTFT and TBT of both.
 
-    mean_ms: float
-    p90_ms: float
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One quantity. Errors are those of the simulated figures, in percent; `corrected`: overhead added."""
-
-    quantity: str
-    live: Figures
-    simulated: Figures
-    error_mean_percent: float
-    error_p90_percent: float
-    corrected: Figures
-    corrected_error_mean_percent: float
-    corrected_error_p90_percent: float
-
-
-class Accuracy(msgspec.Struct, frozen=True):
-    """`overhead_first_ms`, `overhead_gap_ms`: of an idle request, live less simulated.
-
-    `curve_error`: of the cost curve against its own measurements, None if it does not say. `core_wait`: time the
-    nodes' threads waited for a core under load, over the time they ran, None where the system does not tell; a
-    machine that is busy with something else shows here.
+    Profiles, serves, replays, compares. Raises ConfigError or BenchError.
     """
-
-    requests: int
-    rate: float
-    curve: str
-    curve_error: float | None
-    core_wait: float | None
-    overhead_first_ms: float
-    overhead_gap_ms: float
-    rows: list[Row]
-
-
-def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Accuracy:
-    """Profiles, serves, replays, compares. Raises ConfigError or BenchError."""
     workload = plan.workload()
     with tempfile.TemporaryDirectory(prefix="isthmus-accuracy-") as name:
         folder = Path(name)
-        plan = msgspec.structs.replace(plan, model=(plan.model or _random_model(folder / "model")).resolve())
-        curve = plan.cost.resolve() if plan.cost is not None else _profile(plan, folder, report)
-        config = _write_config(plan, folder, curve)
+        model = (find_model(plan.model)[0] if plan.model else _random_model(folder / "model")).resolve()
+        curve = plan.cost.resolve() if plan.cost is not None else _profile(plan, model, folder, report)
+        config = _write_config(plan, model, folder, curve)
         report(f"serving {len(workload.requests)} requests, {plan.rate:g} a second")
-        live, core_wait = asyncio.run(_serve(config, folder, workload))
+        live, core_wait = _serve(config, folder, workload)
         report("replaying the recording in the simulator")
         simulated = _replay(config, folder / "recording.jsonl")
         facts = yaml.safe_load(curve.read_text())
     if len(simulated) != len(live):
         raise BenchError(f"{len(live)} requests were answered, {len(simulated)} recorded and replayed")
-    found = compare(plan, live, simulated)
-    origin, error = str(facts.get("origin", "")), facts.get("error")
-    return msgspec.structs.replace(found, curve=origin, curve_error=error, core_wait=core_wait)
+    found = {"curve": str(facts.get("origin", "")), "curve_error": facts.get("error"), "core_wait": core_wait}
+    found |= {"requests": plan.requests, "rate": plan.rate} | compare(live, simulated)
+    title = f"python -m benchmarks accuracy: {plan.requests} requests, {plan.rate:g} a second"
+    return Outcome([table(title, COLUMNS, found["rows"])], found, notes_of(found))
 
 
 # The live cluster.
@@ -151,11 +124,11 @@ def _random_model(folder: Path) -> Path:
     return folder
 
 
-def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
+def _profile(plan: Plan, model: Path, folder: Path, report: Report) -> Path:
     """The curve of this machine's engine, measured in a process of its own, with a node's threads and core."""
     report(f"profiling the engine, {plan.threads} threads")
     curve = folder / "curve.yaml"
-    arguments = ("--model", str(plan.model), "--threads", str(plan.threads), "--kv-memory", str(KV_MEMORY))
+    arguments = ("--model", str(model), "--threads", str(plan.threads), "--kv-memory", str(KV_MEMORY))
     core = cores_for(NUM_NODES)[:1]
     done = subprocess.run(
         [sys.executable, "-m", "isthmus", "profile", "--out", str(curve), *arguments],
@@ -165,15 +138,15 @@ def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
         preexec_fn=(lambda: os.sched_setaffinity(0, core)) if core else None,
     )
     if done.returncode:
-        raise BenchError(f"isthmus profile failed: {last_line(done.stderr)}")
+        raise BenchError(f"isthmus profile failed: {done.stderr.strip()}")
     report(done.stderr.strip().splitlines()[-2])
     return curve
 
 
-def _write_config(plan: Plan, folder: Path, curve: Path) -> Path:
+def _write_config(plan: Plan, model: Path, folder: Path, curve: Path) -> Path:
     """The deployment, for `isthmus serve` and for the simulator."""
     values = {
-        "model": str(plan.model),
+        "model": str(model),
         "port": 0,
         "roles": {"prefill": 1, "decode": 1},
         "engine": {
@@ -190,14 +163,14 @@ def _write_config(plan: Plan, folder: Path, curve: Path) -> Path:
     return path
 
 
-async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[Times], float | None]:
-    """Idle requests one by one, then the workload at its times, in that order; and the nodes' `core_wait`."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        served(config, folder / "serve.log") as (url, pid),
-        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
-    ):
+def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[Times], float | None]:
+    """Idle requests one by one, then the workload at its times, in that order; and what `core_wait` says."""
+    with served(config, folder / "serve.log") as (url, pid):
+        return asyncio.run(_ask_all(url, pid, workload))
+
+
+async def _ask_all(url: str, pid: int, workload: Workload) -> tuple[list[Times], float | None]:
+    async with serve.connected() as session:
         server = serve.Server(url, await serve.ask_model(session, url))
         _pin(pid)
         idle = [await _ask(session, server, request, "idle") for request in _idle(workload)]
@@ -208,14 +181,10 @@ async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[T
             await asyncio.sleep(begin + request.arrival_ns / NS_PER_S - loop.time())
             return await _ask(session, server, request, "load")
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(arrive(request)) for request in workload.requests]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        loaded = await serve.together(map(arrive, workload.requests))
         after = _scheduled(pid)
     ran, waited = (late - early for late, early in zip(after, before, strict=True))
-    return [*idle, *(task.result() for task in tasks)], waited / ran if ran else None
+    return [*idle, *loaded], waited / ran if ran else None
 
 
 def _pin(pid: int) -> None:
@@ -263,7 +232,7 @@ def _idle(workload: Workload) -> list[Request]:
 async def _ask(session: aiohttp.ClientSession, server: serve.Server, request: Request, salt: str) -> Times:
     row = serve.Row(request.num_tokens, max(2, request.output_tokens), 1, 1)
     body = serve.body_of(server, row, prompt_of(request, salt))
-    stream = serve.read_stream(await serve.ask(session, server.url, body), row)
+    stream = serve.read_stream(await serve.ask(session, server, body), row)
     return times_of(stream.sent_s, stream.token_times_s, row.output_tokens)
 
 
@@ -304,24 +273,33 @@ def _simulated(record: RequestRecord) -> Times:
     )
 
 
-def compare(plan: Plan, live: Sequence[Times], simulated: Sequence[Times]) -> Accuracy:
-    """Idle requests come first in both lists; only those after them are compared. The curve is yet to name."""
-    first = _overhead(live, simulated, "ttft_s")
-    gap = _overhead(live, simulated, "tpot_s")
-    load_live, load_simulated = live[NUM_WARM + NUM_IDLE :], simulated[NUM_WARM + NUM_IDLE :]
+def compare(live: Sequence[Times], simulated: Sequence[Times]) -> dict[str, Any]:
+    """Idle requests come first in both lists; only those after them are compared. Overheads are of an idle request."""
+    first, gap = _overhead(live, simulated, "ttft_s"), _overhead(live, simulated, "tpot_s")
     rows = []
     for quantity, field in QUANTITIES.items():
-        ours = [getattr(times, field) for times in load_simulated]
-        more = first if field == "ttft_s" else gap
-        rows.append(
-            _row(
-                quantity,
-                _figures([getattr(times, field) for times in load_live]),
-                _figures(ours),
-                _figures([each + more for each in ours]),
-            )
+        measured, ours = (
+            sorted(getattr(times, field) for times in each[NUM_WARM + NUM_IDLE :]) for each in (live, simulated)
         )
-    return Accuracy(len(load_live), plan.rate, "", None, None, 1000 * first, 1000 * gap, rows)
+        corrected = [each + (first if field == "ttft_s" else gap) for each in ours]
+        for figure, of in (("mean", statistics.fmean), ("P90", _p90)):
+            live_ms, simulated_ms, corrected_ms = (1000 * of(each) for each in (measured, ours, corrected))
+            rows.append(
+                {
+                    "quantity": quantity,
+                    "figure": figure,
+                    "live_ms": live_ms,
+                    "simulated_ms": simulated_ms,
+                    "error_percent": 100 * (simulated_ms / live_ms - 1),
+                    "corrected_ms": corrected_ms,
+                    "corrected_error_percent": 100 * (corrected_ms / live_ms - 1),
+                }
+            )
+    return {"overhead_first_ms": 1000 * first, "overhead_gap_ms": 1000 * gap, "rows": rows}
+
+
+def _p90(ordered: Sequence[float]) -> float:
+    return nearest_rank(ordered, 90)
 
 
 def _overhead(live: Sequence[Times], simulated: Sequence[Times], field: str) -> float:
@@ -330,50 +308,15 @@ def _overhead(live: Sequence[Times], simulated: Sequence[Times], field: str) -> 
     return medians[0] - medians[1]
 
 
-def _row(quantity: str, live: Figures, simulated: Figures, corrected: Figures) -> Row:
-    return Row(
-        quantity,
-        live,
-        simulated,
-        _error(simulated.mean_ms, live.mean_ms),
-        _error(simulated.p90_ms, live.p90_ms),
-        corrected,
-        _error(corrected.mean_ms, live.mean_ms),
-        _error(corrected.p90_ms, live.p90_ms),
-    )
-
-
-def _figures(values_s: Sequence[float]) -> Figures:
-    return Figures(1000 * statistics.fmean(values_s), 1000 * nearest_rank(sorted(values_s), 90))
-
-
-def _error(ours: float, live: float) -> float:
-    return 100 * (ours / live - 1)
-
-
-def table(found: Accuracy) -> Table:
-    shown = Table(title=f"python -m benchmarks accuracy: {found.requests} requests, {found.rate:g} a second")
-    for head in ("", "live ms", "simulated", "error", "with idle overhead", "error"):
-        shown.add_column(head, justify="left" if not head else "right")
-    for row in found.rows:
-        for name, at in (("mean", "mean_ms"), ("P90", "p90_ms")):
-            live, simulated, corrected = (
-                getattr(each, at) for each in (row.live, row.simulated, row.corrected)
-            )
-            shown.add_row(
-                f"{row.quantity}, {name}",
-                *(f"{live:.2f}", f"{simulated:.2f}", f"{_error(simulated, live):+.1f} %"),
-                *(f"{corrected:.2f}", f"{_error(corrected, live):+.1f} %"),
-            )
-    return shown
-
-
-def summary_lines(found: Accuracy) -> list[str]:
-    error = "unknown" if found.curve_error is None else f"{100 * found.curve_error:.1f} %"
-    wait = "unknown" if found.core_wait is None else f"{100 * found.core_wait:.0f} % of the time they ran"
+def notes_of(found: Mapping[str, Any]) -> list[str]:
+    """`curve_error`: of the cost curve against its own measurements, None if it does not say. `core_wait`: time the
+    nodes' threads waited for a core under load, over the time they ran, None where the system does not tell; a
+    machine that is busy with something else shows here."""
+    error = "unknown" if found["curve_error"] is None else f"{100 * found['curve_error']:.1f} %"
+    wait = "unknown" if found["core_wait"] is None else f"{100 * found['core_wait']:.0f} % of the time they ran"
     return [
-        f"curve: {found.curve or 'of unknown origin'}; its own error against what was measured: {error}",
-        f"overhead of an idle request, live less simulated: {found.overhead_first_ms:.2f} ms to the first token, "
-        f"{found.overhead_gap_ms:.2f} ms a gap (HTTP, tokenizer, event loops, hand-over session, client)",
+        f"curve: {found['curve'] or 'of unknown origin'}; its own error against what was measured: {error}",
+        f"overhead of an idle request, live less simulated: {found['overhead_first_ms']:.2f} ms to the first token, "
+        f"{found['overhead_gap_ms']:.2f} ms a gap (HTTP, tokenizer, event loops, hand-over session, client)",
         f"the nodes waited for a core, beside gateway and client and whatever else runs here: {wait}",
     ]

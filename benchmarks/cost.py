@@ -6,13 +6,17 @@ origins). Where the model fails, the error is printed like any other.
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from benchmarks import cost_kernels, cost_requests, cost_serving
 from benchmarks.cost_tables import Finding
+from isthmus.bench.study import Columns, Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError
 
 _PARTS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
@@ -29,19 +33,37 @@ _PARTS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
 )
 TARGETS = {"H200 other half": 4.0, "B200, kernel-scaled": 7.0}
 """Greatest acceptable error in percent of the lines of Llama-3.1-70B fp8 that are judged."""
+COLUMNS: Columns = {
+    "case": "case",
+    "": "kind",
+    "rows": "rows",
+    "MAPE %": lambda row: f"{row.mape_percent:.1f}",
+    "bias %": lambda row: f"{row.bias_percent:+.1f}",
+    "note": "note",
+}
 
 
-def validate(profiles: Path) -> list[Finding]:
-    """Every table's findings. Raises ConfigError naming a file the folder lacks."""
-    found = []
+@dataclass(frozen=True)
+class Plan:
+    profiles: Annotated[Path, Option(help="Folder with the published measurements (docs/cost-model.md).")]
+
+
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """The cost model against published measurements: errors of every table, whether it fits or not.
+
+    Raises ConfigError naming a file the folder lacks.
+    """
+    found: list[Finding] = []
     for part in _PARTS:
         try:
-            found += list(part(profiles))
+            found += part(plan.profiles)
         except FileNotFoundError as error:
             raise ConfigError(
-                f"profiles folder {profiles}: no file {error.filename}; give the whole folder"
+                f"profiles folder {plan.profiles}: no file {error.filename}; give the whole folder"
             ) from None
-    return found
+        report(found[-1].table)
+    tables = [table(name, COLUMNS, rows) for name, rows in itertools.groupby(found, lambda row: row.table)]
+    return Outcome(tables, plain(found), missed(found) or ["the targets of Llama-3.1-70B fp8 are met"])
 
 
 def missed(found: list[Finding]) -> list[str]:
@@ -51,21 +73,3 @@ def missed(found: list[Finding]) -> list[str]:
         for row in found
         if row.table.endswith("70B fp8") and row.mape_percent > TARGETS.get(row.case, float("inf"))
     ]
-
-
-def main(profiles: Path, json_path: Path | None = None, report: Callable[[str], None] = print) -> list[Finding]:
-    """Prints the table, writes it as JSON where asked, and returns it."""
-    found = validate(profiles)
-    table = ""
-    for row in found:
-        if row.table != table:
-            table = row.table
-            report(f"\n{table}\n  {'case':44} {'':12} {'rows':>5} {'MAPE %':>7} {'bias %':>7}")
-        line = f"  {row.case:44} {row.kind:12} {row.rows:5} {row.mape_percent:7.1f} {row.bias_percent:+7.1f}"
-        report(f"{line}  {row.note}".rstrip())
-    report("")
-    for line in missed(found) or ["the targets of Llama-3.1-70B fp8 are met"]:
-        report(line)
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
-    return found

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import re
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import yaml
-from rich.table import Table
+from typer import Option
 
 from benchmarks.models import BENCH_MODELS, make_random_model
-from benchmarks.served import START_S, served
+from benchmarks.options import Rounds, Seed, Threads
+from benchmarks.served import served
 from isthmus.bench import BenchError, serve
 from isthmus.bench.serve import BEAT_S
-from isthmus.core.blocks import KVLayout
-from isthmus.live.engine.spec import read_spec
+from isthmus.bench.store_peers import drop_cached
+from isthmus.bench.study import Columns, Outcome, Report, silent, table
+from isthmus.live.engine.spec import kv_layout, read_spec
 
 BLOCK_SIZE = 16
 OUTPUT_TOKENS = 2
@@ -44,17 +45,23 @@ LOCAL_GBPS = 4000.0
 having a prefix and fetching it by the order of the nodes, and the third row can be measured on an idle machine."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """`model`: its folder, None writes the bench model; `folder`: where the SSD tier lies, None takes the folder of
-    temporary files; `threads`: of each node."""
+START_S = 90.0
+COLUMNS: Columns = {
+    "prefix in": "source", "computed ms": "first_ms", "cached ms": "again_ms", "ratio": "ratio",
+    "aim": lambda row: "" if row["aim"] is None else f">= {row['aim']:g}", "computing": "compute_ms",
+    "waiting for KV": "wait_ms", "other": "other_ms",
+}  # fmt: skip
 
-    model: Path | None = None
-    prefix_tokens: int = 4000
-    suffix_tokens: int = 32
-    rounds: int = 5
-    threads: int = 1
-    seed: int = 0
-    folder: Path | None = None
+
+@dataclass(frozen=True)
+class Plan:
+    model: Annotated[Path | None, Option(help="Model folder; default: the bench model, written now.")] = None
+    prefix: Annotated[int, Option(min=BLOCK_SIZE, help="Tokens that two requests have in common.")] = 4000
+    suffix: Annotated[int, Option(min=1, help="Tokens of their own.")] = 32
+    rounds: Rounds = 5
+    threads: Threads = 1
+    folder: Annotated[Path | None, Option(help="A folder on the SSD, for the SSD tier.")] = None
+    seed: Seed = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -66,51 +73,22 @@ class Answer(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One place of the prefix; medians over the rounds, in ms, and of the ratios of the pairs.
-
-    Of `again_ms`: `compute_ms` in the engine, `wait_ms` where it waited for KV, `other_ms` outside of it (client,
-    HTTP, tokenizer, conductor, sessions, scheduler). `aim`: of `ratio`, None if there is none.
-    """
-
-    source: str
-    cached_tokens: int
-    first_ms: float
-    again_ms: float
-    ratio: float
-    aim: float | None
-    compute_ms: float
-    wait_ms: float
-    other_ms: float
-    ratios: tuple[float, ...]
-
-
-class Reuse(msgspec.Struct, frozen=True):
-    """`cold`: the files of the SSD tier were dropped from the page cache before the restart."""
-
-    prefix_tokens: int
-    suffix_tokens: int
-    prefix_bytes: int
-    cold: bool
-    rows: list[Row]
-
-
 Pair = tuple[Answer, Answer]
 
 
-def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Reuse:
-    """Starts and ends three clusters, one after another. Raises BenchError."""
-    if min(plan.prefix_tokens // BLOCK_SIZE, plan.suffix_tokens, plan.rounds) < 1:
-        raise BenchError(f"a prefix of at least {BLOCK_SIZE} tokens, a suffix and a round are needed")
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """Time to first token with a prefix that is cached (DRAM, SSD after a restart, another node) and that is not.
+
+    Starts and ends three clusters, one after another. Raises BenchError.
+    """
     with tempfile.TemporaryDirectory(prefix="isthmus-reuse-", dir=plan.folder) as name:
-        home = Path(name)
-        return asyncio.run(_Bench(plan, home, report).run())
+        return _Bench(plan, Path(name), report).run()
 
 
 class _Bench:
     """`home`: for the model, the configuration, the SSD tier and the log of the servers."""
 
-    def __init__(self, plan: Plan, home: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, home: Path, report: Report) -> None:
         self._plan, self._home, self._report = plan, home, report
         if plan.model is None:
             self._model = home / "model"
@@ -120,42 +98,60 @@ class _Bench:
         spec = read_spec(self._model)
         if spec.max_length < self._num_tokens + OUTPUT_TOKENS:
             raise BenchError(f"{self._model} takes {spec.max_length} tokens, fewer than the prompts have")
-        self._layout = KVLayout(
-            dtype=spec.dtype,
-            block_size=BLOCK_SIZE,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        )
+        self._layout = kv_layout(spec, spec.dtype, BLOCK_SIZE)
 
     @property
     def _num_tokens(self) -> int:
-        return self._plan.prefix_tokens + self._plan.suffix_tokens
+        return self._plan.prefix + self._plan.suffix
 
     @property
     def _num_blocks(self) -> int:
         """Whole blocks of a prefix."""
-        return self._plan.prefix_tokens // BLOCK_SIZE
+        return self._plan.prefix // BLOCK_SIZE
 
-    async def run(self) -> Reuse:
+    def run(self) -> Outcome:
         one_of_each = self._write_config("pair", {"prefill": 1, "decode": 1}, on_disk=True)
-        async with self._cluster(one_of_each) as client:
-            in_memory = [await self._pair_in_memory(client, index) for index in range(self._plan.rounds)]
-            await self._await_written(client)
-        cold = drop_from_page_cache(self._home / "blocks")
-        async with self._cluster(one_of_each) as client:
-            await client.until("cache_disk_blocks", self._plan.rounds * self._num_blocks, START_S)
-            on_disk = [await self._pair_on_disk(client, index) for index in range(self._plan.rounds)]
         two_prefill = self._write_config("trio", {"prefill": 2, "decode": 1}, on_disk=False)
-        async with self._cluster(two_prefill) as client:
-            elsewhere = [await self._pair_elsewhere(client, index) for index in range(self._plan.rounds)]
-        rows = [
-            row_of("DRAM", in_memory, 4.0),
-            row_of("SSD, after a restart", on_disk, 2.0),
-            row_of("another node's DRAM", elsewhere, None),
+        numbers = range(self._plan.rounds)
+
+        async def in_memory(client: Client) -> list[Pair]:
+            pairs = [await self._pair_in_memory(client, number) for number in numbers]
+            await self._await_written(client)
+            return pairs
+
+        async def on_disk(client: Client) -> list[Pair]:
+            await client.until("cache_disk_blocks", self._plan.rounds * self._num_blocks, START_S)
+            return [await self._pair_on_disk(client, number) for number in numbers]
+
+        async def elsewhere(client: Client) -> list[Pair]:
+            return [await self._pair_elsewhere(client, number) for number in numbers]
+
+        rows = [row_of("DRAM", self._asked(one_of_each, in_memory), 4.0)]
+        drop_cached(path for path in (self._home / "blocks").rglob("*") if path.is_file())
+        rows.append(row_of("SSD, after a restart", self._asked(one_of_each, on_disk), 2.0))
+        rows.append(row_of("another node's DRAM", self._asked(two_prefill, elsewhere), None))
+        found: dict[str, Any] = {"prefix_tokens": self._plan.prefix, "suffix_tokens": self._plan.suffix}
+        found |= {"prefix_bytes": self._num_blocks * self._layout.block_bytes, "rows": rows}
+        title = (
+            f"python -m benchmarks reuse: TTFT with a prefix of {self._plan.prefix} tokens "
+            f"({found['prefix_bytes'] / 1e6:.0f} MB), {self._plan.suffix} after it"
+        )
+        notes = [
+            f"medians of {self._plan.rounds} pairs, each of requests alone; the SSD tier was read cold",
+            "computing, waiting, other: parts of the cached request's time; other is HTTP, tokenizer, conductor, "
+            "sessions",
         ]
-        size = self._num_blocks * self._layout.block_bytes
-        return Reuse(self._plan.prefix_tokens, self._plan.suffix_tokens, size, cold, rows)
+        return Outcome([table(title, COLUMNS, rows)], found, notes)
+
+    def _asked(self, config: Path, ask: Callable[[Client], Awaitable[list[Pair]]]) -> list[Pair]:
+        """Of a cluster that runs for so long."""
+
+        async def asked(url: str) -> list[Pair]:
+            async with self._client(url) as client:
+                return await ask(client)
+
+        with served(config, self._home / "serve.log", START_S) as (url, _):
+            return asyncio.run(asked(url))
 
     # The pairs. Prefixes are told apart by name: each is asked for as often as its row needs.
 
@@ -192,9 +188,7 @@ class _Bench:
         return pair
 
     def _prompt(self, prefix: str, suffix: str) -> list[int]:
-        return self._tokens(prefix, self._plan.prefix_tokens) + self._tokens(
-            f"{prefix}/{suffix}", self._plan.suffix_tokens
-        )
+        return self._tokens(prefix, self._plan.prefix) + self._tokens(f"{prefix}/{suffix}", self._plan.suffix)
 
     def _tokens(self, name: str, count: int) -> list[int]:
         return list(random.Random(f"{self._plan.seed}/{name}").randbytes(count))
@@ -222,19 +216,15 @@ class _Bench:
         return path
 
     @contextlib.asynccontextmanager
-    async def _cluster(self, config: Path) -> AsyncIterator[Client]:
-        """A running cluster, warm."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-        async with (
-            served(config, self._home / "serve.log") as (url, _),
-            aiohttp.ClientSession(timeout=timeout) as session,
-        ):
+    async def _client(self, url: str) -> AsyncIterator[Client]:
+        """Of a cluster that is warm."""
+        async with serve.connected() as session:
             client = Client(session, serve.Server(url, await serve.ask_model(session, url)))
             start = random.randbytes(8).hex()  # not in the cache of an earlier cluster
             for index in range(NUM_WARM):
-                prefix = self._tokens(f"{start}/{index}", min(WARM_TOKENS, self._plan.prefix_tokens))
+                prefix = self._tokens(f"{start}/{index}", min(WARM_TOKENS, self._plan.prefix))
                 for suffix in ("first", "again"):
-                    await client.answer(prefix + self._tokens(suffix, self._plan.suffix_tokens))
+                    await client.answer(prefix + self._tokens(suffix, self._plan.suffix))
             yield client
 
     async def _await_written(self, client: Client) -> None:
@@ -252,12 +242,10 @@ class Client:
     async def answer(self, prompt: list[int]) -> tuple[float, int]:
         """TTFT in seconds, and how many tokens of the prompt were cached."""
         row = serve.Row(len(prompt), OUTPUT_TOKENS, 1, 1)
-        capture = await serve.ask(self._session, self._server.url, serve.body_of(self._server, row, prompt))
-        stream = serve.read_stream(capture, row)
-        cached = re.search(rb'"cached_tokens":\s*(\d+)', b"".join([piece for _, piece in capture.pieces]))
-        if cached is None:
-            raise BenchError("the usage does not say how many tokens were cached")
-        return stream.token_times_s[0] - stream.sent_s, int(cached[1])
+        body = serve.body_of(self._server, row, prompt)
+        stream = serve.read_stream(await serve.ask(self._session, self._server, body), row)
+        cached = stream.usage["prompt_tokens_details"]["cached_tokens"]
+        return stream.token_times_s[0] - stream.sent_s, int(cached)
 
     async def ask(self, prompt: list[int]) -> Answer:
         """One request alone, and what the prefill nodes' counters say of it."""
@@ -275,10 +263,7 @@ class Client:
 
     async def total(self, name: str) -> float:
         """A metric's sum over the prefill nodes."""
-        async with self._session.get(f"{self._server.url}/metrics") as response:
-            text = await response.text()
-        values = re.findall(rf'^isthmus_{name}{{node="prefill[^"]*"}} (\S+)$', text, re.MULTILINE)
-        return sum(map(float, values))
+        return serve.total(await serve.metrics_of(self._session, self._server), f"isthmus_{name}", "prefill")
 
     async def until(self, name: str, value: float, limit_s: float) -> None:
         """Waits until a metric's sum is at least `value`; for 0, until it is 0."""
@@ -292,74 +277,27 @@ class Client:
             raise BenchError(f"{name} is {found:g}, not {value:g}, after {limit_s:g} s") from None
 
 
-def drop_from_page_cache(folder: Path) -> bool:
-    """Of all files in a folder; False where the system has no call for it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(file)  # what is yet to be written stays in memory
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
-    return True
+def row_of(source: str, pairs: Sequence[Pair], aim: float | None) -> dict[str, Any]:
+    """One place of the prefix; medians over the rounds, in ms, and of the ratios of the pairs.
 
-
-def row_of(source: str, pairs: Sequence[Pair], aim: float | None) -> Row:
+    Of `again_ms`: `compute_ms` in the engine, `wait_ms` where it waited for KV, `other_ms` outside of it (client,
+    HTTP, tokenizer, conductor, sessions, scheduler). `aim`: of `ratio`, None if there is none.
+    """
     firsts, agains = [first for first, _ in pairs], [again for _, again in pairs]
-    ratios = tuple([first.ttft_s / again.ttft_s for first, again in pairs])
-    return Row(
-        source=source,
-        cached_tokens=min([again.cached_tokens for again in agains]),
-        first_ms=_median_ms([first.ttft_s for first in firsts]),
-        again_ms=_median_ms([again.ttft_s for again in agains]),
-        ratio=statistics.median(ratios),
-        aim=aim,
-        compute_ms=_median_ms([again.engine_s - again.wait_s for again in agains]),
-        wait_ms=_median_ms([again.wait_s for again in agains]),
-        other_ms=_median_ms([again.ttft_s - again.engine_s for again in agains]),
-        ratios=ratios,
-    )
+    ratios = [first.ttft_s / again.ttft_s for first, again in pairs]
+    return {
+        "source": source,
+        "cached_tokens": min([again.cached_tokens for again in agains]),
+        "first_ms": _median_ms([first.ttft_s for first in firsts]),
+        "again_ms": _median_ms([again.ttft_s for again in agains]),
+        "ratio": statistics.median(ratios),
+        "aim": aim,
+        "compute_ms": _median_ms([again.engine_s - again.wait_s for again in agains]),
+        "wait_ms": _median_ms([again.wait_s for again in agains]),
+        "other_ms": _median_ms([again.ttft_s - again.engine_s for again in agains]),
+        "ratios": ratios,
+    }
 
 
 def _median_ms(values_s: Sequence[float]) -> float:
     return 1000 * statistics.median(values_s)
-
-
-def table(found: Reuse) -> Table:
-    size = found.prefix_bytes / 1e6
-    title = f"python -m benchmarks reuse: TTFT with a prefix of {found.prefix_tokens} tokens ({size:.0f} MB), "
-    shown = Table(title=title + f"{found.suffix_tokens} after it")
-    for head in (
-        "prefix in",
-        "computed ms",
-        "cached ms",
-        "ratio",
-        "aim",
-        "computing",
-        "waiting for KV",
-        "other",
-    ):
-        shown.add_column(head, justify="left" if head == "prefix in" else "right")
-    for row in found.rows:
-        parts = [f"{part:.1f}" for part in (row.compute_ms, row.wait_ms, row.other_ms)]
-        aim = "" if row.aim is None else f">= {row.aim:g}"
-        shown.add_row(row.source, f"{row.first_ms:.1f}", f"{row.again_ms:.1f}", f"{row.ratio:.1f}", aim, *parts)
-    return shown
-
-
-def summary_lines(found: Reuse) -> list[str]:
-    state = (
-        "dropped from the page cache before the restart" if found.cold else "perhaps still in the page cache"
-    )
-    return [
-        f"the SSD tier's files were {state}; medians of {len(found.rows[0].ratios)} pairs, each of requests alone",
-        "computing, waiting, other: parts of the cached request's time; other is HTTP, tokenizer, conductor, sessions",
-    ]
-
-
-def as_json(found: Reuse) -> dict[str, Any]:
-    values: dict[str, Any] = msgspec.to_builtins(found)
-    return values

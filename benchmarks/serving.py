@@ -11,18 +11,22 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from rich.table import Table
+from typer import Option
 
-from benchmarks.peers.foreign import Foreign
-from benchmarks.peers.servers import Running, Side, running
-from benchmarks.texts import library_texts
+from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, VllmPython
+from benchmarks.served import Running, Side, isthmus, llama, running, vllm
 from isthmus.bench import BenchError
+from isthmus.bench.child import Foreign
+from isthmus.bench.reuse_texts import prose
+from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
+from isthmus.core.errors import ConfigError
 
 # The rows.
 
@@ -78,7 +82,7 @@ class Chat(msgspec.Struct, frozen=True):
 
     def messages(self, seed: int) -> list[list[dict[str, str]]]:
         """Of each request in the order of sending. Texts are real, and no two conversations share one."""
-        texts = [text for text in library_texts() if len(text) < 300]
+        texts = [text for passage in prose(None) if len(text := " ".join(passage)) < 300]
         random.Random(seed).shuffle(texts)
         drawn = iter(texts)
         talks = [[{"role": "system", "content": " ".join(next(drawn) for _ in range(4))}]] * self.conversations
@@ -142,14 +146,6 @@ class Figures(msgspec.Struct, frozen=True):
     total_output_tokens: int
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """Over the rounds."""
-
-    median: float
-    least: float
-    most: float
-
-
 class Result(msgspec.Struct, frozen=True):
     """One server and row. `tokens`: output tokens of a request, in the mean over all rounds."""
 
@@ -175,14 +171,49 @@ class Pair(msgspec.Struct, frozen=True):
 
 # A run.
 
-Report = Callable[[str], None]
+
+@dataclass(frozen=True)
+class Plan:
+    model: Annotated[Path, Option(help="Model folder in bfloat16.")]
+    vllm_python: VllmPython
+    folder: Annotated[
+        Path, Option(help="Where logs and what the client saved are kept; goes on if it is there.")
+    ]
+    gguf: Annotated[Path | None, Option(help="The model as a GGUF file, for llama.cpp and ours.")] = None
+    llama_python: Annotated[str | None, Option(help="A Python with llama-cpp-python[server].")] = None
+    rounds: Rounds = 3
+    rows: Annotated[tuple[str, ...], WORDS, Option(help="Some of the rows, e.g. 64/128x8,chat.")] = tuple(
+        row.name for row in ROWS
+    )
+    options: ServeOptions = ()
+    vllm_options: Annotated[tuple[str, ...], WORDS_OF_SHELL, Option(help="More options of vLLM's server.")] = ()
+    llama_options: Annotated[
+        tuple[str, ...], WORDS_OF_SHELL, Option(help="More options of llama.cpp's server.")
+    ] = ()
 
 
-def run(pairs: Sequence[Pair], python: str, folder: Path, rounds: int, report: Report) -> list[Result]:
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """Ours beside vLLM, and beside llama.cpp, each alone and in turns, under `vllm bench serve`."""
+    if (plan.gguf is None) != (plan.llama_python is None):
+        raise ConfigError("--gguf and --llama-python go together")
+    rows = tuple(rows_named(plan.rows))
+    peer = vllm(plan.vllm_python, plan.model, plan.vllm_options)
+    pairs = [Pair("bfloat16", plan.model, isthmus("isthmus", plan.model, plan.options), peer, rows)]
+    if plan.gguf is not None and plan.llama_python is not None:
+        peer = llama(plan.llama_python, plan.gguf, special_tokens(plan.model), plan.llama_options)
+        ours, half = isthmus("isthmus-gguf", plan.gguf, plan.options), tuple(row.fewer() for row in rows)
+        pairs.append(Pair(plan.gguf.name, plan.model, ours, peer, half))
+    found = measure(pairs, plan.vllm_python, plan.folder, plan.rounds, report)
+    notes = [line for pair in pairs for line in verdicts(pair, found)]
+    return Outcome([table_of(pair, found) for pair in pairs], plain(found), notes)
+
+
+def measure(pairs: Sequence[Pair], python: str, folder: Path, rounds: int, report: Report) -> list[Result]:
     """`python`: an interpreter with vLLM, for the client. Raises BenchError, StartError."""
     folder.mkdir(parents=True, exist_ok=True)
     _check_plan(folder / "plan.json", pairs)
-    with contextlib.closing(Foreign(python, "vllm_client.py")) as client:
+    script = Path(__file__).with_name("peers") / "vllm_client.py"
+    with contextlib.closing(Foreign(python, script)) as client:
         for number in range(1, rounds + 1):
             for pair in pairs:
                 for side in (pair.ours, pair.peer):
@@ -275,77 +306,56 @@ def results(pairs: Sequence[Pair], folder: Path) -> list[Result]:
     ]
 
 
+QUANTITIES = {"tokens/s": "tokens_per_s", "mean TTFT ms": "ttft_ms", "ms a token": "tpot_ms"}
+"""Of a `Result`. More of the first is better, less of the others."""
+
+
 def result_of(row: str, side: str, found: Sequence[Figures]) -> Result:
     return Result(
         row,
         side,
         len(found),
         sum(each.total_output_tokens for each in found) / sum(each.completed for each in found),
-        _spread([each.output_throughput for each in found]),
-        _spread([each.mean_ttft_ms for each in found]),
-        _spread([each.mean_tpot_ms for each in found]),
+        spread([each.output_throughput for each in found]),
+        spread([each.mean_ttft_ms for each in found]),
+        spread([each.mean_tpot_ms for each in found]),
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.median(values), min(values), max(values))
-
-
-def table(pair: Pair, found: Sequence[Result]) -> Table:
+def table_of(pair: Pair, found: Sequence[Result]) -> Table:
     """Medians over the rounds, and the least and the most of them."""
-    shown = Table(title=pair.title)
-    shown.add_column("prompt / output × concurrency")
-    for quantity in ("tokens/s", "mean TTFT ms", "ms a token"):
-        for side in (pair.ours, pair.peer):
-            shown.add_column(f"{quantity}, {side.name}", justify="right")
+    lines = []
     for row, ours, peer in _compared(pair, found):
-        both = [
-            (ours.tokens_per_s, peer.tokens_per_s),
-            (ours.ttft_ms, peer.ttft_ms),
-            (ours.tpot_ms, peer.tpot_ms),
-        ]
-        shown.add_row(row, *(_cell(spread) for each in both for spread in each))
-    return shown
+        lines.append({"row": row})
+        for side, result in ((pair.ours, ours), (pair.peer, peer)):
+            lines[-1] |= {
+                f"{head}, {side.name}": str(getattr(result, name)) for head, name in QUANTITIES.items()
+            }
+    names = [f"{head}, {side.name}" for head in QUANTITIES for side in (pair.ours, pair.peer)]
+    return table(pair.title, {"prompt / output × concurrency": "row"} | {name: name for name in names}, lines)
 
 
-def _compared(pair: Pair, found: Sequence[Result]) -> list[tuple[str, Result, Result]]:
+def _compared(pair: Pair, found: Sequence[Result]) -> Iterator[tuple[str, Result, Result]]:
     """Rows that both sides have."""
     by_name = {(each.row, each.side): each for each in found}
-    keys = [((row.name, pair.ours.name), (row.name, pair.peer.name)) for row in pair.rows]
-    return [
-        (ours[0], by_name[ours], by_name[peer]) for ours, peer in keys if ours in by_name and peer in by_name
-    ]
-
-
-def _cell(spread: Spread) -> str:
-    median, least, most = (f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in _values(spread))
-    return median if least == most else f"{median} ({least} to {most})"
-
-
-def _values(spread: Spread) -> tuple[float, float, float]:
-    return spread.median, spread.least, spread.most
+    for row in pair.rows:
+        ours, peer = (by_name.get((row.name, side.name)) for side in (pair.ours, pair.peer))
+        if ours is not None and peer is not None:
+            yield row.name, ours, peer
 
 
 def verdicts(pair: Pair, found: Sequence[Result]) -> list[str]:
     """A line for each row in which ours is not ahead everywhere, and for answers that ended early."""
     lines = []
-    for name, ours, peer in _compared(pair, found):
-        behind = [
-            f"{what} {_cell(mine)} against {_cell(other)}"
-            for what, mine, other, ahead in (
-                (
-                    "tokens/s",
-                    ours.tokens_per_s,
-                    peer.tokens_per_s,
-                    ours.tokens_per_s.median > peer.tokens_per_s.median,
-                ),
-                ("TTFT", ours.ttft_ms, peer.ttft_ms, ours.ttft_ms.median < peer.ttft_ms.median),
-                ("ms a token", ours.tpot_ms, peer.tpot_ms, ours.tpot_ms.median < peer.tpot_ms.median),
-            )
-            if not ahead
-        ]
+    for row, ours, peer in _compared(pair, found):
+        behind = []
+        for head, name in QUANTITIES.items():
+            mine, other = getattr(ours, name), getattr(peer, name)
+            sign = 1 if name == "tokens_per_s" else -1
+            if sign * mine.median <= sign * other.median:
+                behind.append(f"{head} {mine} against {other}")
         if behind:
-            lines.append(f"{name}: not ahead of {peer.side} in {', '.join(behind)}")
+            lines.append(f"{row}: not ahead of {peer.side} in {', '.join(behind)}")
         if ours.tokens != peer.tokens:
-            lines.append(f"{name}: tokens of an answer {ours.tokens:.1f}, of {peer.side} {peer.tokens:.1f}")
+            lines.append(f"{row}: tokens of an answer {ours.tokens:.1f}, of {peer.side} {peer.tokens:.1f}")
     return lines

@@ -16,16 +16,18 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from rich.table import Table
+from typer import Argument, Option
 
 from benchmarks.breaking import FAULTS, KILLS, Cluster
+from benchmarks.options import WORDS, Seed
+from isthmus.bench import BenchError, serve
+from isthmus.bench.study import Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError, StartError
 
 ALIKE = 0.5
@@ -45,30 +47,33 @@ OUTCOMES = (EXACT, WRONG, ERROR, REFUSED, TWICE, NEVER)
 FATAL = (WRONG, TWICE, NEVER)
 DAMAGE = ("page", DISK)
 _SAMPLE = re.compile(r"^isthmus_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
-_OWN = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)$", re.MULTILINE
-)
+_OWN = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+"""Of what a server says of itself, what is 0 when nobody asks it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`kinds`: each is done `count` times; several kinds joined by + are done at once. `settle_s`: how long what is
-    left may take to go after the last request; `most_s`: after so long no fault begins. `disk`: where KV is on SSD."""
-
-    url: str
-    model: str
-    kinds: tuple[str, ...]
-    count: int
-    clients: int = 8
-    prompts: int = 40
-    shortest: int = 5
-    longest: int = 1500
-    pause_s: float = 3.0
-    settle_s: float = 10.0
-    stall_s: float = 2.0
-    most_s: float = float("inf")
-    disk: Path | None = None
-    seed: int = 11
+    url: Annotated[str, Argument(help="URL of a running cluster of vLLM nodes on this machine.")]
+    model: Annotated[str, Option(help="What the cluster calls its model.")]
+    kinds: Annotated[
+        tuple[str, ...], WORDS, Option(help="Kinds of faults, in turn; those joined by + are done at once.")
+    ] = (
+        "prefill-server+decode-server", "prefill-adapter+decode-adapter", "socket", "link", "head-link", "page",
+        "stall", "abort",
+    )  # fmt: skip
+    count: Annotated[int, Option(min=1, help="How often each is done.")] = 2
+    clients: Annotated[int, Option(min=1, help="Requests at a time.")] = 8
+    prompts: Annotated[int, Option(min=1, help="Prompts, which are asked again and again.")] = 40
+    shortest: Annotated[int, Option(min=1, help="Shortest prompt, in tokens.")] = 5
+    longest: Annotated[int, Option(min=2, help="Longest prompt, in tokens.")] = 1500
+    pause: Annotated[float, Option(min=0, help="Seconds between faults, about.")] = 3.0
+    settle: Annotated[
+        float, Option(min=0, help="Seconds that KV may stay after the last request; nixl: its lease of 30.")
+    ] = 10.0
+    stall: Annotated[float, Option(min=0, help="Seconds for which kind stall stops a process.")] = 2.0
+    most: Annotated[float, Option(min=0, help="After so many seconds no fault begins.")] = float("inf")
+    disk: Annotated[Path | None, Option(help="Where the nodes keep KV on SSD, for kind disk.")] = None
+    seed: Seed = 11
 
     def __post_init__(self) -> None:
         for kind in [each for group in self.kinds for each in group.split("+")]:
@@ -76,6 +81,10 @@ class Plan:
                 raise ConfigError(f"--kinds {kind}: known are {', '.join(KINDS)}")
             if kind == DISK and self.disk is None:
                 raise ConfigError("--kinds disk: --disk says where the nodes keep KV on SSD")
+
+    @property
+    def server(self) -> serve.Server:
+        return serve.Server(self.url.rstrip("/"), self.model)
 
 
 @dataclass
@@ -115,19 +124,25 @@ def prompts_of(plan: Plan) -> list[list[int]]:
     return found
 
 
-def run(plan: Plan, report: Callable[[str], None]) -> Found:
-    """Raises StartError for a cluster that cannot be looked into, or does not answer before anything is done to it."""
-    cluster = Cluster(urlsplit(plan.url).port or 80, plan.stall_s)
-    return asyncio.run(_Campaign(plan, cluster, report).run())
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """Kills, cuts and damage in a running cluster of vLLM nodes: every answer is compared, nothing may be left over.
+
+    Raises StartError for a cluster that cannot be looked into, or does not answer before anything is done to it.
+    """
+    cluster = Cluster(urlsplit(plan.url).port or 80, plan.stall)
+    return outcome(plan, asyncio.run(_Campaign(plan, cluster, report).run()))
+
+
+Judged = tuple[list[int], str, str]
+"""What came, how it ended (EXACT: as it should, the tokens are not compared yet) and what was said then."""
 
 
 class _Campaign:
-    def __init__(self, plan: Plan, cluster: Cluster, report: Callable[[str], None]) -> None:
-        self._plan, self._cluster, self._report = plan, cluster, report
+    def __init__(self, plan: Plan, cluster: Cluster, report: Report) -> None:
+        self._plan, self._cluster, self._report, self._server = plan, cluster, report, plan.server
         self._prompts, self._rng = prompts_of(plan), random.Random(plan.seed)
         self._answers: list[list[int]] = []
         self._found = Found([Row("none")])
-        self._counters: dict[tuple[str, str], list[float]] = {}
         self._over = False
 
     @property
@@ -135,15 +150,12 @@ class _Campaign:
         return self._found.rows[-1]
 
     async def run(self) -> Found:
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
-        async with aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        ) as self._http:
+        async with serve.connected(PATIENCE_S) as self._http:
             await self._reference()
             clients = [asyncio.create_task(self._client(number)) for number in range(self._plan.clients)]
             try:
-                until = time.monotonic() + self._plan.most_s
-                await asyncio.sleep(self._plan.pause_s)
+                until = time.monotonic() + self._plan.most
+                await asyncio.sleep(self._plan.pause)
                 while not self._row.outcomes:  # of what it is like when nothing is done
                     await asyncio.sleep(0.01)
                 for kind in self._plan.kinds:
@@ -161,14 +173,13 @@ class _Campaign:
     # What clients see.
 
     async def _reference(self) -> None:
-        for start in range(0, len(self._prompts), self._plan.clients):
-            several = range(start, min(start + self._plan.clients, len(self._prompts)))
-            for tokens, outcome, said in await asyncio.gather(*[self._ask(at) for at in several]):
-                if outcome != EXACT:
-                    raise StartError(
-                        f"{self._plan.url} does not answer before anything is done to it: {outcome} {said}"
-                    )
-                self._answers.append(tokens)
+        asking = map(self._ask, range(len(self._prompts)))
+        for tokens, outcome, said in await serve.together(asking, self._plan.clients):
+            if outcome != EXACT:
+                raise StartError(
+                    f"{self._plan.url} does not answer before anything is done to it: {outcome} {said}"
+                )
+            self._answers.append(tokens)
         self._report(f"{len(self._answers)} answers taken")
 
     async def _client(self, number: int) -> None:
@@ -190,40 +201,19 @@ class _Campaign:
             if outcome != EXACT:
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
-    async def _ask(self, at: int, came: list[int] | None = None) -> tuple[list[int], str, str]:
-        """What came, how it ended (EXACT: as it should, the tokens are not compared yet) and what was said then."""
-        tokens, finished, done = came if came is not None else list[int](), 0, False
-        try:
-            async with self._http.post(f"{self._plan.url}/v1/completions", json=self._body(at)) as response:
-                if response.status != 200:
-                    return tokens, REFUSED, f"HTTP {response.status}: {await response.text()}"
-                async for line in response.content:
-                    data = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:"):
-                        continue
-                    if done:
-                        return tokens, TWICE, f"{data!r} after the end"
-                    if data == b"[DONE]":
-                        done = True
-                        continue
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        return tokens, ERROR if not finished else TWICE, str(chunk["error"])
-                    for choice in chunk["choices"]:
-                        new = choice.get("token_ids") or ()
-                        if finished and (new or choice["finish_reason"]):
-                            return tokens, TWICE, f"{choice} after the end"
-                        tokens += new
-                        finished += choice["finish_reason"] is not None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return tokens, NEVER, f"{type(error).__name__}: {error}"
-        return tokens, EXACT if finished and done else NEVER, "" if finished and done else "the stream stopped"
-
-    def _body(self, at: int) -> dict[str, Any]:
-        return {
+    async def _ask(self, at: int, capture: serve.Capture | None = None) -> Judged:
+        capture = capture or serve.Capture()
+        body = {
             "model": self._plan.model, "prompt": self._prompts[at], "max_tokens": ANSWER_TOKENS, "temperature": 0,
             "ignore_eos": True, "stream": True, "return_token_ids": True,
         }  # fmt: skip
+        try:
+            await serve.ask(self._http, self._server, json.dumps(body).encode(), capture)
+        except serve.Refused as error:
+            return [], REFUSED, str(error)
+        except BenchError as error:
+            return judged(capture)[0], NEVER, str(error)
+        return judged(capture)
 
     async def _abort(self) -> str:
         """Clients that go at random moments, before the first token or later."""
@@ -231,11 +221,12 @@ class _Campaign:
         return f"{self._plan.clients} clients went away"
 
     async def _go_away(self) -> None:
-        at, tokens = self._rng.randrange(len(self._prompts)), list[int]()
-        asked = asyncio.create_task(self._ask(at, tokens))
+        at, capture = self._rng.randrange(len(self._prompts)), serve.Capture()
+        asked = asyncio.create_task(self._ask(at, capture))
         await asyncio.wait([asked], timeout=self._rng.random() ** 2 * 5)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+        tokens, _, _ = judged(capture)
         if tokens != self._answers[at][: len(tokens)]:
             self._row.outcomes[WRONG] += 1
             self._found.said.append(f"{ABORT}: {tokens}, not {self._answers[at]}")
@@ -254,11 +245,11 @@ class _Campaign:
             if what and kind in KILLS:
                 gone |= {name: each for name, each in before.items() if name.startswith(kind.split("-")[0])}
         if any(kind in DAMAGE for kind in group.split("+")):
-            await asyncio.sleep(2 * self._plan.pause_s)
+            await asyncio.sleep(2 * self._plan.pause)
         await asyncio.sleep(NOTICE_S)
         await self._healthy(gone)
         self._row.again_s.append(time.monotonic() - began)
-        await asyncio.sleep(self._plan.pause_s * (0.5 + self._rng.random()))
+        await asyncio.sleep(self._plan.pause * (0.5 + self._rng.random()))
         found = self._total("seal_mismatches_total", await self._read_metrics()) - mismatches
         self._row.mismatches += max(0, found)  # a node that started again begins at 0
         self._report(
@@ -290,7 +281,7 @@ class _Campaign:
 
     async def _answers_well(self) -> bool:
         try:
-            async with self._http.get(f"{self._plan.url}/health") as response:
+            async with self._http.get(f"{self._server.url}/health") as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -298,7 +289,7 @@ class _Campaign:
     # What is left.
 
     async def _settle(self) -> None:
-        until = time.monotonic() + self._plan.settle_s
+        until = time.monotonic() + self._plan.settle
         while True:
             self._found.left = await self._left()
             if not self._found.left or time.monotonic() > until:
@@ -311,22 +302,20 @@ class _Campaign:
         for name in ("num_requests_running", "node_requests_running", "node_requests_waiting", "cache_pinned_blocks",
                      "cache_write_queue_blocks", "kv_blocks_transfer", "kv_blocks_hosted"):  # fmt: skip
             found += [f"{node} {name} {value:g}" for node, value in metrics.get(name, {}).items() if value]
-        async with self._http.get(f"{self._plan.url}/status") as response:
+        async with self._http.get(f"{self._server.url}/status") as response:
             for each in (await response.json())["nodes"]:
                 found += _slots_left(each, metrics["kv_blocks"][each["node"]])
         for node, url in self._cluster.servers().items():  # what nodes say of these is some seconds old
-            async with self._http.get(f"{url}/metrics") as response:
-                own = _OWN.findall(await response.text())
-            found += [f"{node} vllm:{name} {value}" for name, value in own if float(value)]
+            own = await serve.metrics_of(self._http, serve.Server(url, ""))
+            values = {name: serve.total(own, f"vllm:{name}") for name in _OWN}
+            found += [f"{node} vllm:{name} {value:g}" for name, value in values.items() if value]
         found += [f"process {each.pid} {each.command[:60]!r}" for each in self._cluster.left_over()]
         return found
 
     async def _read_metrics(self) -> dict[str, dict[str, float]]:
         """By name and node; "" for what is of the whole."""
-        async with self._http.get(f"{self._plan.url}/metrics") as response:
-            text = await response.text()
         found: dict[str, dict[str, float]] = {}
-        for name, labels, value in _SAMPLE.findall(text):
+        for name, labels, value in _SAMPLE.findall(await serve.metrics_of(self._http, self._server)):
             if "," not in labels:
                 found.setdefault(name, {})[labels.removeprefix('node="').rstrip('"')] = float(value)
         return found
@@ -345,24 +334,43 @@ def _slots_left(node: dict[str, Any], num_blocks: float) -> list[str]:
     return [f"{node['node']} has {lost} slots in use that are no block's"] if lost else []
 
 
-def table(plan: Plan, found: Found) -> Table:
-    title = f"{plan.clients} clients, {plan.shortest} to {plan.longest} tokens, answers of {ANSWER_TOKENS}; "
-    shown = Table(title=title + f"{found.preemptions:g} pre-emptions at the end; left over: {len(found.left)}")
-    for head in ("fault", "done", "healthy again, s: median", "max", *OUTCOMES, "seal mismatches"):
-        shown.add_column(head, justify="left" if head == "fault" else "right")
-    for row in found.rows:
-        times = (
-            [f"{each:.1f}" for each in (statistics.median(row.again_s), max(row.again_s))]
-            if row.again_s
-            else ["", ""]
-        )
-        done = f"{row.faults}" + (f" ({row.idle} idle)" if row.idle else "")
-        shown.add_row(
-            row.kind, done, *times, *[str(row.outcomes[each]) for each in OUTCOMES], f"{row.mismatches:g}"
-        )
-    return shown
+def judged(capture: serve.Capture) -> Judged:
+    """Of what came of an answer: its tokens, which are not compared yet, and how it ended."""
+    tokens, finished, done = list[int](), False, False
+    for _, data in capture.data():
+        if done:
+            return tokens, TWICE, f"{data!r} after the end"
+        if data == serve.DONE:
+            done = True
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            return tokens, TWICE if finished else ERROR, str(chunk["error"])
+        for choice in chunk["choices"]:
+            new = choice.get("token_ids") or ()
+            if finished and (new or choice["finish_reason"]):
+                return tokens, TWICE, f"{choice} after the end"
+            tokens += new
+            finished = finished or choice["finish_reason"] is not None
+    return (tokens, EXACT, "") if finished and done else (tokens, NEVER, "the stream stopped")
 
 
-def lines(found: Found, most: int = 20) -> Sequence[str]:
-    """What the table does not say."""
-    return [*[f"left over: {each}" for each in found.left], *found.said[:most]]
+def outcome(plan: Plan, found: Found, most: int = 20) -> Outcome:
+    title = (
+        f"{plan.clients} clients, {plan.shortest} to {plan.longest} tokens, answers of {ANSWER_TOKENS}; "
+        f"{found.preemptions:g} pre-emptions at the end; left over: {len(found.left)}"
+    )
+    rows = [
+        {
+            "fault": row.kind,
+            "done": f"{row.faults}" + (f" ({row.idle} idle)" if row.idle else ""),
+            "healthy again, s: median": statistics.median(row.again_s) if row.again_s else None,
+            "max": max(row.again_s, default=None),
+            **{each: row.outcomes[each] for each in OUTCOMES},
+            "seal mismatches": row.mismatches,
+        }
+        for row in found.rows
+    ]
+    shown = table(title, {name: name for name in rows[0]}, rows)
+    notes = [*[f"left over: {each}" for each in found.left], *found.said[:most]]
+    return Outcome([shown], plain([found])[0], notes, found.is_good)

@@ -15,22 +15,24 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import httpx
 import msgspec
 from rich.table import Table
+from typer import Option
 
-from benchmarks.peers.servers import Running, Side, running
-from benchmarks.served import last_line, reserved_port, served
-from isthmus.bench import BenchError
+from benchmarks.options import SIZE, SIZES, WORDS, ModelFolder, Seed, VllmPython
+from benchmarks.served import Running, Side, reserved_port, running, served, started
+from isthmus.bench import BenchError, serve
+from isthmus.bench.study import Outcome, Report, plain, silent, table
 from isthmus.config import Config
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, Role
@@ -48,7 +50,7 @@ WARM = 8
 WARM_TOKENS = 256
 FIRST_TOKEN = 3
 """Lower ids may be special."""
-START_S = 400.0
+START_S, SILENCE_S = 400.0, 120.0
 NIXL = {
     "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0},
@@ -59,28 +61,33 @@ CONNECTOR = Path(__file__).parents[1] / "connectors" / "vllm" / "src"
 
 @dataclass(frozen=True)
 class Plan:
-    """`python`: one with vLLM; `proxy`: vLLM's toy_proxy_server.py; `cost`: what `isthmus profile --vllm` wrote of such
-    a server; `folder`: for logs. `kv_memory`: of each server, in bytes, one turn each; `dram`: of each node's cache in
-    mode pool, None for as much. One conversation in `every` is taken, times are divided by `speed`. `vocabulary`:
-    token ids below it are drawn; `tokens`: of each answer.
-    """
+    model: ModelFolder
+    vllm_python: VllmPython
+    trace: Annotated[Path, Option(help="Mooncake's trace of conversations, or one of its form.")]
+    folder: Annotated[Path, Option(help="Where configurations, logs and metrics are kept.")]
+    proxy: Annotated[Path | None, Option(help="vLLM's toy_proxy_server.py.")] = None
+    cost: Annotated[Path | None, Option(help="What isthmus profile --vllm wrote of such a server.")] = None
+    sides: Annotated[
+        tuple[str, ...], WORDS, Option(help="MODE/POLICY of Isthmus, mode nixl or pool; proxy.")
+    ] = SIDES
+    kv_memory: Annotated[
+        tuple[int, ...], SIZES, Option(help="Of each server; a turn of all sides for each.")
+    ] = (1 << 30,)
+    dram: Annotated[int | None, SIZE, Option(help="Cache of each node in mode pool; default: as much.")] = None
+    every: Annotated[int, Option(min=1, help="One conversation in so many is taken.")] = 40
+    speed: Annotated[float, Option(help="Arrival times are divided by this.")] = 24.0
+    block: Annotated[int, Option(min=1, help="Tokens of a block, for which one hash id stands.")] = 32
+    max_length: Annotated[int, Option(min=2, help="Longer prompts are cut.")] = 2048
+    tokens: Annotated[int, Option(min=2, help="Tokens of an answer.")] = 4
+    vocabulary: Annotated[int, Option(min=4, help="Token ids below this are drawn.")] = 250
+    seed: Seed = 1
 
-    model: Path
-    python: str
-    trace: Path
-    folder: Path
-    proxy: Path | None = None
-    cost: Path | None = None
-    sides: tuple[str, ...] = SIDES
-    kv_memory: tuple[int, ...] = (1 << 30,)
-    dram: int | None = None
-    every: int = 40
-    speed: float = 24.0
-    block: int = 32
-    max_length: int = 2048
-    tokens: int = 4
-    vocabulary: int = 250
-    seed: int = 1
+    def __post_init__(self) -> None:
+        for side in self.sides:
+            if side != PROXY and not side.startswith(("nixl/", "pool/")):
+                raise ConfigError(f"--sides: {side} is neither {PROXY} nor nixl/POLICY nor pool/POLICY")
+        if PROXY in self.sides and self.proxy is None:
+            raise ConfigError(f"--proxy: side {PROXY} needs vLLM's toy_proxy_server.py")
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -108,25 +115,27 @@ class Turn(msgspec.Struct, frozen=True):
     answers: list[Answer]
 
 
-def check(plan: Plan) -> None:
-    """Raises ConfigError."""
-    for side in plan.sides:
-        if side != PROXY and not side.startswith(("nixl/", "pool/")):
-            raise ConfigError(f"--sides: {side} is neither {PROXY} nor nixl/POLICY nor pool/POLICY")
-    if PROXY in plan.sides and plan.proxy is None:
-        raise ConfigError(f"--proxy: side {PROXY} needs vLLM's toy_proxy_server.py")
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """Which of two vLLM prefill servers gets a prompt: Isthmus's policies and vLLM's toy proxy, on a trace.
 
-
-def run(plan: Plan, report: Callable[[str], None]) -> list[Turn]:
-    """All sides with each size of memory. Raises StartError or BenchError for servers that do not start."""
+    All sides with each size of memory. Raises StartError or BenchError for servers that do not start.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
     asked, turns = requests_of(plan), list[Turn]()
     for kv_memory in plan.kv_memory:
         for side in plan.sides:
             log = plan.folder / f"{side.replace('/', '-')}-{kv_memory >> 20}"
             turn = _by_proxy if side == PROXY else _by_isthmus
             turns.append(turn(plan, side, kv_memory, asked, log))
-            report(_line(turns[-1]))
-    return turns
+            report(f"{side}, {kv_memory >> 20} MiB: hit rate {turns[-1].hit_rate:.3f}, {_times(turns[-1])}")
+    best, distinct = possible(asked, plan.block)
+    title = (
+        f"{len(asked)} prompts in {asked[-1].at_s:.0f} s, "
+        f"{statistics.mean([len(each.prompt) for each in asked]):.0f} tokens in the mean, {distinct} different ones; "
+        f"a cache that has all would hit {best:.3f}; {PREFILLS} prefill servers and 1 decode server "
+        f"on {len(os.sched_getaffinity(0))} cores, one each"
+    )
+    return Outcome([table_of(title, turns)], plain(turns))
 
 
 # What is asked.
@@ -170,7 +179,8 @@ def possible(asked: Sequence[Asked], block: int) -> tuple[float, int]:
 def _by_isthmus(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log: Path) -> Turn:
     config = log.with_suffix(".yaml")
     config.write_text(json.dumps(config_of(plan, side, kv_memory), indent=1))
-    answers = asyncio.run(_serve_and_ask(plan, config, asked, log))
+    with served(config, log.with_suffix(".log"), START_S) as (url, _):
+        answers = asyncio.run(_ask_all(plan, url, asked, log.with_suffix(".metrics")))
     good = [(each, one) for each, one in zip(asked, answers, strict=True) if not one.error]
     hits = sum([one.cached or 0 for _, one in good])
     return Turn(side, kv_memory, hits / max(1, sum([len(each.prompt) for each, _ in good])), answers)
@@ -179,7 +189,7 @@ def _by_isthmus(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], l
 def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
     """Of `isthmus serve`."""
     mode, policy = side.split("/", 1)
-    vllm: dict[str, Any] = {"python": plan.python, "transfer": mode, "env": {"PYTHONPATH": str(CONNECTOR)}}
+    vllm: dict[str, Any] = {"python": plan.vllm_python, "transfer": mode, "env": {"PYTHONPATH": str(CONNECTOR)}}
     if mode == "nixl":
         vllm |= {
             "args": ["--kv-transfer-config", json.dumps(NIXL)],
@@ -201,15 +211,6 @@ def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
     return found
 
 
-async def _serve_and_ask(plan: Plan, config: Path, asked: Sequence[Asked], log: Path) -> list[Answer]:
-    async with served(config, log.with_suffix(".log"), START_S) as (url, _):
-        await _ask_all(plan, url, _warm(plan))
-        answers = await _ask_all(plan, url, asked)
-        async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as reply:
-            log.with_suffix(".metrics").write_text(await reply.text())
-    return answers
-
-
 # vLLM's servers behind its proxy.
 
 
@@ -227,12 +228,19 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
         with ThreadPoolExecutor() as pool:  # they take long to start, and do so at once under Isthmus
             servers = list(pool.map(start, range(PREFILLS + 1)))
         port = stack.enter_context(reserved_port())
-        url = stack.enter_context(_proxy(plan, servers, port, log.with_suffix(".log")))
-        asyncio.run(_ask_all(plan, url, _warm(plan)))
-        before = [_hits(each.url) for each in servers[:PREFILLS]]
-        answers = asyncio.run(_ask_all(plan, url, asked))
-        after = [_hits(each.url) for each in servers[:PREFILLS]]
-    hits, queries = (sum([b[at] - a[at] for a, b in zip(before, after, strict=True)]) for at in (0, 1))
+        command, file = _proxy(plan, servers, port), log.with_suffix(".log")
+        proxy = started("the proxy", command, file, partial(_is_up, port), start_s=START_S)
+        url, _ = stack.enter_context(proxy)
+        before, answers = (
+            [_metrics(each) for each in servers[:PREFILLS]],
+            asyncio.run(_ask_all(plan, url, asked)),
+        )
+        after = [_metrics(each) for each in servers[:PREFILLS]]
+
+    def counted(name: str) -> float:
+        return sum(serve.total(text, name) for text in after) - sum(serve.total(text, name) for text in before)
+
+    hits, queries = (counted(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
     return Turn(side, kv_memory, hits / max(1.0, queries), answers)
 
 
@@ -244,7 +252,7 @@ def _server(plan: Plan, config: Config, number: int, meets: int) -> Side:
     settings = environment_of(config, spec, meets)
     settings["VLLM_API_KEY"] = ""  # the proxy has none
     command = (
-        "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",
+        "taskset", "-c", ",".join(map(str, cores)), plan.vllm_python, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(plan.model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", "{port}",
         "--block-size", str(plan.block), "--max-model-len", str(plan.max_length), "--enable-prefix-caching",
         "--enable-prompt-tokens-details", "--enforce-eager",
@@ -254,49 +262,25 @@ def _server(plan: Plan, config: Config, number: int, meets: int) -> Side:
     return Side("vLLM", command, settings)
 
 
-@contextlib.contextmanager
-def _proxy(plan: Plan, servers: Sequence[Running], port: int, log: Path) -> Iterator[str]:
-    """Its URL."""
+def _proxy(plan: Plan, servers: Sequence[Running], port: int) -> list[str]:
     ports = [each.url.rpartition(":")[2] for each in servers]
-    command = [
-        plan.python, str(plan.proxy), "--host", "127.0.0.1", "--port", str(port),
+    return [
+        plan.vllm_python, str(plan.proxy), "--host", "127.0.0.1", "--port", str(port),
         "--prefiller-hosts", *["127.0.0.1"] * PREFILLS, "--prefiller-ports", *ports[:PREFILLS],
         "--decoder-hosts", "127.0.0.1", "--decoder-ports", *ports[PREFILLS:],
     ]  # fmt: skip
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
-    try:
-        while not _is_up(f"{url}/healthcheck"):
-            if process.poll() is not None or time.monotonic() > until:
-                raise BenchError(f"the proxy did not start; {log} ends with: {last_line(log.read_text())}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-        process.wait()
 
 
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(url, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+def _is_up(port: int) -> str | None:
+    url = f"http://127.0.0.1:{port}"
+    with contextlib.suppress(httpx.HTTPError):
+        if httpx.get(f"{url}/healthcheck", trust_env=False).status_code == 200:
+            return url
+    return None
 
 
-def _hits(url: str) -> tuple[float, float]:
-    """Tokens that vLLM's prefix cache had, and that it was asked for, so far."""
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
-    return total(text, "vllm:prefix_cache_hits_total"), total(text, "vllm:prefix_cache_queries_total")
-
-
-def total(metrics: str, name: str) -> float:
-    """Of a counter, over all labels."""
-    lines = [line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-    return sum([float(line.rpartition(" ")[2]) for line in lines])
+def _metrics(server: Running) -> str:
+    return httpx.get(f"{server.url}/metrics", trust_env=False).text
 
 
 # Asking.
@@ -308,80 +292,48 @@ def _warm(plan: Plan) -> list[Asked]:
     return [Asked(0.0, rng.choices(span, k=WARM_TOKENS), ()) for _ in range(WARM)]
 
 
-async def _ask_all(plan: Plan, url: str, asked: Sequence[Asked]) -> list[Answer]:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+async def _ask_all(plan: Plan, url: str, asked: Sequence[Asked], metrics: Path | None = None) -> list[Answer]:
+    """After prompts that are not counted; `metrics`: where those of the server are then written."""
+    server = serve.Server(url, NAME)
+    async with serve.connected(SILENCE_S) as session:
+        now = time.perf_counter()
+        await serve.together(_ask(plan, session, server, each, now) for each in _warm(plan))
         began = time.perf_counter()
-        return list(await asyncio.gather(*[_ask(plan, session, url, each, began) for each in asked]))
+        answers = await serve.together(_ask(plan, session, server, each, began) for each in asked)
+        if metrics is not None:
+            metrics.write_text(await serve.metrics_of(session, server))
+    return answers
 
 
-async def _ask(plan: Plan, session: aiohttp.ClientSession, url: str, asked: Asked, began: float) -> Answer:
-    body = {
-        "model": NAME, "prompt": asked.prompt, "max_tokens": plan.tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-    }  # fmt: skip
-    due = began + asked.at_s
+async def _ask(
+    plan: Plan, session: aiohttp.ClientSession, server: serve.Server, asked: Asked, began: float
+) -> Answer:
+    row, due = serve.Row(len(asked.prompt), plan.tokens, 1, 1), began + asked.at_s
+    body = serve.body_of(server, row, asked.prompt)
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
     try:
-        return await _read(session, url, body, due)
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
-
-
-async def _read(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float) -> Answer:
-    ttft_s, num_tokens, usage = 0.0, 0, dict[str, Any]()
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            return Answer(error=f"HTTP {response.status}: {(await response.text())[:300]}")
-        async for line in response.content:
-            data = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or data == b"[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                return Answer(error=str(chunk["error"]))
-            usage = chunk.get("usage") or usage
-            new = sum([len(choice.get("token_ids") or ()) for choice in chunk["choices"]])
-            if new and not num_tokens:
-                ttft_s = time.perf_counter() - due
-            num_tokens += new
-    if num_tokens != body["max_tokens"]:
-        return Answer(error=f"{num_tokens} tokens, not {body['max_tokens']}")
-    return Answer(ttft_s, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        stream = serve.read_stream(await serve.ask(session, server, body), row)
+    except BenchError as error:
+        return Answer(error=str(error))
+    details = stream.usage.get("prompt_tokens_details") or {}
+    return Answer(stream.token_times_s[0] - due, details.get("cached_tokens"))
 
 
 # What came of it.
 
 
-def _figures(turn: Turn) -> list[str]:
+def _times(turn: Turn) -> dict[str, float | int | None]:
     times = [1000 * each.ttft_s for each in turn.answers if not each.error]
-    failed = str(len(turn.answers) - len(times))
-    if len(times) < 2:
-        return [f"{turn.hit_rate:.3f}", "-", "-", "-", failed]
-    found = (statistics.mean(times), statistics.median(times), statistics.quantiles(times, n=10)[-1])
-    return [f"{turn.hit_rate:.3f}", *[f"{each:.0f}" for each in found], failed]
+    found: dict[str, float | int | None] = dict.fromkeys(("TTFT ms mean", "median", "p90"))
+    if len(times) > 1:
+        figures = (statistics.mean(times), statistics.median(times), statistics.quantiles(times, n=10)[-1])
+        found = dict(zip(found, figures, strict=True))
+    return found | {"failed": len(turn.answers) - len(times)}
 
 
-def _line(turn: Turn) -> str:
-    hit_rate, mean, median, p90, failed = _figures(turn)
-    return (
-        f"{turn.side}, {turn.kv_memory >> 20} MiB: hit rate {hit_rate}, "
-        f"TTFT mean {mean} ms, median {median}, p90 {p90}, failed {failed}"
-    )
-
-
-def table(plan: Plan, turns: Sequence[Turn]) -> Table:
-    asked = requests_of(plan)
-    best, distinct = possible(asked, plan.block)
-    found = Table(
-        title=f"{len(asked)} prompts in {asked[-1].at_s:.0f} s, "
-        f"{statistics.mean([len(each.prompt) for each in asked]):.0f} tokens in the mean, {distinct} different ones; "
-        f"a cache that has all would hit {best:.3f}; {PREFILLS} prefill servers and 1 decode server "
-        f"on {len(os.sched_getaffinity(0))} cores, one each"
-    )
-    for head in ("side", "KV MiB of each", "hit rate", "TTFT ms mean", "median", "p90", "failed"):
-        found.add_column(head, justify="left" if head == "side" else "right")
-    for turn in turns:
-        found.add_row(turn.side, str(turn.kv_memory >> 20), *_figures(turn))
-    return found
+def table_of(title: str, turns: Sequence[Turn]) -> Table:
+    rows = [
+        {"side": turn.side, "KV MiB of each": turn.kv_memory >> 20, "hit rate": turn.hit_rate} | _times(turn)
+        for turn in turns
+    ]
+    return table(title, {name: name for name in rows[0]}, rows)

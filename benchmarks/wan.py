@@ -8,17 +8,20 @@ path. Every piece is sealed and checked, as in `isthmus bench messenger`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
-from rich.table import Table
+from typer import Option
 
+from benchmarks.options import COUNTS, NUMBERS, SIZE, Rounds
 from isthmus.bench.child import Child, Pipe
 from isthmus.bench.session_peer import Sessions
-from isthmus.bench.transfer_peers import Direction, Sockets, touched
+from isthmus.bench.study import Columns, Outcome, Report, said, silent, table
+from isthmus.bench.transfer_peers import Direction, Peer, Sockets, Through, touched
 from isthmus.core.errors import ConfigError
 from isthmus.live.cluster.shaper import Port, Proxy, Shape
 
@@ -30,23 +33,25 @@ PIECE_BYTES = MIB
 
 @dataclass(frozen=True)
 class Plan:
-    """`seconds`: how long a transfer would take at the full rate. `window`: bytes on the way of one connection."""
+    rates: Annotated[tuple[float, ...], NUMBERS, Option(help="Rates of the path, Gbit/s.")] = (1.0, 2.0, 5.0)
+    connections: Annotated[tuple[int, ...], COUNTS, Option(help="Connections of the session.")] = (1, 4, 8, 16)
+    delay_ms: Annotated[float, Option(min=0, help="Delay each way.")] = 30.0
+    jitter_ms: Annotated[float, Option(min=0, help="Each chunk is late by up to this.")] = 2.0
+    stall_s: Annotated[
+        float,
+        Option(min=0, help="How long one connection stands still, in rows of their own; 0: no such rows."),
+    ] = 1.0
+    window: Annotated[int, SIZE, Option(help="Bytes on the way of one connection, as an untuned kernel's.")] = (
+        4 * MIB
+    )
+    seconds: Annotated[float, Option(help="Length of a transfer, at the full rate.")] = 4.0
+    rounds: Rounds = 3
 
-    rates_gbps: tuple[float, ...] = (1.0, 2.0, 5.0)
-    connections: tuple[int, ...] = (1, 4, 8, 16)
-    delay_ms: float = 30.0
-    jitter_ms: float = 2.0
-    stall_s: float = 1.0
-    window: int = 4 * MIB
-    seconds: float = 4.0
-    rounds: int = 3
-
-    def check(self) -> None:
-        """Raises ConfigError for what cannot be measured."""
-        if min(self.rates_gbps) <= 0 or self.seconds <= 0 or min(self.connections) < 1 or self.rounds < 1:
-            raise ConfigError("rates, seconds, connections and rounds must be positive")
-        if min(self.delay_ms, self.jitter_ms, self.stall_s) < 0 or self.window < 1 << 16:
-            raise ConfigError("delay, jitter and stall must not be negative, the window at least 64KiB")
+    def __post_init__(self) -> None:
+        if min(self.rates) <= 0 or self.seconds <= 0:
+            raise ConfigError("--rates and --seconds: must be above 0")
+        if self.window < 1 << 16:
+            raise ConfigError("--window: at least 64KiB")
 
     def size(self, rate_gbps: float) -> int:
         """Bytes of a transfer, in whole pieces."""
@@ -63,59 +68,57 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
-class Row:
-    """`stalled`: the first connection stood still for a while. `gbps`: bits of payload a second / 1e9, median."""
+def run(plan: Plan, report: Report = silent) -> Outcome:
+    """One session over a long path (a TCP proxy in user space): one connection against several.
 
-    rate_gbps: float
-    delay_ms: float
-    connections: int
-    stalled: bool
-    gbps: float
-    share_of_rate: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """`ceiling_gbps`: what bare sockets get through the proxy of this machine without a rate and a delay."""
-
-    plan: Plan
-    ceiling_gbps: float
-    rows: list[Row]
-
-
-def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Every rate with every number of connections, and with a stall where there are several of them."""
-    plan.check()
-    region = touched(min(REGION_BYTES, plan.size(max(plan.rates_gbps))))
-    ceiling = _ceiling_gbps(region)
+    A row for every rate and number of connections, and one with a stall where there are several of them. `stalled`:
+    the first connection stood still for a while; `gbps`: bits of payload a second / 1e9, median.
+    """
+    region = touched(min(REGION_BYTES, plan.size(max(plan.rates))))
+    with _through(Shape(delay_s=0.0)) as through, contextlib.closing(Sockets(region, 4, through)) as bare:
+        ceiling = max(_gbps(bare, len(region)) for _ in range(4))
     report(f"bare sockets through the unbounded proxy: {ceiling:.1f} Gbit/s")
-    rows = []
-    for rate in plan.rates_gbps:
-        for connections in plan.connections:
-            for stalled in (False, True) if connections > 1 and plan.stall_s else (False,):
-                row = _measure(plan, region, rate, connections, stalled)
-                rows.append(row)
-                report(f"{row.gbps:.2f} of {rate:g} Gbit/s over {connections}{', one stalled' * stalled}")
-    return Result(plan, ceiling, rows)
-
-
-def _measure(plan: Plan, region: memoryview, rate: float, connections: int, stalled: bool) -> Row:
-    size = plan.size(rate)
-    found = [_once(plan.shape(rate, stalled), region, connections, size) for _ in range(plan.rounds)]
-    gbps = statistics.median(found)
-    return Row(rate, plan.delay_ms, connections, stalled, gbps, gbps / rate)
+    rows: list[dict[str, Any]] = []
+    for rate, connections, stalled in itertools.product(plan.rates, plan.connections, (False, True)):
+        if stalled and (connections == 1 or not plan.stall_s):
+            continue
+        shape, size = plan.shape(rate, stalled), plan.size(rate)
+        gbps = statistics.median([_once(shape, region, connections, size) for _ in range(plan.rounds)])
+        row = {"rate_gbps": rate, "delay_ms": plan.delay_ms, "connections": connections, "stalled": stalled}
+        rows.append(row | {"gbps": gbps, "share_of_rate": gbps / rate})
+        report(said(rows[-1]))
+    title = (
+        f"python -m benchmarks wan: {plan.delay_ms:g} ms each way, jitter {plan.jitter_ms:g} ms, window "
+        f"{plan.window / MIB:g} MiB a connection; the proxy passes at most {ceiling:.1f} Gbit/s here"
+    )
+    columns: Columns = {
+        "rate Gbit/s": "rate_gbps",
+        "connections": "connections",
+        "stalled": lambda row: f"1 for {plan.stall_s:g} s" if row["stalled"] else "",
+        "Gbit/s": "gbps",
+        "share of rate": "share_of_rate",
+    }
+    return Outcome([table(title, columns, rows)], rows)
 
 
 def _once(shape: Shape, region: memoryview, connections: int, size: int) -> float:
     """A new session for each: a stall happens once. Raises BenchError if a seal does not match."""
+    with _through(shape) as through, contextlib.closing(Sessions(region, connections, through)) as session:
+        return _gbps(session, size)
+
+
+def _gbps(peer: Peer, size: int) -> float:
+    return 8 * size / peer.transfer(Direction.PUSH, size, PIECE_BYTES) / 1e9
+
+
+@contextlib.contextmanager
+def _through(shape: Shape) -> Iterator[Through]:
     with contextlib.ExitStack() as stack:
 
         def through(port: int) -> int:
             return int(stack.enter_context(contextlib.closing(Child(serve, shape, port))).hello)
 
-        session = stack.enter_context(contextlib.closing(Sessions(region, connections, through)))
-        return 8 * size / session.transfer(Direction.PUSH, size, PIECE_BYTES) / 1e9
+        yield through
 
 
 def serve(pipe: Pipe, shape: dict[str, Any], port: int) -> None:
@@ -125,34 +128,3 @@ def serve(pipe: Pipe, shape: dict[str, Any], port: int) -> None:
     proxy.watch(pipe.fileno(), lambda: False)
     pipe.send(entry.number)
     proxy.run()
-
-
-def _ceiling_gbps(region: memoryview) -> float:
-    with contextlib.ExitStack() as stack:
-
-        def through(port: int) -> int:
-            return int(stack.enter_context(contextlib.closing(Child(serve, Shape(delay_s=0.0), port))).hello)
-
-        bare = stack.enter_context(contextlib.closing(Sockets(region, 4, through)))
-        best = min(bare.transfer(Direction.PUSH, len(region), PIECE_BYTES) for _ in range(4))
-        return 8 * len(region) / best / 1e9
-
-
-def table(result: Result) -> Table:
-    plan = result.plan
-    title = (
-        f"python -m benchmarks wan: {plan.delay_ms:g} ms each way, jitter {plan.jitter_ms:g} ms, window "
-        f"{plan.window / MIB:g} MiB a connection; the proxy passes at most {result.ceiling_gbps:.1f} Gbit/s here"
-    )
-    found = Table("rate Gbit/s", "connections", "stalled", "Gbit/s", "share of rate", title=title)
-    for row in result.rows:
-        stalled = f"1 for {plan.stall_s:g} s" if row.stalled else ""
-        found.add_row(
-            f"{row.rate_gbps:g}", str(row.connections), stalled, f"{row.gbps:.2f}", f"{row.share_of_rate:.2f}"
-        )
-    return found
-
-
-def as_json(result: Result) -> list[dict[str, Any]]:
-    """The rows; their keys are the fields of `Row`."""
-    return [asdict(row) for row in result.rows]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
-from benchmarks.peers.foreign import Foreign
 from isthmus.bench import BenchError
+from isthmus.bench.child import Foreign
 from isthmus.bench.transfer_peers import Direction
 
 
@@ -18,10 +18,9 @@ def find_mooncake(python: str | None) -> str | None:
     return python or (sys.executable if find_spec("mooncake") else None)
 
 
-@contextlib.contextmanager
-def _foreign(python: str, kind: str, *arguments: str) -> Iterator[Foreign]:
-    with contextlib.closing(Foreign(python, "mooncake_process.py", kind, *arguments)) as process:
-        yield process
+def process(python: str, kind: str, *arguments: str) -> Foreign:
+    quiet = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
+    return Foreign(python, Path(__file__).with_name("mooncake_process.py"), kind, *arguments, settings=quiet)
 
 
 class MooncakeEngine:
@@ -32,8 +31,8 @@ class MooncakeEngine:
     """
 
     def __init__(self, python: str, capacity: int) -> None:
-        self._target = Foreign(python, "mooncake_process.py", "transfer", str(capacity))
-        self._initiator = Foreign(python, "mooncake_process.py", "transfer", str(capacity))
+        self._target = process(python, "transfer", str(capacity))
+        self._initiator = process(python, "transfer", str(capacity))
 
     def seconds(self, direction: Direction, size: int, piece: int, count: int) -> float:
         """Seconds of one of `count` transfers after another."""
@@ -64,12 +63,16 @@ class MooncakeStore:
         self._size, self._count = size, count
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-mooncake-"))
-            master = stack.enter_context(_foreign(python, "master", folder)).hello
+
+            def start(kind: str, *arguments: str) -> Foreign:
+                return stack.enter_context(contextlib.closing(process(python, kind, *arguments)))
+
+            master = start("master", folder).hello
             total, segment = size * count, str(2 * size * count + (64 << 20))
             if remote:
-                stack.enter_context(_foreign(python, "store", master, segment, "4096"))
+                start("store", master, segment, "4096")
             lent = "0" if remote else segment
-            self._client = stack.enter_context(_foreign(python, "store", master, lent, str(total)))
+            self._client = start("store", master, lent, str(total))
             self._stack = stack.pop_all()
         self._client.ask("stamp", total)
         self._digest = self._client.ask("digest", total)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import subprocess
-import time
+import tempfile
+from pathlib import Path
 
+from benchmarks.served import reserved_port, started
 from isthmus.bench import BenchError
-from isthmus.bench.store_peers import Blocks, timed
-from isthmus.core.errors import StartError
+from isthmus.bench.store_peers import Blocks
+from isthmus.bench.study import timed
+from isthmus.bench.transfer_peers import linked
 
 START_S = 10.0
 
@@ -25,26 +27,20 @@ class Redis:
 
     def __init__(self, binary: str, blocks: Blocks) -> None:
         self._blocks = blocks
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        try:
-            self._server = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
-        except OSError as error:
-            raise StartError(f"{binary}: cannot be run: {error.strerror}") from None
-        self._link = self._connect(port)
-        self._line = memoryview(bytearray(64))
+        with contextlib.ExitStack() as stack:
+            port = stack.enter_context(reserved_port())
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-redis-"))) / "log"
+            options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
 
-    def _connect(self, port: int) -> socket.socket:
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                link = socket.create_connection(("127.0.0.1", port))
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return link
-            time.sleep(0.05)
-        self._server.kill()
-        raise StartError(f"the Redis server did not open port {port}")
+            def connected() -> socket.socket | None:
+                with contextlib.suppress(OSError):
+                    return linked(port)
+                return None
+
+            server = started("the Redis server", [binary, *options], log, connected, start_s=START_S)
+            self._link, _ = stack.enter_context(server)
+            self._stack = stack.pop_all()
+        self._line = memoryview(bytearray(64))
 
     def put(self) -> float:
         return timed(self._put_all)
@@ -60,9 +56,8 @@ class Redis:
         self._read_line()
 
     def close(self) -> None:
+        self._stack.close()
         self._link.close()
-        self._server.terminate()
-        self._server.wait()
 
     def _put_all(self) -> None:
         for index, source in enumerate(self._blocks.sources):

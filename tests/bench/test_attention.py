@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 
 import pytest
 import torch
-from rich.console import Console
 
 from isthmus.bench import BenchError, attention, attention_peers
-from isthmus.bench.attention import MODELS, Plan, as_json, run, table
+from isthmus.bench.attention import MODELS, Plan, run
 from isthmus.bench.attention_peers import Live, Memory
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node.events import Heard
@@ -27,18 +25,17 @@ def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_have_times_and_bytes() -> None:
     lines: list[str] = []
-    rows = run(SMALL, lines.append)
-    cases = [(row.holders, row.batch, row.context) for row in rows]
+    found = run(SMALL, lines.append)
+    cases = [(row["holders"], row["batch"], row["context"]) for row in found.json]
     assert cases == [(2, batch, n) for batch in (1, 3) for n in (64, 256)]
-    for row in rows:
-        assert min(row.home, row.local, row.live, row.bare, row.echo) > 0
-        assert row.payload == 9 * 64 * 4 + 9 * 65 * 4  # whatever the context
-        assert row.payload < row.wire < row.payload + 400
-    assert len(lines) == len(rows) and lines[0].startswith("smollm2-135m, batch 1, context 64, 2 holders: ")
-    with io.StringIO() as text:
-        Console(file=text, width=200).print(table(rows))
-        assert "added / least" in text.getvalue()
-    assert as_json(rows)[0]["added"] == rows[0].live - rows[0].home
+    for row in found.json:
+        assert min(row[side] for side in ("home", "local", "live", "bare", "echo")) > 0
+        assert row["payload"] == 9 * 64 * 4 + 9 * 65 * 4  # whatever the context
+        assert row["payload"] < row["wire"] < row["payload"] + 400
+        assert row["added"] == row["live"] - row["home"]
+    assert len(lines) == len(found.json)
+    assert lines[0].startswith("model smollm2-135m, batch 1, context 64, holders 2, ")
+    assert "added / least" in [column.header for column in found.tables[0].columns]
 
 
 def test_cases_too_large_are_left_out() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from isthmus.bench import BenchError, session_peer
-from isthmus.bench.messenger import Latency, Plan, Result, Row, as_json, run, tables
+from isthmus.bench.messenger import Plan, run
 from isthmus.bench.session_peer import Sessions
-from isthmus.bench.transfer_peers import Direction, touched, verify
+from isthmus.bench.transfer_peers import Direction, Memcpy, Peer, Sockets, shown_bytes, touched, verify
 
 KIB = 1024
-SMALL = Plan(sizes=(64 * KIB,), pieces=(4 * KIB, 48 * KIB, 128 * KIB), connections=(1, 2), rounds=1, pings=3)
+SIZE, PIECE = 100_000, 4096
 
 
 @pytest.fixture(autouse=True)
@@ -36,57 +34,52 @@ class Elsewhere:
         return size / 1e9
 
 
-def test_another_side_takes_its_turns() -> None:
-    other = Elsewhere()
-    result = run(
-        Plan(sizes=(64 * KIB,), pieces=(48 * KIB,), connections=(1,), rounds=1, pings=1),
-        others={"other": other},
-    )
-    assert [row.speeds["other"] for row in result.rows] == [pytest.approx(1.0)]
-    assert other.verified == [(64 * KIB, 48 * KIB)]
-
-
 @pytest.mark.parametrize("direction", Direction)
 def test_rows_have_every_side(direction: Direction) -> None:
     lines: list[str] = []
-    result = run(Plan(direction, SMALL.sizes, SMALL.pieces, SMALL.connections, 1, 3), lines.append)
-    cases = [(row.size, row.pieces, row.connections) for row in result.rows]
-    assert cases == [(64 * KIB, piece * KIB, n) for n in (1, 2) for piece in (4, 48)]
-    assert all(list(row.speeds) == ["isthmus", "socket", "memcpy"] for row in result.rows)
-    assert all(min(row.speeds.values()) > 0 for row in result.rows)
-    assert [each.side for each in result.latencies] == ["isthmus", "socket"]
-    assert all(0 < each.p50_ms <= each.p99_ms for each in result.latencies)
-    assert len(lines) == len(cases) and lines[0].startswith("64 KiB in 4 KiB over 1: isthmus ")
-
-
-def test_json_has_exactly_the_promised_keys() -> None:
-    row = Row(1, 1, 1, {"isthmus": 1.0, "socket": 1.0, "memcpy": 1.0})
-    [found] = as_json(_result([row]))
-    assert list(found) == ["size", "pieces", "connections", "isthmus", "socket", "memcpy"]
-    assert json.loads(json.dumps(found)) == found
-
-
-def test_table_shows_ratios() -> None:
-    rows = [
-        Row(1 << 30, 1 << 20, 4, {"isthmus": 3.0, "socket": 4.0, "memcpy": 10.0, "other": 1.5}),
-        Row(1 << 20, 1 << 16, 1, {"isthmus": 2.0, "socket": 4.0, "memcpy": 20.0, "other": 1.25}),
+    other = Elsewhere()
+    plan = Plan(direction, (64 * KIB,), (4 * KIB, 48 * KIB, 128 * KIB), (1, 2), rounds=1, pings=3)
+    found = run(plan, lines.append, {"other": other})
+    rows = json.loads(json.dumps(found.json))
+    assert [list(row) for row in rows] == [
+        ["size", "pieces", "connections", "isthmus", "socket", "memcpy", "other"]
+    ] * 4
+    assert [(row["pieces"], row["connections"]) for row in rows] == [
+        (piece * KIB, n) for n in (1, 2) for piece in (4, 48)
     ]
-    console = Console(file=io.StringIO(), width=150, record=True)
-    for table in tables(_result(rows)):
-        console.print(table)
-    text = console.export_text()
-    assert (
-        "1 GiB" in text
-        and "0.75" in text
-        and "2.00" in text
-        and "1.60" in text
-        and "0.50" in text
-        and "0.125" in text
-    )
+    assert all(min(row.values()) > 0 and row["other"] == pytest.approx(1.0) for row in rows)
+    assert other.verified == [(64 * KIB, piece * KIB) for piece in (4, 48)] * 2
+    assert len(lines) == 4 and lines[0].startswith("size 64 KiB, pieces 4 KiB, connections 1, isthmus ")
+    shown, latency = found.tables
+    assert [column.header for column in shown.columns][-2:] == ["/ socket", "/ other"]
+    assert list(latency.columns[0].cells) == ["isthmus", "socket"]
 
 
-def _result(rows: list[Row]) -> Result:
-    return Result(Direction.PUSH, rows, [Latency("isthmus", 0.125, 0.5)])
+@pytest.mark.parametrize("kind", ["memcpy", "one socket", "three sockets"])
+def test_bytes_are_whole_both_ways(kind: str) -> None:
+    memory = touched(SIZE)
+    peer: Peer = Memcpy(memory) if kind == "memcpy" else Sockets(memory, 1 if "one" in kind else 3)
+    with contextlib.closing(peer):
+        for direction in Direction:
+            verify(peer, direction, SIZE, PIECE)
+            verify(peer, direction, SIZE // 2, SIZE)
+            assert peer.transfer(direction, SIZE, PIECE) > 0
+
+
+class Faulty(Memcpy):
+    def transfer(self, direction: Direction, size: int, piece: int) -> float:
+        return super().transfer(direction, size - 1, piece)
+
+
+def test_a_missing_byte_is_found() -> None:
+    peer = Faulty(touched(SIZE))
+    peer._target[SIZE - 1] = 1
+    with pytest.raises(BenchError, match="arrived damaged"):
+        verify(peer, Direction.PUSH, SIZE, PIECE)
+
+
+def test_sizes_as_shown() -> None:
+    assert [shown_bytes(n) for n in (1 << 30, 3 << 20, 1 << 16, 100)] == ["1 GiB", "3 MiB", "64 KiB", "100 B"]
 
 
 def test_more_than_the_region_is_sent_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +95,6 @@ def test_more_than_the_region_is_sent_again_and_again(monkeypatch: pytest.Monkey
 def test_a_wrong_seal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Sessions(touched(32 * KIB), 1)) as session:
         monkeypatch.setattr(session_peer, "seal", lambda part: bytes(16))  # of this process, the sender
-        with pytest.raises(BenchError, match="arrived damaged"):
-            session.transfer(Direction.PUSH, 32 * KIB, 4 * KIB)
-        with pytest.raises(BenchError, match="arrived damaged"):
-            session.transfer(Direction.PULL, 32 * KIB, 4 * KIB)
+        for direction in Direction:
+            with pytest.raises(BenchError, match="arrived damaged"):
+                session.transfer(direction, 32 * KIB, 4 * KIB)

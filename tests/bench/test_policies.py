@@ -7,14 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from isthmus.bench import policies
 from isthmus.bench.policies import Sweep, alone, overload, total
-from isthmus.bench.policy_cells import Cell, Outcome, Task, common_of
+from isthmus.bench.policy_cells import Cell, Figures, Task, common_of
 from isthmus.bench.policy_cells import run_task as run_with
 from isthmus.bench.policy_cells import workload_of as workload_with
-from isthmus.cli.main import app
 from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.workloads import Workload
 from isthmus.workers import LocalPool
@@ -36,11 +34,11 @@ def workload_of(asked: Task) -> Workload:
     return workload_with(asked, common_of(asked))
 
 
-def outcome(ttft_s: float, goodput: float) -> Outcome:
-    return Outcome(ttft_s, 2 * ttft_s, 0.5, goodput)
+def outcome(ttft_s: float, goodput: float) -> Figures:
+    return Figures(ttft_s, 2 * ttft_s, 0.5, goodput)
 
 
-def cell(alone_: dict[str, Outcome], overload_: dict[str, Outcome] | None = None, seed: int = 1) -> Cell:
+def cell(alone_: dict[str, Figures], overload_: dict[str, Figures] | None = None, seed: int = 1) -> Cell:
     return Cell("a trace", 8, 8, 2.0, 3_000_000_000, False, seed, alone_, overload_ or {})
 
 
@@ -178,43 +176,12 @@ def test_a_whole_sweep_is_repeatable_and_comparable(tmp_path: Path) -> None:
     assert heard == [(1, 1)]
     assert [cell.link for cell in cells] == [1_300_000_000, 12_000_000_000]
     assert cells == policies.run(SMALL, LocalPool(1))
-    written = policies.as_json(SMALL, cells)
-    assert json.loads(json.dumps(written))["cells"] == written["cells"]
-    assert written["totals"]["alone"]["cells"] == 2
-    assert len(policies.tables(SMALL, cells)) == 1
-    assert "2 cells" in policies.summary_lines(cells)[0]
+    found = policies.outcome(SMALL, cells)
+    assert json.loads(json.dumps(found.json))["cells"] == found.json["cells"]
+    assert found.json["totals"]["alone"]["cells"] == 2
+    assert len(found.tables) == 1 and "2 cells" in found.notes[0]
 
 
 def test_a_workers_complaint_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^no-such-trace.jsonl: cannot be read"):
         policies.run(Sweep(("no-such-trace.jsonl",), (2,), (1.0,), (3.0,)), LocalPool(2))
-
-
-def test_the_command(tmp_path: Path) -> None:
-    file = tmp_path / "cells.json"
-    arguments = [
-        "--trace",
-        SPEC,
-        "--nodes",
-        "2",
-        "--speeds",
-        "1",
-        "--links",
-        "3",
-        "--policies",
-        "sticky,isthmus",
-    ]
-    done = CliRunner().invoke(app, ["bench", "policies", *arguments, "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert "Placement alone" in done.output
-    assert json.loads(file.read_text())["cells"][0]["verdict_alone"]["best"] == "sticky"
-
-
-@pytest.mark.parametrize(
-    ("option", "text", "message"),
-    [("--seeds", "x", "--seeds x: expected numbers"), ("--ssd", "1XB", "--ssd: '1XB' is not a size")],
-)
-def test_the_command_refuses_what_it_cannot_read(option: str, text: str, message: str) -> None:
-    failed = CliRunner().invoke(app, ["bench", "policies", "--trace", SPEC, option, text])
-    assert isinstance(failed.exception, ConfigError)
-    assert message in str(failed.exception)

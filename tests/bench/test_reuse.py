@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.models import make_random_model
 from isthmus.bench import reuse
-from isthmus.bench.reuse_costs import Cost, Matching
-from isthmus.bench.reuse_measures import SHARES, Row, all_settings
 from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, Maker
-from isthmus.bench.reuse_runs import Spoil
 from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
 from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
 from isthmus.bench.reuse_words import OPPOSITE, SAME, contradicted, paraphrased
@@ -151,27 +150,16 @@ def test_what_makes_the_kinds_of_donors() -> None:
     assert common_sentences("false") < 0.2
 
 
-def test_settings_have_names_of_their_own() -> None:
-    swept, served = all_settings(), all_settings("")
-    assert [each.name for each in served] == ["semantic", "semantic, whole", "cacheblend", "epic"]
-    assert len({each.name for each in swept}) == len(swept)
-    assert {each.spoil for each in swept} == set(Spoil)
-    assert [each.swept for each in swept if each.name.startswith("epic ")] == list(SHARES["epic"])
-
-
-def test_tables_show_what_there_is() -> None:
-    shares = (0.5, 0.6, 0.01, 1.0)
-    row = Row("false", "semantic", "semantic", 0.4, "its own", True, 3, *shares, 1.02, None, 1.0, 0.5, 0.25)
-    other = Row("reordered", "epic", "epic", 16, "its own", False, 3, *shares, 2e6, None, 1.0, 0.5, None)
-    result = reuse.Result(
-        "abc",
-        [row, other],
-        [],
-        [Cost(1000, "epic", "reordered", 12.0, 0.5, 0.1, 1.0)],
-        [Matching("x", "y", 1, 1, 0, 0)],
-    )
-    served, swept, _, matched, cost = reuse.tables(result)
-    assert [column.header for column in served.columns][5:8] == ["right in full", "right", "as the donor"]
-    assert served.row_count == 2 and swept.row_count == 1 and matched.row_count == cost.row_count == 1
-    found = reuse.as_json(reuse.Plan(), "m", result)
-    assert found["recall"][0]["wrong"] == 0.25 and found["plan"]["lengths"] == (1000, 2000, 5000)
+def test_the_whole_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_random_model(tmp_path, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, dtype="float32")
+    kinds = ("identical", "reordered")
+    monkeypatch.setattr(reuse, "DONORS", {kind: DONORS[kind] for kind in kinds})
+    plan = reuse.Plan(pairs=1, tokens=200, answer_tokens=2, lengths=(300,), rounds=1)
+    found = reuse.run(tmp_path, "the model", plan, 1)
+    for rows in (found.json["recall"], found.json["summaries"]):
+        assert [row["kind"] for row in rows] == [kind for kind in kinds for _ in range(4)]
+    identical = [row for row in found.json["recall"] if row["kind"] == "identical" and row["kept"] == 1.0]
+    assert all(row["kl"] < 1e-3 and row["right"] == row["full_right"] for row in identical)
+    assert [row["setting"] for row in found.json["costs"]] == ["semantic", "cacheblend", "epic"]
+    assert all(row["ratio"] > 0 and row["num_tokens"] == 300 for row in found.json["costs"])
+    assert json.loads(json.dumps(found.json))["plan"]["lengths"] == [300] and len(found.tables) == 3

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from isthmus.bench import BenchError
-from isthmus.bench.reuse import Bench, Plan
-from isthmus.bench.reuse_measures import measure, settings
+from isthmus.bench.reuse import Bench, Plan, measure, settings
 from isthmus.bench.reuse_runs import Setting, Spoil
 from isthmus.cli.models import find_model
 from isthmus.core.reuse import SEMANTIC
@@ -43,7 +42,7 @@ def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench:
     controls = [Setting(how, SEMANTIC, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]
     _, whole = settings(SEMANTIC)
     cases = [case for case in bench.recall() if case.kind == "paraphrased"]
-    like, zeroed, random = measure(bench.prompts, cases, lambda case: [whole, *controls])
-    assert like.kl < zeroed.kl < random.kl
-    assert like.perplexity < zeroed.perplexity < random.perplexity
-    assert like.computed == zeroed.computed == random.computed < 0.5
+    like, zeroed, random = measure(bench.prompts, cases, [whole, *controls])
+    assert like["kl"] < zeroed["kl"] < random["kl"]
+    assert like["perplexity"] < zeroed["perplexity"] < random["perplexity"]
+    assert like["computed"] == zeroed["computed"] == random["computed"] < 0.5

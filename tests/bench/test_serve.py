@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -13,18 +12,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from rich.console import Console
 
 from isthmus.bench import BenchError, serve
-from isthmus.bench.serve import (
-    METRICS,
-    Result,
-    Row,
-    _token_times_s,
-    as_json,
-    run,
-    table,
-)
+from isthmus.bench.serve import METRICS, Result, Row, Server, _token_times_s, outcome, run, total
 
 SMALL = Row(prompt_tokens=5, output_tokens=4, concurrency=2, requests=3)
 
@@ -127,17 +117,17 @@ def test_each_server_gets_its_own_key() -> None:
     results = bench(first, second, rows=[SMALL], keys=("sk-a", None))
     bench(third, rows=[SMALL], keys=("sk-c", "sk-unused"))
     assert (first.keys, second.keys, third.keys) == ({"Bearer sk-a"}, {None}, {"Bearer sk-c"})
-    assert "sk-a" not in repr(results) + json.dumps(as_json(results))
+    assert "sk-a" not in json.dumps(outcome(results).json)
 
 
 def test_one_server_gets_every_request_as_specified() -> None:
     server = FakeServer("a")
     [result] = bench(server, rows=[SMALL], rounds=2)
     assert len(server.log) == SMALL.requests * 3  # one warm-up round and two counted ones
-    assert result.num_requests == SMALL.requests * 2
-    assert result.errors == ()
-    assert result.model == "model-a"
-    assert len(result.output_tokens_per_s_by_round) == 2
+    assert result["num_requests"] == SMALL.requests * 2
+    assert result["errors"] == []
+    assert result["model"] == "model-a"
+    assert len(result["output_tokens_per_s_by_round"]) == 2
     assert server.num_active_max <= SMALL.concurrency
     for _, body in server.log:
         prompt = body.pop("prompt")
@@ -155,13 +145,13 @@ def test_one_server_gets_every_request_as_specified() -> None:
 
 def test_rates_follow_from_the_row() -> None:
     [result] = bench(FakeServer("a"), rows=[SMALL])
-    assert result.total_tokens_per_s == pytest.approx(result.output_tokens_per_s * 9 / 4)
-    [only_round] = result.output_tokens_per_s_by_round
-    assert only_round == pytest.approx(result.output_tokens_per_s)
-    assert result.ttft_ms_p50 <= result.ttft_ms_p90 <= result.ttft_ms_p99
-    assert result.prefill_tokens_per_s is None
+    assert result["total_tokens_per_s"] == pytest.approx(result["output_tokens_per_s"] * 9 / 4)
+    [only_round] = result["output_tokens_per_s_by_round"]
+    assert only_round == pytest.approx(result["output_tokens_per_s"])
+    assert result["ttft_ms_p50"] <= result["ttft_ms_p90"] <= result["ttft_ms_p99"]
+    assert result["prefill_tokens_per_s"] is None
     [alone] = bench(FakeServer("a"), rows=[Row(5, 4, concurrency=1, requests=2)])
-    assert alone.prefill_tokens_per_s == pytest.approx(5 * 1000 / alone.ttft_ms_mean)
+    assert alone["prefill_tokens_per_s"] == pytest.approx(5 * 1000 / alone["ttft_ms_mean"])
 
 
 def test_servers_take_turns_with_the_same_prompts() -> None:
@@ -185,12 +175,12 @@ def test_prompts_never_repeat_and_follow_the_seed() -> None:
 
 def test_ratios_are_first_over_second() -> None:
     first, second = bench(FakeServer("a"), FakeServer("b"), rows=[Row(5, 4, concurrency=1, requests=2)])
-    assert set(first.ratios) == set(METRICS)
-    for name, ratio in first.ratios.items():
-        assert ratio == pytest.approx(getattr(first, name) / getattr(second, name))
-    assert second.ratios == {}
+    assert set(first["ratios"]) == set(METRICS)
+    for name, ratio in first["ratios"].items():
+        assert ratio == pytest.approx(first[name] / second[name])
+    assert second["ratios"] == {}
     loaded, _ = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL])
-    assert set(METRICS) - set(loaded.ratios) == {"prefill_tokens_per_s"}
+    assert set(METRICS) - set(loaded["ratios"]) == {"prefill_tokens_per_s"}
 
 
 @pytest.mark.parametrize(
@@ -216,8 +206,8 @@ def test_a_bad_answer_is_reported_and_left_out() -> None:
             return super().pieces(body)
 
     [result] = bench(OnceShort("a"), rows=[SMALL])
-    assert result.num_requests == SMALL.requests - 1
-    [error] = result.errors
+    assert result["num_requests"] == SMALL.requests - 1
+    [error] = result["errors"]
     assert error.startswith("round 1, request ")
     assert "2 output tokens" in error
 
@@ -252,40 +242,50 @@ def test_impossible_requests_are_refused() -> None:
 
 
 def test_json_keys_are_frozen() -> None:
-    results = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL])
-    plain = json.loads(json.dumps(as_json(results)))
-    assert len(plain) == 2
+    results = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL, SMALL])
+    plain = json.loads(json.dumps(outcome(results).json))
+    assert len(plain) == 4
     assert sorted(plain[0]) == sorted([
         "prompt_tokens", "output_tokens", "concurrency", "requests", "url", "model", "num_requests", "errors",
         "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99",
         "tbt_ms_mean", "tbt_ms_p50", "tbt_ms_p90", "tbt_ms_p99", "time_per_output_token_ms_mean",
         "output_tokens_per_s", "output_tokens_per_s_by_round", "total_tokens_per_s", "prefill_tokens_per_s",
-        "engine_step_ms_mean", "overhead_ms_per_token", "ratios",
+        "engine_step_ms_mean", "overhead_ms_per_token", "ratios", "other_texts",
     ])  # fmt: skip
     assert plain[0]["prompt_tokens"] == 5
     assert plain[1]["ratios"] == {}
+    [shown] = outcome(results).tables
+    load, server = (list(column.cells) for column in shown.columns[:2])
+    assert load == ["5/4 x 2", "5/4 x 2", ""] * 2 and server[2::3] == ["ratio", "ratio"]
 
 
-def test_table_has_a_line_per_server_and_one_of_ratios() -> None:
-    results = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL, SMALL])
-    shown = table(results)
-    assert shown.row_count == 6
-    printed = io.StringIO()
-    Console(file=printed, width=200).print(shown)
-    assert printed.getvalue().count("ratio") == 2
-    assert "5/4 x 2" in printed.getvalue()
+def test_answers_of_two_servers_are_compared() -> None:
+    class Other(FakeServer):
+        def pieces(self, body: dict[str, Any]) -> list[bytes]:
+            return [piece.replace(b'"b"', b'"x"') for piece in super().pieces(body)]
+
+    same, _ = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL])
+    first, second = bench(FakeServer("a"), Other("b"), rows=[SMALL], rounds=2)
+    assert (same["other_texts"], first["other_texts"], second["other_texts"]) == (0, 2 * SMALL.requests, None)
 
 
-def test_engine_steps_are_those_of_the_nodes_that_decode() -> None:
-    lines = [
-        f'isthmus_{name}_total{{node="{node}"}} {value}'
-        for name, values in {"iterations": (7, 40, 60), "engine_seconds": (9.5, 0.1, 0.3)}.items()
-        for node, value in zip(("prefill-0", "decode-0", "mixed-1"), values, strict=True)
-    ]
-    steps = serve._read_steps("\n".join(lines)).since(serve._Steps(50, 0.15))
-    assert steps == serve._Steps(50, 0.25)
-    (result,) = bench(FakeServer("a"), rows=[SMALL])
-    assert result.engine_step_ms_mean is None
-    with_steps = serve._with_overhead(result, steps)
-    assert with_steps.engine_step_ms_mean == pytest.approx(5.0)
-    assert with_steps.overhead_ms_per_token == pytest.approx(result.time_per_output_token_ms_mean - 5.0)
+METRICS_TEXT = """# HELP a b
+a{node="prefill-0"} 2.0
+a{kind="x",node="decode-1"} 3
+a_more{node="decode-1"} 9
+b 1
+"""
+
+
+def test_a_metric_is_read_over_its_labels() -> None:
+    assert (total(METRICS_TEXT, "a"), total(METRICS_TEXT, "b")) == (5, 1)
+    assert (total(METRICS_TEXT, "a", "decode", "mixed"), total(METRICS_TEXT, "a", "prefill")) == (3, 2)
+
+
+def test_engine_steps_are_taken_off_a_token() -> None:
+    rounds = [serve._Round(1.0, {0: serve.Stream(0.0, [0.1, 0.2, 0.3], "abc", {})}, [])]
+    row = Row(5, 3, 2, 1)
+    result = serve._result(Server("http://a", "m"), row, rounds, (10, 0.5))
+    assert result["engine_step_ms_mean"] == pytest.approx(50)
+    assert result["overhead_ms_per_token"] == pytest.approx(50)
+    assert serve._result(Server("http://a", "m"), row, rounds, (0, 0))["engine_step_ms_mean"] is None

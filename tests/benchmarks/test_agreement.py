@@ -1,4 +1,4 @@
-"""Shares of equal answers, what transformers said once, and the texts that are asked."""
+"""Greedy tokens beside transformers: what is asked, kept and counted."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import agreement
-from benchmarks.agreement import Answer, Plan, Reference, leading, share_of
-from benchmarks.models import make_random_model
-from benchmarks.peers.servers import Running
-from benchmarks.texts import LONGEST, SHORTEST, library_texts, texts_of
+from benchmarks.agreement import Answer, Plan, answers_of_transformers, ask, leading, share_of
+from benchmarks.served import Running
 from isthmus.bench import BenchError
-from isthmus.core.errors import ConfigError
-
-
-def test_leading_tokens() -> None:
-    assert leading((1, 2, 3), (1, 2, 4)) == 2
-    assert leading((1, 2), (1, 2, 3)) == 2
-    assert leading((), (1,)) == 0
+from tests.benchmarks.conftest import Study
 
 
 def test_a_share_counts_whole_answers() -> None:
+    assert (leading((1, 2, 3), (1, 2, 4)), leading((1, 2), (1, 2, 3)), leading((), (1,))) == (2, 2, 0)
     reference = [Answer((9,), (1, 2)), Answer((8,), (3, 4))]
-    found = share_of("ours", 8, reference, [(1, 2), (3, 5)])
-    assert (found.prompts, found.equal, found.leading) == (2, 1, 1.5)
-    assert agreement.table(Plan(Path(), (), 2, Path()), [found]).row_count == 1
+    assert share_of(reference, [(1, 2), (3, 5)]) == {"prompts": 2, "equal": 1, "leading": 1.5}
 
 
-def test_transformers_answers_once(tmp_path: Path) -> None:
-    make_random_model(
-        tmp_path / "model", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, dtype="bfloat16"
+def test_ours_beside_transformers(tiny: Path, tmp_path: Path, study: Study) -> None:
+    """A cluster as a user starts it."""
+    rows, shown = study("agreement", "--model", tiny, "--folder", tmp_path, "--count", 2, "--tokens", 4)
+    assert [(row["side"], row["concurrency"], row["prompts"]) for row in rows] == [
+        ("isthmus", 1, 2),
+        ("isthmus", 8, 2),
+    ]
+    assert (
+        all(0 <= row["equal"] <= 2 and 0 <= row["leading"] <= 4 for row in rows) and "4 greedy tokens" in shown
     )
+
+
+def test_transformers_answers_once(tiny: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    plan = Plan(tmp_path / "model", ("What?", "Who?", "What?"), 5, tmp_path)
-    first = Reference(plan, said.append).answers()
+    plan, texts = Plan(tiny, tmp_path, tokens=5), ["What?", "Who?", "What?"]
+    first = answers_of_transformers(plan, texts, said.append)
     assert [len(answer.tokens) for answer in first] == [5, 5, 5]
     assert first[0] == first[2] != first[1]
     assert said == ["transformers: 2 prompts, 1 are known", "transformers: 2 of 2"]
-    assert Reference(plan, said.append).answers() == first and len(said) == 2
-    (tmp_path / "transformers-5.json").write_text("[1]")
-    with pytest.raises(BenchError, match=r"transformers-5\.json: holds no answers"):
-        Reference(plan, said.append)
+    assert answers_of_transformers(plan, texts, said.append) == first and len(said) == 2
+    (tmp_path / "transformers-6.json").write_text("[1]")
+    with pytest.raises(BenchError, match=r"transformers-6\.json: holds no answers"):
+        answers_of_transformers(replace(plan, tokens=6), texts, said.append)
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -81,27 +81,8 @@ def echo() -> Iterator[Running]:
 
 def test_a_server_is_asked_for_tokens(echo: Running) -> None:
     reference = [Answer((number, 2), (number, 2, number)) for number in range(6)]
-    assert asyncio.run(agreement.ask(echo, reference, 3, 2)) == [answer.tokens for answer in reference]
+    assert asyncio.run(ask(echo, reference, 3, 2)) == [answer.tokens for answer in reference]
     with pytest.raises(BenchError, match="answered 2 tokens and not 3"):
-        asyncio.run(agreement.ask(echo, [Answer((0,), ())], 3, 1))
+        asyncio.run(ask(echo, [Answer((0,), ())], 3, 1))
     with pytest.raises(BenchError, match="answered 500: "):
-        asyncio.run(agreement.ask(echo, [Answer((5,), ())], 3, 1))
-
-
-def test_texts_of_the_library_are_many_and_differ() -> None:
-    texts = library_texts()
-    assert len(set(texts)) == len(texts) > 400
-    assert all(SHORTEST <= len(text) <= LONGEST for text in texts)
-    assert texts == library_texts() == texts_of(None)
-
-
-def test_texts_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "texts"
-    file.write_text('plain words\n\n{"prompt": "of JSON"}\n')
-    assert texts_of(file) == ["plain words", "of JSON"]
-    for line in ('{"text": "x"}', '{"prompt": 1}', "{broken"):
-        file.write_text(f"fine\n{line}\n")
-        with pytest.raises(ConfigError, match='line 2: is no JSON with a "prompt" that is text'):
-            texts_of(file)
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        texts_of(tmp_path / "none")
+        asyncio.run(ask(echo, [Answer((5,), ())], 3, 1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from benchmarks import cost, cost_requests
-from benchmarks.cost_requests import Request, simulate
+from benchmarks import cost
+from benchmarks.cost_requests import simulated
 from benchmarks.cost_tables import Finding, Kernel, fit_roofline, roofline_s
-from isthmus.core.cost import Curve, compile_cost
+from isthmus.core.cost import ENGINES
+from isthmus.lab.sim.workloads import Request
 
 
 def test_a_roofline_is_found_again() -> None:
@@ -19,33 +18,14 @@ def test_a_roofline_is_found_again() -> None:
     assert fit_roofline(kernels) == pytest.approx(truth, rel=1e-3)
 
 
-def simulated(requests: Sequence[Request]) -> Sequence[Request]:
-    """On an instance whose iterations take 1 ms for each prompt token and 10 ms for decoding."""
-    curve = Curve(1024, 2, prefill_token_s=1e-3, decode_fixed_s=10e-3)
-    simulate(compile_cost(curve), requests)
-    return requests
-
-
-def test_a_request_alone_takes_its_prompt_and_its_steps() -> None:
-    (request,) = simulated([Request(prompt=100, output=5, arrival_s=2.0)])
-    assert request.first_s == pytest.approx(2.1)
-    assert request.last_s == pytest.approx(2.14)
-    assert request.tpot_s == pytest.approx(0.01)
-
-
-def test_a_later_prompt_rides_with_a_decode() -> None:
-    first, second = simulated([Request(100, 5, 0.0), Request(50, 2, 0.05)])
-    assert second.first_s == pytest.approx(0.15)
-    assert first.last_s == pytest.approx(0.1 + 0.05 + 3 * 0.01)
-
-
-def test_without_blocks_the_latest_request_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_requests, "_BLOCKS", 10)
-    early, late = simulated([Request(64, 60, 0.0), Request(64, 60, 0.0)])
-    assert early.last_s < late.last_s
-    assert early.sampled == late.sampled == 60
-    alone = simulated([Request(64, 60, 0.0)])[0]
-    assert late.last_s > 1.5 * alone.last_s
+def test_requests_of_a_simulated_node_are_in_seconds_from_the_first() -> None:
+    alone, beside = (
+        simulated(ENGINES["vllm"], [Request(0, 500, 20), *more])
+        for more in ([], [Request(5_000_000, 2000, 20)])
+    )
+    [(arrival_s, first_s, last_s)] = alone
+    assert arrival_s == 0 < first_s < last_s < 2
+    assert beside[0][2] > last_s and beside[1][0] == 0.005, "a prompt delays the decodes beside it"
 
 
 def test_a_missed_target_is_named() -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import app
-from benchmarks.models import make_random_model
-from benchmarks.peers.foreign import Foreign
+from benchmarks.peers.mooncake import process
 from isthmus.bench import BenchError, engine
-from isthmus.cli.main import main
-from isthmus.core.errors import StartError
-
-KIB = 1024
+from tests.benchmarks.conftest import Study
 
 # A server that speaks as much of the protocol as the benchmark does.
 FAKE_REDIS = """
@@ -42,15 +36,9 @@ class Handler(socketserver.StreamRequestHandler):
                 kept.clear()
                 self.wfile.write(b"+OK\\r\\n")
 
+socketserver.TCPServer.allow_reuse_address = True
 socketserver.TCPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit:
-        main(app)
-    return int(exit.value.code or 0)
 
 
 def program(file: Path, command: str) -> Path:
@@ -59,33 +47,25 @@ def program(file: Path, command: str) -> Path:
     return file
 
 
-def test_the_store_beside_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_beside_redis(tmp_path: Path, study: Study) -> None:
     (tmp_path / "redis.py").write_text(FAKE_REDIS)
-    redis, file = program(tmp_path / "redis-server", f"{tmp_path}/redis.py"), tmp_path / "rows.json"
-    options = ("--sizes", "16KiB", "--total", "64KiB", "--rounds", 1, "--folder", tmp_path, "--json", file)
-    assert run(monkeypatch, "store", *options, "--redis-server", redis) == 0
-    rows = json.loads(file.read_text())
+    redis = program(tmp_path / "redis-server", f"{tmp_path}/redis.py")
+    options = ("--sizes", "16KiB", "--total", "64KiB", "--rounds", 1, "--folder", tmp_path)
+    rows, _ = study("store", *options, "--redis-server", redis)
     assert [(row["operation"], row["tier"]) for row in rows if row.get("redis", 0) > 0] == [
         ("put", "dram"),
         ("get", "dram"),
     ]
 
 
-def test_the_engine_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_random_model(
-        tmp_path / "model", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, dtype="float32"
-    )
+def test_the_engine_beside_transformers(tiny: Path, monkeypatch: pytest.MonkeyPatch, study: Study) -> None:
     cases = [engine.Case("prefill", (40,)), engine.Case("decode", (3, 40), 4)]
     monkeypatch.setattr(engine, "cases", lambda max_length: cases)
-    file = tmp_path / "rows.json"
-    assert run(monkeypatch, "engine", "--model", tmp_path / "model", "--rounds", 1, "--json", file) == 0
-    rows = json.loads(file.read_text())
+    rows, shown = study("engine", "--model", tiny, "--rounds", 1)
     assert [row["case"] for row in rows] == ["prefill", "decode"]
-    assert all(min(row["isthmus"], row["transformers"]) > 0 for row in rows)
+    assert all(min(row["isthmus"], row["transformers"]) > 0 for row in rows) and "/ transformers" in shown
 
 
-def test_a_python_that_is_none_and_one_without_mooncake(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="/no/python: cannot be run: No such file"):
-        Foreign("/no/python", "mooncake_process.py", "transfer", "4096")
+def test_a_python_without_mooncake(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="No module named 'mooncake'"):
-        Foreign(str(program(tmp_path / "python", "-S")), "mooncake_process.py", "transfer", "4096")
+        process(str(program(tmp_path / "python", "-S")), "transfer", "4096")

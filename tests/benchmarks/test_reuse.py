@@ -21,12 +21,12 @@ def test_a_row_is_made_of_medians() -> None:
         (Answer(3.0, 2.9, 0.0, 0), Answer(0.20, 0.10, 0.02, 64)),
     ]
     row = row_of("DRAM", pairs, 4.0)
-    assert (row.cached_tokens, row.aim) == (48, 4.0)
-    assert row.ratios == pytest.approx((10, 4, 15))
-    assert row.ratio == pytest.approx(10), "the median of the pairs, not of their parts"
-    assert (row.first_ms, row.again_ms) == (pytest.approx(2000), pytest.approx(200))
-    assert (row.compute_ms, row.wait_ms) == (pytest.approx(80), pytest.approx(30))
-    assert row.other_ms == pytest.approx(100)
+    assert (row["cached_tokens"], row["aim"]) == (48, 4.0)
+    assert row["ratios"] == pytest.approx((10, 4, 15))
+    assert row["ratio"] == pytest.approx(10), "the median of the pairs, not of their parts"
+    assert (row["first_ms"], row["again_ms"]) == (pytest.approx(2000), pytest.approx(200))
+    assert (row["compute_ms"], row["wait_ms"]) == (pytest.approx(80), pytest.approx(30))
+    assert row["other_ms"] == pytest.approx(100)
 
 
 def test_metrics_of_prefill_nodes_are_added() -> None:

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from benchmarks import serving
-from benchmarks.peers.servers import Side, running
-from benchmarks.serving import ROWS, Chat, Figures, Pair, Random, Spread, result_of
+from benchmarks.served import Side, running
+from benchmarks.serving import ROWS, Chat, Figures, Pair, Random, result_of
 from isthmus.bench import BenchError
+from isthmus.bench.study import Spread
 from isthmus.core.errors import StartError
 from tests.served import alive
 
@@ -126,8 +127,8 @@ def test_what_is_behind_is_said(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, *rows)
     found = [ours, result_of(rows[0].name, "peer", peer), result_of(rows[1].name, "ours", peer)]
     lines = serving.verdicts(pair, found)
-    assert lines == ["8/8x1: not ahead of peer in TTFT 3 against 2, ms a token 1 against 1"]
-    shown = serving.table(pair, found)
+    assert lines == ["8/8x1: not ahead of peer in mean TTFT ms 3 against 2, ms a token 1 against 1"]
+    shown = serving.table_of(pair, found)
     assert shown.row_count == 1
     short = msgspec.structs.replace(found[1], tokens=7.5)
     assert serving.verdicts(pair, [ours, short])[1] == "8/8x1: tokens of an answer 8.0, of peer 7.5"
@@ -141,7 +142,7 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
 
     def measure(rounds: int) -> list[serving.Result]:
         said.clear()
-        return serving.run([pair], python, folder, rounds, said.append)
+        return serving.measure([pair], python, folder, rounds, said.append)
 
     found = measure(2)
     assert [(each.row, each.side, each.rounds) for each in found] == [
@@ -162,14 +163,14 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     assert seeds == ["0", "0", "1000", "1001"]
     other = msgspec.structs.replace(pair, ours=dataclasses.replace(pair.ours, command=("other", "{port}")))
     with pytest.raises(BenchError, match="holds measurements of another ours; name another folder"):
-        serving.run([other], python, folder, 2, said.append)
+        serving.measure([other], python, folder, 2, said.append)
 
 
 def test_a_request_that_failed_ends_the_run(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Random(8, 8, 1, 4))
     python = program(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "1"))
     with pytest.raises(BenchError, match=r"1 of 16 requests of 64/16x16 failed; see .*client\.log"):
-        serving.run([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)
 
 
 def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -204,4 +205,4 @@ def test_a_client_that_is_not_there(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     with pytest.raises(BenchError, match="vllm bench serve cannot be imported: No module named 'vllm'"):
-        serving.run([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)

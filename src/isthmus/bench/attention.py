@@ -8,19 +8,19 @@ over the rounds. Sums of every side that computes them are compared with those o
 from __future__ import annotations
 
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from isthmus.bench import BenchError
 from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
+from isthmus.bench.study import Columns, Outcome, Report, in_turns, medians, said, silent, table
 from isthmus.core.blocks import KVLayout
 from isthmus.core.types import Span
 from isthmus.live.engine.batch import Batch, build_batch
@@ -66,40 +66,22 @@ class Plan:
     most_tokens: int = 16384
 
 
-@dataclass(frozen=True)
-class Row:
-    """Microseconds of one layer. `home`: attention to the last block alone; `local`: to everything, in one memory;
-    `live`: with the rest elsewhere; `bare`: the same over blocking sockets; `echo`: of which the bytes alone.
-    `payload`: bytes there and back for one token and layer and holder, `wire` with all that goes around them."""
-
-    model: str
-    batch: int
-    context: int
-    holders: int
-    home: float
-    local: float
-    live: float
-    bare: float
-    echo: float
-    payload: float
-    wire: float
-
-    @property
-    def added(self) -> float:
-        """What attention elsewhere adds to a layer."""
-        return self.live - self.home
-
-    @property
-    def least(self) -> float:
-        """What it adds at least."""
-        return self.bare - self.home
+COLUMNS: Columns = {
+    "model": "model", "batch": "batch", "context": "context", "holders": "holders", "last block": "home",
+    "one memory": "local", "live": "live", "bare": "bare", "bytes alone": "echo", "added": "added", "least": "least",
+    "added / least": lambda row: row["added"] / row["least"], "bytes": "payload", "on the wire": "wire",
+}  # fmt: skip
+"""Microseconds of one layer. `home`: attention to the last block alone; `local`: to everything, in one memory; `live`:
+with the rest elsewhere; `bare`: the same over blocking sockets; `echo`: of which the bytes alone; `added`: what
+attention elsewhere adds to a layer, and `least`: what it adds at least. `payload`: bytes there and back for one token
+and layer and holder, `wire` with all that goes around them."""
 
 
-def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> list[Row]:
+def run(plan: Plan, report: Report = silent) -> Outcome:
     """All cases. Raises BenchError when sums differ or a holder fails, StartError when one does not start."""
     interval, threads = sys.getswitchinterval(), torch.get_num_threads()
     sys.setswitchinterval(SWITCH_S)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     try:
         for model in plan.models:
             memory = _memory(plan, model)
@@ -107,12 +89,14 @@ def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> list[R
                 arguments = memory, holders, model.num_heads, plan.threads
                 with contextlib.closing(Live(*arguments)) as live, contextlib.closing(Bare(*arguments)) as bare:
                     for batch, context in _cases(plan, holders):
-                        rows.append(_measure(plan, model.name, memory, live, bare, (batch, context, holders)))
-                        report(_line(rows[-1]))
+                        case = {"model": model.name, "batch": batch, "context": context, "holders": holders}
+                        rows.append(case | _measure(plan, memory, live, bare, (batch, context, holders)))
+                        report(said(rows[-1]))
     finally:
         sys.setswitchinterval(interval)
         torch.set_num_threads(threads)
-    return rows
+    title = "isthmus bench attention: us of one layer; bytes of a token, layer and holder"
+    return Outcome([table(title, COLUMNS, rows)], rows)
 
 
 def _cases(plan: Plan, holders: int) -> Iterator[tuple[int, int]]:
@@ -172,7 +156,7 @@ def _case_of(memory: Memory, batch: int, context: int, holders: int) -> _Case:
     return _Case(memory, parts, q.to(dtype))
 
 
-def _measure(plan: Plan, name: str, memory: Memory, live: Live, bare: Bare, at: tuple[int, int, int]) -> Row:
+def _measure(plan: Plan, memory: Memory, live: Live, bare: Bare, at: tuple[int, int, int]) -> dict[str, float]:
     """`at`: batch, context and holders of the case."""
     case, context = _case_of(memory, *at), at[1]
     live.place(case.parts)
@@ -189,13 +173,12 @@ def _measure(plan: Plan, name: str, memory: Memory, live: Live, bare: Bare, at: 
         "echo": lambda: case.layers(split, bare.elsewhere(ECHO)),
     }
     _verify(LIMITS[plan.dtype], *[sides[side]() for side in ("local", "live", "bare")])
-    counts = _count(live, sides["live"], plan.num_layers * at[0] * at[2])
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(plan.rounds):
-        for side, step in sides.items():
-            found[side].append(_seconds(step) / plan.num_layers * 1e6)
-    home_us, local, live_us, bare_us, echo = (statistics.median(each) for each in found.values())
-    return Row(name, *at, home_us, local, live_us, bare_us, echo, *counts)
+    payload, wire = _count(live, sides["live"], plan.num_layers * at[0] * at[2])
+    steps = {side: partial(_seconds, step) for side, step in sides.items()}
+    found = medians(in_turns(steps, plan.rounds, warm_up=False))
+    us = {side: seconds / plan.num_layers * 1e6 for side, seconds in found.items()}
+    differences = {"added": us["live"] - us["home"], "least": us["bare"] - us["home"]}
+    return us | {"payload": payload, "wire": wire} | differences
 
 
 def _count(live: Live, step: Callable[[], object], parts: int) -> tuple[float, float]:
@@ -232,31 +215,3 @@ def _seconds(step: Callable[[], object]) -> float:
         step()
         count += 1
     return took / count
-
-
-def _line(row: Row) -> str:
-    return (
-        f"{row.model}, batch {row.batch}, context {row.context}, {row.holders} holders: a layer takes "
-        f"{row.local:.0f} us in one memory, {row.live:.0f} live, {row.bare:.0f} over bare sockets"
-    )
-
-
-def table(rows: list[Row]) -> Table:
-    found = Table(
-        "model", "batch", "context", "holders", "last block", "one memory", "live", "bare", "bytes alone",
-        "added", "least", "added / least", "bytes", "on the wire",
-        title="isthmus bench attention: us of one layer; bytes of a token, layer and holder",
-    )  # fmt: skip
-    for row in rows:
-        times = (row.home, row.local, row.live, row.bare, row.echo, row.added, row.least)
-        shown = [f"{each:.0f}" for each in times]
-        counts = [f"{each:.0f}" for each in (row.payload, row.wire)]
-        found.add_row(
-            row.model, str(row.batch), str(row.context), str(row.holders), *shown,
-            f"{row.added / row.least:.2f}", *counts,
-        )  # fmt: skip
-    return found
-
-
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    return [vars(row) | {"added": row.added, "least": row.least} for row in rows]

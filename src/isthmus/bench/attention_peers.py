@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +22,8 @@ import uvloop
 
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Pipe
-from isthmus.bench.transfer_peers import receive_into
+from isthmus.bench.loop import Loop
+from isthmus.bench.transfer_peers import linked, receive_into
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node import events
 from isthmus.core.node.letters import Reserve, Reserved, Shipped, Vacate
@@ -35,8 +36,6 @@ from isthmus.live.kv.mover import KVMover
 from isthmus.live.messenger import Session, TcpNetwork
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import Peers
-
-Value = TypeVar("Value")
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
@@ -167,13 +166,11 @@ class Live:
         self._addresses = {
             NodeId(f"holder-{at}"): f"127.0.0.1:{child.hello}" for at, child in enumerate(self._children)
         }
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._node = self._do(self._start)
+        self._loop = Loop(LIMIT_S)
+        self._node = self._loop.run(self._start())
         self._keys: list[RequestId] = []
 
-    def _start(self) -> _Node:
+    async def _start(self) -> _Node:
         return _Node(HOME, self._memory, self._addresses, self._facts.put)
 
     def place(self, parts: Sequence[Sequence[Span]]) -> None:
@@ -183,16 +180,16 @@ class Live:
         for key, spans in zip(self._keys, parts, strict=True):
             for holder, span in zip(self._addresses, spans, strict=True):
                 blocks = tuple(range(span.start, span.stop))
-                self._do(self._node.mover.do, events.Tell(holder, Reserve(key, len(blocks))))
+                self._do(events.Tell(holder, Reserve(key, len(blocks))))
                 self._wait_for(events.Heard(holder, Reserved(key, True)))
-                self._do(self._node.mover.do, events.OpenLine(holder))
-                self._do(self._node.mover.do, events.Ship(key, holder, 0, blocks))
+                self._do(events.OpenLine(holder))
+                self._do(events.Ship(key, holder, 0, blocks))
                 self._wait_for(events.Heard(holder, Shipped(key, len(blocks))))
 
     def _vacate(self) -> None:
         for key in self._keys:
             for holder in self._addresses:
-                self._do(self._node.mover.do, events.Tell(holder, Vacate(key)))
+                self._do(events.Tell(holder, Vacate(key)))
 
     def elsewhere(self) -> Elsewhere:
         """Of one step."""
@@ -205,9 +202,9 @@ class Live:
 
     def wire_bytes(self) -> int:
         """All that went over the sessions so far, both ways."""
-        return self._do(self._count)
+        return self._loop.run(self._count())
 
-    def _count(self) -> int:
+    async def _count(self) -> int:
         sessions = [self._node.peers.open_to(holder) for holder in self._addresses]
         stats = [each.stat() for each in sessions if each is not None]
         return sum([stat.bytes_in + stat.bytes_out for stat in stats])
@@ -226,17 +223,11 @@ class Live:
             ):  # which says how far it is
                 raise BenchError(f"{fact} in place of {expected}")
 
-    def _do(self, function: Callable[..., Value], *arguments: Any) -> Value:
-        async def work() -> Value:
-            return function(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(LIMIT_S)
+    def _do(self, action: Any) -> None:
+        self._loop.soon(self._node.mover.do, action)
 
     def close(self) -> None:
-        ended = self._node.end_sessions(self._addresses)
-        asyncio.run_coroutine_threadsafe(ended, self._loop).result(LIMIT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.run(self._node.end_sessions(self._addresses))
         self._loop.close()
         for child in self._children:
             child.close()
@@ -282,10 +273,7 @@ class Bare:
         self._memory = memory
         arguments = msgspec.to_builtins(memory.layout), memory.kv.num_blocks, num_heads, threads
         self._children = [Child(_serve_bare, *arguments) for _ in range(num_holders)]
-        self._links = {}
-        for at, child in enumerate(self._children):
-            link = self._links[f"holder-{at}"] = socket.create_connection(("127.0.0.1", child.hello))
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._links = {f"holder-{at}": linked(child.hello) for at, child in enumerate(self._children)}
 
     def place(self, parts: Sequence[Sequence[Span]]) -> None:
         """See `Live`."""

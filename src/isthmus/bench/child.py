@@ -1,4 +1,7 @@
-"""Another process of a benchmark, asked over a pipe. What crosses is msgpack, and nothing in it is executable."""
+"""Another process of a study, which is asked over a pipe: lines of JSON there, and lines `= JSON` back.
+
+Either a function of ours, or a script in another Python, which has what the script needs and not Isthmus.
+"""
 
 from __future__ import annotations
 
@@ -8,83 +11,98 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from isthmus.bench import BenchError
 from isthmus.core.errors import StartError
 
 START_S = 60.0
-"""How long another process may take to start, or to answer."""
-_LENGTH_BYTES = 4
+"""How long a function of ours may take to start, or to answer."""
+_ANSWER = b"= "
 
 
 class Pipe:
-    """One end. A value is preceded by its length."""
+    """One end. Of what comes, lines without `mark` are no values: libraries print what they like."""
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
-        self._source, self._sink = source, sink
+    def __init__(self, source: int, sink: int, *, mark: bytes = b"", signs: bytes = b"") -> None:
+        self._source, self._sink, self._mark, self._signs = source, sink, mark, signs
+        self._rest = b""
 
     def send(self, value: Any) -> None:
-        body = msgspec.msgpack.encode(value)
-        self._sink.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
-        self._sink.flush()
+        os.write(self._sink, self._signs + msgspec.json.encode(value) + b"\n")
 
-    def recv(self) -> Any:
-        """Raises EOFError when the other end is gone."""
-        length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
-        return msgspec.msgpack.decode(self._read(length))
-
-    def _read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = self._source.read(count - len(data))
+    def recv(self, limit_s: float | None = None) -> Any:
+        """Raises EOFError when the other end is gone, or says nothing for so long."""
+        while True:
+            line, newline, rest = self._rest.partition(b"\n")
+            if newline:
+                self._rest = rest
+                if line.startswith(self._mark):
+                    return msgspec.json.decode(line[len(self._mark) :])
+                continue
+            more = b""
+            if select.select([self._source], [], [], limit_s)[0]:
+                more = os.read(self._source, 1 << 16)
             if not more:
                 raise EOFError
-            data += more
-        return data
+            self._rest += more
 
     def fileno(self) -> int:
-        """To be watched for the end of the other side; nothing may have been read ahead."""
-        return self._source.fileno()
-
-    def close(self) -> None:
-        for end in (self._sink, self._source):
-            with contextlib.suppress(BrokenPipeError):
-                end.close()
+        """To be watched for the end of the other side, when nothing more is to come."""
+        return self._source
 
 
-class Child:
-    """Runs `serve(pipe, *arguments)`, a function of a module, in another process, which ends when its pipe does.
+class Asked:
+    """A process that answers, and ends when its input does. `hello`: the first thing it says.
 
-    `hello`: the first thing it says. Raises StartError when it says nothing.
+    Raises StartError where it cannot be run or ends, BenchError with what it says of an error of its own.
     """
 
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
-        name = f"{serve.__module__}:{serve.__qualname__}"
-        command = [sys.executable, "-c", f"from {__name__} import main; main()", name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(
+        self, name: str, command: Sequence[str], *first: Any, limit_s: float | None = None, **how: Any
+    ) -> None:
+        self._name, self._limit_s = name, limit_s
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, **how
+            )
+        except OSError as error:
+            raise StartError(f"{command[0]}: cannot be run: {error.strerror}") from None
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._pipe = Pipe(self._process.stdout, self._process.stdin)
-        self._pipe.send(arguments)
-        self.hello: Any = self._receive()
+        self._pipe = Pipe(self._process.stdout.fileno(), self._process.stdin.fileno(), mark=_ANSWER)
+        try:
+            for value in first:
+                self._pipe.send(value)
+            self.hello: Any = self._receive()
+        except (BenchError, StartError):
+            self.close()
+            raise
 
     def ask(self, *command: Any) -> Any:
         self._pipe.send(command)
         return self._receive()
 
     def _receive(self) -> Any:
-        with contextlib.suppress(EOFError):
-            if select.select([self._pipe], [], [], START_S)[0]:
-                return self._pipe.recv()
-        self._pipe.close()
-        self._process.kill()
-        raise StartError(f"the other process of the benchmark ended (exit code {self._process.wait()})")
+        try:
+            answer = self._pipe.recv(self._limit_s)
+        except EOFError:
+            self._process.kill()
+            code = self._process.wait()
+            raise StartError(f"{self._name} ended without an answer (exit code {code})") from None
+        if isinstance(answer, dict) and "error" in answer:
+            raise BenchError(answer["error"])
+        return answer
 
     def close(self) -> None:
-        self._pipe.close()
+        for end in (self._process.stdin, self._process.stdout):
+            assert end is not None
+            with contextlib.suppress(BrokenPipeError):
+                end.close()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -92,11 +110,30 @@ class Child:
             self._process.wait()
 
 
+class Child(Asked):
+    """Runs `serve(pipe, *arguments)`, a function of a module, in another process."""
+
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+        name = f"{serve.__module__}:{serve.__qualname__}"
+        command = [sys.executable, "-c", f"from {__name__} import main; main()", name]
+        super().__init__("the other process of the study", command, arguments, limit_s=START_S)
+
+
+class Foreign(Asked):
+    """A script of ours in another Python interpreter."""
+
+    def __init__(
+        self, python: str, script: Path, *arguments: str, settings: Mapping[str, str] | None = None
+    ) -> None:
+        command = [python, "-I", str(script), *arguments]
+        super().__init__(script.name, command, stderr=subprocess.DEVNULL, env=os.environ | (settings or {}))
+
+
 def main() -> None:
-    """The other process: what it prints goes to standard error, for its standard output is the pipe."""
-    sink = os.fdopen(os.dup(1), "wb", buffering=0)
+    """The other process of ours: what it prints goes to standard error, for its standard output is the pipe."""
+    sink = os.dup(1)
     os.dup2(2, 1)
-    pipe = Pipe(os.fdopen(os.dup(0), "rb", buffering=0), sink)
+    pipe = Pipe(os.dup(0), sink, signs=_ANSWER)
     module, _, name = sys.argv[1].partition(":")
     gc.disable()  # while what is there for good comes, nobody looks for cycles
     serve: Callable[..., None] = getattr(import_module(module), name)
@@ -104,4 +141,4 @@ def main() -> None:
     gc.enable()
     with contextlib.suppress(BrokenPipeError):
         serve(pipe, *pipe.recv())
-    os._exit(0)  # threads of the benchmark may wait for what never comes
+    os._exit(0)  # threads of the study may wait for what never comes

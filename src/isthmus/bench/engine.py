@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.table import Table
 
+from isthmus.bench.study import Outcome, Report, in_turns, medians, over, said, silent, table, timed
 from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import Chunk
 from isthmus.live.engine.engine import Engine, EngineOptions
@@ -28,14 +27,6 @@ class Case:
     name: str
     contexts: tuple[int, ...]
     steps: int = 0
-
-
-@dataclass(frozen=True)
-class Result:
-    """Median tokens per second of each side."""
-
-    case: str
-    tokens_per_s: dict[str, float]
 
 
 class Side(Protocol):
@@ -93,57 +84,27 @@ class Ours:
                 batch.advance(next_tokens)
 
 
-def run(
-    ours: Ours,
-    others: Mapping[str, Side],
-    rounds: int = 3,
-    report: Callable[[str], None] = lambda line: None,
-) -> list[Result]:
-    """All cases, each side in turns, `rounds` times after one warm-up; medians."""
+def run(ours: Ours, others: Mapping[str, Side], rounds: int = 3, report: Report = silent) -> Outcome:
+    """All cases, all sides in turns. A row has `case`, and tokens per second by side."""
     report(f"{ours.name}; {torch.get_num_threads()} threads")
-    sides = {"isthmus": ours, **others}
-    results = []
+    sides, rows = {"isthmus": ours, **others}, []
     for case in cases(ours.max_length):
-        results.append(Result(case.name, _medians(case, sides, ours.vocab_size, rounds)))
-        shown = ", ".join(f"{side} {speed:,.0f}" for side, speed in results[-1].tokens_per_s.items())
-        report(f"{case.name}: {shown} tokens/s")
-    return results
+        rows.append({"case": case.name} | _speeds(case, sides, ours.vocab_size, rounds))
+        report(said(rows[-1], "tokens/s"))
+    columns = {"case": "case"} | {side: side for side in sides} | over("isthmus", others)
+    return Outcome([table("isthmus bench engine: tokens/s", columns, rows)], rows)
 
 
-def _medians(case: Case, sides: Mapping[str, Side], vocab_size: int, rounds: int) -> dict[str, float]:
+def _speeds(case: Case, sides: Mapping[str, Side], vocab_size: int, rounds: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(len(case.contexts))
     prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in case.contexts]
     states = {name: side.prefill(prompts) if case.steps else None for name, side in sides.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, side in sides.items():
-            speed = _measure(side, case, prompts, states[name])
-            if turn:  # the first is the warm-up
-                speeds[name].append(speed)
-    return {name: statistics.median(found) for name, found in speeds.items()}
+    measures = {name: partial(_speed, side, case, prompts, states[name]) for name, side in sides.items()}
+    return medians(in_turns(measures, rounds))
 
 
-def _measure(side: Side, case: Case, prompts: list[list[int]], state: Any) -> float:
+def _speed(side: Side, case: Case, prompts: list[list[int]], state: Any) -> float:
     """Tokens per second of one turn of a case; `state` is what prefill returned, for decode cases."""
-    started = time.perf_counter()
     if case.steps:
-        side.decode(prompts, state, case.steps)
-        return len(prompts) * case.steps / (time.perf_counter() - started)
-    side.prefill(prompts)
-    return sum(case.contexts) / (time.perf_counter() - started)
-
-
-def table(results: list[Result]) -> Table:
-    """Tokens/s; with other sides, also ours over theirs."""
-    sides = list(results[0].tokens_per_s)
-    found = Table("case", *(f"{side} tokens/s" for side in sides), *(f"/ {side}" for side in sides[1:]))
-    for result in results:
-        ours, *theirs = result.tokens_per_s.values()
-        ratios = (f"{ours / each:.2f}" for each in theirs)
-        found.add_row(result.case, *(f"{each:,.0f}" for each in (ours, *theirs)), *ratios)
-    return found
-
-
-def as_json(results: list[Result]) -> list[dict[str, Any]]:
-    """`case`, and tokens per second by side."""
-    return [{"case": result.case, **result.tokens_per_s} for result in results]
+        return len(prompts) * case.steps / timed(lambda: side.decode(prompts, state, case.steps))
+    return sum(case.contexts) / timed(lambda: side.prefill(prompts))

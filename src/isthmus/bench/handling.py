@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import msgspec
-import uvloop
 
+from isthmus.bench.loop import Loop
 from isthmus.core.blocks import seal
 from isthmus.core.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
 from isthmus.live.engine import codecs
@@ -29,8 +28,6 @@ MAX_BLOCKS = 16
 """Of each layer so many go together: a chunk of a prompt."""
 ROUNDS, PINGS = 5, 50
 TIMEOUT_S = 60.0
-
-Value = TypeVar("Value")
 
 
 class Layer(msgspec.Struct, frozen=True, tag=True):
@@ -139,30 +136,12 @@ def _coded(codec: str, memory: KVBytes, count: int) -> CodecSpeed:
     return CodecSpeed(sum(map(len, data)) / size, size / encoded_s, size / _median(decode))
 
 
-class _Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.soon = self._loop.call_soon_threadsafe
-
-    def run(self, work: Coroutine[Any, Any, Value]) -> Value:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
-
-    def close(self) -> None:
-        self.soon(self._loop.stop)
-        self._thread.join(TIMEOUT_S)
-        self._loop.close()
-
-
 class _Session:
     """From the first blocks of a memory to those after the first `count`."""
 
     def __init__(self, memory: KVBytes, count: int) -> None:
         self._memory, self._size = memory, memory.layout.block_size
-        self._near, self._far = _Loop(), _Loop()
+        self._near, self._far = Loop(TIMEOUT_S), Loop(TIMEOUT_S)
         first = count * self._size
         self._end = _End(memory, 0)
         self._server, port = self._far.run(

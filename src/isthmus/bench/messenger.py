@@ -8,16 +8,14 @@ every transfer, inside its time.
 from __future__ import annotations
 
 import contextlib
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from rich.table import Table
-
 from isthmus.bench.session_peer import Sessions
+from isthmus.bench.study import Outcome, Report, in_turns, medians, over, said, silent, table
 from isthmus.bench.transfer_peers import (
     Direction,
     Memcpy,
@@ -27,6 +25,7 @@ from isthmus.bench.transfer_peers import (
     touched,
     verify,
 )
+from isthmus.lab.sim.spread import nearest_rank
 
 KIB, MIB = 1 << 10, 1 << 20
 SAMPLE_BYTES = 64 * MIB
@@ -47,32 +46,6 @@ class Plan:
     pings: int = 2000
 
 
-@dataclass(frozen=True)
-class Row:
-    """`size`, `pieces`: bytes of a transfer and of each of its pieces. `speeds`: GB/s (1e9 bytes), medians, by side."""
-
-    size: int
-    pieces: int
-    connections: int
-    speeds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Milliseconds from sending a 4 KiB message until its answer is here, one at a time, idle in between."""
-
-    side: str
-    p50_ms: float
-    p99_ms: float
-
-
-@dataclass(frozen=True)
-class Result:
-    direction: Direction
-    rows: list[Row]
-    latencies: list[Latency]
-
-
 class Other(Protocol):
     """A side that is timed from elsewhere, with memory of its own."""
 
@@ -83,24 +56,27 @@ class Other(Protocol):
         """Of one of `count` transfers after another."""
 
 
-def run(
-    plan: Plan, report: Callable[[str], None] = lambda line: None, others: Mapping[str, Other] | None = None
-) -> Result:
-    """All cases, then the latency. `others` take their turns with the sides of this machine.
+def run(plan: Plan, report: Report = silent, others: Mapping[str, Other] | None = None) -> Outcome:
+    """All cases, then the latency. `others` take their turns with the sides of this machine. A row has `size` and
+    `pieces` in bytes, `connections`, and GB/s (1e9 bytes) by side.
 
     Raises BenchError when bytes arrive damaged, StartError when a side does not start.
     """
-    memory = touched(max(plan.sizes))
-    rows: list[Row] = []
+    memory, rows = touched(max(plan.sizes)), list[dict[str, Any]]()
     with contextlib.closing(Memcpy(memory)) as copy:
         for connections in plan.connections:
             with _both(memory, connections) as (ours, bare):
                 peers: dict[str, Peer] = {"isthmus": ours, "socket": bare, "memcpy": copy}
                 for size, piece in _cases(plan):
-                    speeds = _measure(plan, size, piece, peers, others or {})
-                    rows.append(Row(size, piece, connections, speeds))
-                    report(_line(rows[-1]))
-    return Result(plan.direction, rows, _latencies(memory, plan.pings))
+                    case = {"size": size, "pieces": piece, "connections": connections}
+                    rows.append(case | _speeds(plan, size, piece, peers, others or {}))
+                    report(said(_shown(rows[-1]), "GB/s"))
+    sides = ["isthmus", "socket", "memcpy", *(others or {})]
+    names = {name: name for name in ("size", "pieces", "connections", *sides)}
+    columns = names | over("isthmus", ["socket", *(others or {})])
+    shown = table(f"isthmus bench messenger: {plan.direction}, GB/s", columns, map(_shown, rows))
+    heads = {"4 KiB message and answer": "side", "P50 ms": "p50_ms", "P99 ms": "p99_ms"}
+    return Outcome([shown, table("latency, idle in between", heads, _latencies(memory, plan.pings))], rows)
 
 
 @contextlib.contextmanager
@@ -116,66 +92,42 @@ def _cases(plan: Plan) -> list[tuple[int, int]]:
     return [(size, piece) for size in plan.sizes for piece in plan.pieces if piece <= size]
 
 
-def _measure(
+def _speeds(
     plan: Plan, size: int, piece: int, peers: Mapping[str, Peer], others: Mapping[str, Other]
 ) -> dict[str, float]:
-    """One case: every side in turns, `rounds` times after a transfer that is compared; medians in GB/s."""
+    """One case, after a transfer of each side that is compared."""
     for peer in peers.values():
         verify(peer, plan.direction, size, piece)
     for other in others.values():
         other.verify(plan.direction, size, piece)
     count = max(1, SAMPLE_BYTES // size)
-    found: dict[str, list[float]] = {side: [] for side in (*peers, *others)}
-    for _ in range(plan.rounds):
-        for side, peer in peers.items():
-            seconds = sum(peer.transfer(plan.direction, size, piece) for _ in range(count))
-            found[side].append(count * size / seconds / 1e9)
-        for side, other in others.items():
-            found[side].append(size / other.seconds(plan.direction, size, piece, count) / 1e9)
-    return {side: statistics.median(samples) for side, samples in found.items()}
+
+    def of_peer(peer: Peer) -> float:
+        return count * size / sum(peer.transfer(plan.direction, size, piece) for _ in range(count)) / 1e9
+
+    def of_other(other: Other) -> float:
+        return size / other.seconds(plan.direction, size, piece, count) / 1e9
+
+    sides: dict[str, Callable[[], float]] = {side: partial(of_peer, peer) for side, peer in peers.items()}
+    sides |= {side: partial(of_other, other) for side, other in others.items()}
+    return medians(in_turns(sides, plan.rounds, warm_up=False))
 
 
-def _latencies(memory: memoryview, pings: int) -> list[Latency]:
+def _latencies(memory: memoryview, pings: int) -> list[dict[str, Any]]:
+    """From sending a message until its answer is here, one at a time."""
+
+    def ping(echo: Callable[[int], float]) -> float:
+        time.sleep(PING_PAUSE_S)
+        return 1000 * echo(min(PING_BYTES, len(memory)))
+
     with _both(memory, 1) as (ours, bare):
-        sides = {"isthmus": ours.echo, "socket": bare.echo}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(pings):
-            for name, echo in sides.items():
-                times[name].append(1000 * echo(min(PING_BYTES, len(memory))))
-                time.sleep(PING_PAUSE_S)
-    return [Latency(name, _rank(each, 50), _rank(each, 99)) for name, each in times.items()]
-
-
-def _rank(values: Sequence[float], percent: int) -> float:
-    """The nearest-rank percentile."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-
-
-def _line(row: Row) -> str:
-    speeds = ", ".join(f"{side} {speed:.2f}" for side, speed in row.speeds.items())
-    return f"{shown_bytes(row.size)} in {shown_bytes(row.pieces)} over {row.connections}: {speeds} GB/s"
-
-
-def tables(result: Result) -> list[Table]:
-    """The rows, with our speed over each other way of sending; and the latency."""
-    sides = list(result.rows[0].speeds)
-    rivals = [side for side in sides if side not in ("isthmus", "memcpy")]
-    names = ("size", "pieces", "connections", *sides, *(f"/ {side}" for side in rivals))
-    rows = Table(*names, title=f"isthmus bench messenger: {result.direction}, GB/s")
-    for row in result.rows:
-        speeds = row.speeds
-        ratios = [speeds["isthmus"] / speeds[side] for side in rivals]
-        shown = [f"{value:.2f}" for value in (*speeds.values(), *ratios)]
-        rows.add_row(shown_bytes(row.size), shown_bytes(row.pieces), str(row.connections), *shown)
-    latency = Table("4 KiB message and answer", "P50 ms", "P99 ms")
-    for each in result.latencies:
-        latency.add_row(each.side, f"{each.p50_ms:.3f}", f"{each.p99_ms:.3f}")
-    return [rows, latency]
-
-
-def as_json(result: Result) -> list[dict[str, Any]]:
-    """The rows; their keys are the fields of `Row`, and every side instead of `speeds`."""
+        sides = {"isthmus": partial(ping, ours.echo), "socket": partial(ping, bare.echo)}
+        found = {side: sorted(times) for side, times in in_turns(sides, pings, warm_up=False).items()}
     return [
-        {"size": row.size, "pieces": row.pieces, "connections": row.connections, **row.speeds}
-        for row in result.rows
+        {"side": side, "p50_ms": nearest_rank(times, 50), "p99_ms": nearest_rank(times, 99)}
+        for side, times in found.items()
     ]
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "size": shown_bytes(row["size"]), "pieces": shown_bytes(row["pieces"])}

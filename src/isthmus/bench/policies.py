@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 from rich.table import Table
-from rich.text import Text
 
-from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Outcome, Task, common_of
+from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Figures, Task, common_of
+from isthmus.bench.study import Outcome, table
 from isthmus.core.errors import ConfigError
 from isthmus.workers import Pool, Progress, Work
 
@@ -129,14 +130,14 @@ def _averaged(cells: Iterable[Cell]) -> list[Cell]:
     ]
 
 
-def _means(outcomes: list[dict[str, Outcome]]) -> dict[str, Outcome]:
+def _means(outcomes: list[dict[str, Figures]]) -> dict[str, Figures]:
     """Of the names that all have: a cell that only some seeds overload is not in overload."""
     names = [name for name in outcomes[0] if all(name in each for each in outcomes)]
     return {
-        name: Outcome(
+        name: Figures(
             *(
                 sum(getattr(each[name], field) for each in outcomes) / len(outcomes)
-                for field in Outcome.__struct_fields__
+                for field in Figures.__struct_fields__
             )
         )
         for name in names
@@ -165,7 +166,7 @@ def overload(cell: Cell) -> Verdict | None:
     return _verdict(cell.overload[f"{OURS}, promise"], equal)
 
 
-def _verdict(ours: Outcome, others: dict[str, Outcome]) -> Verdict:
+def _verdict(ours: Figures, others: dict[str, Figures]) -> Verdict:
     best = min(others, key=lambda name: others[name].ttft_s_mean)
     highest = max(outcome.goodput for outcome in others.values())
     ratio = ours.ttft_s_mean / others[best].ttft_s_mean
@@ -198,60 +199,41 @@ def total(verdicts: list[Verdict]) -> Total | None:
 # Showing.
 
 
-def tables(sweep: Sweep, cells: list[Cell]) -> list[Table]:
-    """Placement alone, then refusal and order in overload, for each trace and kind of links."""
+def outcome(sweep: Sweep, cells: list[Cell]) -> Outcome:
+    """Placement alone, then refusal and order in overload, for each trace and kind of links; and how it is judged."""
     shown = []
     for shared, source in itertools.product(sweep.shared, sweep.sources):
         here = [cell for cell in cells if cell.source == source and cell.shared is shared]
         links = "hand-over on the same links" if shared else "hand-over on a rail of its own"
-        shown.append(_alone_table(f"Placement alone: {source}, {links}", here))
-        if any(cell.overload for cell in here):
-            shown.append(_overload_table(f"With refusal, in overload: {source}, {links}", here))
-    return shown
+        rows = [(cell, cell.alone, alone(cell)) for cell in here]
+        shown.append(_table(f"Placement alone: {source}, {links}", "ratio to best", rows))
+        met = [(cell, cell.overload, verdict) for cell in here if (verdict := overload(cell)) is not None]
+        if met:
+            shown.append(_table(f"With refusal, in overload: {source}, {links}", "promise ÷ best FCFS", met))
+    return Outcome(shown, as_json(sweep, cells), summary_lines(cells))
 
 
-def _alone_table(title: str, cells: list[Cell]) -> Table:
-    names = list(cells[0].alone)
-    table = _table(title, "nodes, GB/s, speed", *names, "ratio to best", "goodput − its", "− highest")
-    for cell in cells:
-        verdict = alone(cell)
-        figures = [_figures(outcome) for outcome in cell.alone.values()]
-        table.add_row(*map(Text, (_name(cell), *figures, *_compared(verdict))))
-    return table
+_Judged = tuple[Cell, dict[str, Figures], Verdict]
 
 
-def _overload_table(title: str, cells: list[Cell]) -> Table:
-    names = next(list(cell.overload) for cell in cells if cell.overload)
-    table = _table(title, "nodes, GB/s, speed", *names, "promise ÷ best FCFS", "goodput − its", "− highest")
-    for cell in cells:
-        verdict = overload(cell)
-        if verdict is not None:
-            figures = [_figures(outcome) for outcome in cell.overload.values()]
-            table.add_row(*map(Text, (_name(cell), *figures, *_compared(verdict))))
-    return table
-
-
-def _table(title: str, *head: str) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left")
-    for name in head:
-        table.add_column(name)
-    return table
+def _table(title: str, ratio: str, rows: list[_Judged]) -> Table:
+    columns: dict[str, Callable[[_Judged], str]] = {"nodes, GB/s, speed": lambda row: _name(row[0])}
+    for name in rows[0][1]:
+        columns[name] = partial(_figures_of, name)
+    columns[ratio] = lambda row: f"{row[2].ratio:.3f} ({row[2].best})"
+    columns["goodput − its"] = lambda row: f"{row[2].goodput_difference:+.4f}"
+    columns["− highest"] = lambda row: f"{row[2].goodput_to_highest:+.4f}"
+    return table(title, columns, rows)
 
 
 def _name(cell: Cell) -> str:
     return f"{cell.nodes}, {cell.link / GB:g}, {cell.speed:g} ×"
 
 
-def _figures(outcome: Outcome) -> str:
+def _figures_of(policy: str, row: _Judged) -> str:
     """Mean TTFT / P99 / hit rate / goodput, as in the research notes."""
-    return (
-        f"{outcome.ttft_s_mean:.3g} / {outcome.ttft_s_p99:.3g} / {outcome.hit_rate:.3f} / {outcome.goodput:.4f}"
-    )
-
-
-def _compared(verdict: Verdict) -> tuple[str, str, str]:
-    goodput = verdict.goodput_difference, verdict.goodput_to_highest
-    return f"{verdict.ratio:.3f} ({verdict.best})", f"{goodput[0]:+.4f}", f"{goodput[1]:+.4f}"
+    found = row[1][policy]
+    return f"{found.ttft_s_mean:.3g} / {found.ttft_s_p99:.3g} / {found.hit_rate:.3f} / {found.goodput:.4f}"
 
 
 def summary_lines(cells: list[Cell]) -> list[str]:

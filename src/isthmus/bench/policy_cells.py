@@ -99,7 +99,7 @@ class Common(msgspec.Struct, frozen=True):
     base: Deployment
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Figures(msgspec.Struct, frozen=True):
     """Of completed requests, except `goodput`, a share of all: both limits kept."""
 
     ttft_s_mean: float
@@ -119,8 +119,8 @@ class Cell(msgspec.Struct, frozen=True):
     link: int
     shared: bool
     seed: int
-    alone: dict[str, Outcome]
-    overload: dict[str, Outcome]
+    alone: dict[str, Figures]
+    overload: dict[str, Figures]
 
 
 def common_of(task: Task) -> Common:
@@ -147,13 +147,13 @@ class _Runs:
     def __init__(self, task: Task, common: Common) -> None:
         self._task, self._base = task, common.base
         self._workload = workload_of(task, common)
-        self._linkless: dict[str, Outcome] = {}
+        self._linkless: dict[str, Figures] = {}
 
     def cell(self, link: int) -> Cell:
         """Placement alone; where that is not enough also with refusal, and ours in promise order as well."""
         task = self._task
         alone = self._all(link, {})
-        overload: dict[str, Outcome] = {}
+        overload: dict[str, Figures] = {}
         if max(outcome.goodput for outcome in alone.values()) < OVERLOAD_GOODPUT:
             overload = self._all(link, REFUSAL)
             overload[f"{OURS}, promise"] = self._outcome(link, OURS, PROMISE)
@@ -161,10 +161,10 @@ class _Runs:
             task.source, task.nodes, task.decode, task.speed, link, task.shared, task.seed, alone, overload
         )
 
-    def _all(self, link: int, knobs: dict[str, Any]) -> dict[str, Outcome]:
+    def _all(self, link: int, knobs: dict[str, Any]) -> dict[str, Figures]:
         return {name: self._outcome(link, name, knobs) for name in POLICIES if name in self._task.policies}
 
-    def _outcome(self, link: int, name: str, knobs: dict[str, Any]) -> Outcome:
+    def _outcome(self, link: int, name: str, knobs: dict[str, Any]) -> Figures:
         """One simulation. A policy that never fetches uses no link: one run stands for every speed."""
         key = f"{name} {knobs}"
         if key in self._linkless:
@@ -181,13 +181,13 @@ class _Runs:
         return outcome
 
 
-def outcome_of(result: Result) -> Outcome:
+def outcome_of(result: Result) -> Figures:
     """A simulation's figures. Raises ConfigError when no request was completed."""
     served = [record for record in result.records if record.status is Status.COMPLETED]
     if not served:
         raise ConfigError(f"{result.workload}: no request fits the memory of these nodes; take larger nodes")
     ttfts = sorted(record.first_token_ns - record.arrival_ns for record in served)
-    return Outcome(
+    return Figures(
         ttft_s_mean=sum(ttfts) / len(ttfts) / NS_PER_S,
         ttft_s_p99=nearest_rank(ttfts, 99) / NS_PER_S,
         hit_rate=sum(r.cached_tokens for r in served) / sum(r.request.num_tokens for r in served),

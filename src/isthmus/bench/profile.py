@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import torch
 
 from isthmus.bench.handling import measure_handling
 from isthmus.bench.least_squares import least_squares
+from isthmus.bench.study import Report, in_turns, medians, silent
 from isthmus.core.cost import Curve, NodeCost, compile_cost
 from isthmus.core.cost.transfer import Handling
 from isthmus.core.types import Sampling
@@ -79,7 +81,7 @@ def profile_engine(
     *,
     rounds: int = 5,
     budget_s: float = 90.0,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = silent,
 ) -> Profile:
     """Measures prefill, decode and mixed iterations and fits a curve. At least one full round is measured.
 
@@ -87,21 +89,12 @@ def profile_engine(
     """
     engine = Engine(folder, options)
     bench = _Bench(engine)
-    cases = bench.affordable(cases_of(engine.max_length, engine.num_blocks * engine.layout.block_size))
+    cases = affordable(bench.seconds, cases_of(engine.max_length, engine.num_blocks * engine.layout.block_size))
     report(f"{len(cases)} cases, {engine.kernels.name} kernels, {torch.get_num_threads()} threads")
-    started_s = time.perf_counter()
-    times: list[list[float]] = [[] for _ in cases]
-    for turn in range(rounds):
-        if turn and time.perf_counter() - started_s > budget_s:
-            break
-        for case, found in zip(cases, times, strict=True):
-            found.append(bench.seconds(case))
-    measured = [
-        replace(case, seconds=statistics.median(found)) for case, found in zip(cases, times, strict=True)
-    ]
+    found = measured(bench.seconds, cases, rounds, budget_s)
     layout = engine.layout
     origin = f"isthmus profile: {folder.name}, {layout.dtype}, {engine.kernels.name} kernels"
-    profile = fit_profile(measured, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
+    profile = fit_profile(found, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
     shapes = shapes_of(engine.spec, (0, engine.spec.num_layers))
     beside = {
         "query_elements": sum([shape.num_heads * shape.head_dim for shape in shapes]),
@@ -121,6 +114,28 @@ def cases_of(max_length: int, kv_tokens: int) -> list[Case]:
     return [
         case for case in (*prefill, *decode, *mixed) if case.tokens() + 64 * (1 + case.num_decodes) <= kv_tokens
     ]
+
+
+def affordable(seconds: Callable[[Case], float], cases: Sequence[Case]) -> list[Case]:
+    """The cases that are not too slow, each run once, which also warms everything up."""
+    kept: list[Case] = []
+    slow: list[Case] = []
+    for case in sorted(
+        cases, key=lambda case: (case.num_tokens * (case.num_tokens + 2 * case.cached), case.tokens())
+    ):
+        if any(case.num_tokens >= other.num_tokens and case.tokens() >= other.tokens() for other in slow):
+            continue
+        (slow if seconds(case) > SLOW_S and kept else kept).append(case)
+    return kept
+
+
+def measured(
+    seconds: Callable[[Case], float], cases: Sequence[Case], rounds: int, budget_s: float
+) -> list[Case]:
+    """With the median of their seconds. At least one full round is measured."""
+    sides = {case: partial(seconds, case) for case in cases}
+    found = medians(in_turns(sides, rounds, warm_up=False, budget_s=budget_s))
+    return [replace(case, seconds=found[case]) for case in cases]
 
 
 def fit_profile(cases: Sequence[Case], kv_token_bytes: int, num_layers: int, origin: str) -> Profile:
@@ -211,18 +226,6 @@ class _Bench:
             0, engine.vocab_size, (engine.max_length,), generator=torch.Generator().manual_seed(0)
         ).tolist()
         self._filled = 0
-
-    def affordable(self, cases: Sequence[Case]) -> list[Case]:
-        """The cases that are not too slow, each run once, which also warms everything up."""
-        kept: list[Case] = []
-        slow: list[Case] = []
-        for case in sorted(
-            cases, key=lambda case: (case.num_tokens * (case.num_tokens + 2 * case.cached), case.tokens())
-        ):
-            if any(case.num_tokens >= other.num_tokens and case.tokens() >= other.tokens() for other in slow):
-                continue
-            (slow if self.seconds(case) > SLOW_S and kept else kept).append(case)
-        return kept
 
     def seconds(self, case: Case) -> float:
         """One iteration of a case; of decodes alone, the mean of some that follow each other."""

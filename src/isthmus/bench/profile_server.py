@@ -9,13 +9,15 @@ cannot be told apart from outside, and are left out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from isthmus.bench.profile import DECODE_STEPS, SLOW_S, Case, Profile, cases_of, fit_profile
+from isthmus.bench.loop import Loop
+from isthmus.bench.profile import DECODE_STEPS, Case, Profile, affordable, cases_of, fit_profile, measured
+from isthmus.bench.study import Report, silent
 from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import StartError
 from isthmus.core.types import Sampling
@@ -39,7 +41,7 @@ def profile_server(
     origin: str,
     rounds: int = 5,
     budget_s: float = 90.0,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = silent,
 ) -> Profile:
     """`client`: makes one, in the event loop; `kv_tokens`: that its KV memory holds; `max_sequences`: it runs at once.
     Raises StartError where the server does not answer."""
@@ -50,52 +52,34 @@ def profile_server(
         if case.context + _STEPS <= max_length
     ]
 
-    async def measured() -> list[Case]:
-        asking = client()
+    with contextlib.closing(_Bench(client, layout.block_size, vocab_size)) as bench:
         try:
-            bench = _Bench(asking, layout.block_size, vocab_size)
-            return await bench.run(cases, rounds, budget_s, report)
+            bench.seconds(Case(num_tokens=64))  # what is compiled or allocated once
+            kept = affordable(bench.seconds, cases)
+            report(f"{len(kept)} cases at {bench.url}")
+            found = measured(bench.seconds, kept, rounds, budget_s)
         except EngineError as error:
-            raise StartError(f"vLLM at {asking.url}: {error}") from None
-        finally:
-            await asking.close()
-
-    found = asyncio.run(measured())
+            raise StartError(f"vLLM at {bench.url}: {error}") from None
     return fit_profile(found, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
 
 
 class _Bench:
     """Runs cases on one server. No prompt comes twice, but for what is to be cached."""
 
-    def __init__(self, client: Client, block_size: int, vocab_size: int) -> None:
-        self._client, self._block_size = client, block_size
+    def __init__(self, client: Callable[[], Client], block_size: int, vocab_size: int) -> None:
+        self._loop = Loop()
+        self._client, self._block_size = self._loop.run(_made(client)), block_size
+        self.url = self._client.url
         self._draws = random.Random(0)
         self._span = range(FIRST_TOKEN, vocab_size)
         self._number = 0
 
-    async def run(
-        self, cases: Sequence[Case], rounds: int, budget_s: float, report: Callable[[str], None]
-    ) -> list[Case]:
-        await self.seconds(Case(num_tokens=64))  # what is compiled or allocated once
-        kept: list[Case] = []
-        slow: list[Case] = []
-        for case in sorted(cases, key=Case.tokens):
-            if any(case.num_tokens >= each.num_tokens and case.tokens() >= each.tokens() for each in slow):
-                continue
-            (slow if await self.seconds(case) > SLOW_S and kept else kept).append(case)
-        report(f"{len(kept)} cases at {self._client.url}")
-        started_s, times = time.perf_counter(), [list[float]() for _ in kept]
-        for turn in range(rounds):
-            if turn and time.perf_counter() - started_s > budget_s:
-                break
-            for case, found in zip(kept, times, strict=True):
-                found.append(await self.seconds(case))
-        return [
-            replace(case, seconds=statistics.median(found)) for case, found in zip(kept, times, strict=True)
-        ]
+    def close(self) -> None:
+        self._loop.run(self._client.close())
+        self._loop.close()
 
-    async def seconds(self, case: Case) -> float:
-        return await (self._decode(case) if case.num_decodes else self._prefill(case))
+    def seconds(self, case: Case) -> float:
+        return self._loop.run(self._decode(case) if case.num_decodes else self._prefill(case))
 
     async def _prefill(self, case: Case) -> float:
         before = self._drawn(case.cached // self._block_size * self._block_size)
@@ -132,6 +116,10 @@ class _Bench:
     def _key(self) -> str:
         self._number += 1
         return f"profile-{self._number}"
+
+
+async def _made(client: Callable[[], Client]) -> Client:
+    return client()
 
 
 def _mean_gap(times: Sequence[float], first: float, last: float) -> float | None:

@@ -6,22 +6,22 @@ asked for besides, so that an answer can be right, wrong, or what the donor said
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from isthmus.bench import BenchError
-from isthmus.bench.reuse_costs import Cost, Matching, costs, matchings
-from isthmus.bench.reuse_measures import SWEPT, Case, Row, all_settings, measure
 from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
-from isthmus.bench.reuse_runs import Prompts, Setting, Spoil
-from isthmus.bench.reuse_scores import says
-from isthmus.bench.reuse_texts import Passage, digest, prose
+from isthmus.bench.reuse_runs import Answer, Assembled, Prompts, Setting
+from isthmus.bench.reuse_scores import agreement, divergence, perplexity_ratio, rouge_l, says
+from isthmus.bench.reuse_texts import digest, prose, words
+from isthmus.bench.study import Columns, Outcome, Report, in_turns, percent, silent, table, timed
 from isthmus.core.errors import RequestError
-from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC
+from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Selection
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
@@ -48,14 +48,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Result:
-    """`texts`: digest of the prose. Rows of facts asked for, of summaries, of times, of matched tokens."""
+class Case:
+    """A donor, a target, and what its answer should say (`right`) and would say by the donor (`wrong`)."""
 
-    texts: str
-    recall: list[Row]
-    summaries: list[Row]
-    costs: list[Cost]
-    matchings: list[Matching]
+    kind: str
+    donor: Sequence[int]
+    target: Sequence[int]
+    num_answers: int
+    right: Callable[[Sequence[int]], bool] | None = None
+    wrong: Callable[[Sequence[int]], bool] | None = None
+    text: Callable[[Sequence[int]], str] | None = None
 
 
 class Bench:
@@ -95,14 +97,9 @@ class Bench:
     def _asked(self, pair: Pair) -> Case:
         fact, other = pair.facts[0], pair.others[0]
         donor = self.prompt(pair.donor, pair.about.question, pair.about.lead)
-        return Case(
-            pair.kind,
-            donor,
-            self.prompt(pair.target, fact.question, fact.lead),
-            RECALL_TOKENS,
-            self._says(fact.value),
-            self._says(other) if other else None,
-        )
+        target = self.prompt(pair.target, fact.question, fact.lead)
+        wrong = self._says(other) if other else None
+        return Case(pair.kind, donor, target, RECALL_TOKENS, self._says(fact.value), wrong)
 
     def _says(self, value: str) -> Callable[[Sequence[int]], bool]:
         return lambda tokens: says(self._tokenizer.decode(tokens), value)
@@ -110,11 +107,10 @@ class Bench:
     def cut(self, kind: str, num_tokens: int) -> tuple[list[int], list[int]]:
         """Donor and target of exactly so many tokens. Raises BenchError where there is not prose enough, or no room."""
         self.prompts.fit(num_tokens + 1)
-        num_words, most = round(num_tokens * _WORDS_PER_TOKEN), sum(map(_words, self._prose))
+        num_words, most = round(num_tokens * _WORDS_PER_TOKEN), sum(map(words, self._prose))
         donor, target = self._pair(kind, num_words)
-        num_words = round(
-            num_words * num_tokens / len(target)
-        )  # as many tokens as this tokenizer makes of a word
+        # As many tokens as this tokenizer makes of a word.
+        num_words = round(num_words * num_tokens / len(target))
         donor, target = self._pair(kind, num_words)
         while len(target) < num_tokens:
             if num_words > most:
@@ -132,115 +128,128 @@ class Bench:
         return donor, target
 
 
-def _words(passage: Passage) -> int:
-    return sum(len(sentence.split()) for sentence in passage)
+def settings(selection: Selection) -> list[Setting]:
+    """As it is served, and whole where it packs."""
+    found = [Setting(selection.name, selection)]
+    return [*found, Setting(f"{selection.name}, whole", selection, packs=False)] if selection.drops else found
 
 
-def run(
-    model: Path, plan: Plan, threads: int | None = None, report: Callable[[str], None] = lambda line: None
-) -> Result:
-    """Raises ConfigError, ModelError and BenchError."""
-    bench = Bench(model, plan, threads)
-    served = all_settings("")
-    # Made first: that there is no prompt of some length is said before anything is measured.
-    timed = [(kind, chosen, bench.cut(kind, length)) for length in plan.lengths for kind, chosen in _TIMED]
-    recall = measure(
-        bench.prompts,
-        bench.recall(),
-        lambda case: all_settings(case.kind),
-        lambda line: report(f"facts, {line}"),
-    )
-    summaries = measure(
-        bench.prompts, bench.summaries(), lambda case: served, lambda line: report(f"summaries, {line}")
-    )
-    matched = list[Matching]()
-    for kind in ("paraphrased", "20 % changed", "50 % changed"):
-        matched += matchings(bench.prompts, kind, *bench.cut(kind, plan.tokens))
-    found = list[Cost]()
-    for kind, chosen, (donor, target) in timed:
-        settings = [Setting(each.name, each) for each in chosen]
-        found += costs(bench.prompts, kind, donor, target, settings, plan.rounds)
-        report(f"time to the first token, {kind}: {len(target)} tokens")
-    return Result(bench.texts, recall, summaries, found, matched)
+def measure(
+    prompts: Prompts, cases: Iterable[Case], chosen: Sequence[Setting], report: Report = silent
+) -> list[dict[str, Any]]:
+    """Every case with every setting: a row of means for each kind of donor and setting.
+
+    `computed`: of the prompt's tokens, mean over the layers; `kept`: of its KV; `right`, `full_right`, `wrong`: of the
+    answers, where it can be said; `rouge`: ROUGE-L against the answer in full. A perplexity ratio is a ratio, so its
+    mean is the geometric one.
+    """
+    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        prompts.donate(case.donor)
+        full = prompts.full(case.target, case.num_answers)
+        for setting in chosen:
+            other = prompts.assembled(case.target, setting, full.tokens, case.num_answers)
+            for name, value in _judged(case, full, other).items():
+                found[case.kind, setting.name][name].append(float(value))
+        report(f"{case.kind}: {len(case.target)} tokens")
+    rows = []
+    for (kind, setting_name), values in found.items():
+        means: dict[str, Any] = {name: statistics.fmean(each) for name, each in values.items()}
+        means["perplexity"] = statistics.geometric_mean(values["perplexity"])
+        rows.append({"kind": kind, "setting": setting_name, "num_cases": len(values["kl"])} | means)
+    return rows
 
 
-def tables(result: Result) -> list[Table]:
-    return [
-        rows_table("isthmus bench reuse: facts asked for, as served", _served(result.recall)),
-        rows_table("facts asked for, shares recomputed and controls; nothing packed", _others(result.recall)),
-        rows_table("summaries, as served", result.summaries),
-        matching_table(result.matchings),
-        cost_table(result.costs),
-    ]
-
-
-def _served(rows: Sequence[Row]) -> list[Row]:
-    names = {setting.name for setting in all_settings("")}
-    return [row for row in rows if row.setting in names]
-
-
-def _others(rows: Sequence[Row]) -> list[Row]:
-    """The sweeps, each with its selector's own share in its place; controls behind."""
-    selectors, kinds = list(SELECTIONS), list(DONORS)
-
-    def place(row: Row) -> tuple[int, int, bool, float]:
-        return selectors.index(row.selector), kinds.index(row.kind), row.donor != Spoil.NONE, row.share
-
-    return sorted([row for row in rows if row.kind in SWEPT[row.selector] and not row.packs], key=place)
-
-
-def rows_table(title: str, rows: Sequence[Row]) -> Table:
-    """Columns that no row has a figure for are left out."""
-    shares = {"computed": "computed", "kept": "KV kept"}
-    figures = {
-        "full_right": "right in full", "right": "right", "wrong": "as the donor", "rouge": "ROUGE-L",
-        "agreement": "equal tokens", "kl": "KL", "perplexity": "perplexity ratio",
-    }  # fmt: skip
-    figures = {
-        name: said for name, said in figures.items() if any(getattr(row, name) is not None for row in rows)
+def _judged(case: Case, full: Answer, other: Assembled) -> dict[str, float]:
+    values: dict[str, float] = {
+        "computed": other.computed,
+        "kept": other.kept,
+        "kl": divergence(full.logits_NV, other.forced_NV),
+        "agreement": agreement(full.logits_NV, other.forced_NV),
+        "perplexity": perplexity_ratio(full.logits_NV, other.forced_NV, full.tokens),
     }
-    found = Table("donor is", "selector", "cases", *shares.values(), *figures.values(), title=title)
-    for row in rows:
-        shown = [_percent(getattr(row, name)) for name in shares]
-        for name in figures:
-            value = getattr(row, name)
-            if name in ("kl", "perplexity", "rouge"):
-                shown.append("–" if value is None else f"{value:.3f}" if value < 1000 else f"{value:.1e}")
-            else:
-                shown.append(_percent(value))
-        found.add_row(row.kind, row.setting, str(row.num_cases), *shown)
-    return found
+    if case.text is not None and other.tokens:
+        values["rouge"] = rouge_l(case.text(other.tokens), case.text(full.tokens))
+    if case.right is not None:
+        values |= {"full_right": case.right(full.tokens), "right": case.right(other.tokens)}
+    if case.wrong is not None:
+        values["wrong"] = case.wrong(other.tokens)
+    return values
 
 
-def matching_table(rows: Sequence[Matching]) -> Table:
-    found = Table(
-        "donor is", "positions", "matched", "same word", "several to one", "values off",
-        title="tokens that are alike in both prompts, by semantic",
-    )  # fmt: skip
-    for row in rows:
-        shares = [_percent(each) for each in (row.found, row.same, row.shared)]
-        found.add_row(row.kind, row.how, *shares, f"{row.off:.2f}")
-    return found
+def costs(
+    prompts: Prompts,
+    kind: str,
+    donor: Sequence[int],
+    target: Sequence[int],
+    selections: Sequence[Selection],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Full and assembled steps in turns. `ratio`: the assembled step's time over that of the prompt in full just
+    before, median over the rounds; `computed`: of the tokens, mean over the layers; `kept`: of the KV, for the answer.
+    """
+    prompts.donate(donor)
+    chosen = {each.name: Setting(each.name, each) for each in selections}
+    sides: dict[str, Callable[[], float]] = {"full": lambda: timed(lambda: prompts.full(target, 1))}
+    sides |= {name: partial(_seconds, prompts, target, setting) for name, setting in chosen.items()}
+    found = in_turns(sides, rounds)
+    full = found.pop("full")
+    rows = []
+    for name, seconds in found.items():
+        _, reused, packing = prompts.prefill(target, chosen[name])
+        dropped = packing.num_dropped * prompts.block_size if packing is not None else 0
+        computed = prompts.computed(target, chosen[name].selection, reused)
+        row = {
+            "num_tokens": len(target),
+            "setting": name,
+            "kind": kind,
+            "full_ms": 1e3 * statistics.median(full),
+        }
+        ratio = statistics.median([one / other for one, other in zip(seconds, full, strict=True)])
+        rows.append(row | {"ratio": ratio, "computed": computed, "kept": 1 - dropped / len(target)})
+    return rows
 
 
-def cost_table(rows: Sequence[Cost]) -> Table:
-    found = Table(
-        "tokens", "selector", "donor is", "full ms", "assembled / full", "computed", "KV kept",
-        title="time to the first token",
-    )  # fmt: skip
-    for row in rows:
-        found.add_row(
-            f"{row.num_tokens:,}", row.setting, row.kind, f"{row.full_ms:.0f}", f"{row.ratio:.2f}",
-            _percent(row.computed), _percent(row.kept),
-        )  # fmt: skip
-    return found
+def _seconds(prompts: Prompts, target: Sequence[int], setting: Setting) -> float:
+    return timed(lambda: prompts.prefill(target, setting))
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
-def as_json(plan: Plan, model: str, result: Result) -> dict[str, Any]:
-    """`recall`, `summaries`, `costs`, `matchings`: rows; `plan`, `model` and `texts`: what they were measured with."""
+def run(model: Path, name: str, plan: Plan, threads: int | None = None, report: Report = silent) -> Outcome:
+    """`name`: what the model is called. Raises ConfigError, ModelError and BenchError."""
+    bench = Bench(model, plan, threads)
+    # Made first: that there is no prompt of some length is said before anything is measured.
+    timed_prompts = [
+        (kind, chosen, bench.cut(kind, length)) for length in plan.lengths for kind, chosen in _TIMED
+    ]
+    served = [setting for selection in SELECTIONS.values() for setting in settings(selection)]
+    recall = measure(bench.prompts, bench.recall(), served, lambda line: report(f"facts, {line}"))
+    summaries = measure(bench.prompts, bench.summaries(), served, lambda line: report(f"summaries, {line}"))
+    times: list[dict[str, Any]] = []
+    for kind, chosen, (donor, target) in timed_prompts:
+        times += costs(bench.prompts, kind, donor, target, chosen, plan.rounds)
+        report(f"time to the first token, {kind}: {len(target)} tokens")
     asked = asdict(plan) | {"texts": None if plan.texts is None else str(plan.texts)}
-    return {"model": model, "plan": asked} | asdict(result)
+    found = {"recall": recall, "summaries": summaries, "costs": times}
+    tables = [
+        table("isthmus bench reuse: facts asked for", ANSWERS | RIGHT, recall),
+        table("summaries", ANSWERS | {"ROUGE-L": "rouge"}, summaries),
+        table("time to the first token", TIMES, times),
+    ]
+    return Outcome(tables, {"model": name, "plan": asked, "texts": bench.texts} | found)
+
+
+def _shares(**heads: str) -> dict[str, Callable[[Any], str | None]]:
+    def share(row: dict[str, Any], name: str) -> str | None:
+        return percent(row.get(name))
+
+    return {head.replace("_", " "): partial(share, name=name) for head, name in heads.items()}
+
+
+ANSWERS: dict[str, Any] = {"donor is": "kind", "selector": "setting", "cases": "num_cases"}
+ANSWERS |= _shares(computed="computed", KV_kept="kept", equal_tokens="agreement")
+ANSWERS |= {"KL": "kl", "perplexity ratio": "perplexity"}
+RIGHT = _shares(right_in_full="full_right", right="right", as_the_donor="wrong")
+TIMES: Columns = {
+    "tokens": "num_tokens", "selector": "setting", "donor is": "kind", "full ms": "full_ms",
+    "assembled / full": "ratio", **_shares(computed="computed", KV_kept="kept"),
+}  # fmt: skip

@@ -45,11 +45,6 @@ class Setting:
     packs: bool = True
     spoil: Spoil = Spoil.NONE
 
-    @property
-    def swept(self) -> float:
-        """The number that is swept: the share recomputed, or tokens of each passage where none is chosen."""
-        return self.selection.recompute if self.selection.full_layers else self.selection.first
-
 
 @dataclass(frozen=True, eq=False)
 class Answer:
@@ -163,18 +158,6 @@ class Prompts:
         assembling = Assembling(selection, (donor,), found, packing, packed)
         batch = self.engine.build([Chunk(tokens, 0, self._blocks, True, assembling=assembling)])
         return self.engine.forward(batch), batch.reused[0], packing
-
-    def donor_kv(self) -> list[Tensor]:
-        """Of its full blocks, as they were computed; a layer each, `[T, 2, K, D]`."""
-        return self._own
-
-    def target_kv(self, num_tokens: int) -> list[Tensor]:
-        """Of the prompt that was computed or assembled last."""
-        return [layer[self._first : self._first + num_tokens].clone() for layer in self.engine.memory.layers]
-
-    @property
-    def _first(self) -> int:
-        return self._blocks[0] * self.block_size
 
     @property
     def _slots(self) -> slice:

@@ -1,4 +1,4 @@
-"""Real English prose for the benchmark of assembled prompts: a folder of the user's, or what is installed anyway.
+"""Real English prose for studies: a folder of the user's, or what is installed anyway.
 
 Without a folder it is Python's own reference manual, as `help()` shows it, and what the packages that Isthmus needs
 say of themselves. Nothing of it is kept in this repository.
@@ -41,6 +41,10 @@ def prose(folder: Path | None) -> list[Passage]:
     if folder is not None and not found:
         raise ConfigError(f"--texts {folder}: no paragraph of prose in its {', '.join(SUFFIXES)} files")
     return list(found)
+
+
+def words(passage: Passage) -> int:
+    return sum(len(sentence.split()) for sentence in passage)
 
 
 def digest(passages: Iterable[Passage]) -> str:

@@ -13,22 +13,25 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import math
 import random
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
-from rich.table import Table
 
 from isthmus.bench import BenchError
+from isthmus.bench.study import Outcome, Report, silent, table
+from isthmus.lab.sim.spread import nearest_rank
+
+Value = TypeVar("Value")
 
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 600.0  # the longest wait for the next byte of an answer
+DONE = b"[DONE]"
 BEAT_S = 0.7  # an Isthmus node reports its counters at least this often
 
 
@@ -55,50 +58,32 @@ DEFAULT_ROWS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One server's figures for one row, over all counted rounds.
+Result = dict[str, Any]
+"""One server's figures for one row, over all counted rounds; its keys are those of the JSON.
 
-    Times are in milliseconds, percentiles nearest-rank. TTFT runs from sending a request to its first event
-    with tokens. TBT is the gap between an answer's successive events with tokens, however many each carries;
-    time per output token is first event to last over the tokens after the first, averaged over requests.
-    Rates divide the tokens of good answers by the rounds' wall time; the prefill rate is prompt tokens over
-    mean TTFT, at concurrency 1 only. `errors` holds a sentence for each answer left out of the figures.
-    `engine_step_ms_mean` is the mean iteration of an Isthmus server's decoding nodes over the same rounds, by
-    their own counters, and `overhead_ms_per_token` what a token takes beyond it: node, messenger, gateway, HTTP
-    and this generator; both None for other servers. `ratios` is filled in for the first of two servers: its
-    metrics divided by the second's.
-    """
-
-    url: str
-    model: str
-    row: Row
-    num_requests: int
-    errors: tuple[str, ...]
-    ttft_ms_mean: float
-    ttft_ms_p50: float
-    ttft_ms_p90: float
-    ttft_ms_p99: float
-    tbt_ms_mean: float
-    tbt_ms_p50: float
-    tbt_ms_p90: float
-    tbt_ms_p99: float
-    time_per_output_token_ms_mean: float
-    output_tokens_per_s: float
-    output_tokens_per_s_by_round: tuple[float, ...]
-    total_tokens_per_s: float
-    prefill_tokens_per_s: float | None
-    engine_step_ms_mean: float | None = None
-    overhead_ms_per_token: float | None = None
-    ratios: dict[str, float] = field(default_factory=dict)
-
-
-# The metrics that a ratio of two servers is given for: those that every server has.
+Times are in milliseconds, percentiles nearest-rank. TTFT runs from sending a request to its first event
+with tokens. TBT is the gap between an answer's successive events with tokens, however many each carries;
+time per output token is first event to last over the tokens after the first, averaged over requests.
+Rates divide the tokens of good answers by the rounds' wall time; the prefill rate is prompt tokens over
+mean TTFT, at concurrency 1 only. `errors` holds a sentence for each answer left out of the figures.
+`engine_step_ms_mean` is the mean iteration of an Isthmus server's decoding nodes over the same rounds, by
+their own counters, and `overhead_ms_per_token` what a token takes beyond it: node, messenger, gateway, HTTP
+and this generator; both None for other servers. For the first of two servers, `ratios` are its metrics divided
+by the second's, and `other_texts` is how many of its answers have another text than the second's.
+"""
+PERCENTILES = (50, 90, 99)
 METRICS = [
-    each.name
-    for each in dataclasses.fields(Result)
-    if each.name.startswith(("ttft_", "tbt_", "time_per_")) or each.name.endswith("_per_s")
+    f"{name}_ms_{which}"
+    for name in ("ttft", "tbt")
+    for which in ("mean", *[f"p{each}" for each in PERCENTILES])
 ]
+METRICS += [
+    "time_per_output_token_ms_mean",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "prefill_tokens_per_s",
+]
+"""Those that a ratio of two servers is given for: every server has them."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +95,47 @@ class Server:
     key: str | None = field(default=None, repr=False)
 
 
+class Refused(BenchError):
+    """A server answered with another status than 200."""
+
+
+@dataclass
+class Capture:
+    """One answer as it comes in: when its request was sent, and when each piece of it was read."""
+
+    sent_s: float = 0.0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def data(self) -> Iterator[tuple[float, bytes]]:
+        """What its server-sent events say, each with the time at which its line was complete."""
+        rest = b""
+        for read_s, piece in self.pieces:
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    yield read_s, line[5:].strip()
+
+    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Those of JSON."""
+        for read_s, data in self.data():
+            if data != DONE:
+                yield read_s, json.loads(data)
+
+
 @dataclass(frozen=True)
-class _Capture:
-    """One answer as it came in: when its request was sent, and when each piece of it was read."""
-
-    sent_s: float
-    pieces: list[tuple[float, bytes]]
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """One good answer: when its request was sent and when each event with tokens came, in seconds."""
+class Stream:
+    """One good answer: when its request was sent and when each event with tokens came, in seconds; `text`, `usage`."""
 
     sent_s: float
     token_times_s: list[float]
+    text: str
+    usage: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Round:
     wall_s: float
-    streams: list[_Stream]
+    streams: dict[int, Stream]
     errors: list[str]
 
 
@@ -141,6 +147,7 @@ def run(
     rounds: int,
     seed: int,
     keys: Sequence[str | None] = (None, None),
+    report: Report = silent,
 ) -> list[Result]:
     """Time one or two servers and return a result for each row and server, in that order.
 
@@ -154,30 +161,31 @@ def run(
     if rounds < 1 or not rows:
         raise BenchError("at least one row and one counted round are needed")
     return asyncio.run(
-        _run([(url.rstrip("/"), key) for url, key in zip(urls, keys, strict=False)], model, rows, rounds, seed)
+        _run(
+            [(url.rstrip("/"), key) for url, key in zip(urls, keys, strict=False)],
+            model,
+            rows,
+            rounds,
+            seed,
+            report,
+        )
     )
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Iterations of a server's decoding nodes and the seconds they took; none for other servers."""
-
-    iterations: float = 0.0
-    seconds: float = 0.0
-
-    def since(self, earlier: _Steps) -> _Steps:
-        return _Steps(self.iterations - earlier.iterations, self.seconds - earlier.seconds)
-
-
-async def _steps(session: aiohttp.ClientSession, server: Server) -> _Steps:
-    """The counters of an Isthmus server, once they are fresh; no steps for other servers."""
-    if "isthmus_engine_seconds_total" not in await _metrics(session, server):
-        return _Steps()
+async def _steps(session: aiohttp.ClientSession, server: Server) -> tuple[float, float]:
+    """Iterations of an Isthmus server's decoding nodes and the seconds they took, once its counters are fresh; (0, 0)
+    of other servers."""
+    names = ("isthmus_iterations_total", "isthmus_engine_seconds_total")
+    if names[1] not in await metrics_of(session, server):
+        return 0.0, 0.0
     await asyncio.sleep(BEAT_S)
-    return _read_steps(await _metrics(session, server))
+    metrics = await metrics_of(session, server)
+    iterations, seconds = (total(metrics, name, "decode", "mixed") for name in names)
+    return iterations, seconds
 
 
-async def _metrics(session: aiohttp.ClientSession, server: Server) -> str:
+async def metrics_of(session: aiohttp.ClientSession, server: Server) -> str:
+    """Prometheus text; empty for a server that has none."""
     try:
         async with session.get(f"{server.url}/metrics", headers=_headers(server.key)) as response:
             return await response.text(errors="replace") if response.status == 200 else ""
@@ -185,45 +193,69 @@ async def _metrics(session: aiohttp.ClientSession, server: Server) -> str:
         raise _no_answer(server.url, error) from error
 
 
-def _read_steps(metrics: str) -> _Steps:
-    """Sums over the nodes that decode."""
-
-    def total(name: str) -> float:
-        pattern = rf'^isthmus_{name}_total{{node="(?:decode|mixed)[^"]*"}} (\S+)$'
-        return sum(map(float, re.findall(pattern, metrics, re.MULTILINE)))
-
-    return _Steps(total("iterations"), total("engine_seconds"))
+def total(metrics: str, name: str, *nodes: str) -> float:
+    """A metric's sum over all labels, or over nodes whose names begin in one of these ways."""
+    which = rf'\{{(?:.*,)?node="(?:{"|".join(nodes)})[^}}]*\}}' if nodes else r"(?:\{[^}]*\})?"
+    return sum(map(float, re.findall(rf"^{name}{which} (\S+)$", metrics, re.MULTILINE)))
 
 
-def _with_overhead(result: Result, steps: _Steps) -> Result:
-    if not steps.iterations:
-        return result
-    step_ms = 1000 * steps.seconds / steps.iterations
-    overhead = result.time_per_output_token_ms_mean - step_ms
-    return dataclasses.replace(result, engine_step_ms_mean=step_ms, overhead_ms_per_token=overhead)
+def connected(silence_s: float = SILENCE_TIMEOUT_S) -> aiohttp.ClientSession:
+    """A session for as many requests at once as there are."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Value]], at_once: int | None = None) -> list[Value]:
+    """What all of them return, in their order, so many at a time. The first to fail ends the others."""
+    left = list(works)
+    waiting, found = enumerate(left), dict[int, Value]()
+
+    async def worker() -> None:
+        for at, work in waiting:
+            found[at] = await work
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(len(left) if at_once is None else at_once):
+                group.create_task(worker())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    finally:
+        for _, work in waiting:  # whose turn does not come
+            work.close()
+    return [found[at] for at in sorted(found)]
 
 
 async def _run(
-    urls: list[tuple[str, str | None]], model: str | None, rows: list[Row], rounds: int, seed: int
+    urls: list[tuple[str, str | None]],
+    model: str | None,
+    rows: list[Row],
+    rounds: int,
+    seed: int,
+    report: Report,
 ) -> list[Result]:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     results: list[Result] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with connected() as session:
         servers = [Server(url, model or await ask_model(session, url, key), key) for url, key in urls]
         for row_number, row in enumerate(rows):
             counted: list[list[_Round]] = [[] for _ in servers]
-            before: list[_Steps] = []
+            before: list[tuple[float, float]] = []
             for round_number in range(1 + rounds):
                 prompts = _prompts(row, f"{seed}/{row_number}/{round_number}")
-                if round_number == 1:
+                if round_number == 1:  # round 0 is the warm-up
                     before = [await _steps(session, server) for server in servers]
                 for server, its_rounds in zip(servers, counted, strict=True):
-                    one = await _run_round(session, server, row, prompts)
-                    if round_number > 0:  # round 0 is the warm-up
-                        its_rounds.append(one)
-            steps = [(await _steps(session, s)).since(b) for s, b in zip(servers, before, strict=True)]
-            found = [_result(s, row, r) for s, r in zip(servers, counted, strict=True)]
-            results += _compared([_with_overhead(*each) for each in zip(found, steps, strict=True)])
+                    its_rounds.append(await _run_round(session, server, row, prompts))
+            after = [await _steps(session, server) for server in servers]
+            found = [
+                _result(server, row, its_rounds[1:], (late[0] - early[0], late[1] - early[1]))
+                for server, its_rounds, early, late in zip(servers, counted, before, after, strict=True)
+            ]
+            if len(found) == 2:
+                found[0] |= _compared(found, [its_rounds[1:] for its_rounds in counted])
+            results += found
+            rates = ", ".join(f"{each['output_tokens_per_s']:.1f} tokens/s" for each in found)
+            report(f"{_load(found[0])}: {rates}")
     return results
 
 
@@ -251,7 +283,7 @@ def _no_answer(url: str, error: Exception) -> BenchError:
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         body = (await response.text(errors="replace"))[:300]
-        raise BenchError(f"{response.url} answered {response.status}: {body}")
+        raise Refused(f"{response.url} answered {response.status}: {body}")
 
 
 def _prompts(row: Row, seed: str) -> list[list[int]]:
@@ -264,26 +296,15 @@ async def _run_round(
     session: aiohttp.ClientSession, server: Server, row: Row, prompts: list[list[int]]
 ) -> _Round:
     """Send all prompts, `row.concurrency` at a time, and read the answers once the last has ended."""
-    waiting = enumerate([body_of(server, row, prompt) for prompt in prompts])
-    captures: dict[int, _Capture] = {}
-
-    async def worker() -> None:
-        for index, body in waiting:
-            captures[index] = await ask(session, server.url, body, server.key)
-
+    bodies = [body_of(server, row, prompt) for prompt in prompts]
     started_s = time.perf_counter()
-    try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(row.concurrency):
-                workers.create_task(worker())
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from group
+    captures = await together((ask(session, server, body) for body in bodies), row.concurrency)
     wall_s = time.perf_counter() - started_s
-    streams: list[_Stream] = []
+    streams: dict[int, Stream] = {}
     errors: list[str] = []
-    for index in range(row.requests):
+    for index, capture in enumerate(captures):
         try:
-            streams.append(read_stream(captures[index], row))
+            streams[index] = read_stream(capture, row)
         except BenchError as error:
             errors.append(f"request {index}: {error}")
     return _Round(wall_s, streams, errors)
@@ -303,38 +324,31 @@ def body_of(server: Server, row: Row, prompt: list[int]) -> bytes:
     return json.dumps(request).encode()
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: bytes, key: str | None = None) -> _Capture:
-    """Send one request and keep every piece of its answer; this runs while the server is timed."""
-    capture = _Capture(time.perf_counter(), [])
-    headers = {"Content-Type": "application/json", **_headers(key)}
+async def ask(
+    session: aiohttp.ClientSession, server: Server, body: bytes, capture: Capture | None = None
+) -> Capture:
+    """Sends one request and keeps every piece of its answer; this runs while the server is timed."""
+    capture = capture or Capture()
+    capture.sent_s = time.perf_counter()
+    headers = {"Content-Type": "application/json", **_headers(server.key)}
     try:
-        async with session.post(f"{url}/v1/completions", data=body, headers=headers) as response:
+        async with session.post(f"{server.url}/v1/completions", data=body, headers=headers) as response:
             await _raise_for_status(response)
             async for piece in response.content.iter_any():
                 capture.pieces.append((time.perf_counter(), piece))
     except aiohttp.ClientPayloadError:
         return capture  # cut off part-way: without its usage event, the answer is reported as an error
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise _no_answer(url, error) from error
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise _no_answer(server.url, error) from error
     return capture
 
 
-def _events(capture: _Capture) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The JSON events of an answer, each with the time at which its line was complete."""
-    rest = b""
-    for read_s, piece in capture.pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                yield read_s, json.loads(line[5:])
-
-
-def read_stream(capture: _Capture, row: Row) -> _Stream:
+def read_stream(capture: Capture, row: Row) -> Stream:
     """Decode one answer; raise `BenchError` if it failed or has other token counts than were asked for."""
     events: list[tuple[float, str]] = []  # time and text
-    usage: dict[str, int] | None = None
+    usage: dict[str, Any] | None = None
     try:
-        for read_s, event in _events(capture):
+        for read_s, event in capture.events():
             if "error" in event:
                 raise BenchError(f"the server sent an error: {event['error']}")
             usage = event.get("usage") or usage
@@ -350,7 +364,7 @@ def read_stream(capture: _Capture, row: Row) -> _Stream:
     times_s = _token_times_s(events, row.output_tokens)
     if not times_s:
         raise BenchError("the stream holds no event with tokens")
-    return _Stream(capture.sent_s, times_s)
+    return Stream(capture.sent_s, times_s, "".join(text for _, text in events), usage)
 
 
 def _token_times_s(events: list[tuple[float, str]], num_tokens: int) -> list[float]:
@@ -366,22 +380,17 @@ def _token_times_s(events: list[tuple[float, str]], num_tokens: int) -> list[flo
     return [read_s for read_s, _ in events]
 
 
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    """The nearest-rank percentile of values in ascending order."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-
-def _spread_ms(name: str, times_s: Sequence[float]) -> dict[str, Any]:
-    """Mean and percentiles in milliseconds, under the names that `Result` has for them."""
+def _spread_ms(name: str, times_s: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles in milliseconds."""
     ordered = sorted(1000 * each for each in times_s)
-    percentiles = {f"{name}_ms_p{percent}": _percentile(ordered, percent) for percent in (50, 90, 99)}
+    percentiles = {f"{name}_ms_p{percent}": nearest_rank(ordered, percent) for percent in PERCENTILES}
     return {f"{name}_ms_mean": statistics.fmean(ordered), **percentiles}
 
 
-def _result(server: Server, row: Row, rounds: list[_Round]) -> Result:
+def _result(server: Server, row: Row, rounds: list[_Round], steps: tuple[float, float]) -> Result:
     """Turn a row's counted rounds into figures; raise `BenchError` if they hold nothing to measure."""
-    streams = [stream for each in rounds for stream in each.streams]
-    errors = tuple(f"round {n}, {error}" for n, each in enumerate(rounds, 1) for error in each.errors)
+    streams = [stream for each in rounds for stream in each.streams.values()]
+    errors = [f"round {n}, {error}" for n, each in enumerate(rounds, 1) for error in each.errors]
     if not streams:
         raise BenchError(f"{server.url} gave no good answer to {row}: {errors[0]}")
     gaps_s = [after - before for s in streams for before, after in itertools.pairwise(s.token_times_s)]
@@ -390,75 +399,60 @@ def _result(server: Server, row: Row, rounds: list[_Round]) -> Result:
     ttfts_s = [stream.token_times_s[0] - stream.sent_s for stream in streams]
     decode_s = statistics.fmean(stream.token_times_s[-1] - stream.token_times_s[0] for stream in streams)
     output_rate = row.output_tokens * len(streams) / sum(each.wall_s for each in rounds)
-    return Result(
-        url=server.url,
-        model=server.model,
-        row=row,
-        num_requests=len(streams),
-        errors=errors,
+    token_ms, step_ms = (
+        1000 * decode_s / (row.output_tokens - 1),
+        1000 * steps[1] / steps[0] if steps[0] else None,
+    )
+    return {
+        **dataclasses.asdict(row),
+        "url": server.url,
+        "model": server.model,
+        "num_requests": len(streams),
+        "errors": errors,
         **_spread_ms("ttft", ttfts_s),
         **_spread_ms("tbt", gaps_s),
-        time_per_output_token_ms_mean=1000 * decode_s / (row.output_tokens - 1),
-        output_tokens_per_s=output_rate,
-        output_tokens_per_s_by_round=tuple(row.output_tokens * len(r.streams) / r.wall_s for r in rounds),
-        total_tokens_per_s=output_rate * (row.prompt_tokens + row.output_tokens) / row.output_tokens,
-        prefill_tokens_per_s=row.prompt_tokens / statistics.fmean(ttfts_s) if row.concurrency == 1 else None,
-    )
+        "time_per_output_token_ms_mean": token_ms,
+        "output_tokens_per_s": output_rate,
+        "output_tokens_per_s_by_round": [row.output_tokens * len(r.streams) / r.wall_s for r in rounds],
+        "total_tokens_per_s": output_rate * (row.prompt_tokens + row.output_tokens) / row.output_tokens,
+        "prefill_tokens_per_s": row.prompt_tokens / statistics.fmean(ttfts_s) if row.concurrency == 1 else None,
+        "engine_step_ms_mean": step_ms,
+        "overhead_ms_per_token": None if step_ms is None else token_ms - step_ms,
+        "ratios": {},
+        "other_texts": None,
+    }
 
 
-def _compared(results: list[Result]) -> list[Result]:
-    """One row's results, the first with its ratios to the second if there are two."""
-    if len(results) == 1:
-        return results
+def _compared(results: list[Result], rounds: Sequence[Sequence[_Round]]) -> dict[str, Any]:
+    """What the first of two results has of the comparison."""
     first, second = results
-    ratios: dict[str, float] = {}
-    for name in METRICS:
-        over, under = getattr(first, name), getattr(second, name)
-        if over is not None and under:
-            ratios[name] = over / under
-    return [dataclasses.replace(first, ratios=ratios), second]
+    ratios = {name: first[name] / second[name] for name in METRICS if first[name] is not None and second[name]}
+    pairs = [(one.streams, other.streams) for one, other in zip(*rounds, strict=True)]
+    others = sum(one[at].text != other[at].text for one, other in pairs for at in one.keys() & other.keys())
+    return {"ratios": ratios, "other_texts": others}
 
 
-def as_json(results: list[Result]) -> list[dict[str, Any]]:
-    """The results as flat objects of plain JSON values, whose keys are the fields of `Row` and `Result`."""
-    plain = [dataclasses.asdict(result) for result in results]
-    return [{**each.pop("row"), **each} for each in plain]
-
-
-# Column headings of the table and the metric each shows.
 COLUMNS = {
-    "TTFT ms mean": "ttft_ms_mean",
-    "p50": "ttft_ms_p50",
-    "p99": "ttft_ms_p99",
-    "TBT ms mean": "tbt_ms_mean",
-    "TBT p50": "tbt_ms_p50",
-    "TBT p99": "tbt_ms_p99",
-    "ms/token": "time_per_output_token_ms_mean",
-    "engine step ms": "engine_step_ms_mean",
-    "overhead ms": "overhead_ms_per_token",
-    "output tok/s": "output_tokens_per_s",
-    "total tok/s": "total_tokens_per_s",
-    "prefill tok/s": "prefill_tokens_per_s",
-}
+    "in/out x conc.": "load", "server": "server", "TTFT ms mean": "ttft_ms_mean", "p50": "ttft_ms_p50",
+    "p99": "ttft_ms_p99", "TBT ms mean": "tbt_ms_mean", "TBT p50": "tbt_ms_p50", "TBT p99": "tbt_ms_p99",
+    "ms/token": "time_per_output_token_ms_mean", "engine step ms": "engine_step_ms_mean",
+    "overhead ms": "overhead_ms_per_token", "output tok/s": "output_tokens_per_s", "total tok/s": "total_tokens_per_s",
+    "prefill tok/s": "prefill_tokens_per_s", "errors": "num_errors", "other texts": "other_texts",
+}  # fmt: skip
 
 
-def table(results: list[Result]) -> Table:
-    """The results as a table, one line each, and a line of ratios under each pair of servers."""
-    shown = Table("in/out x conc.", "server", *COLUMNS, "errors", title="isthmus bench serve")
+def outcome(results: Sequence[Result]) -> Outcome:
+    """A line for each result, and one of ratios under each pair of servers."""
+    lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for result in results:
-        row = result.row
-        load = f"{row.prompt_tokens}/{row.output_tokens} x {row.concurrency}"
-        figures = [_shown(getattr(result, name)) for name in COLUMNS.values()]
-        shown.add_row(load, result.url.split("//")[-1], *figures, str(len(result.errors)))
+        server = result["url"].split("//")[-1]
+        lines.append(result | {"load": _load(result), "server": server, "num_errors": len(result["errors"])})
         if ratios:  # this is the second of two servers, and the first held the ratios
-            figures = [_shown(ratios.get(name)) for name in COLUMNS.values()]
-            shown.add_row("", "ratio", *figures, "", style="bold")
-        ratios = result.ratios
-    return shown
+            lines.append({"load": "", "server": "ratio", **ratios})
+        ratios = result["ratios"]
+    return Outcome([table("isthmus bench serve", COLUMNS, lines)], list(results))
 
 
-def _shown(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _load(result: Result) -> str:
+    return f"{result['prompt_tokens']}/{result['output_tokens']} x {result['concurrency']}"

@@ -10,19 +10,18 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import uvloop
 
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Pipe
+from isthmus.bench.loop import Loop
 from isthmus.bench.transfer_peers import Direction, Through, digest, touched
 from isthmus.core.blocks import seal
 from isthmus.live.messenger import Session, TcpNetwork
-
-Value = TypeVar("Value")
 
 GROUP_BYTES = 2 << 20
 """Pieces smaller than this travel several in one message, as the slices of one layer do in the cluster."""
@@ -213,11 +212,9 @@ class Sessions:
     def __init__(self, memory: memoryview, connections: int, through: Through = int) -> None:
         self.memory = memory
         self._child = Child(_serve, len(memory), connections)
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = Loop()
         self._connections = connections
-        self._do(self._connect(through(self._child.hello)))
+        self._loop.run(self._connect(through(self._child.hello)))
 
     async def _connect(self, port: int) -> None:
         """With all its connections: the first would do to begin with."""
@@ -230,19 +227,17 @@ class Sessions:
 
     def transfer(self, direction: Direction, size: int, piece: int) -> float:
         move = self._end.push if direction is Direction.PUSH else self._end.pull
-        return self._do(move(self._session, size, piece))
+        return self._loop.run(move(self._session, size, piece))
 
     def echo(self, size: int) -> float:
-        return self._do(self._end.echo(self._session, size))
+        return self._loop.run(self._end.echo(self._session, size))
 
-    def far_digest(self, size: int) -> bytes:
-        return bytes(self._child.ask(size))
+    def far_digest(self, size: int) -> str:
+        return str(self._child.ask(size))
 
     def close(self) -> None:
-        self._do(self._end_session())
+        self._loop.run(self._end_session())
         self._child.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
     async def _end_session(self) -> None:
@@ -250,6 +245,3 @@ class Sessions:
         self._session.abort("the benchmark is over")
         async with asyncio.timeout(START_S):
             await self._end.closed.wait()
-
-    def _do(self, work: Coroutine[Any, Any, Value]) -> Value:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

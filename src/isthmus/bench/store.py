@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from isthmus.bench import BenchError
 from isthmus.bench.store_peers import (
@@ -26,9 +23,9 @@ from isthmus.bench.store_peers import (
     copy_all,
     drop_cached,
     read_plain,
-    timed,
     write_plain,
 )
+from isthmus.bench.study import Outcome, Report, in_turns, medians, said, silent, table, timed
 from isthmus.bench.transfer_peers import shown_bytes, touched
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import BlockName
@@ -56,20 +53,6 @@ class Plan:
             raise ConfigError(f"sizes must be multiples of {NUM_LAYERS} bytes and no larger than the total")
         if self.folder is not None and not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: is no folder; make it first")
-
-
-@dataclass(frozen=True)
-class Row:
-    """`size`: bytes of a block. `speeds`: GB/s (1e9 bytes), medians, by side; what was not measured is not there.
-
-    `isthmus`: one call for each block, one at a time; `batched`: one call for all of them. `file`: a plain file, one
-    thread.
-    """
-
-    operation: str
-    tier: str
-    size: int
-    speeds: dict[str, float]
 
 
 Others = Callable[[Blocks], AbstractContextManager[Mapping[str, BlockStore]]]
@@ -156,19 +139,34 @@ class Ours:
             raise BenchError(f"isthmus: {found.count(False)} of {len(found)} blocks: {what} failed")
 
 
-def run(plan: Plan, report: Callable[[str], None] = lambda line: None, others: Others = nobody) -> list[Row]:
-    """Every size, in DRAM and on the SSD; in DRAM beside `others`. Raises BenchError for a damaged block."""
+def run(plan: Plan, report: Report = silent, others: Others = nobody) -> Outcome:
+    """Every size, in DRAM and on the SSD; in DRAM beside `others`. Raises BenchError for a damaged block.
+
+    A row has `operation`, `tier`, `size` of a block in bytes, and GB/s (1e9 bytes) of the sides that were measured.
+    `isthmus`: one call for each block, one at a time; `batched`: one call for all; `file`: a plain file, one thread.
+    """
     plan.check()
     source, target = touched(plan.total), touched(plan.total)
     _fill(source)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for size in plan.sizes:
         blocks = Blocks(source, target, size)
         with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=plan.folder) as folder:
-            for row in (*_memory_rows(plan, blocks, others), *_disk_rows(plan, blocks, Path(folder))):
-                rows.append(row)
-                report(_line(row))
-    return rows
+            for tier, measured in (
+                ("dram", _in_memory(plan, blocks, others)),
+                ("ssd", _on_disk(plan, blocks, Path(folder))),
+            ):
+                for operation in ("put", "get"):
+                    speeds = {side: speed for (each, side), speed in measured.items() if each == operation}
+                    rows.append({"operation": operation, "tier": tier, "size": size} | speeds)
+                    report(said(_shown(rows[-1]), "GB/s"))
+    title = "isthmus bench store: GB/s; gets from the SSD are cold (O_DIRECT, fadvise)"
+    columns = {name: name for row in rows for name in row}
+    return Outcome([table(title, columns, map(_shown, rows))], rows)
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "size": shown_bytes(row["size"])}
 
 
 def _fill(memory: memoryview) -> None:
@@ -180,91 +178,77 @@ def _fill(memory: memoryview) -> None:
         memory[start : start + 8] = (start + 1).to_bytes(8, "big")[: len(part)]
 
 
-class _Speeds:
-    """Samples in GB/s by side, for put and for get."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._samples: dict[tuple[str, str], list[float]] = {}
-
-    def add(self, operation: str, side: str, seconds: float) -> None:
-        self._samples.setdefault((operation, side), []).append(self._total / seconds / 1e9)
-
-    def rows(self, tier: str, size: int) -> list[Row]:
-        """The first round is the warm-up."""
-        found = []
-        for operation in ("put", "get"):
-            speeds = {
-                side: statistics.median(samples[1:])
-                for (each, side), samples in self._samples.items()
-                if each == operation
-            }
-            found.append(Row(operation, tier, size, speeds))
-        return found
+Speeds = dict[tuple[str, str], float]
+"""GB/s by operation and side."""
 
 
-def _memory_rows(plan: Plan, blocks: Blocks, others: Others) -> list[Row]:
-    speeds = _Speeds(blocks.size * blocks.count)
+def _speeds(plan: Plan, blocks: Blocks, steps: Mapping[tuple[str, str], Callable[[], float]]) -> Speeds:
+    """Steps say how many seconds all blocks took, in the order in which each of a round needs the one before."""
+    found = in_turns(steps, plan.rounds)
+    return {step: blocks.size * blocks.count / seconds / 1e9 for step, seconds in medians(found).items()}
+
+
+def _in_memory(plan: Plan, blocks: Blocks, others: Others) -> Speeds:
+    def after(
+        before: Callable[[], object], step: Callable[[], float], *then: Callable[[], object]
+    ) -> Callable[[], float]:
+        def whole() -> float:
+            before()
+            seconds = step()
+            for each in then:
+                each()
+            return seconds
+
+        return whole
+
+    def copy() -> float:
+        return copy_all(blocks.sources, blocks.targets)
+
     with others(blocks) as stores, contextlib.closing(Ours(blocks)) as ours:
-        for _ in range(plan.rounds + 1):
-            speeds.add("put", "isthmus", ours.put())
-            ours.clear()
-            speeds.add("put", "batched", ours.put_batched())
-            speeds.add("put", "memcpy", copy_all(blocks.sources, blocks.targets))
-            for side, other in stores.items():
-                speeds.add("put", side, other.put())
-            blocks.blank()
-            speeds.add("get", "isthmus", ours.get())
-            ours.verify()
-            speeds.add("get", "batched", ours.get_batched())
-            speeds.add("get", "memcpy", copy_all(blocks.sources, blocks.targets))
-            for side, other in stores.items():
-                blocks.blank()
-                speeds.add("get", side, other.get())
-                other.verify()
-                other.clear()
-            ours.clear()
-    return speeds.rows("dram", blocks.size)
+        steps: dict[tuple[str, str], Callable[[], float]] = {
+            ("put", "isthmus"): after(ours.clear, ours.put),
+            ("put", "batched"): after(ours.clear, ours.put_batched),
+            ("put", "memcpy"): copy,
+            **{("put", side): other.put for side, other in stores.items()},
+            ("get", "isthmus"): after(blocks.blank, ours.get, ours.verify),
+            ("get", "batched"): ours.get_batched,
+            ("get", "memcpy"): copy,
+        }
+        for side, other in stores.items():
+            steps["get", side] = after(blocks.blank, other.get, other.verify, other.clear)
+        return _speeds(plan, blocks, steps)
 
 
-def _disk_rows(plan: Plan, blocks: Blocks, folder: Path) -> list[Row]:
-    speeds = _Speeds(blocks.size * blocks.count)
-    plain = folder / "plain"
+def _on_disk(plan: Plan, blocks: Blocks, folder: Path) -> Speeds:
     tier = folder / "tier"
     tier.mkdir()
     with contextlib.closing(Ours(blocks, tier)) as ours:
-        for _ in range(plan.rounds + 1):
-            speeds.add("put", "file", write_plain(plain, blocks.sources))
-            speeds.add("put", "batched", ours.put_through(batched=True))
+
+        def put(batched: bool) -> float:
             ours.clear()
-            speeds.add("put", "isthmus", ours.put_through(batched=False))
+            return ours.put_through(batched=batched)
+
+        def get() -> float:
             ours.demote()
             blocks.blank()
-            speeds.add("get", "isthmus", ours.get())
+            seconds = ours.get()
             ours.verify()
+            return seconds
+
+        def read() -> float:
             drop_cached(ours.files)
-            speeds.add("get", "file", read_plain(ours.files, blocks.targets, ours.file_bytes))
+            return read_plain(ours.files, blocks.targets, ours.file_bytes)
+
+        def get_batched() -> float:
             drop_cached(ours.files)
-            speeds.add("get", "batched", ours.get_batched())
-            ours.clear()
-    return speeds.rows("ssd", blocks.size)
+            return ours.get_batched()
 
-
-def _line(row: Row) -> str:
-    shown = ", ".join(f"{side} {value:.2f}" for side, value in row.speeds.items())
-    return f"{row.operation} {shown_bytes(row.size)}, {row.tier}: {shown} GB/s"
-
-
-def table(rows: list[Row]) -> Table:
-    sides = list(dict.fromkeys(side for row in rows for side in row.speeds))
-    names = ("", "tier", "block", *sides)
-    found = Table(*names, title="isthmus bench store: GB/s; gets from the SSD are cold (O_DIRECT, fadvise)")
-    for row in rows:
-        shown = (f"{row.speeds[side]:.2f}" if side in row.speeds else "" for side in sides)
-        found.add_row(row.operation, row.tier, shown_bytes(row.size), *shown)
-    return found
-
-
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows; their keys are the fields of `Row`, and the sides that were measured instead of `speeds`."""
-    return [{"operation": row.operation, "tier": row.tier, "size": row.size, **row.speeds} for row in rows]
+        steps = {
+            ("put", "file"): lambda: write_plain(folder / "plain", blocks.sources),
+            ("put", "batched"): lambda: put(True),
+            ("put", "isthmus"): lambda: put(False),
+            ("get", "isthmus"): get,
+            ("get", "file"): read,
+            ("get", "batched"): get_batched,
+        }
+        return _speeds(plan, blocks, steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -50,12 +50,6 @@ class Blocks:
         for index, (source, target) in enumerate(zip(self.sources, self.targets, strict=True)):
             if source != target:
                 raise BenchError(f"{who}: block {index} of {self.size} bytes came back damaged")
-
-
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def copy_all(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> float:
@@ -104,11 +98,12 @@ def read_plain(files: Sequence[Path], targets: Sequence[memoryview], total: int)
     return seconds
 
 
-def drop_cached(files: Sequence[Path]) -> None:
-    """The kernel forgets what it has of the files; they must be synced."""
+def drop_cached(files: Iterable[Path]) -> None:
+    """The kernel writes what it has of the files, and forgets it."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         try:
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

@@ -40,7 +40,7 @@ class Peer(Protocol):
     def transfer(self, direction: Direction, size: int, piece: int) -> float:
         """Moves the first `size` bytes, in pieces of `piece` bytes; returns seconds."""
 
-    def far_digest(self, size: int) -> bytes:
+    def far_digest(self, size: int) -> str:
         """Digest of the first `size` bytes of the other side's memory."""
 
     def close(self) -> None: ...
@@ -61,8 +61,8 @@ def shown_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def digest(memory: memoryview) -> bytes:
-    return xxhash.xxh3_128_digest(memory)
+def digest(memory: memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(memory)
 
 
 def verify(peer: Peer, direction: Direction, size: int, piece: int) -> None:
@@ -93,7 +93,7 @@ class Memcpy:
             target[start:stop] = source[start:stop]
         return time.perf_counter() - started
 
-    def far_digest(self, size: int) -> bytes:
+    def far_digest(self, size: int) -> str:
         return digest(self._target[:size])
 
     def close(self) -> None:
@@ -107,6 +107,12 @@ def _stripe(memory: memoryview, size: int, piece: int, index: int, count: int) -
     """The pieces that connection `index` of `count` carries."""
     for start in range(index * piece, size, count * piece):
         yield memory[start : min(size, start + piece)]
+
+
+def linked(port: int) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", port))
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
 
 
 def receive_into(link: socket.socket, part: memoryview) -> None:
@@ -155,9 +161,7 @@ class Sockets:
         port = through(self._child.hello)
         self._links = []
         for _ in range(connections):  # one after another: both sides number them alike
-            link = socket.create_connection(("127.0.0.1", port))
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._links.append(link)
+            self._links.append(linked(port))
         self._threads = ThreadPoolExecutor(max(1, connections - 1))
 
     def transfer(self, direction: Direction, size: int, piece: int) -> float:
@@ -190,8 +194,8 @@ class Sockets:
         link.recv(1)
         return time.perf_counter() - started
 
-    def far_digest(self, size: int) -> bytes:
-        return bytes(self._child.ask(size))
+    def far_digest(self, size: int) -> str:
+        return str(self._child.ask(size))
 
     def close(self) -> None:
         for link in self._links:

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from isthmus.bench.study import Outcome
 
 app = typer.Typer(no_args_is_help=True, help="Measure the parts of Isthmus, or a running server.")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measured turns of each side.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute.")]
+
+
+def finish(outcome: Outcome, json_file: Path | None) -> None:
+    """Shows what a study found, and writes it where that was asked for."""
+    from isthmus.cli.outputs import write_json
+    from isthmus.cli.tables import show
+
+    show(*outcome.tables)
+    for line in outcome.notes:
+        print(line)
+    write_json(json_file, outcome.json)
 
 
 @app.command()
 def engine(
     model: Annotated[Path, typer.Option(help="Model folder or GGUF file.")],
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each case.")] = 3,
+    threads: Threads = None,
+    rounds: Rounds = 3,
     json_file: JsonFile = None,
 ) -> None:
     """Prefill and decode speed of the engine on this machine: tokens/s."""
     from isthmus.bench import engine as bench
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.bench.study import say
+    from isthmus.cli.outputs import check_writable
 
     check_writable("--json", json_file)
-    results = bench.run(bench.Ours(model, dtype, threads), {}, rounds, lambda line: print(line, flush=True))
-    show(bench.table(results))
-    write_json(json_file, bench.as_json(results))
+    finish(bench.run(bench.Ours(model, dtype, threads), {}, rounds, say), json_file)
 
 
 @app.command()
@@ -39,7 +53,7 @@ def serve(
     row: Annotated[
         list[str] | None, typer.Option(help="PROMPT/OUTPUT/CONCURRENCY/REQUESTS; may be repeated.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each server.")] = 3,
+    rounds: Rounds = 3,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
     api_key: Annotated[
         str | None, typer.Option(help="Of the server at --url; default: ISTHMUS_API_KEY.")
@@ -49,8 +63,8 @@ def serve(
 ) -> None:
     """The same streaming load on one server, or on two in turns: TTFT, TBT, tokens/s and ratios."""
     from isthmus.bench import serve as bench
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.bench.study import say
+    from isthmus.cli.outputs import check_writable
     from isthmus.config import api_key as key_of
 
     check_writable("--json", json_file)
@@ -58,9 +72,8 @@ def serve(
     keys = key_of("--api-key", api_key), second
     rows = [_row(text) for text in row] if row else bench.DEFAULT_ROWS
     urls = [url] if against_url is None else [url, against_url]
-    results = bench.run(urls, model=model, rows=rows, rounds=rounds, seed=seed, keys=keys)
-    show(bench.table(results))
-    write_json(json_file, bench.as_json(results))
+    results = bench.run(urls, model=model, rows=rows, rounds=rounds, seed=seed, keys=keys, report=say)
+    finish(bench.outcome(results), json_file)
 
 
 def _row(text: str) -> Any:
@@ -79,15 +92,15 @@ def messenger(
     sizes: Annotated[str, typer.Option(help="Bytes of a transfer.")] = "1MiB,16MiB,1GiB",
     pieces: Annotated[str, typer.Option(help="Bytes of each piece of it.")] = "64KiB,256KiB,1MiB,2MiB",
     connections: Annotated[str, typer.Option(help="Connections of a session.")] = "1,2,4",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    rounds: Rounds = 5,
     pings: Annotated[int, typer.Option(min=1, help="4 KiB messages for the latency.")] = 2000,
     json_file: JsonFile = None,
 ) -> None:
     """Sealed bytes between two processes over loopback, beside bare sockets and memcpy: GB/s, latency."""
     from isthmus.bench import messenger as bench
+    from isthmus.bench.study import say
     from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable
     from isthmus.core.errors import ConfigError
 
     check_writable("--json", json_file)
@@ -101,9 +114,7 @@ def messenger(
         rounds,
         pings,
     )
-    result = bench.run(plan, lambda line: print(line, flush=True))
-    show(*bench.tables(result))
-    write_json(json_file, bench.as_json(result))
+    finish(bench.run(plan, say), json_file)
 
 
 @app.command()
@@ -117,14 +128,14 @@ def attention(
     dtype: Annotated[str, typer.Option(help="Of the KV: float32 or bfloat16.")] = "float32",
     layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 8,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, here and at each holder.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    rounds: Rounds = 5,
     json_file: JsonFile = None,
 ) -> None:
     """Attention over KV that lies with other nodes, on loopback, beside bare sockets and one memory: time, bytes."""
     from isthmus.bench import attention as bench
+    from isthmus.bench.study import say
     from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable
     from isthmus.core.errors import ConfigError
 
     check_writable("--json", json_file)
@@ -143,9 +154,7 @@ def attention(
         threads,
         rounds,
     )
-    rows = bench.run(plan, lambda line: print(line, flush=True))
-    show(bench.table(rows))
-    write_json(json_file, bench.as_json(rows))
+    finish(bench.run(plan, say), json_file)
 
 
 @app.command()
@@ -160,33 +169,31 @@ def reuse(
     pairs: Annotated[int, typer.Option(min=1, help="Prompts of each kind; half as many are summarised.")] = 8,
     tokens: Annotated[int, typer.Option(min=200, help="Of such a prompt, about.")] = 700,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts that are timed.")] = "1000,2000,5000",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each of those.")] = 3,
+    rounds: Rounds = 3,
     seed: Annotated[int, typer.Option(help="Of texts and facts.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.")] = None,
+    threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Answers to prompts assembled of other prompts' KV, against the same in full: facts, ROUGE-L, KL, time."""
     from isthmus.bench import reuse as bench
+    from isthmus.bench.study import say
     from isthmus.cli import amounts
     from isthmus.cli.models import find_model
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable
 
     check_writable("--json", json_file)
     plan = bench.Plan(
         texts, pairs, tokens, lengths=amounts.counts("--lengths", lengths), rounds=rounds, seed=seed
     )
     path, name = find_model(model)
-    result = bench.run(path, plan, threads, lambda line: print(line, flush=True))
-    show(*bench.tables(result))
-    write_json(json_file, bench.as_json(plan, name, result))
+    finish(bench.run(path, name, plan, threads, say), json_file)
 
 
 @app.command()
 def store(
     sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
     total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    rounds: Rounds = 5,
     folder: Annotated[
         Path | None, typer.Option(help="An existing folder on the SSD; default: the temporary folder.")
     ] = None,
@@ -194,9 +201,9 @@ def store(
 ) -> None:
     """Put and get of blocks in DRAM and on the SSD, beside memcpy and a plain file: GB/s."""
     from isthmus.bench import store as bench
+    from isthmus.bench.study import say
     from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable, write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable
 
     check_writable("--json", json_file)
     plan = bench.Plan(
@@ -205,9 +212,7 @@ def store(
         rounds,
         folder,
     )
-    rows = bench.run(plan, lambda line: print(line, flush=True))
-    show(bench.table(rows))
-    write_json(json_file, bench.as_json(rows))
+    finish(bench.run(plan, say), json_file)
 
 
 @app.command()
@@ -239,9 +244,8 @@ def policies(
     from isthmus.bench import policies as bench
     from isthmus.bench.policy_cells import POLICIES
     from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable, write_json
+    from isthmus.cli.outputs import check_writable
     from isthmus.cli.simulate import progress_bar
-    from isthmus.cli.tables import show
     from isthmus.core.errors import ConfigError
     from isthmus.live.cluster.with_ray import with_ray
     from isthmus.workers import LocalPool
@@ -265,7 +269,4 @@ def policies(
     pool = with_ray("--ray").RayPool() if ray else LocalPool(jobs or 2)
     with progress_bar("sweeping") as progress:
         cells = bench.run(sweep, pool, progress)
-    show(*bench.tables(sweep, cells))
-    for line in bench.summary_lines(cells):
-        print(line)
-    write_json(json_file, bench.as_json(sweep, cells))
+    finish(bench.outcome(sweep, cells), json_file)

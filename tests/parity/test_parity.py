@@ -461,7 +461,7 @@ def test_prompts_that_wait_for_room_elsewhere_keep_no_others_from_being_computed
             "scheduling.partial_prefills": 2,
             "engine.token_budget": 512,
             "engine.max_sequences": 4,
-            "lending.policy": "ledger",
+            "lending.policy": LEDGER,
             "lending.period_s": 0.02,
             "network.node_gbps": 1,
             "network.handover_gbps": 1,
@@ -508,7 +508,7 @@ def test_timers_of_two_nodes_at_one_instant_are_the_same() -> None:
     """A session ends, and after the same grace both ends give up what was to cross it, and report their memory: the
     node with the lower number first."""
     faults = Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),))
-    knobs = {"lending.policy": "ledger", "lending.period_s": 0.02, "network.handover_gbps": 1, **SLO}
+    knobs = {"lending.policy": LEDGER, "lending.period_s": 0.02, "network.handover_gbps": 1, **SLO}
     log = same_logs(knobs, chats(30, 4 * MS, seed=93, longest=300), faults).log
     assert any(isinstance(entry.event, RequestFailed) for entry in log)
 
@@ -516,7 +516,7 @@ def test_timers_of_two_nodes_at_one_instant_are_the_same() -> None:
 def test_a_node_that_is_lost_reports_no_memory_later() -> None:
     """When its next report would have been due, another has come under its name."""
     faults = Faults(nodes=(NodeFault("decode-0", 0.0271, 0.0828),))
-    knobs = {**ATTENDED["1P2D1A"], "lending.policy": "greedy", "lending.period_s": 0.25}
+    knobs = {**ATTENDED["1P2D1A"], "lending.policy": GREEDY, "lending.period_s": 0.25}
     log = same_logs(knobs, chats(30, 4 * MS, longest=300), faults).log
     assert max(entry.at_ns for entry in log) > 300 * MS
 
@@ -621,7 +621,7 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "network.compression": st.sampled_from(["none", "lossless"]),
     "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
     "auth.tenants": st.sampled_from([{}, {}, AUTH["auth.tenants"]]),
-    "lending.policy": st.sampled_from(["none", "ledger", "greedy", "isthmus"]),
+    "lending.policy": st.sampled_from(["none", LEDGER, GREEDY, "isthmus"]),
 }
 FAULTS = st.sampled_from(
     [

@@ -29,11 +29,11 @@ from isthmus.core.types import NodeId, RequestId, Role
 from isthmus.facts import make_known
 from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER, best, greedy, ledger, rate
 
+from .cluster import comes_back
+
 RULES = [LEDGER, GREEDY, "isthmus"]
 for rule in RULES:
     make_known(Rules(lending=rule))
-
-from .cluster import comes_back
 
 SIZE = 16
 BLOCKS = 100

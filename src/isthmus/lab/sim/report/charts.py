@@ -1,199 +1,350 @@
-"""Drawing primitives: one picture is one inline SVG. Colours and dashes come from the page's style sheet.
-
-The mark-up is well-formed XML, uses absolute coordinates only, and every text in it is escaped.
-"""
+"""Charts of one run, and of several in the same charts. Dashes, fillings and names say what colours say."""
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, cycle
+from typing import Any
 
-from isthmus.lab.sim.report.scales import Scale
+from isthmus.core.types import NS_PER_S, Role
+from isthmus.facts import UNLIMITED
+from isthmus.lab.sim.records import RequestRecord, Result
+from isthmus.lab.sim.report.curves import OUTCOMES, Curves, Row, Times
+from isthmus.lab.sim.report.gantt import describe, phases
+from isthmus.lab.sim.report.page import Chart
+from isthmus.lab.sim.report.words import amount, clock, percent, seconds, shorten, size
+from isthmus.lab.sim.summary import link_utilisation
 
-_CONTROL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_LABEL_HEIGHT = 14
+Trace = dict[str, Any]
+Runs = Mapping[str, Curves]
+"""Curves by the name of their run; the name of one alone is empty."""
 
-Point = tuple[float, float]
-Box = tuple[float, float, float, float]
-"""x, y, width, height."""
+LIMIT = {"color": "--red", "dash": "dash", "width": 1.5}
+_SHARES = {"tickvals": [0, 0.25, 0.5, 0.75, 1], "tickformat": ".0%", "range": [0, 1.01]}
+_STYLES = (("--blue", "solid"), ("--orange", "dash"), ("--purple", "dot"), ("--green", "dashdot"))
+"""Of runs or sources in one chart."""
+_HOLLOW = {"color": "--none", "line": {"color": "--grey", "width": 1}}
+_MOST_LIMITS, _MOST_BARS = 3, 24
 
 
-def escape(text: object) -> str:
-    """Text that is safe between tags and in attributes, without characters that no document may hold."""
-    return html.escape(_CONTROL.sub("\ufffd", str(text)))
+def line(name: str, x: Sequence[float], y: Sequence[float | None], color: str, dash: str = "solid") -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": color, "dash": dash},
+    }
 
 
-class Picture:
-    """An SVG under construction. `name` is unique on the page; `description` says what the picture shows."""
+def bars(
+    name: str, marks: Sequence[str], values: Sequence[float], marker: Mapping[str, Any], **more: Any
+) -> Trace:
+    """Horizontal ones; a mark is what its bar says when pointed at."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": values,
+        "y": list(range(len(marks))),
+        "marker": marker,
+        "hovertext": marks,
+        "hovertemplate": "%{hovertext}",
+        **more,
+    }
 
-    def __init__(self, name: str, width: int, height: int, *, title: str, description: str) -> None:
-        self.width = width
-        self._head = (
-            f'<svg viewBox="0 0 {width} {height}"{_class("wide" if width > 600 else "")} role="img"'
-            f' aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(title)}</title>'
-            f'<desc id="{name}-d">{escape(description)}</desc>'
+
+def bar_axes(labels: Sequence[tuple[str, str]], **x_axis: Any) -> dict[str, Any]:
+    """The layout of horizontal bars, the first at the top: each with its name, short enough for a phone, and value."""
+    ticks = [f"{shorten(name)}  {value}" for name, value in labels]
+    y_axis = {"tickvals": list(range(len(ticks))), "ticktext": ticks, "autorange": "reversed"}
+    height = 100 + 22 * max(2, len(ticks))
+    return {"height": height, "hovermode": "closest", "xaxis": x_axis, "yaxis": y_axis, "showlegend": False}
+
+
+def load(runs: Runs) -> list[Chart]:
+    """A chart for each curve of the pools."""
+    bin_s = {name: curves.bin_s for name, curves in runs.items()}
+    alike = zip(*(curves.load for curves in runs.values()), strict=True)
+    return [over_time(dict(zip(runs, rows, strict=True)), bin_s) for rows in alike]
+
+
+def over_time(rows: Mapping[str, Row], bin_s: Mapping[str, float], color: str | None = None) -> Chart:
+    """One curve of each run; of one run alone also the largest value of each bin. `color`: of that one."""
+    (title, *_) = (row.title for row in rows.values())
+    tone = color or ("--orange" if "decode" in title else "--blue")
+    unit_s, axis = _clock(bin_s[name] * len(row.mean) for name, row in rows.items())
+    traces, words = [], []
+    for (name, row), (own, dash) in zip(rows.items(), cycle(_STYLES), strict=False):
+        x = [bin_s[name] * at / unit_s for at in range(len(row.mean) + 1)]
+        mean = line(name or "mean", x, _stepped(row.mean), own if name else tone, dash)
+        traces.append(mean)
+        if not name:
+            mean |= {"fill": "tozeroy", "fillcolor": f"{tone}-pale"}
+            largest = line("largest", x, _stepped(row.largest), tone)
+            largest["line"]["width"] = 1
+            traces.append(largest)
+        if row.most:
+            traces.append(line(f"all {row.most}", [x[0], x[-1]], [row.most] * 2, "--red", "dash"))
+        means = amount(sum(row.mean) / len(row.mean))
+        words.append(f"{name + ': ' if name else ''}mean {means}, largest {amount(max(row.largest))}")
+    for trace in traces:
+        trace["line"]["shape"] = "hv"
+    layout = {"height": 210, "xaxis": axis, "yaxis": {"rangemode": "tozero"}}
+    return Chart(title, f"{'; '.join(words)}.", traces, layout, time=True)
+
+
+def latency(title: str, caption: str, runs: Mapping[str, Times | None], otherwise: str) -> Chart:
+    """The share of requests that took no longer; of one run alone also how many took how long, and limits."""
+    known = {name: times for name, times in runs.items() if times is not None}
+    if not known:
+        return Chart(title, otherwise, [], half=True)
+    traces: list[Trace] = []
+    shapes: list[dict[str, Any]] = []
+    for (name, times), (color, dash) in zip(known.items(), cycle(_STYLES), strict=False):
+        shares = [count / sum(times.counts) for count in accumulate(times.counts, initial=0)]
+        curve = line(
+            name or "share that took no longer", times.edges_s, shares, color if name else "--orange", dash
         )
-        self._parts: list[str] = []
-
-    def markup(self) -> str:
-        return f"{self._head}{''.join(self._parts)}</svg>"
-
-    def text(self, x: float, y: float, content: str, *, kind: str = "", anchor: str = "start") -> None:
-        """`kind`: class of the style sheet; `anchor`: `start`, `middle` or `end` of the text is at x."""
-        place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
-        self._parts.append(f"<text {place}{_class(kind)}>{escape(content)}</text>")
-
-    def line(self, first: Point, last: Point, kind: str) -> None:
-        self._path(f"M{_point(first)}L{_point(last)}", kind)
-
-    def lines(self, runs: Iterable[Sequence[Point]], kind: str) -> None:
-        """Connected points; a gap between one run and the next."""
-        self._path("".join("M" + "L".join(map(_point, run)) for run in runs if run), kind)
-
-    def steps(self, edges: Sequence[float], heights: Sequence[float], kind: str) -> None:
-        """A staircase: `heights[i]` from `edges[i]` to `edges[i + 1]`."""
-        self._path(f"M{_point((edges[0], heights[0]))}{_staircase(edges, heights)}", kind)
-
-    def area(self, edges: Sequence[float], heights: Sequence[float], base: float, kind: str) -> None:
-        """The same, filled down to `base`."""
-        start = f"M{_point((edges[0], base))}V{_number(heights[0])}"
-        self._path(f"{start}{_staircase(edges, heights)}V{_number(base)}Z", kind)
-
-    def boxes(self, boxes: Iterable[Box], kind: str) -> None:
-        """Rectangles that look the same, as one shape."""
-        path = "".join(
-            f"M{_point((x, y))}H{_number(x + width)}V{_number(y + height)}H{_number(x)}Z"
-            for x, y, width, height in boxes
-            if width > 0 and height > 0
+        traces.append({**curve, "yaxis": "y2"})
+        if name:
+            continue
+        widths = [right - left for left, right in zip(times.edges_s, times.edges_s[1:], strict=False)]
+        ranges = [
+            f"{seconds(at)} to {seconds(at + width)}" for at, width in zip(times.edges_s, widths, strict=False)
+        ]
+        traces.append(
+            {
+                "type": "bar",
+                "name": "requests",
+                "x": times.edges_s[:-1],
+                "y": times.counts,
+                "width": widths,
+                "offset": 0,
+                "marker": _filled("blue"),
+                "hovertext": ranges,
+                "textposition": "none",
+                "hovertemplate": "%{hovertext}: %{y}",
+            }
         )
-        self._path(path, kind)
+        if len(times.limits) <= _MOST_LIMITS:
+            shapes += [limit(at, f"limit {seconds(at)}: {percent(share)} inside") for at, share in times.limits]
+        else:
+            first, last = times.limits[0][0], times.limits[-1][0]
+            caption += f" {len(times.limits)} different limits, from {seconds(first)} to {seconds(last)}."
+    layout = {
+        "xaxis": {"type": "log", "ticksuffix": "s", "exponentformat": "SI"},
+        "yaxis": {"title": {"text": "requests"}, "rangemode": "tozero", "visible": len(traces) > len(known)},
+        "yaxis2": {**_SHARES, "side": "right", "overlaying": "y", "showgrid": False, "automargin": True},
+        "shapes": shapes,
+    }
+    return Chart(title, caption, traces, layout, half=True)
 
-    def box(self, box: Box, kind: str, *, title: str) -> None:
-        """One rectangle that says what it is when pointed at."""
-        x, y, width, height = map(_number, box)
-        self._parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}"{_class(kind)}>'
-            f"<title>{escape(title)}</title></rect>"
+
+def limit(x: float, name: str) -> dict[str, Any]:
+    """A line across the chart at a limit on its x axis, which the legend explains."""
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": LIMIT,
+        "name": name,
+        "showlegend": True,
+    }
+
+
+def outcomes(runs: Runs) -> Chart:
+    """What became of the requests: of one run by time of arrival, of several in total."""
+    title = "What became of the requests"
+    if len(runs) == 1:
+        (curves,) = runs.values()
+        return _stacked(
+            title,
+            f"By time of arrival, in bins of {seconds(curves.bin_s)}.",
+            curves,
+            curves.outcomes,
+            half=False,
         )
-
-    def dot(self, x: float, y: float, kind: str) -> None:
-        self._parts.append(f'<circle cx="{_number(x)}" cy="{_number(y)}" r="3"{_class(kind)}/>')
-
-    def _path(self, path: str, kind: str) -> None:
-        if path:
-            self._parts.append(f'<path d="{path}"{_class(kind)}/>')
-
-
-class Plot(NamedTuple):
-    """The rectangle values are drawn in."""
-
-    x: Scale
-    y: Scale
-
-    @property
-    def left(self) -> float:
-        return self.x.start
-
-    @property
-    def right(self) -> float:
-        return self.x.stop
-
-    @property
-    def bottom(self) -> float:
-        return self.y.start
-
-    @property
-    def top(self) -> float:
-        return self.y.stop
-
-    def point(self, x: float, y: float) -> Point:
-        return self.x(x), self.y(y)
+    totals = {
+        run: {name: sum(counts) for name, counts in curves.outcomes.items()} for run, curves in runs.items()
+    }
+    traces = [
+        bars(name, [f"{run}, {name}: {each.get(name, 0):,}" for run, each in totals.items()],
+             [each.get(name, 0) for each in totals.values()], _marker(name))
+        for name in dict.fromkeys(name for each in totals.values() for name in each)
+    ]  # fmt: skip
+    axes = bar_axes([(run, f"{sum(each.values()):,}") for run, each in totals.items()])
+    return Chart(title, "Requests, in total.", traces, {**axes, "showlegend": True})
 
 
-def draw_y_axis(picture: Picture, plot: Plot, ticks: Sequence[float], write: Callable[[float], str]) -> None:
-    """Grid lines across the plot, each with its value at the left."""
-    for tick in ticks:
-        y = plot.y(tick)
-        picture.line((plot.left, y), (plot.right, y), "axis" if tick == plot.y.low else "grid")
-        picture.text(plot.left - 6, y + 4, write(tick), kind="tick", anchor="end")
-
-
-def draw_x_grid(picture: Picture, plot: Plot, ticks: Sequence[float]) -> None:
-    for tick in ticks:
-        x = plot.x(tick)
-        picture.line((x, plot.top), (x, plot.bottom), "grid")
-
-
-def draw_x_labels(picture: Picture, plot: Plot, ticks: Sequence[float], write: Callable[[float], str]) -> None:
-    for tick in ticks:
-        x, label = plot.x(tick), write(tick)
-        picture.line((x, plot.bottom), (x, plot.bottom + 4), "axis")
-        inside = min(x, picture.width - text_width(label) / 2)
-        picture.text(inside, plot.bottom + 17, label, kind="tick", anchor="middle")
-
-
-def draw_limit(picture: Picture, plot: Plot, value: float, label: str, *, label_y: float) -> None:
-    """A dashed line across the plot at a limit on its x axis; the label is on the side with more room."""
-    x = plot.x(value)
-    picture.line((x, plot.top), (x, plot.bottom), "limit")
-    at_left = x > (plot.left + plot.right) / 2
-    picture.text(
-        x - 5 if at_left else x + 5, label_y, label, kind="limit-label", anchor="end" if at_left else "start"
+def refusals(curves: Curves) -> Chart:
+    if not curves.refused:
+        return Chart("Refused requests", "No request was refused.", [], half=True)
+    return _stacked(
+        "Refused requests", "By the time and the stage of the refusal.", curves, curves.refused, half=True
     )
 
 
-def draw_end_labels(picture: Picture, plot: Plot, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Labels `(y value, text, kind)` at the right ends of lines, moved apart where they would touch."""
-    lowest = plot.bottom + _LABEL_HEIGHT * 0.3
-    placed = sorted(((plot.y(value) + 4, text, kind) for value, text, kind in labels), reverse=True)
-    for y, text, kind in placed:
-        y = min(y, lowest)
-        picture.text(plot.right + 8, y, text, kind=f"label {kind}")
-        lowest = y - _LABEL_HEIGHT
+def hits(runs: Runs) -> Chart:
+    """The share of prompt tokens found in caches, over time; of one run alone also by cache."""
+    unit_s, axis = _clock(curves.bin_s * len(curves.prompt_tokens) for curves in runs.values())
+    traces: list[Trace] = []
+    for run, curves in runs.items():
+        if not any(curves.prompt_tokens):
+            continue
+        x = [curves.bin_s * (at + 0.5) / unit_s for at in range(len(curves.prompt_tokens))]
+        for source, tokens in curves.cached_tokens.items():
+            if not run or source == "all":
+                shares = [
+                    part / all_ if all_ else None
+                    for part, all_ in zip(tokens, curves.prompt_tokens, strict=True)
+                ]
+                name = f"{run or source} {percent(sum(tokens) / sum(curves.prompt_tokens))}"
+                traces.append(
+                    {**line(name, x, shares, *_STYLES[len(traces) % len(_STYLES)]), "mode": "lines+markers"}
+                )
+    for trace in traces:
+        trace["marker"] = {"size": 4}
+    caption = (
+        "Share of prompt tokens found in a cache, by the time prefill began; names give the overall share."
+    )
+    return Chart(
+        "Hit rate",
+        caption if traces else "No prefill began.",
+        traces,
+        {"xaxis": axis, "yaxis": _SHARES},
+        True,
+        True,
+    )
 
 
-def draw_legend(picture: Picture, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
-    """Swatch and text of each entry `(kind, text)`, in one row."""
-    for kind, text in entries:
-        picture.boxes([(x, y - 10, 14, 11)], kind)
-        picture.text(x + 20, y, text, kind="label")
-        x += 20 + text_width(text) + 18
+def nodes(result: Result) -> Chart:
+    """The share of time each node computed, the part in which it only waited for KV pale."""
+    span_ns = max(1, result.end_ns - result.start_ns)
+    chosen = _busiest(result.nodes, [node.busy_ns for node in result.nodes])
+    busy = [min(1.0, node.busy_ns / span_ns) for node in chosen]
+    stalled = [min(share, node.stalled_ns / span_ns) for share, node in zip(busy, chosen, strict=True)]
+    tones = ["orange" if node.role is Role.DECODE else "blue" for node in chosen]
+    marks = [
+        f"{node.node}: {percent(share)}, of which waiting for KV {percent(part)}"
+        for node, share, part in zip(chosen, busy, stalled, strict=True)
+    ]
+    pale = {"color": [f"--{tone}-pale" for tone in tones], "line": {"color": "--grey", "width": 0.5}}
+    traces = [
+        bars("computing", marks, [share - part for share, part in zip(busy, stalled, strict=True)],
+             {"color": [f"--{tone}" for tone in tones]}),
+        bars("waiting for KV", marks, stalled, pale),
+    ]  # fmt: skip
+    labels = [(str(node.node), percent(share)) for node, share in zip(chosen, busy, strict=True)]
+    caption = f"Share of time each node computed; pale: waiting for KV.{_left_out(len(result.nodes), 'nodes')}"
+    return Chart("Nodes", caption, traces if chosen else [], bar_axes(labels, **_SHARES), half=True)
 
 
-def text_width(text: str) -> float:
-    """About how wide a label is; nothing here can measure a font."""
-    return 6.4 * len(text)
+def links(result: Result) -> Chart:
+    """Utilisation of each link, fullest first."""
+    span_ns = result.end_ns - result.start_ns
+    uses = [link_utilisation(link, span_ns) for link in result.links]
+    chosen = sorted(_busiest(list(zip(uses, result.links, strict=True)), uses), key=lambda each: -each[0])
+    labels = [
+        (link.name, percent(used) if 0 < link.bytes_per_s < UNLIMITED else "no limit") for used, link in chosen
+    ]
+    moved = [size(link.bytes_moved) for _, link in chosen]
+    marks = [
+        f"{name}: {value}, {amount}, {link.kind}"
+        for (name, value), amount, (_, link) in zip(labels, moved, chosen, strict=True)
+    ]
+    trace = bars("used", marks, [used for used, _ in chosen], _filled("purple"), text=moved, textangle=0)
+    room = {"range": [0, 1.5 * max(uses, default=0.0) or 1.0]}  # for what stands beside the longest bar
+    caption = f"Bytes moved over what the bandwidth allows.{_left_out(len(result.links), 'links')}"
+    return Chart("Links", caption, [trace] if chosen else [], bar_axes(labels, **_SHARES | room), half=True)
 
 
-def shorten(text: str, length: int) -> str:
-    """At most `length` characters, the middle left out."""
-    if len(text) <= length:
-        return text
-    head = (length - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+def moved(result: Result) -> Chart:
+    labels = [(purpose.replace("_", " "), size(value)) for purpose, value in result.bytes_moved.items()]
+    trace = bars("moved", list(map(": ".join, labels)), list(result.bytes_moved.values()), _filled("purple"))
+    layout = bar_axes(labels, exponentformat="SI", ticksuffix="B", rangemode="tozero")
+    return Chart("Bytes moved", "Over all links, by purpose.", [trace] if labels else [], layout)
 
 
-def _staircase(edges: Sequence[float], heights: Sequence[float]) -> str:
-    parts = []
-    before = None
-    for index, height in enumerate(heights):
-        y = _number(height)
-        if y != before:
-            parts.append(f"V{y}" if index == 0 else f"H{_number(edges[index])}V{y}")
-        before = y
-    return f"{''.join(parts)}H{_number(edges[len(heights)])}"
+def gantt(reason: str, record: RequestRecord, result: Result) -> Chart:
+    """A bar for each phase of one request."""
+    steps = phases(record, result.end_ns)
+    span_s = (steps[-1].end_ns - record.arrival_ns) / NS_PER_S
+    unit_s, axis = _clock([span_s])
+    lengths = [(step.end_ns - step.start_ns) / NS_PER_S for step in steps]
+    labels = [(step.name, seconds(length)) for step, length in zip(steps, lengths, strict=True)]
+    begins = [(step.start_ns - record.arrival_ns) / NS_PER_S / unit_s for step in steps]
+    marker = {"color": [_PHASES[step.name] for step in steps], "line": {"color": "--grey", "width": 1}}
+    values = [length / unit_s for length in lengths]
+    trace = bars("phase", list(map(": ".join, labels)), values, marker, base=begins, showlegend=False)
+    layout = {**bar_axes(labels), "xaxis": axis}
+    limit_s = record.ttft_limit_ns / NS_PER_S
+    if 0 < limit_s <= span_s:
+        layout |= {"shapes": [limit(limit_s / unit_s, f"TTFT limit {seconds(limit_s)}")], "showlegend": True}
+    return Chart(reason, describe(record, result), [trace], layout)
 
 
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
+_PHASES = {
+    "wait for prefill": "--none",
+    "load, fetch, others": "--purple-pale",
+    "prefill": "--blue",
+    "hand-over": "--purple",
+    "wait for the batch": "--none",
+    "decode": "--orange",
+}
 
 
-def _point(point: Point) -> str:
-    return f"{_number(point[0])} {_number(point[1])}"
+def _stacked(title: str, caption: str, curves: Curves, counts: Mapping[str, list[int]], *, half: bool) -> Chart:
+    unit_s, axis = _clock([curves.bin_s * len(curves.prompt_tokens)])
+    width = curves.bin_s / unit_s
+    traces = [
+        {
+            "type": "bar",
+            "name": f"{name}: {sum(each):,}",
+            "x": [width * at for at in range(len(each))],
+            "y": each,
+            "offset": 0,
+            "width": width,
+            "marker": _marker(name),
+        }
+        for name, each in counts.items()
+    ]
+    return Chart(title, caption, traces, {"xaxis": axis, "showlegend": True}, True, half)
 
 
-def _number(value: float) -> str:
-    text = f"{value:.1f}"
-    return text[:-2] if text.endswith(".0") else text
+def _filled(color: str) -> dict[str, Any]:
+    return {"color": f"--{color}"}
+
+
+def _pale(color: str) -> dict[str, Any]:
+    return {"color": f"--{color}-pale", "line": {"color": f"--{color}", "width": 1}}
+
+
+def _marker(outcome: str) -> dict[str, Any]:
+    markers = (_filled("green"), _pale("green"), _filled("orange"), _pale("orange"), _filled("ink"), _HOLLOW)
+    return dict(zip(OUTCOMES, markers, strict=True)).get(outcome, _filled("ink"))
+
+
+def _stepped(values: Sequence[float]) -> list[float]:
+    """The values of bins as a staircase, which ends where the last bin does."""
+    return [*values, values[-1]]
+
+
+def _clock(spans_s: Any) -> tuple[float, dict[str, Any]]:
+    """The unit of a time axis over the longest span, in seconds, and the axis."""
+    unit_s, unit = clock(max(spans_s))
+    return unit_s, {"title": {"text": f"time ({unit})", "standoff": 6}, "rangemode": "tozero"}
+
+
+def _busiest(things: Sequence[Any], values: Sequence[float]) -> list[Any]:
+    """At most `_MOST_BARS`, those with the largest values, in the order they came."""
+    order = sorted(range(len(things)), key=lambda at: (-values[at], at))[:_MOST_BARS]
+    return [things[at] for at in sorted(order)]
+
+
+def _left_out(count: int, noun: str) -> str:
+    return f" The {_MOST_BARS} busiest of {count} {noun} are shown." if count > _MOST_BARS else ""

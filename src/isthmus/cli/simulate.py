@@ -61,7 +61,7 @@ def simulate(
     from isthmus.config import load_config
     from isthmus.lab.sim.deployment import deployment_of
     from isthmus.lab.sim.sheets import summary_sheets
-    from isthmus.lab.sim.summary import summarize, to_json
+    from isthmus.lab.sim.summary import summarize
     from isthmus.lab.sim.workloads import Replay, load
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
@@ -81,7 +81,9 @@ def simulate(
     summary = summarize(result)
     show(*summary_sheets(summary))
     if json_file is not None:
-        write_bytes(json_file, to_json(summary))
+        from isthmus.lab.sim.report.curves import curves_of, to_json
+
+        write_bytes(json_file, to_json(summary, curves_of(result)))
     if report is not None:
         _write_report(result, summary, settings, report)
 

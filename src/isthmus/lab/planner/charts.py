@@ -22,12 +22,12 @@ def split(answer: Answer) -> Chart:
     """Rate over the number of prefill nodes (the paper's Figure 5a)."""
     points = answer.what_if.split
     x = [each.prefill for each in points]
-    traces = [line("own threshold", x, [each.rate for each in points], "--green")]
+    traces = [line("own threshold", (x, [each.rate for each in points]), "--green")]
     if answer.what_if.threshold:
         at_best = [each.rate_at_best for each in points]
         representative = [each.representative_at_best for each in points]
-        traces.append(line("best threshold", x, at_best, "--blue", "dash"))
-        traces.append(line("representative", x, representative, "--orange", "dot"))
+        traces.append(line("best threshold", (x, at_best), "--blue", "dash"))
+        traces.append(line("representative", (x, representative), "--orange", "dot"))
     nodes = points[0].prefill + points[0].decode
     shown = x[:: max(1, -(-len(x) // 12))]
     axis = {
@@ -44,14 +44,14 @@ def threshold(answer: Answer) -> Chart:
     reach = _REACH * (best.threshold or all_points[-1].threshold or 1)
     points = [each for each in all_points if each.threshold is not None and each.threshold <= reach]
     x = [each.threshold or 0 for each in points]
-    least = line("the least", x, [each.rate for each in points], "--green")
+    least = line("the least", (x, [each.rate for each in points]), "--green")
     least["line"]["width"] = 5
     traces = [
         least,
-        line("remote compute", x, [each.remote for each in points], "--blue", "dash"),
-        line("link", x, [each.link for each in points], "--grey", "dot"),
-        line("local compute", x, [each.local for each in points], "--purple", "dashdot"),
-        line("decode", x, [best.exact.decode] * len(x), "--orange", "longdash"),
+        line("remote compute", (x, [each.remote for each in points]), "--blue", "dash"),
+        line("link", (x, [each.link for each in points]), "--grey", "dot"),
+        line("local compute", (x, [each.local for each in points]), "--purple", "dashdot"),
+        line("decode", (x, [best.exact.decode] * len(x)), "--orange", "longdash"),
     ]
     layout = {
         "height": 380,
@@ -67,9 +67,9 @@ def bandwidth(answer: Answer) -> Chart:
     points = answer.what_if.bandwidth
     x = [each.gbps for each in points]
     traces = [
-        line("KV as it is", x, [each.rate for each in points], "--green"),
-        line("8-bit KV", x, [each.int8 for each in points], "--purple", "dash"),
-        line("representative", x, [each.representative for each in points], "--orange", "dot"),
+        line("KV as it is", (x, [each.rate for each in points]), "--green"),
+        line("8-bit KV", (x, [each.int8 for each in points]), "--purple", "dash"),
+        line("representative", (x, [each.representative for each in points]), "--orange", "dot"),
     ]
     axis = {"type": "log", "title": {"text": "Gbps"}}
     return Chart("Rate over the bandwidth", "", _dotted(traces), {"xaxis": axis, "yaxis": _RATE})

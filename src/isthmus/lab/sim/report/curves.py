@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 
 import msgspec
@@ -16,7 +16,9 @@ from isthmus.core.types import NS_PER_S, Role
 from isthmus.lab.sim.records import RequestRecord, Result, Status
 from isthmus.lab.sim.report import series
 from isthmus.lab.sim.report.series import Bins, Change, Curve
-from isthmus.lab.sim.summary import STAGES, within_limits
+from isthmus.lab.sim.spread import share
+from isthmus.lab.sim.summary import STAGES, Summary, within_limits
+from isthmus.lab.sim.summary import to_json as figures_json
 
 _MOST_BINS = 120
 _TIME_BINS = 60
@@ -47,6 +49,14 @@ class Times(msgspec.Struct, frozen=True):
     counts: list[int]
     limits: list[tuple[float, float]]
 
+    def __post_init__(self) -> None:
+        if len(self.edges_s) != len(self.counts) + 1 or min(self.edges_s) <= 0 or sum(self.counts) <= 0:
+            raise ValueError("times need counts, and one edge above 0 more than those")
+
+    def shares(self) -> list[float]:
+        """Of the requests, that took at most as long as each edge."""
+        return [count / sum(self.counts) for count in accumulate(self.counts, initial=0)]
+
 
 class Curves(msgspec.Struct, frozen=True):
     """`outcomes`: requests by what became of them, in the bin of their arrival; `refused`: by stage, in that of the
@@ -60,6 +70,27 @@ class Curves(msgspec.Struct, frozen=True):
     refused: dict[str, list[int]]
     prompt_tokens: list[int]
     cached_tokens: dict[str, list[int]]
+
+    def __post_init__(self) -> None:
+        rows = (row.mean for row in self.load)
+        curves: list[Sequence[float]] = [*rows, *self.outcomes.values(), *self.cached_tokens.values()]
+        if self.bin_s <= 0 or not self.prompt_tokens or "all" not in self.cached_tokens:
+            raise ValueError("curves need bins, and cached_tokens those of all caches")
+        if any(len(each) != len(self.prompt_tokens) for each in curves):
+            raise ValueError("curves need as many bins as each other")
+
+    def times(self, unit_s: float) -> list[float]:
+        """Where bins begin, and where the last one ends, in the unit."""
+        return [self.bin_s * at / unit_s for at in range(len(self.prompt_tokens) + 1)]
+
+    def hits(self, source: str, unit_s: float) -> tuple[list[float], list[float | None]]:
+        """The middles of bins, and the share of prompt tokens that the caches had."""
+        shares = zip(self.cached_tokens[source], self.prompt_tokens, strict=True)
+        middles = [self.bin_s * (at + 0.5) / unit_s for at in range(len(self.prompt_tokens))]
+        return middles, [part / whole if whole else None for part, whole in shares]
+
+    def hit_rate(self, source: str) -> float:
+        return share(sum(self.cached_tokens[source]), sum(self.prompt_tokens))
 
 
 def curves_of(result: Result) -> Curves:
@@ -84,6 +115,12 @@ def curves_of(result: Result) -> Curves:
         prompt_tokens=_summed(bins, started, attrgetter("request.num_tokens")),
         cached_tokens={name: tokens for name, tokens in cached.items() if name == "all" or any(tokens)},
     )
+
+
+def to_json(summary: Summary, curves: Curves) -> bytes:
+    """The figures, indented, and after them the curves on one line."""
+    figures = figures_json(summary).rstrip().removesuffix(b"}").rstrip()
+    return figures + b',\n "curves": ' + msgspec.json.encode(curves) + b"\n}\n"
 
 
 def bins_of(result: Result) -> Bins:

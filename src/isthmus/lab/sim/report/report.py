@@ -34,7 +34,6 @@ def write_report(
 def report(result: Result, summary: Summary, config_text: str, *, request: int | None = None) -> str:
     """The page's text."""
     curves = curves_of(result)
-    run = {"": curves}
     blocks: list[Sheet | Chart | Html] = [
         _headline(summary),
         heading("Figures"),
@@ -43,7 +42,9 @@ def report(result: Result, summary: Summary, config_text: str, *, request: int |
         *group_sheets(summary),
         heading("Load by pool"),
         _bins(curves),
-        *run_charts(run),
+        *_load(curves),
+        *_latency(curves),
+        *_outcomes(curves),
         *_between(result, summary),
         heading("Nodes and links"),
         charts.nodes(result),
@@ -54,31 +55,6 @@ def report(result: Result, summary: Summary, config_text: str, *, request: int |
         configuration(config_text),
     ]
     return page(f"Isthmus simulation: {summary.workload}", blocks)
-
-
-def run_charts(runs: charts.Runs) -> list[Chart | Html]:
-    """All charts of curves: of one run, or of several beside each other."""
-    found: list[Chart | Html] = [
-        *charts.load(runs),
-        heading("Latency"),
-        charts.latency(
-            "Time to first token",
-            "From arrival, on a logarithmic axis.",
-            {name: curves.ttft for name, curves in runs.items()},
-            "No request got a first token.",
-        ),
-        charts.latency(
-            "Time between tokens",
-            "Mean of the longest tenth of each completed request's token gaps, on a logarithmic axis.",
-            {name: curves.tbt for name, curves in runs.items()},
-            "No request completed with two tokens or more.",
-        ),
-        heading("Outcome and cache"),
-        charts.outcomes(runs),
-    ]
-    if len(runs) == 1:
-        found += [charts.refusals(curves) for curves in runs.values()]
-    return [*found, charts.hits(runs)]
 
 
 def _headline(summary: Summary) -> Html:
@@ -115,12 +91,39 @@ def _bins(curves: Curves) -> Html:
     )
 
 
+def _load(curves: Curves) -> list[Chart]:
+    return [
+        charts.over_time(row, curves.bin_s, "orange" if "decode" in row.title else "blue")
+        for row in curves.load
+    ]
+
+
+def _latency(curves: Curves) -> list[Chart | Html]:
+    ttft, tbt = "Time to first token", "Time between tokens"
+    gaps = "Mean of the longest tenth of each completed request's token gaps, on a logarithmic axis."
+    return [
+        heading("Latency"),
+        charts.latency(ttft, "From arrival, on a logarithmic axis.", curves.ttft)
+        if curves.ttft
+        else Chart(ttft, "No request got a first token.", [], half=True),
+        charts.latency(tbt, gaps, curves.tbt)
+        if curves.tbt
+        else Chart(tbt, "No request completed with two tokens or more.", [], half=True),
+    ]
+
+
+def _outcomes(curves: Curves) -> list[Chart | Html]:
+    caption = f"By time of arrival, in bins of {seconds(curves.bin_s)}."
+    whole = charts.stacked("What became of the requests", caption, curves, curves.outcomes, half=False)
+    return [heading("Outcome and cache"), whole, charts.refusals(curves), charts.hits(curves)]
+
+
 def _between(result: Result, summary: Summary) -> list[Chart | Html]:
     """Links between clusters and the threshold over time; nothing where there is one cluster."""
     if not summary.by_route and not summary.between_clusters:
         return []
     bin_s = bins_of(result).length_s
-    found = [charts.over_time({"": row}, {"": bin_s}, "--purple") for row in crossings(result)]
+    found = [charts.over_time(row, bin_s, "purple") for row in crossings(result)]
     return [
         heading("Between clusters"),
         *(found or [Chart("", "Nothing crossed a link between clusters.", [])]),

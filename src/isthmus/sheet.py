@@ -144,6 +144,6 @@ def written(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
-def escaped(text: object) -> str:
-    """Text that is safe between tags and in attributes, without characters that no document may hold."""
-    return html.escape(_UNPRINTABLE.sub("\ufffd", str(text)))
+def escaped(text: object, *, quote: bool = True) -> str:
+    """Text that is safe between tags, with `quote` in attributes too, without characters that no document may hold."""
+    return html.escape(_UNPRINTABLE.sub("\ufffd", str(text)), quote)

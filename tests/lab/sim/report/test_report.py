@@ -104,7 +104,7 @@ def test_every_chart_says_what_it_shows_and_every_table_scrolls_in_its_box(whole
     boxes = [box for box in page.root.iter("div") if box.get("class") == "scroll"]
     assert len(list(page.root.iter("table"))) == sum(box.find("table") is not None for box in boxes) >= 4
     for chart in page.charts.values():
-        assert chart["data"] and chart["layout"]["height"] >= 100
+        assert chart["data"] and chart["layout"]["xaxis"]
         for trace in chart["data"]:
             assert trace["type"] in ("scatter", "bar") and len(trace["x"]) == len(trace["y"]) > 0
 
@@ -126,7 +126,7 @@ def test_what_users_write_stays_text() -> None:
     assert not {"\x00", "\x1b"} & set(page.markup + page.data)
     assert "<" not in page.data, "no browser finds the end of an element in it"
     texts = [text for chart in page.charts.values() for text in texts_of(chart)]
-    assert sum(html.escape(shown) in text for text in texts) >= 4
+    assert sum(html.escape(shown, quote=False) in text for text in texts) >= 4
     assert not [text for text in texts if "<" in text and not text.startswith("%{")], "plotly reads some tags"
 
 

@@ -20,7 +20,7 @@ Points = tuple[Sequence[float], Sequence[float | None]]
 """x, y."""
 
 SHARES = {"tickvals": [0, 0.25, 0.5, 0.75, 1], "tickformat": ".0%", "range": [0, 1.01]}
-LOG_SECONDS = {"type": "log", "ticksuffix": "s", "exponentformat": "SI"}
+LOG_SECONDS = {"type": "log", "ticksuffix": "s", "exponentformat": "SI", "nticks": 3}
 FROM_0 = {"rangemode": "tozero"}
 _STYLES = (("--blue", "solid"), ("--orange", "dash"), ("--purple", "dot"), ("--green", "dashdot"))
 _MOST_LIMITS, _MOST_BARS = 3, 24
@@ -216,7 +216,9 @@ def links(result: Result) -> Chart:
     trace = bars("used", marks, [used for used, _ in chosen], filled("purple"), text=sizes, textangle=0)
     room = {"range": [0, 1.5 * max(uses, default=0.0) or 1.0]}  # for what stands beside the longest bar
     caption = f"Bytes moved over what the bandwidth allows.{_left_out(len(result.links), 'links')}"
-    return Chart("Links", caption, [trace] if chosen else [], bar_axes(labels, **SHARES | room), half=True)
+    return Chart(
+        "Links", caption, [trace] if chosen else [], bar_axes(labels, tickformat=".0%", **room), half=True
+    )
 
 
 def moved(result: Result) -> Chart:

@@ -13,6 +13,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.report import charts
 from isthmus.lab.sim.report.curves import Curves
 from isthmus.lab.sim.report.page import Chart, Html, heading, headline, page
+from isthmus.lab.sim.report.words import shorten
 from isthmus.sheet import NOTHING, Cell, Column, Sheet, numbers, texts
 
 Results = Mapping[str, Any]
@@ -58,7 +59,7 @@ def comparison_page(results: Results) -> str:
         if name in _TILES and difference is not None:
             values = f"{sheet.columns[1].write(one)} → {sheet.columns[2].write(other)}"
             tiles.append((f"{difference:+.1f} %", f"{_TILES[str(name)]}: {values}"))
-    runs = {name: _curves(name, result) for name, result in results.items()}
+    runs = {shorten(name, 30): _curves(name, result) for name, result in results.items()}
     known = {name: curves for name, curves in runs.items() if curves is not None}
     blocks: list[Sheet | Chart | Html] = [headline("Isthmus comparison", sheet.title, tiles)]
     blocks += _charts(known) if len(known) == len(runs) else [Chart("", _CHARTED, [])]

@@ -19,8 +19,9 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 class Chart(NamedTuple):
-    """`traces` and `layout` as plotly.js takes them, on top of what `page.html` says of all. A chart without traces is
-    its caption alone. `time`: its x axis is the time of the run; `half`: two of them stand side by side."""
+    """`traces` and `layout` as plotly.js takes them, on top of what `page.html` says of all; `height` (300) is kept in
+    every width. A chart without traces is its caption alone. `time`: its x axis is the time of the run; `half`: two of
+    them stand side by side."""
 
     title: str
     caption: str
@@ -77,18 +78,18 @@ def _block(block: Sheet | Chart | Html, charts: list[dict[str, Any]]) -> str:
     drawing = ""
     if block.traces:
         label = escaped(f"Chart: {block.title}. {block.caption}")
-        drawing = f'<div id="chart-{len(charts)}" role="img" aria-label="{label}"></div>'
-        charts.append(
-            {"data": _safe(block.traces), "layout": _safe({"height": 300, **block.layout}), "time": block.time}
-        )
+        layout = dict(block.layout)
+        place = f'id="chart-{len(charts)}" style="height: {layout.pop("height", 300)}px"'
+        drawing = f'<div {place} role="img" aria-label="{label}"></div>'
+        charts.append({"data": _safe(block.traces), "layout": _safe(layout), "time": block.time})
     kind = ' class="half"' if block.half else ""
     return f"<figure{kind}>{title}{caption}{drawing}</figure>"
 
 
 def _safe(value: Any) -> Any:
-    """The value with all texts escaped, since plotly takes some of them for mark-up."""
+    """The value with all texts escaped, since plotly takes tags in them for its own; it knows no entity of a quote."""
     if isinstance(value, str):
-        return escaped(value)
+        return escaped(value, quote=False)
     if isinstance(value, Mapping):
         return {key: each if key == "hovertemplate" else _safe(each) for key, each in value.items()}
     return list(map(_safe, value)) if isinstance(value, list | tuple) else value

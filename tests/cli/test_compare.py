@@ -124,8 +124,8 @@ def test_a_file_that_is_none_is_one_line(
         {"prompt_tokens": []},
         {"cached_tokens": {}},
         {"outcomes": {"failed": [1]}},
-        {"ttft": {"edges_s": [1.0], "counts": [], "limits": []}},
-        {"ttft": {"edges_s": [0.0, 1.0], "counts": [1], "limits": []}},
+        {"ttft": {"edges_s": [1.0], "counts": [], "limits": [], "num_limits": 0}},
+        {"ttft": {"edges_s": [0.0, 1.0], "counts": [1], "limits": [], "num_limits": 0}},
     ],
 )
 def test_curves_that_cannot_be_drawn_are_one_line(

@@ -23,7 +23,7 @@ SHARES = {"tickvals": [0, 0.25, 0.5, 0.75, 1], "tickformat": ".0%", "range": [0,
 LOG_SECONDS = {"type": "log", "ticksuffix": "s", "exponentformat": "SI", "nticks": 3}
 FROM_0 = {"rangemode": "tozero"}
 _STYLES = (("--blue", "solid"), ("--orange", "dash"), ("--purple", "dot"), ("--green", "dashdot"))
-_MOST_LIMITS, _MOST_BARS = 3, 24
+_MOST_BARS = 24
 
 
 # Parts of charts.
@@ -168,11 +168,11 @@ def latency(title: str, caption: str, times: Times) -> Chart:
     }
     shares = line("share that took no longer", (times.edges_s, times.shares()), "--orange") | {"yaxis": "y2"}
     shapes = []
-    if len(times.limits) <= _MOST_LIMITS:
+    if len(times.limits) == times.num_limits:
         shapes = [limit(at, f"limit {seconds(at)}: {percent(share)} inside") for at, share in times.limits]
     else:
         first, last = times.limits[0][0], times.limits[-1][0]
-        caption += f" {len(times.limits)} different limits, from {seconds(first)} to {seconds(last)}."
+        caption += f" {times.num_limits} different limits, from {seconds(first)} to {seconds(last)}."
     right = {**SHARES, "side": "right", "overlaying": "y", "showgrid": False, "automargin": True}
     layout = {"xaxis": LOG_SECONDS, "yaxis": {"title": {"text": "requests"}, **FROM_0}, "yaxis2": right}
     return Chart(title, caption, [counts, shares], {**layout, "shapes": shapes}, half=True)

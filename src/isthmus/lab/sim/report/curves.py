@@ -22,6 +22,7 @@ from isthmus.lab.sim.summary import to_json as figures_json
 
 _MOST_BINS = 120
 _TIME_BINS = 60
+_MOST_LIMITS = 3
 _LOWEST_S = 1e-6
 OUTCOMES = (
     "inside limits",
@@ -43,11 +44,13 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """`counts[i]` requests took from `edges_s[i]` to `edges_s[i + 1]`; `limits`: in seconds, with the share inside."""
+    """`counts[i]` requests took from `edges_s[i]` to `edges_s[i + 1]`. `limits`: in seconds, with the share inside;
+    of more than three, the lowest and the highest. `num_limits`: how many different ones there are."""
 
     edges_s: list[float]
     counts: list[int]
     limits: list[tuple[float, float]]
+    num_limits: int
 
     def __post_init__(self) -> None:
         if len(self.edges_s) != len(self.counts) + 1 or min(self.edges_s) <= 0 or sum(self.counts) <= 0:
@@ -172,8 +175,9 @@ def _times(times_ns: Sequence[float], limits_ns: Sequence[int]) -> Times | None:
     edges_s = [float(f"{low * (high / low) ** (index / _TIME_BINS):.5g}") for index in range(_TIME_BINS + 1)]
     cuts = [0, *(bisect.bisect_left(ordered, edge) for edge in edges_s[1:-1]), len(ordered)]
     limits = sorted({limit_ns / NS_PER_S for limit_ns in limits_ns if limit_ns > 0})
-    within = [(limit, bisect.bisect_right(ordered, limit) / len(ordered)) for limit in limits]
-    return Times(edges_s, [last - first for first, last in pairwise(cuts)], within)
+    shown = limits if len(limits) <= _MOST_LIMITS else [limits[0], limits[-1]]
+    within = [(limit, bisect.bisect_right(ordered, limit) / len(ordered)) for limit in shown]
+    return Times(edges_s, [last - first for first, last in pairwise(cuts)], within, len(limits))
 
 
 def _counted(

@@ -42,7 +42,8 @@ def page(title: str, blocks: Iterable[Sheet | Chart | Html]) -> str:
     template = _TEMPLATE.read_text(encoding="utf8")
     charts: list[dict[str, Any]] = []
     body = "".join(_block(block, charts) for block in blocks)
-    values = {"title": escaped(title), "body": body, "charts": _json(charts), "plotly": get_plotlyjs()}
+    data = json.dumps(charts, allow_nan=False, separators=(",", ":"))
+    values = {"title": escaped(title), "body": body, "charts": data, "plotly": get_plotlyjs()}
     own = re.findall(r"<script>(.*?)</script>", template, re.S)[-1]
     values["hashes"] = " ".join(map(_hash, (values["plotly"], own)))
     return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], template)
@@ -87,17 +88,13 @@ def _block(block: Sheet | Chart | Html, charts: list[dict[str, Any]]) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """The value with all texts escaped, since plotly takes tags in them for its own; it knows no entity of a quote."""
+    """The value with all texts escaped: plotly takes tags in them for its own, and a browser `</script>` for the end of
+    the data. Quotes stay, for plotly shows their entities as they are."""
     if isinstance(value, str):
         return escaped(value, quote=False)
     if isinstance(value, Mapping):
         return {key: each if key == "hovertemplate" else _safe(each) for key, each in value.items()}
     return list(map(_safe, value)) if isinstance(value, list | tuple) else value
-
-
-def _json(value: Any) -> str:
-    """JSON that no browser takes for the end of the element it stands in."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _hash(script: str) -> str:

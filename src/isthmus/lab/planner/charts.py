@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from isthmus.lab.planner.answer import Answer, Simulated
 from isthmus.lab.sim.report.charts import Trace, bar_axes, bars, limit, line
 from isthmus.lab.sim.report.page import Chart
-from isthmus.lab.sim.report.words import amount, seconds
+from isthmus.lab.sim.report.words import seconds
+from isthmus.sheet import written
 
 _HIGHEST = 1.8
 """Of the best rate: where curves that go to infinity are cut off."""
@@ -85,11 +86,11 @@ def sustained(found: Simulated) -> Chart:
         "what the formula adds": (gaps, {"color": "--orange-pale"}),
     }
     marks = [
-        f"{label}: simulated {amount(each.rate)}, formula {amount(each.formula)}"
+        f"{label}: simulated {written(each.rate)}, formula {written(each.formula)}"
         for label, each in zip(labels, found.sustained, strict=True)
     ]
     traces = [bars(name, marks, lengths, marker) for name, (lengths, marker) in parts.items()]
-    axes = bar_axes(list(zip(labels, map(amount, rates), strict=True)), title={"text": "requests/s"})
+    axes = bar_axes(list(zip(labels, map(written, rates), strict=True)), title={"text": "requests/s"})
     return Chart("Formula and simulation", "", traces if labels else [], {**axes, "showlegend": True})
 
 

@@ -17,15 +17,6 @@ def test_durations(value_s: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.25, "0.25"), (3.14159, "3.14"), (999, "999"), (12_345, "12,345"), (1.63e6, "1.63 million"),
-     (999_999, "1 million"), (2e9, "2 billion")],
-)  # fmt: skip
-def test_amounts(value: float, text: str) -> None:
-    assert words.amount(value) == text
-
-
-@pytest.mark.parametrize(
     ("share", "text"),
     [
         (0, "0 %"),

@@ -12,8 +12,9 @@ from isthmus.lab.sim.records import RequestRecord, Result
 from isthmus.lab.sim.report.curves import OUTCOMES, Curves, Row, Times
 from isthmus.lab.sim.report.gantt import describe, phases
 from isthmus.lab.sim.report.page import Chart
-from isthmus.lab.sim.report.words import amount, clock, percent, seconds, shorten, size
+from isthmus.lab.sim.report.words import clock, percent, seconds, shorten, size
 from isthmus.lab.sim.summary import link_utilisation
+from isthmus.sheet import written
 
 Trace = dict[str, Any]
 Points = tuple[Sequence[float], Sequence[float | None]]
@@ -99,7 +100,7 @@ def over_time(row: Row, bin_s: float, color: str) -> Chart:
     ]
     if row.most:
         traces.append(line(f"all {row.most}", ([x[0], x[-1]], [row.most] * 2), "--red", "dash"))
-    words = f"mean {amount(sum(row.mean) / len(row.mean))}, largest {amount(max(row.largest))}."
+    words = f"mean {written(sum(row.mean) / len(row.mean))}, largest {written(max(row.largest))}."
     return Chart(row.title, words, traces, {"height": 210, "xaxis": axis, "yaxis": FROM_0}, time=True)
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people write them: durations, amounts, bytes and shares, each with about three digits."""
+"""Numbers as people write them: durations, bytes and shares, each with about three digits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def clock(span_s: float) -> tuple[float, str]:
     """The unit of a time axis over `span_s`: its length in seconds, and its name."""
     units = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
     return next((unit for unit in units if span_s > 2 * unit[0]), (1.0, "s"))
-
-
-def amount(value: float) -> str:
-    """A count or an amount: `12`, `3.4`, `1,234`, `1.2 million`."""
-    for unit, word in ((1e9, "billion"), (1e6, "million")):
-        if abs(value) >= unit * (1 - 5e-4):
-            return f"{_three(value / unit)} {word}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else _three(value)
 
 
 def size(num_bytes: float) -> str:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from isthmus.cli import status as verb
-from isthmus.cli.status_tables import _size, status_tables
+from isthmus.cli.status_tables import _size, status_sheets
 from isthmus.core.types import Role
 from isthmus.live.gateway.node_metrics import NODE_METRICS
 from isthmus.live.gateway.status import (
@@ -155,16 +154,7 @@ def test_what_an_operator_should_see() -> None:
 
 def text_of(status: Status) -> list[str]:
     """Each table as Markdown."""
-    from rich import box
-
-    texts = []
-    for table in status_tables(status, "http://here"):
-        table.box = box.MARKDOWN
-        console = Console(width=400)
-        with console.capture() as capture:
-            console.print(table)
-        texts.append(capture.get())
-    return texts
+    return [sheet.markdown() for sheet in status_sheets(status, "http://here")]
 
 
 def test_sizes() -> None:

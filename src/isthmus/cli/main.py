@@ -10,7 +10,20 @@ from collections.abc import Callable
 
 import typer
 
-from isthmus.cli import bench, key, link, node, plan, profile, replay, reproduce, serve, simulate, status
+from isthmus.cli import (
+    bench,
+    compare,
+    key,
+    link,
+    node,
+    plan,
+    profile,
+    replay,
+    reproduce,
+    serve,
+    simulate,
+    status,
+)
 from isthmus.core.errors import IsthmusError
 
 app = typer.Typer(
@@ -27,6 +40,7 @@ app.command("status")(status.status)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("simulate")(simulate.simulate)
+app.command("compare")(compare.compare)
 app.command("plan")(plan.plan)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")

@@ -48,13 +48,13 @@ def plan(
 ) -> None:
     """Size a fleet: how many nodes prefill and decode, which prompts another cluster prefills, at what rate."""
     from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.plan_tables import answer_tables, simulated_tables
     from isthmus.cli.tables import show
     from isthmus.config import load_config
     from isthmus.core.errors import ConfigError
     from isthmus.lab.planner.answer import to_json
     from isthmus.lab.planner.fleet import fleet_of
     from isthmus.lab.planner.search import answer
+    from isthmus.lab.planner.sheets import analytic, simulated
     from isthmus.live.cluster.with_ray import with_ray
 
     for option, file in (("--json", json_file), ("--report", report)):
@@ -71,7 +71,7 @@ def plan(
     tried = _bandwidths(bandwidth, fleet)
     demand = _demand(settings, fleet, trace, lengths, output_tokens)
     found = answer(settings, fleet, demand, top=top, bandwidths=tried)
-    show(*answer_tables(found))
+    show(*analytic(found))
     if simulate:
         from isthmus.cli.simulate import progress_bar
         from isthmus.lab.planner.trials import Trials
@@ -79,15 +79,15 @@ def plan(
         trials = Trials(settings, config.parent, demand, num_requests=requests or 1000, goodput=goodput or 0.9)
         with progress_bar("simulating") as progress:
             found = trials.of(found, progress, pool)
-        show(*simulated_tables(found))
+        show(*simulated(found))
     for note in found.notes:
         print(f"Note: {note}.")
     if json_file is not None:
         write_bytes(json_file, to_json(found))
     if report is not None:
-        from isthmus.lab.planner.report import page
+        from isthmus.lab.planner.report import report as page_of
 
-        write_bytes(report, page(found, config.read_text(encoding="utf8", errors="replace")).encode())
+        write_bytes(report, page_of(found, config.read_text(encoding="utf8", errors="replace")).encode())
 
 
 def _demand(

@@ -29,10 +29,11 @@ def reproduce(
 ) -> None:
     """A published table: published, ours, difference."""
     from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.tables import comparison_tables, show
+    from isthmus.cli.tables import show
     from isthmus.core.errors import ConfigError
     from isthmus.lab.papers.lab import Lab
     from isthmus.lab.papers.registry import named
+    from isthmus.lab.papers.table import comparison_sheets
 
     check_writable("--json", json_file)
     if traces is not None and not traces.is_dir():
@@ -48,25 +49,24 @@ def reproduce(
             found = list(table.rows(lab))
         rows += found
         _head(table, starred=any(row.get("inferred") for row in found))
-        show(*comparison_tables(found))
+        show(*comparison_sheets(found))
     if json_file is not None:
         write_bytes(json_file, _as_json(rows))
 
 
 def _list(json_file: Path | None) -> None:
-    from rich.table import Table as Drawn
-
     from isthmus.cli.outputs import write_bytes
     from isthmus.cli.tables import show
     from isthmus.lab.papers.registry import PAPERS
+    from isthmus.sheet import Sheet, texts
 
-    drawn = Drawn("name", "what", "published in", "traces")
+    rows: list[tuple[str | None, ...]] = []
     entries = []
     for paper, tables in PAPERS.items():
-        drawn.add_row(paper, "all of its tables", "", "")
+        rows.append((paper, "all of its tables", "", ""))
         for table in tables:
             traces = [trace.value for trace in table.traces]
-            drawn.add_row(table.name, table.title, table.source, ", ".join(traces) or "–")
+            rows.append((table.name, table.title, table.source, ", ".join(traces) or None))
             entries.append(
                 {
                     "name": table.name,
@@ -76,7 +76,7 @@ def _list(json_file: Path | None) -> None:
                     "traces": traces,
                 }
             )
-    show(drawn)
+    show(Sheet("", texts("name", "what", "published in", "traces"), rows))
     if json_file is not None:
         write_bytes(json_file, _as_json(entries))
 

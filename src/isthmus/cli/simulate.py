@@ -57,10 +57,11 @@ def simulate(
 ) -> None:
     """Replay a workload in virtual time: goodput, TTFT, TBT, hit rate, bytes moved, refusals, waste."""
     from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.tables import show, summary_tables
+    from isthmus.cli.tables import show
     from isthmus.config import load_config
     from isthmus.lab.sim.deployment import deployment_of
-    from isthmus.lab.sim.summary import summarize, to_json
+    from isthmus.lab.sim.sheets import summary_sheets
+    from isthmus.lab.sim.summary import summarize
     from isthmus.lab.sim.workloads import Replay, load
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
@@ -78,9 +79,11 @@ def simulate(
     result.notes += _notes(speed, spread_seed, limit)
     result.notes += [f"fault {text}" for texts in faults for text in texts]
     summary = summarize(result)
-    show(*summary_tables(summary))
+    show(*summary_sheets(summary))
     if json_file is not None:
-        write_bytes(json_file, to_json(summary))
+        from isthmus.lab.sim.report.curves import curves_of, to_json
+
+        write_bytes(json_file, to_json(summary, curves_of(result)))
     if report is not None:
         _write_report(result, summary, settings, report)
 

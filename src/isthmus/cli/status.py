@@ -22,7 +22,7 @@ def status(
     api_key: Annotated[str | None, typer.Option(help="The server's key; default: ISTHMUS_API_KEY.")] = None,
 ) -> None:
     """Show a running cluster: nodes, requests, KV memory, cache tiers, hit rates and KV between nodes."""
-    from isthmus.cli.status_tables import status_tables
+    from isthmus.cli.status_tables import status_sheets
     from isthmus.cli.tables import show
     from isthmus.config import api_key as key_of
 
@@ -36,7 +36,7 @@ def status(
         _live(base, key, watch)
     else:
         for answer in _answers(base, key, watch):
-            show(*status_tables(_read(answer, base), base))
+            show(*status_sheets(_read(answer, base), base))
             sys.stdout.flush()
 
 
@@ -73,11 +73,12 @@ def _live(base: str, key: str | None, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from isthmus.cli.status_tables import status_tables
+    from isthmus.cli.status_tables import status_sheets
     from isthmus.core.errors import UnavailableError
 
     def now() -> RenderableType:
-        return Group(*status_tables(_read(_ask(base, key), base), base))
+        sheets = status_sheets(_read(_ask(base, key), base), base)
+        return Group(*(sheet.terminal() for sheet in sheets))
 
     shown = now()
     try:

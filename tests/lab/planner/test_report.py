@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import msgspec
 import pytest
 
 from isthmus.lab.planner.answer import Answer, Simulated, Sustained, Trial
 from isthmus.lab.planner.fleet import fleet_of
-from isthmus.lab.planner.report import page
+from isthmus.lab.planner.report import report
 from isthmus.lab.planner.search import answer
 from isthmus.lab.sim.spread import Spread
 from tests.lab.planner.fleets import config, demand
-
-SVG = "{http://www.w3.org/2000/svg}svg"
-
+from tests.lab.sim.report.pages import Page
 
 LENGTHS = [300, 900, 2500, 7000, 20_000]
 
@@ -41,38 +37,47 @@ def simulated(found: Answer) -> Answer:
     )
 
 
-def figures(text: str) -> dict[str, ElementTree.Element]:
-    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-    return {str(each.get("aria-labelledby")).split("-")[0]: each for each in root.iter("svg")}
+SPLIT, THRESHOLD, BANDWIDTH = (
+    "Rate over the split",
+    "What each stage allows, over the threshold",
+    "Rate over the bandwidth",
+)
+
+
+def page_of(found: Answer, config_text: str = "") -> Page:
+    return Page(report(found, config_text))
 
 
 def test_all_charts_of_a_plan_with_a_link_and_simulations() -> None:
-    text = page(simulated(answered(LENGTHS)), "clusters: {a: <b> & c}")
-    found = figures(text)
-    assert set(found) == {"split", "threshold", "bandwidth", "sustained", "parts"}
-    for svg in found.values():
-        title, description = svg.find("title"), svg.find("desc")
-        assert title is not None and title.text and description is not None and description.text
-        assert len(list(svg.iter("path"))) > 2
-    assert "a &lt;note&gt; &amp; more" in text and "prefers-color-scheme: dark" in text
-    assert not any(word in text for word in ("http", "src=", "@import", "<script", "url("))
+    page = page_of(simulated(answered(LENGTHS)), "clusters: {a: <b> & c}")
+    simulations = {"Formula and simulation", "TTFT in parts, at 0.8 of the formula"}
+    assert set(page.charts) == {SPLIT, THRESHOLD, BANDWIDTH, *simulations}
+    assert "a <note> & more" in page.text and "clusters: {a: <b> & c}" in page.text
+    assert page.hashes() == page.allowed()
+    found = page.charts["Formula and simulation"]
+    assert [trace["x"] for trace in found["data"]] == [[2.0, 0.0], [0.5, 2.0]]
+    assert found["data"][0]["hovertext"][0] == "plan 1, Poisson: simulated 2, formula 2.5"
 
 
 def test_the_threshold_chart_has_the_three_stages_and_the_least() -> None:
-    svg = figures(page(answered(LENGTHS), ""))["threshold"]
-    words = {each.text for each in svg.iter("text")}
-    assert {"remote compute", "local compute", "decode", "link", "the least"} <= words
-    kinds = [str(each.get("class")) for each in svg.iter("path")]
-    assert any("best thick" in kind for kind in kinds) and any("prefill dashed" in kind for kind in kinds)
+    answer = answered(LENGTHS)
+    chart = page_of(answer).charts[THRESHOLD]
+    curves = {trace["name"]: trace["y"] for trace in chart["data"]}
+    assert set(curves) == {"remote compute", "local compute", "decode", "link", "the least"}
+    best = answer.plans[0]
+    assert [shape["x0"] for shape in chart["layout"]["shapes"]] == [best.threshold]
+    at_best = chart["data"][0]["x"].index(best.threshold)
+    assert curves["the least"][at_best] == pytest.approx(best.exact.rate)
+    assert chart["layout"]["yaxis"]["range"][1] == pytest.approx(1.8 * max(best.exact.rate, best.exact.decode))
 
 
 @pytest.mark.parametrize(
     "changed", [{"remote": 0}, {"prefill": 0, "decode": 1}, {"remote": 1, "prefill": 1, "decode": 1}]
 )
 def test_a_small_fleet_has_a_page_too(changed: dict[str, int]) -> None:
-    found = figures(page(answered(LENGTHS, **changed), ""))
-    assert "split" in found and ("bandwidth" in found) == (changed.get("remote") != 0)
+    charts = page_of(answered(LENGTHS, **changed)).charts
+    assert SPLIT in charts and (BANDWIDTH in charts) == (changed.get("remote") != 0)
 
 
 def test_prompts_of_one_token_have_a_page_too() -> None:
-    assert "threshold" in figures(page(answered([1]), ""))
+    assert THRESHOLD in page_of(answered([1])).charts

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from isthmus.lab.papers.lab import Lab, Trace
+from isthmus.sheet import Cell as SheetCell
+from isthmus.sheet import Sheet, numbers, texts
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -42,6 +44,39 @@ class Table(msgspec.Struct, frozen=True):
 
 
 _OPTIONAL = ("reason", "inferred")
+
+
+def comparison_sheets(rows: Iterable[Mapping[str, Any]]) -> list[Sheet]:
+    """Published figures, ours and the difference, one sheet for each `table` of the rows, in their order.
+
+    A row is one of `Table.rows`. A figure may be None, then `reason`, if the row has one, stands in its place. A row
+    with a true `inferred` has a star. The difference is relative to the published figure, absolute where that is 0.
+    """
+    columns = (*texts("", ""), *numbers("published", "ours", "difference"))
+    found: dict[str, list[tuple[SheetCell, ...]]] = {}
+    before: tuple[str, str] | None = None
+    for row in rows:
+        name, published, ours, reason = row["table"], row["published"], row["ours"], row.get("reason")
+        here = (name, row["row"])
+        cells = (
+            "" if here == before else row["row"],
+            f"{row['column']}*" if row.get("inferred") else row["column"],
+            reason if published is None and ours is not None else published,
+            reason if ours is None else ours,
+            _difference(published, ours),
+        )
+        found.setdefault(name, []).append(cells)
+        before = here
+    return [Sheet(name, columns, cells) for name, cells in found.items()]
+
+
+def _difference(published: float | None, ours: float | None) -> str | None:
+    if published is None or ours is None:
+        return None
+    if published == 0:
+        return f"{ours - published:+.4g}"
+    return f"{100 * (ours - published) / abs(published):+.1f} %"
+
 
 Figures = Mapping[str, float | None]
 """Column -> figure."""

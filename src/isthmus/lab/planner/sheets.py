@@ -1,24 +1,17 @@
-"""The answer as tables of text, for the terminal and the page alike."""
+"""The answer as sheets, for the terminal and the page alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from isthmus.lab.planner.answer import Answer, Needs, Offload, Plan, Simulated
 from isthmus.lab.sim.spread import Spread
+from isthmus.sheet import NOTHING, Cell, Sheet, numbers, texts
 
-NONE = "–"
+SPLITS = "Every split of the home cluster"
+STAGES = "Stages"
+BANDWIDTHS = "Other bandwidths"
+"""Titles of the sheets that the page draws, too."""
 
-
-class Sheet(NamedTuple):
-    """The first `text_columns` cells of a row are text, the others numbers. `caption`: how to read it."""
-
-    title: str
-    caption: str
-    head: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    text_columns: int = 1
+_RATE = {"unit": "requests/s", "form": ".3f"}
 
 
 def analytic(answer: Answer) -> list[Sheet]:
@@ -32,8 +25,9 @@ def analytic(answer: Answer) -> list[Sheet]:
     return [*sheets, _others(answer)]
 
 
-def simulated(found: Simulated) -> list[Sheet]:
-    return [_sustained(found), _trials(found)]
+def simulated(answer: Answer) -> list[Sheet]:
+    """The rates that were sustained, and every simulation; none where nothing was simulated."""
+    return [] if answer.simulated is None else [_sustained(answer.simulated), _trials(answer.simulated)]
 
 
 def threshold(tokens: int | None) -> str:
@@ -58,47 +52,35 @@ def _question(answer: Answer) -> Sheet:
         rows.append((name + (" (home)" if each.home and each.name else ""), f"{each.nodes} nodes{link}{price}"))
         if each.attention:
             rows.append(("attention nodes", f"{each.attention} nodes, which hold what decodes"))
-    rows.append(
-        (
-            "a decode node",
-            f"{batch.size} sequences in steps of {batch.step_ms:.1f} ms; {batch.binds} limits them",
-        )
-    )
-    return Sheet(f"Question: {answer.demand.source}", "", ("", ""), rows, text_columns=2)
+    limit = f"{batch.size} sequences in steps of {batch.step_ms:.1f} ms; {batch.binds} limits them"
+    rows.append(("a decode node", limit))
+    return Sheet(f"Question: {answer.demand.source}", texts("", ""), rows)
 
 
 def _plans(answer: Answer) -> Sheet:
     best = answer.plans[0].exact.rate
-    rows = []
-    for plan, name in answer.distinct():
-        found = plan.exact
-        rows.append(
-            (
-                name,
-                threshold(plan.threshold),
-                _nodes(plan),
-                f"{found.rate:.3f}",
-                f"{plan.representative.rate:.3f}",
-                f"{100 * found.rate / best:.1f}" if best else NONE,
-                found.binds,
-                _number(plan.cost, "g"),
-            )
+    rows = [
+        (
+            *(name, threshold(plan.threshold), _nodes(plan), plan.exact.rate, plan.representative.rate),
+            *(100 * plan.exact.rate / best if best else None, plan.exact.binds, plan.cost),
         )
-    return Sheet(
-        "Plans",
+        for plan, name in answer.distinct()
+    ]
+    columns = (
+        *(*texts("plan"), *numbers("threshold", "remote / prefill / decode"), *numbers("rate", **_RATE)),
+        *(*numbers("representative", form=".3f"), *numbers("of plan 1", unit="%", form=".1f")),
+        *(*texts("binds"), *numbers("price", form="g")),
+    )
+    note = (
         "Highest rate by equation (6), with the exact distribution of lengths and with one representative length a "
         "class; queues grow without end as it is approached (--simulate). Prompts with more uncached tokens than the "
-        "threshold are prefilled remotely.",
-        (
-            *("plan", "threshold", "remote / prefill / decode", "requests/s", "representative"),
-            *("% of plan 1", "binds", "price"),
-        ),
-        rows,
+        "threshold are prefilled remotely."
     )
+    return Sheet("Plans", columns, rows, [note])
 
 
 def _nodes(plan: Plan | Needs) -> str:
-    remote = " + ".join(str(nodes) for nodes in plan.remote.values() if nodes) or NONE
+    remote = " + ".join(str(nodes) for nodes in plan.remote.values() if nodes) or NOTHING
     beside = f" + {plan.attention} attention" if isinstance(plan, Needs) and plan.attention else ""
     return f"{remote} / {plan.prefill} / {plan.decode}{beside}"
 
@@ -107,180 +89,150 @@ def _stages(answer: Answer) -> Sheet:
     rows = []
     for plan, name in answer.distinct():
         found, service = plan.exact, plan.service
+        residuals = (
+            None if each is None else 100 * each for each in (found.threshold_residual, found.split_residual)
+        )
         rows.append(
             (
-                name,
-                *(f"{rate:.3f}" if rate else NONE for rate in (found.remote, found.local, found.decode)),
-                _signed(found.threshold_residual),
-                _signed(found.split_residual),
-                f"{100 * found.share:.1f}",
-                f"{found.egress_gbps:.2f}",
-                f"{service.mean_s:.2f}, {service.p90_s:.2f}",
+                *(name, found.remote or None, found.local or None, found.decode or None, *residuals),
+                *(100 * found.share, found.egress_gbps, service.mean_s, service.p90_s),
             )
         )
-    return Sheet(
-        "Stages",
+    columns = (
+        *(*texts("plan"), *numbers("remote", "local", "decode", form=".3f")),
+        *(*numbers("(7)", "(8)", unit="%", form="+.1f"), *numbers("offloaded", unit="%", form=".1f")),
+        *(
+            *numbers("egress", unit="Gbps", form=".2f"),
+            *numbers("unloaded TTFT mean", "P90", unit="s", form=".2f"),
+        ),
+    )
+    note = (
         "What each stage bears by equations (3) to (5), requests/s. (7): by how much the remote stage bears more of "
         "its class than the local one; (8): decode more than prefill; as a share of the lesser side. Unloaded TTFT "
-        "is prefill alone.",
-        (
-            *("plan", "remote", "local", "decode", "(7)", "(8)"),
-            *("offloaded (%)", "egress (Gbps)", "unloaded TTFT mean, P90 (s)"),
-        ),
-        rows,
+        "is prefill alone."
     )
+    return Sheet(STAGES, columns, rows, [note])
 
 
 def _splits(answer: Answer) -> Sheet:
     rows = [
         (
-            f"{each.prefill} / {each.decode}",
-            f"{each.rate_at_best:.3f}",
-            threshold(each.threshold),
-            f"{each.rate:.3f}",
-            f"{each.representative:.3f}",
+            *(f"{each.prefill} / {each.decode}", each.rate_at_best),
+            *(threshold(each.threshold), each.rate, each.representative),
         )
         for each in answer.what_if.split
     ]
-    head = (
-        *("prefill / decode", f"requests/s at {threshold(answer.plans[0].threshold)}"),
-        *("best threshold", "requests/s", "by representative lengths"),
+    columns = (
+        *(*texts("prefill / decode"), *numbers(f"rate at {threshold(answer.plans[0].threshold)}", **_RATE)),
+        *(
+            *numbers("best threshold"),
+            *numbers("rate", **_RATE),
+            *numbers("by representative lengths", **_RATE),
+        ),
     )
-    return Sheet("Every split of the home cluster", "", head, rows)
+    return Sheet(SPLITS, columns, rows)
 
 
 def _bandwidths(answer: Answer) -> Sheet:
     rows = [
         (
-            f"{each.gbps:g}",
-            f"{each.rate:.3f}",
-            f"{each.representative:.3f}",
-            f"{each.int8:.3f}",
-            threshold(each.threshold),
-            f"{each.prefill} / {each.decode}",
-            f"{each.egress_gbps:.2f}",
-            each.binds,
+            *(each.gbps, each.rate, each.representative, each.int8, threshold(each.threshold)),
+            *(f"{each.prefill} / {each.decode}", each.egress_gbps, each.binds),
         )
         for each in answer.what_if.bandwidth
     ]
-    head = (
-        *("Gbps", "requests/s", "by representative lengths", "8-bit KV on the link"),
-        *("threshold", "prefill / decode", "egress (Gbps)", "binds"),
+    columns = (
+        *(*numbers("Gbps", form="g"), *numbers("rate", **_RATE)),
+        *numbers("by representative lengths", "8-bit KV on the link", form=".3f"),
+        *(
+            *numbers("threshold", "prefill / decode"),
+            *numbers("egress", unit="Gbps", form=".2f"),
+            *texts("binds"),
+        ),
     )
-    return Sheet("Other bandwidths", "The best plan for each.", head, rows)
+    return Sheet(BANDWIDTHS, columns, rows, ["The best plan for each."])
 
 
 def _others(answer: Answer) -> Sheet:
     """Failure of the links, and more load."""
-    what_if, rows = answer.what_if, []
+    rows: list[tuple[Cell, ...]] = []
     best = answer.plans[0].exact.rate
-    if (failure := what_if.link_failure) is not None:
+    if (failure := answer.what_if.link_failure) is not None:
+        split = f"{NOTHING} / {failure.prefill} / {failure.decode}"
         rows += [
-            ("no link, nodes as in plan 1", NONE, "", f"{failure.as_planned:.3f}"),
-            (
-                "no link, home split again",
-                "none",
-                f"{NONE} / {failure.prefill} / {failure.decode}",
-                f"{failure.resplit:.3f}",
-            ),
+            ("no link, nodes as in plan 1", None, "", failure.as_planned),
+            ("no link, home split again", "none", split, failure.resplit),
             _needed(f"no link, for all {best:.2f} requests/s", failure.needed),
         ]
-    rows.append(_needed("twice the rate of plan 1", what_if.twice))
-    return Sheet(
-        "If",
-        "What remains, and the least that would bear it.",
-        ("", "threshold", "remote / prefill / decode", "requests/s"),
-        rows,
-    )
+    rows.append(_needed("twice the rate of plan 1", answer.what_if.twice))
+    columns = (*texts(""), *numbers("threshold", "remote / prefill / decode"), *numbers("rate", **_RATE))
+    return Sheet("If", columns, rows, ["What remains, and the least that would bear it."])
 
 
-def _needed(name: str, needs: Needs) -> tuple[str, ...]:
-    return name, threshold(needs.threshold), _nodes(needs), f"{needs.rate:.3f}"
+def _needed(name: str, needs: Needs) -> tuple[Cell, ...]:
+    return name, threshold(needs.threshold), _nodes(needs), needs.rate
 
 
 def _attention(found: Offload) -> Sheet:
     rows = [
         (
-            side.nodes,
-            f"{side.price:g}",
-            f"{side.batch:,}",
-            f"{side.step_ms:.1f}",
-            f"{side.rate:,.0f}",
-            f"{side.per_price:,.0f}",
-            "computing" if side.compute_bound else "memory",
-            side.binds,
+            *(side.nodes, side.price, side.batch, side.step_ms, side.rate, side.per_price),
+            *("computing" if side.compute_bound else "memory", side.binds),
         )
         for side in (found.alone, found.elsewhere)
     ]
-    head = (
-        *("decode by", "price", "batch", "step (ms)", "tokens/s", "tokens for the price"),
-        *("bound by", "batch limited by"),
+    columns = (
+        *(*texts("decode by"), *numbers("price", form="g"), *numbers("batch")),
+        *(*numbers("step", unit="ms", form=".1f"), *numbers("tokens/s", "tokens for the price", form=",.0f")),
+        *texts("bound by", "batch limited by"),
     )
     verdict = "it pays" if found.ratio > 1 else "it does not pay"
-    caption = (
+    note = (
         f"{found.ratio:.2f} times the tokens for the price with attention elsewhere: {verdict}. {found.reason} "
         "A x B: A groups of B."
     )
-    return Sheet("Attention on nodes of its own", caption, head, rows)
+    return Sheet("Attention on nodes of its own", columns, rows, [note])
 
 
 def _sustained(found: Simulated) -> Sheet:
     rows = [
         (
-            each.plan,
-            each.arrivals,
-            f"{each.rate:.3f}" if each.rate else NONE,
-            f"{each.formula:.3f}",
-            f"{each.representative:.3f}",
-            f"{100 * (each.optimism - 1):+.0f}" if each.optimism is not None else NONE,
+            *(each.plan, each.arrivals, each.rate or None, each.formula, each.representative),
+            None if each.optimism is None else 100 * (each.optimism - 1),
         )
         for each in found.sustained
     ]
-    head = (
-        "plan",
-        "arrivals",
-        "simulated",
-        "formula",
-        "by representative lengths",
-        "formula above simulated (%)",
+    columns = (
+        *(
+            *texts("plan", "arrivals"),
+            *numbers("simulated", "formula", "by representative lengths", form=".3f"),
+        ),
+        *numbers("formula above simulated", unit="%", form="+.0f"),
     )
-    return Sheet(
-        "Highest rate with queues",
+    note = (
         f"Requests/s at which {100 * found.goodput:g} % of {found.requests:,} requests were inside both limits. "
-        f"Under the arrivals that suit it least, {found.best} sustains the most of the plans.",
-        head,
-        rows,
-        text_columns=2,
+        f"Under the arrivals that suit it least, {found.best} sustains the most of the plans."
     )
+    return Sheet("Highest rate with queues", columns, rows, [note])
 
 
 def _trials(found: Simulated) -> Sheet:
     rows = [
         (
-            each.plan,
-            each.arrivals,
-            f"{each.fraction:.2f}",
-            f"{each.rate:.3f}",
-            f"{100 * each.goodput:.1f}",
+            *(each.plan, each.arrivals, each.fraction, each.rate, 100 * each.goodput),
             *map(_spread, (each.ttft, each.queue, each.prefill, each.transfer)),
-            f"{each.egress_gbps:.2f}",
+            each.egress_gbps,
         )
         for each in found.trials
     ]
-    head = (
-        *("plan", "arrivals", "of formula", "requests/s", "goodput (%)", "TTFT mean, P90 (s)"),
-        *("queue", "prefill", "then to decode", "egress (Gbps)"),
+    columns = (
+        *(*texts("plan", "arrivals"), *numbers("of formula", form=".2f"), *numbers("rate", **_RATE)),
+        *numbers("goodput", unit="%", form=".1f"),
+        *numbers("TTFT mean, P90 (s)", "queue", "prefill", "then to decode"),
+        *numbers("egress", unit="Gbps", form=".2f"),
     )
-    return Sheet("Simulated", "", head, rows, text_columns=2)
+    return Sheet("Simulated", columns, rows)
 
 
-def _spread(spread: Spread | None) -> str:
-    return NONE if spread is None else f"{spread.mean:.2f}, {spread.p90:.2f}"
-
-
-def _signed(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:+.1f} %"
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else f"{value:{form}}"
+def _spread(spread: Spread | None) -> str | None:
+    return None if spread is None else f"{spread.mean:.2f}, {spread.p90:.2f}"

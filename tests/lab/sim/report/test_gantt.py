@@ -17,10 +17,10 @@ def lengths_s(one: RequestRecord) -> dict[str, float]:
 
 def test_the_phases_of_a_completed_request() -> None:
     assert lengths_s(record(prefill_ns=NS_PER_S)) == {
-        "wait for a prefill node": 1.0,
-        "load, fetch, others' chunks": 1.0,
+        "wait for prefill": 1.0,
+        "load, fetch, others": 1.0,
         "prefill": 1.0,
-        "hand-over of the rest of the KV": 0.5,
+        "hand-over": 0.5,
         "wait for the batch": 0.5,
         "decode": 4.0,
     }
@@ -35,22 +35,22 @@ def test_phases_follow_one_another_from_arrival_to_end() -> None:
 
 
 def test_node_time_longer_than_the_prefill_leaves_nothing_for_loading() -> None:
-    assert lengths_s(record(prefill_ns=9 * NS_PER_S))["load, fetch, others' chunks"] == 0
+    assert lengths_s(record(prefill_ns=9 * NS_PER_S))["load, fetch, others"] == 0
 
 
 def test_a_request_that_is_never_handed_over_has_no_such_phase() -> None:
     names = lengths_s(record(times_s={"landed": -1, "joined": 4}))
-    assert "hand-over of the rest of the KV" not in names
+    assert "hand-over" not in names
     assert names["decode"] == 5.0
 
 
 def test_a_refused_request_ends_in_the_phase_it_was_refused_in() -> None:
     times_s = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1, "end": 3}
     assert lengths_s(record(status=Status.REFUSED, stage="prefill", times_s=times_s)) == {
-        "wait for a prefill node": 2.0
+        "wait for prefill": 2.0
     }
     assert lengths_s(record(status=Status.UNFINISHED, times_s=times_s | {"end": -1})) == {
-        "wait for a prefill node": 9.0
+        "wait for prefill": 9.0
     }
 
 

@@ -1,5 +1,5 @@
-"""A finished simulation as one HTML page that needs no network and no script."""
+"""A finished simulation as one HTML page with charts, which needs no network."""
 
-from isthmus.lab.sim.report.html import write_report
+from isthmus.lab.sim.report.report import write_report
 
 __all__ = ["write_report"]

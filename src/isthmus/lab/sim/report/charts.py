@@ -1,199 +1,269 @@
-"""Drawing primitives: one picture is one inline SVG. Colours and dashes come from the page's style sheet.
-
-The mark-up is well-formed XML, uses absolute coordinates only, and every text in it is escaped.
-"""
+"""Charts of a run, as plain data. Dashes, fillings and names say what colours say."""
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
-from isthmus.lab.sim.report.scales import Scale
+from isthmus.core.types import NS_PER_S, Role
+from isthmus.facts import UNLIMITED
+from isthmus.lab.sim.records import RequestRecord, Result
+from isthmus.lab.sim.report.curves import OUTCOMES, Curves, Row, Times
+from isthmus.lab.sim.report.gantt import describe, phases
+from isthmus.lab.sim.report.page import Chart
+from isthmus.lab.sim.report.words import clock, percent, seconds, shorten, size
+from isthmus.lab.sim.summary import link_utilisation
+from isthmus.sheet import written
 
-_CONTROL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_LABEL_HEIGHT = 14
+Trace = dict[str, Any]
+Points = tuple[Sequence[float], Sequence[float | None]]
+"""x, y."""
 
-Point = tuple[float, float]
-Box = tuple[float, float, float, float]
-"""x, y, width, height."""
-
-
-def escape(text: object) -> str:
-    """Text that is safe between tags and in attributes, without characters that no document may hold."""
-    return html.escape(_CONTROL.sub("\ufffd", str(text)))
-
-
-class Picture:
-    """An SVG under construction. `name` is unique on the page; `description` says what the picture shows."""
-
-    def __init__(self, name: str, width: int, height: int, *, title: str, description: str) -> None:
-        self.width = width
-        self._head = (
-            f'<svg viewBox="0 0 {width} {height}"{_class("wide" if width > 600 else "")} role="img"'
-            f' aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(title)}</title>'
-            f'<desc id="{name}-d">{escape(description)}</desc>'
-        )
-        self._parts: list[str] = []
-
-    def markup(self) -> str:
-        return f"{self._head}{''.join(self._parts)}</svg>"
-
-    def text(self, x: float, y: float, content: str, *, kind: str = "", anchor: str = "start") -> None:
-        """`kind`: class of the style sheet; `anchor`: `start`, `middle` or `end` of the text is at x."""
-        place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
-        self._parts.append(f"<text {place}{_class(kind)}>{escape(content)}</text>")
-
-    def line(self, first: Point, last: Point, kind: str) -> None:
-        self._path(f"M{_point(first)}L{_point(last)}", kind)
-
-    def lines(self, runs: Iterable[Sequence[Point]], kind: str) -> None:
-        """Connected points; a gap between one run and the next."""
-        self._path("".join("M" + "L".join(map(_point, run)) for run in runs if run), kind)
-
-    def steps(self, edges: Sequence[float], heights: Sequence[float], kind: str) -> None:
-        """A staircase: `heights[i]` from `edges[i]` to `edges[i + 1]`."""
-        self._path(f"M{_point((edges[0], heights[0]))}{_staircase(edges, heights)}", kind)
-
-    def area(self, edges: Sequence[float], heights: Sequence[float], base: float, kind: str) -> None:
-        """The same, filled down to `base`."""
-        start = f"M{_point((edges[0], base))}V{_number(heights[0])}"
-        self._path(f"{start}{_staircase(edges, heights)}V{_number(base)}Z", kind)
-
-    def boxes(self, boxes: Iterable[Box], kind: str) -> None:
-        """Rectangles that look the same, as one shape."""
-        path = "".join(
-            f"M{_point((x, y))}H{_number(x + width)}V{_number(y + height)}H{_number(x)}Z"
-            for x, y, width, height in boxes
-            if width > 0 and height > 0
-        )
-        self._path(path, kind)
-
-    def box(self, box: Box, kind: str, *, title: str) -> None:
-        """One rectangle that says what it is when pointed at."""
-        x, y, width, height = map(_number, box)
-        self._parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}"{_class(kind)}>'
-            f"<title>{escape(title)}</title></rect>"
-        )
-
-    def dot(self, x: float, y: float, kind: str) -> None:
-        self._parts.append(f'<circle cx="{_number(x)}" cy="{_number(y)}" r="3"{_class(kind)}/>')
-
-    def _path(self, path: str, kind: str) -> None:
-        if path:
-            self._parts.append(f'<path d="{path}"{_class(kind)}/>')
+SHARES = {"tickvals": [0, 0.25, 0.5, 0.75, 1], "tickformat": ".0%", "range": [0, 1.01]}
+LOG_SECONDS = {"type": "log", "ticksuffix": "s", "exponentformat": "SI", "nticks": 3}
+FROM_0 = {"rangemode": "tozero"}
+_STYLES = (("--blue", "solid"), ("--orange", "dash"), ("--purple", "dot"), ("--green", "dashdot"))
+_MOST_BARS = 24
 
 
-class Plot(NamedTuple):
-    """The rectangle values are drawn in."""
-
-    x: Scale
-    y: Scale
-
-    @property
-    def left(self) -> float:
-        return self.x.start
-
-    @property
-    def right(self) -> float:
-        return self.x.stop
-
-    @property
-    def bottom(self) -> float:
-        return self.y.start
-
-    @property
-    def top(self) -> float:
-        return self.y.stop
-
-    def point(self, x: float, y: float) -> Point:
-        return self.x(x), self.y(y)
+# Parts of charts.
 
 
-def draw_y_axis(picture: Picture, plot: Plot, ticks: Sequence[float], write: Callable[[float], str]) -> None:
-    """Grid lines across the plot, each with its value at the left."""
-    for tick in ticks:
-        y = plot.y(tick)
-        picture.line((plot.left, y), (plot.right, y), "axis" if tick == plot.y.low else "grid")
-        picture.text(plot.left - 6, y + 4, write(tick), kind="tick", anchor="end")
+def line(name: str, points: Points, color: str, dash: str = "solid", **more: Any) -> Trace:
+    x, y = points
+    look = {"color": color, "dash": dash, **more}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": look}
 
 
-def draw_x_grid(picture: Picture, plot: Plot, ticks: Sequence[float]) -> None:
-    for tick in ticks:
-        x = plot.x(tick)
-        picture.line((x, plot.top), (x, plot.bottom), "grid")
+def lines(curves: Mapping[str, Points], **more: Any) -> list[Trace]:
+    """A line for each name, each in a style of its own."""
+    styled = zip(curves.items(), cycle(_STYLES), strict=False)
+    return [line(name, points, *style, **more) for (name, points), style in styled]
 
 
-def draw_x_labels(picture: Picture, plot: Plot, ticks: Sequence[float], write: Callable[[float], str]) -> None:
-    for tick in ticks:
-        x, label = plot.x(tick), write(tick)
-        picture.line((x, plot.bottom), (x, plot.bottom + 4), "axis")
-        inside = min(x, picture.width - text_width(label) / 2)
-        picture.text(inside, plot.bottom + 17, label, kind="tick", anchor="middle")
+def bars(
+    name: str, marks: Sequence[str], values: Sequence[float], marker: Mapping[str, Any], **more: Any
+) -> Trace:
+    """Horizontal ones; a mark is what its bar says when pointed at."""
+    places = {"orientation": "h", "x": values, "y": list(range(len(marks)))}
+    words = {"name": name, "hovertext": marks, "hovertemplate": "%{hovertext}"}
+    return {"type": "bar", **places, **words, "marker": marker, **more}
 
 
-def draw_limit(picture: Picture, plot: Plot, value: float, label: str, *, label_y: float) -> None:
-    """A dashed line across the plot at a limit on its x axis; the label is on the side with more room."""
-    x = plot.x(value)
-    picture.line((x, plot.top), (x, plot.bottom), "limit")
-    at_left = x > (plot.left + plot.right) / 2
-    picture.text(
-        x - 5 if at_left else x + 5, label_y, label, kind="limit-label", anchor="end" if at_left else "start"
+def bar_axes(labels: Sequence[tuple[str, str]], **x_axis: Any) -> dict[str, Any]:
+    """The layout of horizontal bars, the first at the top: each with its name, short enough for a phone, and value."""
+    ticks = [f"{shorten(name)}  {value}" for name, value in labels]
+    y_axis = {"tickvals": list(range(len(ticks))), "ticktext": ticks, "autorange": "reversed"}
+    height = 100 + 22 * max(2, len(ticks))
+    return {"height": height, "hovermode": "closest", "xaxis": x_axis, "yaxis": y_axis, "showlegend": False}
+
+
+def limit(x: float, name: str) -> dict[str, Any]:
+    """A line across the chart at a limit on its x axis, which the legend explains."""
+    look = {"color": "--red", "dash": "dash", "width": 1.5}
+    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", **ends, "line": look, "name": name, "showlegend": True}
+
+
+def filled(color: str) -> dict[str, Any]:
+    return {"color": f"--{color}"}
+
+
+def pale(color: str) -> dict[str, Any]:
+    return {"color": f"--{color}-pale", "line": {"color": f"--{color}", "width": 1}}
+
+
+def outcome_marker(outcome: str) -> dict[str, Any]:
+    hollow = {"color": "--none", "line": {"color": "--grey", "width": 1}}
+    markers = (filled("green"), pale("green"), filled("orange"), pale("orange"), filled("ink"), hollow)
+    return dict(zip(OUTCOMES, markers, strict=True)).get(outcome, filled("ink"))
+
+
+def time_axis(spans_s: Iterable[float]) -> tuple[float, dict[str, Any]]:
+    """The unit, in seconds, of an axis over the longest of these times, and the axis."""
+    unit_s, unit = clock(max(spans_s))
+    return unit_s, {"title": {"text": f"time ({unit})", "standoff": 6}, **FROM_0}
+
+
+# Over time, by bins.
+
+
+def over_time(row: Row, bin_s: float, color: str) -> Chart:
+    """Filled: the mean of each bin; thin: the largest value in it; dashed: how much there is at all."""
+    unit_s, axis = time_axis([bin_s * len(row.mean)])
+    x = [bin_s * at / unit_s for at in range(len(row.mean) + 1)]
+    mean = line("mean", (x, stairs(row.mean)), f"--{color}", shape="hv")
+    traces = [
+        mean | {"fill": "tozeroy", "fillcolor": f"--{color}-pale"},
+        line("largest", (x, stairs(row.largest)), f"--{color}", shape="hv", width=1),
+    ]
+    if row.most:
+        traces.append(line(f"all {row.most}", ([x[0], x[-1]], [row.most] * 2), "--red", "dash"))
+    words = f"mean {written(sum(row.mean) / len(row.mean))}, largest {written(max(row.largest))}."
+    return Chart(row.title, words, traces, {"height": 210, "xaxis": axis, "yaxis": FROM_0}, time=True)
+
+
+def stairs(values: Sequence[float]) -> list[float]:
+    """The values of bins, with one more where the last bin ends."""
+    return [*values, values[-1]]
+
+
+def stacked(title: str, caption: str, curves: Curves, counts: Mapping[str, list[int]], *, half: bool) -> Chart:
+    """Requests by outcome."""
+    unit_s, axis = time_axis([curves.bin_s * len(curves.prompt_tokens)])
+    width = curves.bin_s / unit_s
+    traces = [
+        {
+            "type": "bar",
+            "name": f"{name}: {sum(each):,}",
+            "x": [width * at for at in range(len(each))],
+            "y": each,
+        }
+        | {"offset": 0, "width": width, "marker": outcome_marker(name)}
+        for name, each in counts.items()
+    ]
+    return Chart(title, caption, traces, {"xaxis": axis, "showlegend": True}, time=True, half=half)
+
+
+def refusals(curves: Curves) -> Chart:
+    if not curves.refused:
+        return Chart("Refused requests", "No request was refused.", [], half=True)
+    return stacked(
+        "Refused requests", "By the time and the stage of the refusal.", curves, curves.refused, half=True
     )
 
 
-def draw_end_labels(picture: Picture, plot: Plot, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Labels `(y value, text, kind)` at the right ends of lines, moved apart where they would touch."""
-    lowest = plot.bottom + _LABEL_HEIGHT * 0.3
-    placed = sorted(((plot.y(value) + 4, text, kind) for value, text, kind in labels), reverse=True)
-    for y, text, kind in placed:
-        y = min(y, lowest)
-        picture.text(plot.right + 8, y, text, kind=f"label {kind}")
-        lowest = y - _LABEL_HEIGHT
+def hits(curves: Curves) -> Chart:
+    """The share of prompt tokens found in each cache."""
+    if not any(curves.prompt_tokens):
+        return Chart("Hit rate", "No prefill began.", [], half=True)
+    unit_s, axis = time_axis([curves.bin_s * len(curves.prompt_tokens)])
+    found = {
+        f"{name} {percent(curves.hit_rate(name))}": curves.hits(name, unit_s) for name in curves.cached_tokens
+    }
+    traces = [trace | {"mode": "lines+markers", "marker": {"size": 4}} for trace in lines(found)]
+    caption = (
+        "Share of prompt tokens found in a cache, by the time prefill began; names give the overall share."
+    )
+    return Chart("Hit rate", caption, traces, {"xaxis": axis, "yaxis": SHARES}, time=True, half=True)
 
 
-def draw_legend(picture: Picture, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
-    """Swatch and text of each entry `(kind, text)`, in one row."""
-    for kind, text in entries:
-        picture.boxes([(x, y - 10, 14, 11)], kind)
-        picture.text(x + 20, y, text, kind="label")
-        x += 20 + text_width(text) + 18
+# Of all requests, nodes and links.
 
 
-def text_width(text: str) -> float:
-    """About how wide a label is; nothing here can measure a font."""
-    return 6.4 * len(text)
+def latency(title: str, caption: str, times: Times) -> Chart:
+    """How many requests took how long, and the share that took no longer."""
+    sides = list(zip(times.edges_s, times.edges_s[1:], strict=False))
+    counts = {
+        "type": "bar",
+        "name": "requests",
+        "x": times.edges_s[:-1],
+        "y": times.counts,
+        "offset": 0,
+        "width": [right - left for left, right in sides],
+        "marker": filled("blue"),
+        "textposition": "none",
+        "hovertext": [f"{seconds(left)} to {seconds(right)}" for left, right in sides],
+        "hovertemplate": "%{hovertext}: %{y}",
+    }
+    shares = line("share that took no longer", (times.edges_s, times.shares()), "--orange") | {"yaxis": "y2"}
+    shapes = []
+    if len(times.limits) == times.num_limits:
+        shapes = [limit(at, f"limit {seconds(at)}: {percent(share)} inside") for at, share in times.limits]
+    else:
+        first, last = times.limits[0][0], times.limits[-1][0]
+        caption += f" {times.num_limits} different limits, from {seconds(first)} to {seconds(last)}."
+    right = {**SHARES, "side": "right", "overlaying": "y", "showgrid": False, "automargin": True}
+    layout = {"xaxis": LOG_SECONDS, "yaxis": {"title": {"text": "requests"}, **FROM_0}, "yaxis2": right}
+    return Chart(title, caption, [counts, shares], {**layout, "shapes": shapes}, half=True)
 
 
-def shorten(text: str, length: int) -> str:
-    """At most `length` characters, the middle left out."""
-    if len(text) <= length:
-        return text
-    head = (length - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+def nodes(result: Result) -> Chart:
+    """The share of time each node computed, the part in which it only waited for KV pale."""
+    span_ns = max(1, result.end_ns - result.start_ns)
+    chosen = _busiest(result.nodes, [node.busy_ns for node in result.nodes])
+    busy = [min(1.0, node.busy_ns / span_ns) for node in chosen]
+    stalled = [min(share, node.stalled_ns / span_ns) for share, node in zip(busy, chosen, strict=True)]
+    tones = ["--orange" if node.role is Role.DECODE else "--blue" for node in chosen]
+    marks = [
+        f"{node.node}: {percent(share)}, of which waiting for KV {percent(part)}"
+        for node, share, part in zip(chosen, busy, stalled, strict=True)
+    ]
+    computing = [share - part for share, part in zip(busy, stalled, strict=True)]
+    waiting = {"color": [f"{tone}-pale" for tone in tones], "line": {"color": "--grey", "width": 0.5}}
+    traces = [
+        bars("computing", marks, computing, {"color": tones}),
+        bars("waiting for KV", marks, stalled, waiting),
+    ]
+    labels = [(str(node.node), percent(share)) for node, share in zip(chosen, busy, strict=True)]
+    caption = f"Share of time each node computed; pale: waiting for KV.{_left_out(len(result.nodes), 'nodes')}"
+    return Chart("Nodes", caption, traces if chosen else [], bar_axes(labels, **SHARES), half=True)
 
 
-def _staircase(edges: Sequence[float], heights: Sequence[float]) -> str:
-    parts = []
-    before = None
-    for index, height in enumerate(heights):
-        y = _number(height)
-        if y != before:
-            parts.append(f"V{y}" if index == 0 else f"H{_number(edges[index])}V{y}")
-        before = y
-    return f"{''.join(parts)}H{_number(edges[len(heights)])}"
+def links(result: Result) -> Chart:
+    """Utilisation of each link, fullest first."""
+    span_ns = result.end_ns - result.start_ns
+    uses = [link_utilisation(link, span_ns) for link in result.links]
+    chosen = sorted(_busiest(list(zip(uses, result.links, strict=True)), uses), key=lambda each: -each[0])
+    labels = [
+        (link.name, percent(used) if 0 < link.bytes_per_s < UNLIMITED else "no limit") for used, link in chosen
+    ]
+    sizes = [size(link.bytes_moved) for _, link in chosen]
+    marks = [
+        f"{name}: {value}, {moved}, {link.kind}"
+        for (name, value), moved, (_, link) in zip(labels, sizes, chosen, strict=True)
+    ]
+    trace = bars("used", marks, [used for used, _ in chosen], filled("purple"), text=sizes, textangle=0)
+    room = {"range": [0, 1.5 * max(uses, default=0.0) or 1.0]}  # for what stands beside the longest bar
+    caption = f"Bytes moved over what the bandwidth allows.{_left_out(len(result.links), 'links')}"
+    return Chart(
+        "Links", caption, [trace] if chosen else [], bar_axes(labels, tickformat=".0%", **room), half=True
+    )
 
 
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
+def moved(result: Result) -> Chart:
+    labels = [(purpose.replace("_", " "), size(value)) for purpose, value in result.bytes_moved.items()]
+    trace = bars("moved", list(map(": ".join, labels)), list(result.bytes_moved.values()), filled("purple"))
+    layout = bar_axes(labels, exponentformat="SI", ticksuffix="B", **FROM_0)
+    return Chart("Bytes moved", "Over all links, by purpose.", [trace] if labels else [], layout)
 
 
-def _point(point: Point) -> str:
-    return f"{_number(point[0])} {_number(point[1])}"
+def gantt(reason: str, record: RequestRecord, result: Result) -> Chart:
+    """A bar for each phase of one request."""
+    steps = phases(record, result.end_ns)
+    span_s = (steps[-1].end_ns - record.arrival_ns) / NS_PER_S
+    unit_s, axis = time_axis([span_s])
+    lengths = [(step.end_ns - step.start_ns) / NS_PER_S for step in steps]
+    labels = [(step.name, seconds(length)) for step, length in zip(steps, lengths, strict=True)]
+    begins = [(step.start_ns - record.arrival_ns) / NS_PER_S / unit_s for step in steps]
+    marker = {
+        "color": [_PHASES.get(step.name, "--none") for step in steps],
+        "line": {"color": "--grey", "width": 1},
+    }
+    values = [length / unit_s for length in lengths]
+    trace = bars("phase", list(map(": ".join, labels)), values, marker, base=begins, showlegend=False)
+    layout = {**bar_axes(labels), "xaxis": axis}
+    limit_s = record.ttft_limit_ns / NS_PER_S
+    if 0 < limit_s <= span_s:
+        layout |= {"shapes": [limit(limit_s / unit_s, f"TTFT limit {seconds(limit_s)}")], "showlegend": True}
+    return Chart(reason, describe(record, result), [trace], layout)
 
 
-def _number(value: float) -> str:
-    text = f"{value:.1f}"
-    return text[:-2] if text.endswith(".0") else text
+_PHASES = {
+    "load, fetch, others": "--purple-pale",
+    "prefill": "--blue",
+    "hand-over": "--purple",
+    "decode": "--orange",
+}
+"""Colours; a phase of waiting has none."""
+
+
+def _busiest(things: Sequence[Any], values: Sequence[float]) -> list[Any]:
+    """At most `_MOST_BARS`, those with the largest values, in the order they came."""
+    order = sorted(range(len(things)), key=lambda at: (-values[at], at))[:_MOST_BARS]
+    return [things[at] for at in sorted(order)]
+
+
+def _left_out(count: int, noun: str) -> str:
+    return f" The {_MOST_BARS} busiest of {count} {noun} are shown." if count > _MOST_BARS else ""

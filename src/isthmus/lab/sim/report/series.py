@@ -6,13 +6,13 @@ Sorted and walked over once, they give every bin its mean and its largest value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.records import RequestRecord, Result, Status
-from isthmus.lab.sim.report.scales import time_step
 
 Change = tuple[int, float, float]
 Interval = tuple[int, int]
@@ -29,16 +29,12 @@ class Bins:
     @classmethod
     def covering(cls, start_ns: int, end_ns: int, most: int) -> Bins:
         """At most `most` bins of a round length over `[start_ns, end_ns)`; the last may reach beyond."""
-        length_ns = max(1, round(time_step((end_ns - start_ns) / NS_PER_S / most) * NS_PER_S))
+        length_ns = max(1, round(_round_time((end_ns - start_ns) / NS_PER_S / most) * NS_PER_S))
         return cls(start_ns, length_ns, max(1, -(-(end_ns - start_ns) // length_ns)))
 
     @property
     def length_s(self) -> float:
         return self.length_ns / NS_PER_S
-
-    @property
-    def span_s(self) -> float:
-        return self.length_ns * self.count / NS_PER_S
 
     def edge(self, index: int) -> int:
         """Where bin `index` starts."""
@@ -161,3 +157,24 @@ def _until(station_ns: int, record: RequestRecord, result: Result) -> int:
     if station_ns >= 0:
         return station_ns
     return record.end_ns if record.end_ns >= 0 else result.end_ns
+
+
+def _round_time(at_least_s: float) -> float:
+    """The next round length of time: 1, 2 or 5 of a power of ten up to 10 s and from a day on, between them 15 s, 30 s,
+    1 min ..."""
+    if 10 < at_least_s <= _LONG_S[-1]:
+        return next(each for each in _LONG_S if each >= at_least_s)
+    unit_s = 1 if at_least_s <= 10 else 86_400
+    if at_least_s <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(at_least_s / unit_s) + 1e-9)
+    return unit_s * next(
+        part * power for part in (1, 2, 5, 10) if part * power * unit_s >= at_least_s * (1 - 1e-9)
+    )
+
+
+_LONG_S = (
+    *(15, 30),
+    *(60 * each for each in (1, 2, 5, 10, 15, 30)),
+    *(3600 * each for each in (1, 2, 3, 6, 12, 24)),
+)

@@ -23,8 +23,8 @@ import httpx
 import pytest
 import torch
 
-from isthmus_vllm.names import Chain
-from isthmus_vllm.wire import Done, Load, Open, Over, Save
+from isthmus.live.servers.wire import Done, Load, Open, Over, Save
+from isthmus_vllm.plans import Chain
 from tests.models import make_model
 
 from .adapter import Adapter

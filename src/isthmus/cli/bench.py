@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure the parts of Isthmus, or a running server.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure the parts of Isthmus, or a running server."
+)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
 

@@ -13,7 +13,7 @@ from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.bodies import parse_body
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
 from isthmus.live.gateway.structured import check_grammar, grammar_of
-from isthmus.model_files.grammar import GRAMMAR_LIMITS
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS
 
 from .fake import FakeBackend
 from .inprocess import Poster

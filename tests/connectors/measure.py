@@ -15,7 +15,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from isthmus_vllm.wire import Done, Load, Over, Save
+from isthmus.live.servers.wire import Done, Load, Over, Save
 
 from .adapter import Adapter
 from .served import Server, server

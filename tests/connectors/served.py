@@ -19,7 +19,9 @@ import httpx
 
 PYTHON = os.environ.get("ISTHMUS_VLLM_PYTHON", "")
 CORE = os.environ.get("ISTHMUS_VLLM_CORE", "1")
-SOURCE = Path(__file__).parents[2] / "connectors/vllm/src"
+ROOT = Path(__file__).parents[2]
+SOURCE = f"{ROOT / 'connectors/vllm/src'}:{ROOT / 'src'}"
+"""PYTHONPATH by which a server has the connector, and of isthmus what that imports, as they are here."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def server(
     command += ["--kv-transfer-config", json.dumps(transfer), *args]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(SOURCE),
+        "PYTHONPATH": SOURCE,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.blocks.layout import KVLayout
 from isthmus.core.blocks.names import BlockNamer
-from isthmus_vllm.names import Chain
+from isthmus_vllm.plans import Chain
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 NAMER = BlockNamer(revision="r1", layout=LAYOUT, salt="tenant")
@@ -41,8 +41,3 @@ def test_names_go_on_as_tokens_come() -> None:
     assert chain.parent(1) == first
     with pytest.raises(AssertionError):
         chain.names(tokens, 0, 3)
-
-
-def test_a_key_has_its_length() -> None:
-    with pytest.raises(ValueError):
-        Chain(b"short", 4)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from isthmus.core.blocks.seals import seal
-from isthmus_vllm.memory import create
+from isthmus.live.store.arena import Arena, Shape
+from isthmus_vllm.memory import Area
 from isthmus_vllm.pages import page_view, pages_of
 
 B, H, N, C = 6, 2, 4, 10
@@ -100,7 +101,7 @@ def test_a_block_goes_to_a_slot_and_back_byte_for_byte() -> None:
     source, target = layers_of_one_allocation(), layers_of_one_allocation()
     out, back = pages_of(source, B), pages_of(target, B)
     before = [layer.clone() for layer in target]
-    staging = create(num_slots=4, num_layers=out.num_layers, slice_bytes=out.slice_bytes)
+    staging = Area(Arena(Shape(out.num_layers, out.slice_bytes), 4))
     (seals,) = out.store([5], staging, [2], after=out.mark())
     assert list(seals) == [seal(bytes(staging.bytes_SLX[2, layer].tolist())) for layer in range(3)]
     assert back.fetch(staging, 2, 1, seals)
@@ -113,7 +114,7 @@ def test_a_block_goes_to_a_slot_and_back_byte_for_byte() -> None:
 @pytest.mark.parametrize("layer", range(3))
 def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
     pages = pages_of(layers_of_one_allocation(), B)
-    staging = create(num_slots=1, num_layers=3, slice_bytes=pages.slice_bytes)
+    staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
     (seals,) = pages.store([0], staging, [0], after=None)
     staging.bytes_SLX[0, layer, -1] ^= 1
     assert not pages.fetch(staging, 0, 1, seals)
@@ -121,7 +122,7 @@ def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
 
 def test_blocks_and_slots_are_within() -> None:
     pages = pages_of(layers_of_one_allocation(), B)
-    staging = create(num_slots=1, num_layers=3, slice_bytes=pages.slice_bytes)
+    staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
     for block, slot in [(B, 0), (-1, 0), (0, 1), (0, -1)]:
         with pytest.raises(IndexError):
             pages.store([block], staging, [slot], after=None)

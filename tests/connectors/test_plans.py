@@ -10,8 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isthmus_vllm.names import Chain
-from isthmus_vllm.plans import FORGET_S, LoadOrder, Planner, Report, SaveOrder, Scheduled, Ticket, ticket_of
+from isthmus_vllm.plans import (
+    FORGET_S,
+    Chain,
+    LoadOrder,
+    Planner,
+    Report,
+    SaveOrder,
+    Scheduled,
+    Ticket,
+    ticket_of,
+)
 
 N = 4
 KEY = bytes(32)

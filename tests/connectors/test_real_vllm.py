@@ -23,8 +23,8 @@ import httpx
 import pytest
 import torch
 
-from isthmus_vllm.names import Chain
-from isthmus_vllm.wire import Done, Load, Open, Over, Save
+from isthmus.live.servers.wire import Done, Load, Open, Over, Save
+from isthmus_vllm.plans import Chain
 from tests.models import make_model
 
 from .adapter import Adapter
@@ -303,7 +303,7 @@ tell(draft="eagle")
 
 
 def test_what_cannot_be_right_is_refused_at_the_start() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "VLLM_TARGET_DEVICE": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "VLLM_TARGET_DEVICE": "cpu"}
     told = subprocess.run(
         [PYTHON, "-c", CONFIGS], env=environment, capture_output=True, text=True, check=True
     ).stdout

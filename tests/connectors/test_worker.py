@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.live.servers.wire import Done, Free, Load, Open, Over, Ready, Refused, Save, Short
 from isthmus_vllm.pages import pages_of
 from isthmus_vllm.plans import LoadOrder, Plan, Report, SaveOrder
-from isthmus_vllm.wire import Done, Free, Load, Open, Over, Ready, Refused, Save, Short
 from isthmus_vllm.worker import Worker
 
 from .adapter import Adapter

@@ -71,7 +71,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(model: Path, transfer: str, **others: Any) -> dict[str, Any]:
-    env = {"PYTHONPATH": str(SOURCE), "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    env = {"PYTHONPATH": SOURCE, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     engine = {
         "kind": "vllm", "device": "cpu", "block_size": BLOCK, "kv_memory": "256MiB", "max_length": 2048,
         "vllm": {"python": PYTHON, "transfer": transfer, "env": env},

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from isthmus.bench.handling import measure_handling
 from isthmus.bench.least_squares import least_squares
@@ -25,9 +25,10 @@ from isthmus.bench.study import Report, in_turns, medians, silent
 from isthmus.core.cost import Curve, NodeCost, compile_cost
 from isthmus.core.cost.transfer import Handling
 from isthmus.core.types import Sampling
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Chunk, OnLayer, Row
-from isthmus.live.engine.remote import shapes_of
+
+if TYPE_CHECKING:
+    from isthmus.live.engine.engine import Engine, EngineOptions
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 CACHED = (0, 512, 2048)
@@ -87,10 +88,13 @@ def profile_engine(
 
     After that no new round begins once `budget_s` seconds have passed.
     """
+    from isthmus.live.engine.engine import Engine
+    from isthmus.live.engine.remote import shapes_of
+
     engine = Engine(folder, options)
     bench = _Bench(engine)
     cases = affordable(bench.seconds, cases_of(engine.max_length, engine.num_blocks * engine.layout.block_size))
-    report(f"{len(cases)} cases, {engine.kernels.name} kernels, {torch.get_num_threads()} threads")
+    report(f"{len(cases)} cases, {engine.kernels.name} kernels, {bench.num_threads} threads")
     found = measured(bench.seconds, cases, rounds, budget_s)
     layout = engine.layout
     origin = f"isthmus profile: {folder.name}, {layout.dtype}, {engine.kernels.name} kernels"
@@ -221,7 +225,9 @@ class _Bench:
     """Runs cases on one engine. Every row has blocks of its own, filled with real KV."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        import torch
+
+        self._engine, self.num_threads = engine, torch.get_num_threads()
         self._prompt = torch.randint(
             0, engine.vocab_size, (engine.max_length,), generator=torch.Generator().manual_seed(0)
         ).tolist()
@@ -245,7 +251,7 @@ class _Bench:
         """What moving KV takes, on the cores that this process may use."""
         engine = self._engine
         size, on_host = engine.layout.block_size, engine.device.type == "cpu"
-        shares_core = on_host and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+        shares_core = on_host and self.num_threads >= len(os.sched_getaffinity(0))
 
         def compute(num_blocks: int, on_layer: OnLayer) -> None:
             chunk = Chunk(self._prompt[: num_blocks * size], 0, range(num_blocks), True)

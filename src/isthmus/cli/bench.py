@@ -10,7 +10,9 @@ import typer
 if TYPE_CHECKING:
     from isthmus.bench.study import Outcome
 
-app = typer.Typer(no_args_is_help=True, help="Measure the parts of Isthmus, or a running server.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure the parts of Isthmus, or a running server."
+)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measured turns of each side.")]

@@ -19,7 +19,17 @@ from isthmus.core.cost import compile_cost, facts_of
 from isthmus.core.errors import ConfigError, ModelError, StartError
 from isthmus.core.models import Fields, ModelSpec, read_model, read_quantisation
 from isthmus.core.types import NodeId, Role
-from isthmus.facts import Cluster, NodeFacts, cost_of, for_role, kv_memory_of, role_config, role_facts
+from isthmus.extras import require
+from isthmus.facts import (
+    Cluster,
+    NodeFacts,
+    clusters_of,
+    cost_of,
+    for_role,
+    kv_memory_of,
+    role_config,
+    role_facts,
+)
 from isthmus.live.cluster.process import OnLost
 from isthmus.live.engine import emulated
 from isthmus.live.engine.interface import Engine, split_layers
@@ -28,7 +38,7 @@ from isthmus.live.engine.spec import kv_layout as spec_layout
 from isthmus.live.engine.spec import read_spec
 from isthmus.live.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.model_files import open_files
-from isthmus.model_files.grammar import GrammarLimits
+from isthmus.model_files.grammar_limits import GrammarLimits
 
 if TYPE_CHECKING:
     from isthmus.live.servers.process import ServedEngine
@@ -50,6 +60,13 @@ class Served:
     kv_tokens: int
     node_tokens: int
     no_reuse: str = ""
+
+
+def check_installed(config: Config) -> None:
+    """Raises ConfigError where nodes that are started here could not compute."""
+    kinds = {cluster.config.engine.kind for cluster in clusters_of(config)}
+    if config.placement == "local" and "torch" in kinds:
+        require("torch", "engine.kind: torch")
 
 
 def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Served:

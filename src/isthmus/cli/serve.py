@@ -189,7 +189,14 @@ async def _serve(config: Config, why: str) -> None:
 
 def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
-    from isthmus.cli.engines import as_computed, grammar_limits, host_bytes, kv_layout, served_model
+    from isthmus.cli.engines import (
+        as_computed,
+        check_installed,
+        grammar_limits,
+        host_bytes,
+        kv_layout,
+        served_model,
+    )
     from isthmus.cli.models import model_of
     from isthmus.core.types import ModelCard
     from isthmus.facts import clusters_of, nodes_of, places_of, shares_of
@@ -200,6 +207,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
     places_of(config)  # what makes no sense is said before a model is looked for
+    check_installed(config)
     joins = config.placement == "join"
     if joins:
         check_joining(config)

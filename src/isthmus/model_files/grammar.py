@@ -1,7 +1,7 @@
 """Grammars compiled against a model's tokenizer, wherever that is done alike: what the gateway lets in, engines follow.
 
 The library is somebody else's native code, and grammars are strangers': it runs where a process may die
-(`isthmus.sandbox`). Not imported with the room, since the library takes a while to load.
+(`isthmus.sandbox`). Imported by who meets a grammar, since the library takes a while to load and need not be installed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Sequence
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from isthmus import sandbox
+from isthmus.model_files.grammar_limits import GrammarError, GrammarLimits
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -31,23 +31,6 @@ MAX_DIGITS = 30
 _MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.0-9eE]+)')
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
-
-
-class GrammarLimits(msgspec.Struct, frozen=True):
-    """Of one grammar: its text, in bytes; the CPU seconds that it may be compiled for; the memory that it may take, in
-    bytes. `kept_bytes`: of compiled grammars that nobody follows."""
-
-    max_bytes: int = 1 << 17
-    cpu_s: float = 2.0
-    memory_bytes: int = 256 << 20
-    kept_bytes: int = 32 << 20
-
-
-GRAMMAR_LIMITS = GrammarLimits()
-
-
-class GrammarError(Exception):
-    """Why a grammar cannot be followed, in one line."""
 
 
 def grammar_tokenizer(tokenizer: str, ends: Sequence[int], vocab_size: int | None = None) -> LLTokenizer:

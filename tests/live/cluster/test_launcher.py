@@ -44,9 +44,9 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError) as caught:
         launcher_of(Config(placement="ray"))
-    said = "placement: ray needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
+    said = "placement: ray needs ray, which is not installed: pip install 'isthmus[ray]'"
     assert str(caught.value) == said
-    with pytest.raises(ConfigError, match=r"^--ray needs Ray"):
+    with pytest.raises(ConfigError, match=r"^--ray needs ray"):
         with_ray("--ray")
 
 

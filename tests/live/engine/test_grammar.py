@@ -26,13 +26,8 @@ from isthmus.live.engine.interface import Chunk, Row
 from isthmus.live.engine.recipe import recipe_of
 from isthmus.live.engine.sampling import sample
 from isthmus.model_files import end_tokens, open_files
-from isthmus.model_files.grammar import (
-    GRAMMAR_LIMITS,
-    GrammarError,
-    GrammarLimits,
-    compile_grammar,
-    grammar_tokenizer,
-)
+from isthmus.model_files.grammar import compile_grammar, grammar_tokenizer
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarError, GrammarLimits
 from tests.models import EOS, make_model
 from tests.schemas import grammar, object_schema, validate
 

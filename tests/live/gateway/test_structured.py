@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.bodies import parse_body
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
 from isthmus.live.gateway.structured import check_grammar, grammar_of
-from isthmus.model_files.grammar import GRAMMAR_LIMITS
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS
 
 from .fake import FakeBackend
 from .inprocess import Poster
@@ -179,3 +180,25 @@ def test_jobs_carry_it(post: Poster, backend: FakeBackend) -> None:
             )
         )[0]
     }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"regex": "a+"},
+        {"guided_choice": ["a", "b"]},
+        {"ebnf": 'root ::= "a"'},
+        {"guided_grammar": 'start: "a"'},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_without_the_library_a_field_is_refused_by_name(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    (param,) = fields
+    with pytest.raises(RequestError, match=rf"'{param}'.*llguidance, which is not installed") as refused:
+        grammar_of(parse(**fields))
+    assert refused.value.param == param
+    assert grammar_of(parse()) == ("", "")

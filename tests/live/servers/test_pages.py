@@ -61,13 +61,11 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
         pages.begin(RequestId("r"), NAMES)
         staging = Arena(SHAPE, 2)
         staging.memory[:] = bytes([at % 251 for at in range(len(staging.memory))])
-        handle = staging.handle
-        assert handle is not None
-        memory = wire.Memory(handle.path, handle.nonce, handle.num_slots, SHAPE.num_layers, SHAPE.slice_bytes)
+        assert staging.handle is not None
         seals = tuple([tuple([seal(staging.slice(slot, layer)) for layer in (0, 1)]) for slot in (0, 1)])
         _, writer = await asyncio.open_unix_connection(tmp_path / "pages")
-        writer.write(wire.frame(wire.Open(wire.PROTOCOL, "f", "m", 4, memory)))  # type: ignore[arg-type]
-        writer.write(wire.frame(wire.Save("r", 0, None, NAMES, (0, 1), seals)))  # type: ignore[arg-type]
+        writer.write(wire.frame(wire.Open(wire.PROTOCOL, "f", "m", 4, staging.handle)))
+        writer.write(wire.frame(wire.Save("r", 0, None, NAMES, (0, 1), seals)))
         await until(lambda: cache.adopts)
         writer.close()
         await until(lambda: any(task.cancelling() for task in asyncio.all_tasks()))  # the save is broken off

@@ -61,6 +61,8 @@ def test_a_peer_sees_later_changes_and_cannot_write() -> None:
     fd = os.open(handle_of(arena).path, os.O_RDWR)
     with pytest.raises(PermissionError):  # nor by mapping the file itself
         mmap.mmap(fd, 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 10)
     os.close(fd)
     peer.close()
     arena.close()
@@ -75,6 +77,7 @@ def test_a_handle_of_something_else_is_refused(tmp_path: object) -> None:
         msgspec.structs.replace(handle, nonce=bytes(16)),
         msgspec.structs.replace(handle, num_slots=3),
         msgspec.structs.replace(handle, shape=Shape(3, 101)),
+        msgspec.structs.replace(handle, num_slots=-2, shape=Shape(-3, 100)),
     ):
         assert PeerArena.attach(other) is None
     arena.close()

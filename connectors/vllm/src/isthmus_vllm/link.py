@@ -12,8 +12,9 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
-from isthmus_vllm import memory
-from isthmus_vllm.wire import Arena, Frames, Open, Refused, ToAdapter, ToWorker, framed
+from isthmus.live.servers.wire import Arena, Frames, FromWorker, Open, Refused, ToWorker, frame
+from isthmus.live.store.arena import PeerArena
+from isthmus_vllm.memory import Area
 
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 5.0
@@ -26,7 +27,7 @@ log = logging.getLogger("vllm.isthmus")  # vLLM shows what is under its own name
 class Listener(Protocol):
     """Called by the link's thread, in this order: opened, received…, lost. Must not block for long."""
 
-    def opened(self, session: int, arena: memory.Area) -> None: ...
+    def opened(self, session: int, arena: Area) -> None: ...
 
     def received(self, session: int, message: ToWorker) -> None:
         """Raises ValueError for a message that makes no sense; the connection is closed then."""
@@ -48,13 +49,13 @@ class Link(threading.Thread):
         self._stopped = threading.Event()
         self._refusal = ""
 
-    def send(self, session: int, message: ToAdapter) -> bool:
+    def send(self, session: int, message: FromWorker) -> bool:
         """False if that session is over; the message may or may not have arrived then."""
         with self._lock:
             if self._socket is None or session != self._session:
                 return False
             try:
-                self._socket.sendall(framed(message))
+                self._socket.sendall(frame(message))
             except OSError as error:  # a time-out too: the adapter does not read
                 log.warning("isthmus: sending to the adapter failed: %r", error)
                 with suppress(OSError):
@@ -85,7 +86,7 @@ class Link(threading.Thread):
             stream.connect(self._path)
             seconds, part = int(SEND_TIMEOUT_S), int(SEND_TIMEOUT_S % 1 * 1e6)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, part))
-            stream.sendall(framed(self._hello))
+            stream.sendall(frame(self._hello))
             frames = Frames(ToWorker)
             while data := stream.recv(_READ_BYTES):
                 for message in frames.feed(data):
@@ -121,12 +122,14 @@ class Link(threading.Thread):
         if not isinstance(answer, Arena):
             raise ValueError(f"{type(answer).__name__} instead of an answer to Open")
         ours, theirs = self._hello.memory, answer.memory
-        if (ours.num_layers, ours.slice_bytes) != (theirs.num_layers, theirs.slice_bytes):
+        if ours.shape != theirs.shape:
             raise ValueError(f"an arena of other blocks: {theirs}")
-        arena = memory.attach(theirs)
+        arena = PeerArena.attach(theirs)
+        if arena is None:
+            raise ValueError(f"an arena that cannot be mapped: {theirs}")
         with self._lock:
             self._session += 1
             self._socket = stream
         log.info("isthmus: connected to the adapter, %d slots", theirs.num_slots)
-        self._listener.opened(self._session, arena)
+        self._listener.opened(self._session, Area(arena))
         return True

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from isthmus.live.servers.wire import Done, FromWorker, Load, Ready, Short
 from isthmus_vllm.memory import Area
 from isthmus_vllm.pages import Pages
 from isthmus_vllm.plans import LoadOrder
-from isthmus_vllm.wire import Done, Load, Ready, Short, ToAdapter
 
 log = logging.getLogger("vllm.isthmus")
 
@@ -47,7 +47,7 @@ class _Running:
 class Loader(threading.Thread):
     """`timeout_s`: a load for which no block comes for so long has failed."""
 
-    def __init__(self, pages: Pages, send: Callable[[int, ToAdapter], bool], timeout_s: float) -> None:
+    def __init__(self, pages: Pages, send: Callable[[int, FromWorker], bool], timeout_s: float) -> None:
         super().__init__(name="isthmus-loads", daemon=True)
         self._pages = pages
         self._send = send
@@ -143,7 +143,7 @@ class Loader(threading.Thread):
 
     def _is_sound(self, ready: Ready) -> bool:
         assert self._now is not None
-        num_slots = self._now.arena.memory.num_slots
+        num_slots = self._now.arena.arena.num_slots
         return all(len(seals) == self._pages.num_layers for seals in ready.seals) and all(
             0 <= slot < num_slots for slot in ready.slots
         )

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
+from isthmus.core.blocks import seal
+from isthmus.live.store.arena import Shape
 from isthmus_vllm.memory import Area
 
 Seals = tuple[bytes, ...]
@@ -89,7 +90,7 @@ class _At:
         self._type = ctypes.c_char * size
 
     def seal(self, address: int) -> bytes:
-        return xxhash.xxh3_128_digest(self._type.from_address(address))
+        return seal(memoryview(self._type.from_address(address)))
 
 
 class CpuPages:
@@ -139,7 +140,7 @@ class CpuPages:
         # Addresses know no bounds.
         if not 0 <= block < self._num_blocks:
             raise IndexError(f"block {block}")
-        assert (area.memory.num_layers, area.memory.slice_bytes) == (self.num_layers, self.slice_bytes)
+        assert area.arena.shape == Shape(self.num_layers, self.slice_bytes)
 
 
 class CudaPages:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from isthmus_vllm.names import KEY_BYTES, Chain
+from isthmus.core.blocks.names import KEY_BYTES, names_by
 
 FIELD = "isthmus"
 FORGET_S = 1.0
@@ -42,6 +42,26 @@ def ticket_of(params: object) -> tuple[Ticket, bytes] | None:
     if len(key) != KEY_BYTES:
         raise ValueError(f"namer: {KEY_BYTES} bytes are expected, not {len(key)}")
     return ticket, key
+
+
+class Chain:
+    """Names of the full blocks of one sequence of tokens, made as far as they are asked for."""
+
+    def __init__(self, key: bytes, block_size: int) -> None:
+        self._key, self._block_size = key, block_size
+        self._names: list[bytes] = []
+
+    def names(self, tokens: Sequence[int], first: int, end: int) -> tuple[bytes, ...]:
+        """Names of blocks `first` to `end`, not including `end`. `tokens` may have grown since, never changed."""
+        size, known = self._block_size, len(self._names)
+        assert end * size <= len(tokens), "a block has no name before all its tokens are known"
+        new = tokens[known * size : end * size]
+        self._names += names_by(self._key, size, new, parent=self.parent(known))
+        return tuple(self._names[first:end])
+
+    def parent(self, first: int) -> bytes | None:
+        """Name of the block before `first`, which must have been made; None for the first block."""
+        return self._names[first - 1] if first else None
 
 
 @dataclass(frozen=True)

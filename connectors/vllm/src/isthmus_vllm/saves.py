@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from isthmus.live.servers.wire import FromWorker, Over, Save
 from isthmus_vllm.memory import Area
 from isthmus_vllm.pages import Pages
 from isthmus_vllm.plans import Report, SaveOrder
-from isthmus_vllm.wire import Over, Save, ToAdapter
 
 log = logging.getLogger("vllm.isthmus")
 
@@ -69,7 +69,7 @@ class Batch:
 
 class Saver(threading.Thread):
     def __init__(
-        self, pages: Pages, staging: Area, slots: Slots, send: Callable[[int, ToAdapter], bool]
+        self, pages: Pages, staging: Area, slots: Slots, send: Callable[[int, FromWorker], bool]
     ) -> None:
         super().__init__(name="isthmus-saves", daemon=True)
         self._pages = pages

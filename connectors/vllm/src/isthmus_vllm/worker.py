@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from isthmus_vllm import memory
+from isthmus.live.servers.wire import PROTOCOL, Free, Open, Ready, Short, ToWorker
+from isthmus.live.store.arena import Arena, Shape
 from isthmus_vllm.link import Link
 from isthmus_vllm.loads import Abort, Loader, Lost, Opened
+from isthmus_vllm.memory import Area
 from isthmus_vllm.pages import Pages
 from isthmus_vllm.plans import Plan, Report
 from isthmus_vllm.saves import Batch, Saver, Slots
-from isthmus_vllm.wire import PROTOCOL, Free, Open, Ready, Short, ToWorker
 
 
 class Worker:
@@ -25,12 +26,16 @@ class Worker:
         staging_bytes: int,
         timeout_s: float,
     ) -> None:
-        num_slots = max(1, staging_bytes // (pages.num_layers * pages.slice_bytes))
-        staging = memory.create(num_slots=num_slots, num_layers=pages.num_layers, slice_bytes=pages.slice_bytes)
+        shape = Shape(pages.num_layers, pages.slice_bytes)
+        num_slots = max(1, staging_bytes // shape.block_bytes)
+        arena = Arena(shape, num_slots)
+        if arena.handle is None:
+            raise OSError("this system has no memory that two processes may share")
+        staging = Area(arena)
         pages.adopt_staging(staging)
         self._pages = pages
         self._slots = Slots(num_slots)
-        self._link = Link(path, Open(PROTOCOL, form, model, block_size, staging.memory), self)
+        self._link = Link(path, Open(PROTOCOL, form, model, block_size, arena.handle), self)
         self._loader = Loader(pages, self._link.send, timeout_s)
         self._saver = Saver(pages, staging, self._slots, self._link.send)
         self._is_connected = False
@@ -69,7 +74,7 @@ class Worker:
 
     # What the link tells, on its thread.
 
-    def opened(self, session: int, arena: memory.Area) -> None:
+    def opened(self, session: int, arena: Area) -> None:
         self._loader.put(Opened(session, arena))
         self._slots.open(session)
         self._is_connected = True

@@ -10,7 +10,7 @@ import blake3
 from isthmus.core.blocks.layout import KVLayout
 from isthmus.core.types import BlockName
 
-NAME_BYTES = 16
+NAME_BYTES, KEY_BYTES = 16, 32
 _STATE_KEY = blake3.blake3(b"", derive_key_context="isthmus 2026 recurrent state name").digest()
 
 
@@ -23,8 +23,8 @@ class BlockNamer:
 
     `name[i] = blake3(key, name[i-1] + tokens of block i)[:16]`, where the key is derived from revision,
     layout and salt. Two sequences share a name exactly when they share every token up to that block's end,
-    the model, the layout and the salt (up to 128-bit collisions). Who has the `key` can name blocks, and cannot tell
-    the salt.
+    the model, the layout and the salt (up to 128-bit collisions). Who has the `key` can name blocks (`names_by`), and
+    cannot tell the salt.
     """
 
     def __init__(self, *, revision: str, layout: KVLayout, salt: str = "") -> None:
@@ -37,14 +37,20 @@ class BlockNamer:
 
         A tail shorter than a block has no name.
         """
-        previous: bytes = parent if parent is not None else bytes(NAME_BYTES)
-        size = self.block_size
-        names: list[BlockName] = []
-        for at in range(start, len(tokens) - size + 1, size):
-            body = previous + array("I", tokens[at : at + size]).tobytes()
-            previous = blake3.blake3(body, key=self.key).digest(length=NAME_BYTES)
-            names.append(previous)
-        return names
+        return names_by(self.key, self.block_size, tokens, parent=parent, start=start)
+
+
+def names_by(
+    key: bytes, block_size: int, tokens: Sequence[int], *, parent: bytes | None = None, start: int = 0
+) -> list[BlockName]:
+    """As a `BlockNamer` with this key names them; `key` has KEY_BYTES."""
+    previous: bytes = parent if parent is not None else bytes(NAME_BYTES)
+    names: list[BlockName] = []
+    for at in range(start, len(tokens) - block_size + 1, block_size):
+        body = previous + array("I", tokens[at : at + block_size]).tobytes()
+        previous = blake3.blake3(body, key=key).digest(length=NAME_BYTES)
+        names.append(previous)
+    return names
 
 
 def state_name(name: BlockName, part: int, count: int) -> BlockName:

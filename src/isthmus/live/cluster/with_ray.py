@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.core.errors import ConfigError
+from isthmus.extras import missing
 
 
 def with_ray(asked: str) -> Any:
-    """The module that imports Ray, which takes a second and need not be installed. Raises ConfigError without it."""
+    """The module that imports Ray. Raises ConfigError where Ray is not installed."""
     try:
         from isthmus.live.cluster import ray_launcher
     except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            f"{asked} needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
-        ) from None
+        raise missing(error, asked) from None
     return ray_launcher

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from isthmus.core.types import Sampling
 from isthmus.live.engine.grammar import Grammars
 from isthmus.live.engine.interface import Row
-from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 
 @dataclass(frozen=True)

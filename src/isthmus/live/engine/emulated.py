@@ -49,7 +49,7 @@ from isthmus.live.engine.recipe import (
     recipe_of,
     vocab_of,
 )
-from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 __all__ = [
     "LAYERS",

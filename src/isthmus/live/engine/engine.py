@@ -43,7 +43,7 @@ from isthmus.live.engine.spec import kv_layout, read_spec
 from isthmus.live.engine.states import LiveStates
 from isthmus.live.engine.turns import Turns
 from isthmus.live.engine.weights import Weights, load_weights
-from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 
 @dataclass(frozen=True)

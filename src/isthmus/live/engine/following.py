@@ -13,8 +13,10 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from isthmus.core.errors import ModelError
+from isthmus.live.engine.grammar import Setup, Step, Stepped
 from isthmus.model_files import end_tokens, open_files
-from isthmus.model_files.grammar import GrammarError, GrammarLimits, check, compile_grammar, grammar_tokenizer
+from isthmus.model_files.grammar import check, compile_grammar, grammar_tokenizer
+from isthmus.model_files.grammar_limits import GrammarError
 from isthmus.sandbox import Answer, cpu_limit, grown_bytes, serve
 
 NUM_THREADS = len(os.sched_getaffinity(0)) // 2
@@ -26,32 +28,6 @@ SLOW_S, SLOW_TOKEN_S = 0.1, 0.005
 one, and 1 ms at worst; what may be read in ever more ways takes ever longer."""
 IDLE_S = 20.0
 """Without a grammar, the fork server leaves."""
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """`model`: where tokenizer and end tokens are, None: nowhere; `vocab_size`: of the logits."""
-
-    model: str | None
-    vocab_size: int
-    limits: GrammarLimits
-
-
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """`grammar`: of this worker, once; "" from then on. `gone`: rows that are over. `rows`: by number, each with its
-    tokens since it was told of last. The answer is a `Stepped`, and behind it a mask of each row."""
-
-    grammar: str
-    gone: tuple[int, ...] = ()
-    rows: tuple[tuple[int, tuple[int, ...]], ...] = ()
-
-
-class Stepped(msgspec.Struct, frozen=True, array_like=True):
-    """Why the grammar cannot be followed at all, and why each row cannot go on; empty while it can. `num_bytes`: of
-    memory that all of it takes."""
-
-    num_bytes: int
-    objection: str
-    objections: tuple[str, ...] = ()
 
 
 class _Row:

@@ -26,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.core.errors import StartError
-from isthmus.live.engine.following import Setup, Step, Stepped
 from isthmus.live.engine.interface import Row
 from isthmus.model_files import end_tokens, open_files
-from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.sandbox import ForkServer, Limits, Sandbox, SandboxError, ask_all
 
 MAX_IDLE = 8
@@ -38,6 +37,33 @@ IDLE_S = 5.0
 """For so long."""
 NUM_COMPILERS = max(1, len(os.sched_getaffinity(0)) // 2)
 """Grammars that are compiled at once: not on all cores."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """`model`: where tokenizer and end tokens are, None: nowhere; `vocab_size`: of the logits."""
+
+    model: str | None
+    vocab_size: int
+    limits: GrammarLimits
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """`grammar`: of this worker, once; "" from then on. `gone`: rows that are over. `rows`: by number, each with its
+    tokens since it was told of last. The answer is a `Stepped`, and behind it a mask of each row."""
+
+    grammar: str
+    gone: tuple[int, ...] = ()
+    rows: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True):
+    """Why the grammar cannot be followed at all, and why each row cannot go on; empty while it can. `num_bytes`: of
+    memory that all of it takes."""
+
+    num_bytes: int
+    objection: str
+    objections: tuple[str, ...] = ()
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _stepped = msgspec.msgpack.Decoder(Stepped).decode

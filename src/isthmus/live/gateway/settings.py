@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from isthmus.core.types import Reuse, Shares
-from isthmus.model_files.grammar import GRAMMAR_LIMITS, GrammarLimits
+from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 
 @dataclass(frozen=True)

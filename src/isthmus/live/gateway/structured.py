@@ -11,19 +11,20 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
 from isthmus import sandbox
 from isthmus.core.errors import RequestError
+from isthmus.extras import missing
 from isthmus.live.gateway import fields as f
 from isthmus.live.gateway.fields import Checked, Refused, Strict, only, refuse
 from isthmus.live.gateway.schemas.grammar import FREE, Spacing, lark_as_read, schema_lark
 from isthmus.live.gateway.schemas.reading import SchemaError
-from isthmus.model_files.grammar import GrammarError, GrammarLimits, compile_grammar
+from isthmus.model_files.grammar_limits import GrammarError, GrammarLimits
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
     from isthmus.live.gateway.requests import GenerationRequest
 
 MAX_CHOICES = 1024
@@ -111,11 +112,22 @@ def is_constrained(request: GenerationRequest) -> bool:
 @lru_cache(MAX_CHECKED)
 def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
     """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
+    from isthmus.model_files.grammar import compile_grammar
+
     sandbox.note(param)
     try:
         compile_grammar(grammar, tokenizer, limits)
     except GrammarError as error:
         raise unfollowed(param, error) from None
+
+
+def matcher_type(param: str) -> type[LLMatcher]:
+    """Of the grammars' library, which need not be installed where no answer is computed. Raises RequestError."""
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise RequestError(str(missing(error, f"to follow {param!r} the server")), param=param) from None
+    return LLMatcher
 
 
 def unfollowed(param: str, error: Exception) -> RequestError:
@@ -170,17 +182,17 @@ def _from_words(request: GenerationRequest) -> Given:
 def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
     sandbox.note(param)
     try:
-        return LLMatcher.grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing())), param
+        return matcher_type(param).grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing())), param
     except SchemaError as error:
         raise unfollowed(param, error) from None
 
 
 def _regex(regex: str | None, param: str) -> Given:
-    return [] if regex is None else [(LLMatcher.grammar_from_regex(regex), param)]
+    return [] if regex is None else [(matcher_type(param).grammar_from_regex(regex), param)]
 
 
 def _choice(choices: tuple[str, ...] | None, param: str) -> Given:
-    return [] if choices is None else [(LLMatcher.grammar_from_lark(_any_of(choices)), param)]
+    return [] if choices is None else [(matcher_type(param).grammar_from_lark(_any_of(choices)), param)]
 
 
 def _grammar(grammar: str | None, param: str) -> Given:
@@ -200,11 +212,14 @@ def _lark(grammar: str, param: str) -> str:
         raise RequestError(f"{param!r} must be Lark or GBNF, not JSON", param=param)
     if "::=" not in grammar:
         try:
-            return LLMatcher.grammar_from_lark(lark_as_read(grammar))
+            return matcher_type(param).grammar_from_lark(lark_as_read(grammar))
         except SchemaError as error:
             raise unfollowed(param, error) from None
+    matcher = matcher_type(param)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar))
+        return matcher.grammar_from_lark(gbnf_to_lark(grammar))
     except Exception as error:  # the library raises bare exceptions of several types
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None

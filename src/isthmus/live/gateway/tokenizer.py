@@ -9,17 +9,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from isthmus.core.errors import ModelError, RequestError
+from isthmus.extras import missing
 from isthmus.live.gateway.detokenizer import MAX_PENDING, Detokenizer
 from isthmus.live.gateway.generation import GenerationDefaults, load_generation
 from isthmus.live.gateway.template import ChatTemplate, load_template
 from isthmus.model_files import added_tokens, open_files
-from isthmus.model_files.grammar import GrammarError, grammar_tokenizer
+from isthmus.model_files.grammar_limits import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -160,7 +163,11 @@ class GatewayTokenizer:
         """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
         when it cannot."""
         try:
+            from isthmus.model_files.grammar import grammar_tokenizer
+
             return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
+        except ModuleNotFoundError as error:
+            raise RequestError(str(missing(error, "to follow a grammar the server"))) from None
         except GrammarError as error:
             raise RequestError(f"no grammar can be followed: {error}") from None
 

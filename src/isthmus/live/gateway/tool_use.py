@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llguidance import LLMatcher
-
 from isthmus import sandbox
 from isthmus.core.errors import ConfigError, RequestError
 from isthmus.live.gateway.requests import ChatRequest, TemplateFields
 from isthmus.live.gateway.schemas.reading import SchemaError
-from isthmus.live.gateway.structured import check_grammar, is_constrained, unfollowed
+from isthmus.live.gateway.structured import check_grammar, is_constrained, matcher_type, unfollowed
 from isthmus.live.gateway.template import ChatTemplate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.tool_fields import AllowedFunctions, NamedFunction, functions
@@ -21,7 +19,7 @@ from isthmus.live.gateway.tools.events import Content, Event
 from isthmus.live.gateway.tools.formats import FORMATS, Format, recognised
 from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked
 from isthmus.live.gateway.tools.schemas import Schemas
-from isthmus.model_files.grammar import GrammarLimits
+from isthmus.model_files.grammar_limits import GrammarLimits
 
 AUTO = "auto"
 
@@ -99,7 +97,7 @@ def call_grammar(
     ]
 
     def written(schemas: Schemas, asked: Asked = alone) -> str:
-        return LLMatcher.grammar_from_lark(use.format.grammar(schemas, asked))
+        return matcher_type("tools").grammar_from_lark(use.format.grammar(schemas, asked))
 
     schemas, ones = {}, {}
     for param, function, must in chosen:

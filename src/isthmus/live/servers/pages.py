@@ -24,7 +24,7 @@ from isthmus.live.kv.cache import NodeCache, not_left
 from isthmus.live.kv.loans import Lease
 from isthmus.live.peers.sessions import Tell
 from isthmus.live.servers import wire
-from isthmus.live.store import ArenaHandle, PeerArena, Shape, copy_bytes
+from isthmus.live.store import PeerArena, Shape, copy_bytes
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ def staged_of(opened: wire.Open, layout: KVLayout) -> tuple[PeerArena | None, st
     memory = opened.memory
     if opened.protocol != wire.PROTOCOL:
         return None, f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
-    fits = (memory.num_layers, memory.slice_bytes) == (layout.num_layers, layout.slice_bytes)
+    shape = memory.shape
+    fits = shape == Shape(layout.num_layers, layout.slice_bytes)
     if opened.form != layout.form or opened.block_size != layout.block_size or not fits:
         return None, (
-            f"its KV is {opened.form}, {memory.num_layers} layers of {memory.slice_bytes} bytes a block; this node "
+            f"its KV is {opened.form}, {shape.num_layers} layers of {shape.slice_bytes} bytes a block; this node "
             f"keeps {layout.form}, {layout.num_layers} of {layout.slice_bytes}"
         )
-    shape = Shape(memory.num_layers, memory.slice_bytes)
-    staged = PeerArena.attach(ArenaHandle(memory.path, memory.nonce, memory.num_slots, shape))
+    staged = PeerArena.attach(memory)
     reason = (
         "its memory cannot be read from here: are they of one user, and do they see each other's processes?"
     )
@@ -180,8 +180,7 @@ class Pages:
             self._workers.add(worker)
             handle = self._cache.store.arena.handle
             assert handle is not None
-            where, shape = (handle.path, handle.nonce, handle.num_slots), handle.shape
-            worker.send(wire.Arena(wire.Memory(*where, shape.num_layers, shape.slice_bytes)))
+            worker.send(wire.Arena(handle))
             saving = asyncio.create_task(self._saves(worker))
             try:
                 while True:
@@ -327,7 +326,7 @@ class Pages:
 
     def _take_in(self, staged: PeerArena, there: int, slot: int, seals: Sequence[bytes]) -> bool:
         arena, layers = self._cache.store.arena, range(self._layout.num_layers)
-        if len(seals) != len(layers) or not 0 <= there < len(staged.memory) // arena.shape.block_bytes:
+        if len(seals) != len(layers) or not 0 <= there < staged.num_slots:
             return False
         for layer in layers:
             copy_bytes(arena.slice(slot, layer), staged.slice(there, layer))

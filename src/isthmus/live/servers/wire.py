@@ -1,42 +1,34 @@
 """What the connector in a vLLM worker and the adapter beside it say to each other, over a Unix socket.
 
-Each frame is its length, 4 bytes little-endian, and one message in msgpack. The connector is a distribution of its own
-(`connectors/vllm`) and has these messages once more; a test compares the bytes. Blocks themselves lie in shared memory:
-what is saved in the worker's, what is loaded in the adapter's.
+Each frame is its length, 4 bytes little-endian, and one message in msgpack. The worker connects and speaks first.
+Blocks themselves lie in shared memory: what is saved in the worker's, what is loaded in the adapter's. The connector
+(`connectors/vllm`) imports this module in vLLM's process: it loads no torch and no web framework.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 
 from isthmus.core.errors import ProtocolError
+from isthmus.live.store.arena import ArenaHandle
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 26
-
-
-class Memory(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Shared memory, laid out as `isthmus.live.store.Arena` is: slots of a block each, its layers one after the
-    other."""
-
-    path: str
-    nonce: bytes
-    num_slots: int
-    num_layers: int
-    slice_bytes: int
+_LENGTH_BYTES = 4
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """First message of a worker. `form`: what, beside the weights, decides what the bytes of a block mean; `model`: the
-    folder that these are from; `memory`: what it saves from."""
+    folder that these are from; `memory`: the staging area that it saves from."""
 
     protocol: int
     form: str
     model: str
     block_size: int
-    memory: Memory
+    memory: ArenaHandle
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -48,15 +40,16 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All of a load is copied, or given up. `damaged`: which of its blocks had other bytes than its seals say."""
+    """All of a load is copied, or given up: the worker reads nothing of it any more. Once a `Load`, unless the
+    connection is lost before. `damaged`: which of its blocks had other bytes than its seals say."""
 
     load: int
     damaged: int | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Blocks number `first` and following of an attempt lie in these slots of the worker's memory; `seals[i][layer]`.
-    `parent`: the block before them."""
+    """Blocks number `first` and following of an attempt lie in these slots of the worker's memory, until `Free`;
+    `seals[i][layer]`. `parent`: the block before them."""
 
     key: str
     first: int
@@ -78,11 +71,11 @@ FromWorker = Open | Load | Done | Save | Over
 class Arena(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to `Open`: the adapter's store, to be read."""
 
-    memory: Memory
+    memory: ArenaHandle
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Open`: they do not fit, and why."""
+    """The answer to `Open`: they do not fit, and why. The worker does nothing from then on."""
 
     reason: str
 
@@ -113,14 +106,36 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 
 
-def frame(message: ToWorker) -> bytes:
+def frame(message: FromWorker | ToWorker) -> bytes:
     data = _encode(message)
-    return len(data).to_bytes(4, "little") + data
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+class Frames:
+    """The messages of one direction in a stream of bytes, for a thread."""
+
+    def __init__(self, direction: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder = msgspec.msgpack.Decoder(direction)
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[FromWorker | ToWorker]:
+        """The messages that `data` completes. Raises ValueError for what no honest peer sends."""
+        self._pending += data
+        while len(self._pending) >= _LENGTH_BYTES:
+            size = int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes")
+            end = _LENGTH_BYTES + size
+            if len(self._pending) < end:
+                return
+            body = bytes(self._pending[_LENGTH_BYTES:end])
+            del self._pending[:end]
+            yield self._decoder.decode(body)  # msgspec's errors are ValueErrors
 
 
 async def read_message(reader: asyncio.StreamReader) -> FromWorker:
-    """Raises EOFError at the end, ProtocolError for what is none."""
-    size = int.from_bytes(await reader.readexactly(4), "little")
+    """A worker's next message. Raises EOFError at the end, ProtocolError for what is none."""
+    size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size} bytes from vLLM's connector")
     try:

@@ -90,18 +90,20 @@ class Arena:
 
 
 class PeerArena:
-    """Another node's arena, mapped for reading. What it holds may be overwritten at any time unless pinned there."""
+    """Another process's arena, mapped for reading. What it holds may be overwritten at any time unless pinned there."""
 
     def __init__(self, mapped: mmap.mmap, handle: ArenaHandle) -> None:
         self._map = mapped
         self.shape = handle.shape
+        self.num_slots = handle.num_slots
         self.memory = memoryview(mapped)[PAGE_BYTES:]
 
     @classmethod
     def attach(cls, handle: ArenaHandle) -> PeerArena | None:
         """Maps the arena of `handle`; None when it is on another host, of another user, or gone."""
-        size = PAGE_BYTES + handle.num_slots * handle.shape.block_bytes
-        if not _PATH.fullmatch(handle.path):
+        shape = handle.shape
+        size = PAGE_BYTES + handle.num_slots * shape.block_bytes
+        if not _PATH.fullmatch(handle.path) or min(handle.num_slots, shape.num_layers, shape.slice_bytes) < 1:
             return None
         try:
             fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

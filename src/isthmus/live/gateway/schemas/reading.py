@@ -23,10 +23,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 Node = Any
 """A schema: an object or a truth value."""
@@ -78,7 +80,6 @@ _SHORT_ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
 MAX_PASSES = 100
 """Over a schema, until it is known what of it can end."""
-_BYTES = LLTokenizer("byte")
 
 
 class SchemaError(Exception):
@@ -476,6 +477,13 @@ def _settle(node: Any, elsewhere: set[str]) -> None:
         node["additionalProperties"] = False
 
 
+@cache
+def _bytes() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
 def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: bool) -> bool:
     """Whether an object can have one more property than `names`, as the library sees it."""
     schema = {
@@ -485,11 +493,14 @@ def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: boo
         "additionalProperties": additional,
         "minProperties": 1,
     }
+    from llguidance import LLMatcher
+
+    tokenizer = _bytes()
     grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-    matcher = LLMatcher(_BYTES, grammar, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         return True  # it says so itself, when the whole is compiled
-    matcher.consume_tokens(_BYTES.tokenize_str("{"))
+    matcher.consume_tokens(tokenizer.tokenize_str("{"))
     matcher.compute_bitmask()
     return not matcher.is_error()
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_vllm.wire import (
+from isthmus.core.errors import ProtocolError
+from isthmus.live.servers.wire import (
     MAX_FRAME_BYTES,
     Arena,
     Done,
     Frames,
     Free,
+    FromWorker,
     Load,
-    Memory,
     Open,
     Over,
     Ready,
     Refused,
     Save,
     Short,
-    ToAdapter,
     ToWorker,
-    framed,
+    frame,
+    read_message,
 )
+from isthmus.live.store import ArenaHandle, Shape
 
-MEMORY = Memory("/proc/7/fd/3", b"n" * 2, 5, 2, 96)
-IN_HEX = "96" + "a64d656d6f7279" + "ac2f70726f632f372f66642f33" + "c4026e6e" + "05" + "02" + "60"
+MEMORY = ArenaHandle("/proc/7/fd/3", b"n" * 2, 5, Shape(2, 96))
+SHAPE_IN_HEX = "82" + "aa6e756d5f6c6179657273" + "02" + "ab736c6963655f6279746573" + "60"
+IN_HEX = (
+    "84" + "a470617468" + "ac2f70726f632f372f66642f33" + "a56e6f6e6365" + "c4026e6e"
+    + "a96e756d5f736c6f7473" + "05" + "a57368617065" + SHAPE_IN_HEX
+)  # fmt: skip
 GOLDEN = {
     Open(2, "f", "m", 32, MEMORY): "96" + "a44f70656e" + "02" + "a166" + "a16d" + "20" + IN_HEX,
     Load(9, "k", (b"a", b"b")): "94" + "a44c6f6164" + "09" + "a16b" + "92" + "c40161" + "c40162",
@@ -44,22 +52,22 @@ GOLDEN = {
     Free((3, 4)): "92" + "a446726565" + "920304",
 }
 DIRECTION = {
-    message: ToWorker if type(message) in (Arena, Refused, Ready, Short, Free) else ToAdapter
+    message: ToWorker if type(message) in (Arena, Refused, Ready, Short, Free) else FromWorker
     for message in GOLDEN
 }
 
 
 @pytest.mark.parametrize("message", GOLDEN, ids=lambda message: type(message).__name__)
-def test_bytes_on_the_wire_are_these(message: ToAdapter | ToWorker) -> None:
+def test_bytes_on_the_wire_are_these(message: FromWorker | ToWorker) -> None:
     body = bytes.fromhex(GOLDEN[message])
-    assert framed(message) == len(body).to_bytes(4, "little") + body
-    assert list(Frames(DIRECTION[message]).feed(framed(message))) == [message]
+    assert frame(message) == len(body).to_bytes(4, "little") + body
+    assert list(Frames(DIRECTION[message]).feed(frame(message))) == [message]
 
 
 @given(st.lists(st.integers(1, 40)))
 def test_messages_come_out_whole_however_the_bytes_come_in(cuts: list[int]) -> None:
-    sent = [message for message in GOLDEN if DIRECTION[message] is ToAdapter]
-    data, frames, received = b"".join(map(framed, sent)), Frames(ToAdapter), []
+    sent = [message for message in GOLDEN if DIRECTION[message] is FromWorker]
+    data, frames, received = b"".join(map(frame, sent)), Frames(FromWorker), []
     for cut in [*cuts, len(data)]:
         received += frames.feed(data[:cut])
         data = data[cut:]
@@ -68,9 +76,24 @@ def test_messages_come_out_whole_however_the_bytes_come_in(cuts: list[int]) -> N
 
 def test_the_wrong_direction_is_an_error() -> None:
     with pytest.raises(ValueError):
-        list(Frames(ToWorker).feed(framed(Done(1))))
+        list(Frames(ToWorker).feed(frame(Done(1))))
 
 
 def test_a_frame_has_a_limit() -> None:
     with pytest.raises(ValueError, match="a frame of"):
         list(Frames(ToWorker).feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little")))
+
+
+def test_the_adapter_reads_what_a_worker_says_and_nothing_else() -> None:
+    async def read(data: bytes) -> FromWorker:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await read_message(reader)
+
+    assert asyncio.run(read(frame(Over("k")))) == Over("k")
+    for wrong in (frame(Short(1)), (MAX_FRAME_BYTES + 1).to_bytes(4, "little")):
+        with pytest.raises(ProtocolError):
+            asyncio.run(read(wrong))
+    with pytest.raises(EOFError):
+        asyncio.run(read(frame(Over("k"))[:-1]))

@@ -32,7 +32,7 @@ from typer import Option
 from benchmarks.options import SIZE, SIZES, WORDS, ModelFolder, Seed, VllmPython
 from benchmarks.served import Running, Side, reserved_port, running, served, started
 from isthmus.bench import BenchError, serve
-from isthmus.bench.study import Outcome, Report, plain, silent, table
+from isthmus.bench.study import Outcome, Report, plain, said, silent, table
 from isthmus.config import Config
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, Role
@@ -128,7 +128,9 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
             log = plan.folder / f"{side.replace('/', '-')}-{kv_memory >> 20}"
             turn = _by_proxy if side == PROXY else _by_isthmus
             turns.append(turn(plan, side, kv_memory, asked, log))
-            report(f"{side}, {kv_memory >> 20} MiB: hit rate {turns[-1].hit_rate:.3f}, {_times(turns[-1])}")
+            report(
+                f"{side}, {kv_memory >> 20} MiB: hit rate {turns[-1].hit_rate:.3f}, {said(_times(turns[-1]))}"
+            )
     best, distinct = possible(asked, plan.block)
     title = (
         f"{len(asked)} prompts in {asked[-1].at_s:.0f} s, "

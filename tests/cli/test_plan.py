@@ -214,7 +214,7 @@ def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
     program = (
         "import sys; from isthmus.cli.main import app\n"
         f"app(['plan', '--config', {str(config)!r}, *{QUESTION!r}], standalone_mode=False)\n"
-        "print(sorted({'torch', 'numpy', 'starlette', 'uvicorn'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'plotly', 'starlette', 'uvicorn'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -21,7 +22,6 @@ Points = tuple[Sequence[float], Sequence[float | None]]
 """x, y."""
 
 SHARES = {"tickvals": [0, 0.25, 0.5, 0.75, 1], "tickformat": ".0%", "range": [0, 1.01]}
-LOG_SECONDS = {"type": "log", "ticksuffix": "s", "exponentformat": "SI", "nticks": 3}
 FROM_0 = {"rangemode": "tozero"}
 _STYLES = (("--blue", "solid"), ("--orange", "dash"), ("--purple", "dot"), ("--green", "dashdot"))
 _MOST_BARS = 24
@@ -84,6 +84,14 @@ def time_axis(spans_s: Iterable[float]) -> tuple[float, dict[str, Any]]:
     """The unit, in seconds, of an axis over the longest of these times, and the axis."""
     unit_s, unit = clock(max(spans_s))
     return unit_s, {"title": {"text": f"time ({unit})", "standoff": 6}, **FROM_0}
+
+
+def seconds_axis(times: Iterable[Times]) -> dict[str, Any]:
+    """A logarithmic axis with as many ticks as a phone has room for."""
+    edges_s = [edge for each in times for edge in each.edges_s]
+    decades = math.log10(max(edges_s) / min(edges_s))
+    ticks = {"dtick": 1} if decades > 2 else {"dtick": "D2"} if decades > 0.7 else {"nticks": 4}
+    return {"type": "log", "ticksuffix": "s", "exponentformat": "SI", **ticks}
 
 
 # Over time, by bins.
@@ -175,7 +183,11 @@ def latency(title: str, caption: str, times: Times) -> Chart:
         first, last = times.limits[0][0], times.limits[-1][0]
         caption += f" {times.num_limits} different limits, from {seconds(first)} to {seconds(last)}."
     right = {**SHARES, "side": "right", "overlaying": "y", "showgrid": False, "automargin": True}
-    layout = {"xaxis": LOG_SECONDS, "yaxis": {"title": {"text": "requests"}, **FROM_0}, "yaxis2": right}
+    layout = {
+        "xaxis": seconds_axis([times]),
+        "yaxis": {"title": {"text": "requests"}, **FROM_0},
+        "yaxis2": right,
+    }
     return Chart(title, caption, [counts, shares], {**layout, "shapes": shapes}, half=True)
 
 

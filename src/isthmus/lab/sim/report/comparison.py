@@ -132,11 +132,11 @@ def _charts(runs: Mapping[str, Curves]) -> list[Chart | Html]:
         ("Time to first token", {name: curves.ttft for name, curves in runs.items()}),
         ("Time between tokens", {name: curves.tbt for name, curves in runs.items()}),
     ):
-        shares = {name: (each.edges_s, each.shares()) for name, each in times.items() if each is not None}
-        layout = {"xaxis": charts.LOG_SECONDS, "yaxis": charts.SHARES}
-        found.append(
-            Chart(title, "The share of requests that took no longer.", charts.lines(shares), layout, half=True)
-        )
+        known = {name: each for name, each in times.items() if each is not None}
+        if known:
+            shares = charts.lines({name: (each.edges_s, each.shares()) for name, each in known.items()})
+            layout = {"xaxis": charts.seconds_axis(known.values()), "yaxis": charts.SHARES}
+            found.append(Chart(title, "The share of requests that took no longer.", shares, layout, half=True))
     hits = {name: curves.hits("all", unit_s) for name, curves in runs.items()}
     layout = {"xaxis": axis, "yaxis": charts.SHARES}
     caption = "Share of prompt tokens found in a cache, by the time prefill began."

@@ -43,7 +43,7 @@ def report(result: Result, summary: Summary, config_text: str, *, request: int |
         heading("Load by pool"),
         _bins(curves),
         *_load(curves),
-        *_latency(curves),
+        *_latency(curves, summary),
         *_outcomes(curves),
         *_between(result, summary),
         heading("Nodes and links"),
@@ -98,15 +98,15 @@ def _load(curves: Curves) -> list[Chart]:
     ]
 
 
-def _latency(curves: Curves) -> list[Chart | Html]:
+def _latency(curves: Curves, summary: Summary) -> list[Chart | Html]:
     ttft, tbt = "Time to first token", "Time between tokens"
-    gaps = "Mean of the longest tenth of each completed request's token gaps, on a logarithmic axis."
+    gaps = "Mean of the longest tenth of each completed request's token gaps"
     return [
         heading("Latency"),
-        charts.latency(ttft, "From arrival, on a logarithmic axis.", curves.ttft)
+        charts.latency(ttft, f"From arrival: {_percentiles(summary.ttft_s)}.", curves.ttft)
         if curves.ttft
         else Chart(ttft, "No request got a first token.", [], half=True),
-        charts.latency(tbt, gaps, curves.tbt)
+        charts.latency(tbt, f"{gaps}: {_percentiles(summary.tbt_s)}.", curves.tbt)
         if curves.tbt
         else Chart(tbt, "No request completed with two tokens or more.", [], half=True),
     ]
@@ -128,6 +128,14 @@ def _between(result: Result, summary: Summary) -> list[Chart | Html]:
         heading("Between clusters"),
         *(found or [Chart("", "Nothing crossed a link between clusters.", [])]),
     ]
+
+
+def _percentiles(spread: Spread | None) -> str:
+    return (
+        NOTHING
+        if spread is None
+        else f"P50 {seconds(spread.p50)}, P90 {seconds(spread.p90)}, P99 {seconds(spread.p99)}"
+    )
 
 
 def _p90(spread: Spread | None) -> str:

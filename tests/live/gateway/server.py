@@ -17,8 +17,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from isthmus.live.gateway.certificate import Certificate
-from isthmus.live.gateway.server import bind, serve_http
+from isthmus.live.gateway.server import Certificate, bind, serve_http
 from isthmus.live.gateway.traffic import Phase
 
 START_TIMEOUT_S = 60

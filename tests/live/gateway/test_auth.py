@@ -18,7 +18,7 @@ from openai import OpenAI
 from starlette.types import Message, Scope
 
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, auth, create_app
-from isthmus.live.gateway.auth import salt_of
+from isthmus.live.gateway.headers import salt_of
 from isthmus.live.gateway.settings import ApiKey
 
 from .fake import FakeBackend

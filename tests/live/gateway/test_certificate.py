@@ -14,7 +14,7 @@ import pytest
 
 from isthmus.core.errors import ConfigError
 from isthmus.live.gateway import GatewayTokenizer, create_app
-from isthmus.live.gateway.certificate import LOOK_S, Certificate
+from isthmus.live.gateway.server import LOOK_S, Certificate
 from isthmus.live.gateway.settings import GatewaySettings, HttpLimits
 from isthmus.live.gateway.traffic import Phase
 from tests.certificates import make_certificate

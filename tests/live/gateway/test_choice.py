@@ -8,7 +8,7 @@ from isthmus.core.errors import ProtocolError
 from isthmus.core.types import FinishReason, Job, RequestId, Sampling
 from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.choice import Choice, Delta, joined
-from isthmus.live.gateway.stops import StopMatcher
+from isthmus.live.gateway.detokenizer import StopMatcher
 
 from . import folder
 from .fake import FakeBackend, FakeStream, says

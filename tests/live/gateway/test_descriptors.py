@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from isthmus.core.errors import StartError
-from isthmus.live.gateway.descriptors import connections_within
+from isthmus.live.gateway.server import connections_within
 
 
 def test_connections_leave_descriptors_for_nodes() -> None:
@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_said(descriptors: int, asked: int | None) -> None:
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     """In a process of its own: a limit cannot be taken back."""
     script = (
-        "import resource; from isthmus.live.gateway.descriptors import raise_descriptors; "
+        "import resource; from isthmus.live.gateway.server import raise_descriptors; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1000)); print(raise_descriptors()); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

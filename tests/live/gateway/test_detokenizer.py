@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from isthmus.live.gateway.detokenizer import MAX_PENDING, MAX_WINDOW, Detokenizer
-from isthmus.live.gateway.generation import GenerationDefaults
-from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.tokenizer import GatewayTokenizer, GenerationDefaults
 
 from . import folder
 

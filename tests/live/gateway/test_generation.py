@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.core.errors import ModelError
-from isthmus.live.gateway.generation import GenerationDefaults, load_generation
+from isthmus.live.gateway.tokenizer import GenerationDefaults, load_generation
 from isthmus.model_files import open_files
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway.limits import answer_tokens, check_prompt
+from isthmus.live.gateway.sampling import answer_tokens, check_prompt
 
 from .fake import CARD  # 256 tokens
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.live.gateway.problems import RateLimitError
-from isthmus.live.gateway.quotas import Bucket, Quota, Quotas
 from isthmus.live.gateway.settings import TenantLimits
+from isthmus.live.gateway.tenants import Bucket, Quota, Quotas
 
 GAPS_S = st.lists(st.floats(0, 3, allow_subnormal=False), min_size=1, max_size=60)
 

@@ -14,9 +14,8 @@ import pytest
 from isthmus.core.errors import RequestError, UnavailableError
 from isthmus.core.types import Job, Reuse, Reused
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
-from isthmus.live.gateway.reuse import reuse_of
+from isthmus.live.gateway.headers import Terms, reuse_of
 from isthmus.live.gateway.settings import ApiKey
-from isthmus.live.gateway.terms import Terms
 
 from . import folder
 from .fake import CARD, FakeBackend, Step, fitting, says

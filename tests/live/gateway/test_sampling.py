@@ -6,9 +6,9 @@ import pytest
 
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Sampling
-from isthmus.live.gateway.generation import GenerationDefaults
 from isthmus.live.gateway.requests import CompletionRequest
 from isthmus.live.gateway.sampling import Sampler, choice_seed, sampler_of
+from isthmus.live.gateway.tokenizer import GenerationDefaults
 
 from .fake import CARD
 

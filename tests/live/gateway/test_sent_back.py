@@ -23,7 +23,7 @@ from isthmus.live.gateway.chat_wire import (
 from isthmus.live.gateway.fields import field_names
 from isthmus.live.gateway.messages import AssistantMessage, CalledFunction, ToolCall
 from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem, OutputTextPart
-from isthmus.live.gateway.responses.reply import OutputCall, OutputMessage, OutputText
+from isthmus.live.gateway.responses.wire import OutputCall, OutputMessage, OutputText
 
 from . import folder
 from .fake import CARD, FakeBackend, says

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.live.gateway.stops import StopMatcher
+from isthmus.live.gateway.detokenizer import StopMatcher
 
 # Two letters only, so that stop strings are met, nearly met, and met inside each other.
 TEXT = st.text("ab", max_size=40)

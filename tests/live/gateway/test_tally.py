@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from isthmus.live.gateway.tally import Tally
+from isthmus.live.gateway.metrics import Tally
 
 BOUNDS = (0.5, 1, 2.5)
 VALUES = (0.0, 0.5, 0.75, 1.0, 2.0, 99.0)

@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Reuse
-from isthmus.live.gateway.terms import REUSE, Terms, terms_of
+from isthmus.live.gateway.headers import REUSE, Terms, terms_of
 
 from .fake import FakeBackend
 from .inprocess import Poster

@@ -12,8 +12,7 @@ from tokenizers import pre_tokenizers
 from isthmus.cli.models import bytes_folder, find_model
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.live.gateway import GatewayTokenizer
-from isthmus.live.gateway.generation import GenerationDefaults
-from isthmus.live.gateway.tokenizer import BYTE_OF_CHAR
+from isthmus.live.gateway.tokenizer import BYTE_OF_CHAR, GenerationDefaults
 
 from . import folder
 from .test_detokenizer import BOS, BYTE_LEVEL, SENTENCEPIECE, sentencepiece

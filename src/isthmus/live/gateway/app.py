@@ -19,16 +19,14 @@ from starlette.types import ASGIApp
 import isthmus
 from isthmus.core.errors import IsthmusError
 from isthmus.core.types import ModelCard
-from isthmus.live.gateway.auth import ApiKeys
 from isthmus.live.gateway.backend import Backend
 from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply
 from isthmus.live.gateway.completion_wire import CompletionDialect, CompletionReply
 from isthmus.live.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
-from isthmus.live.gateway.identity import RequestIds
+from isthmus.live.gateway.headers import ANY, ApiKeys, Origins, RequestIds
 from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.live.gateway.openapi import Operation, document
-from isthmus.live.gateway.origins import ANY, Origins
-from isthmus.live.gateway.preparing import Preparing
+from isthmus.live.gateway.preparing import DetokenizeReply, Preparing, TokenizeReply
 from isthmus.live.gateway.problems import (
     UnknownModelError,
     UnknownRouteError,
@@ -37,15 +35,12 @@ from isthmus.live.gateway.problems import (
     problem_json,
     status_of,
 )
-from isthmus.live.gateway.quotas import Quotas
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.live.gateway.responses.body import ResponsesRequest
-from isthmus.live.gateway.responses.reply import ResponsesReply
-from isthmus.live.gateway.responses.wire import ResponsesDialect
+from isthmus.live.gateway.responses.wire import ResponsesDialect, ResponsesReply
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.status import Status, cluster_status
-from isthmus.live.gateway.tenants import TenantGate
-from isthmus.live.gateway.tokenize import DetokenizeReply, TokenizeReply
+from isthmus.live.gateway.tenants import Quotas, TenantGate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.traffic import Traffic
 

@@ -10,18 +10,19 @@ from msgspec import UNSET, UnsetType
 
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway.choice import Choice, Delta
-from isthmus.live.gateway.logprobs import TokenLogprob, scored
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.tool_use import CallReader
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Event
 from isthmus.live.gateway.wire import (
     ChunkDialect,
     PromptScores,
     TokenBytes,
+    TokenLogprob,
     Usage,
     encode,
     event,
     prompt_scores,
+    scored,
     usage_field,
 )
 

@@ -9,8 +9,7 @@ import msgspec
 from isthmus.core.errors import ProtocolError
 from isthmus.core.types import FinishReason, Generated, Job, Reused, TokenLogprobs
 from isthmus.live.gateway.backend import TokenStream
-from isthmus.live.gateway.detokenizer import Detokenizer
-from isthmus.live.gateway.stops import StopMatcher
+from isthmus.live.gateway.detokenizer import Detokenizer, StopMatcher
 
 
 class Score(msgspec.Struct, frozen=True):

@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from isthmus.live.gateway.backend import Backend
 from isthmus.live.gateway.choice import Choice, Delta
-from isthmus.live.gateway.node_metrics import PREFIX, NodeMetrics
-from isthmus.live.gateway.offload_metrics import OffloadMetrics
+from isthmus.live.gateway.node_metrics import PREFIX, NodeMetrics, OffloadMetrics
 from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.settings import GatewaySettings
-from isthmus.live.gateway.tally import Tally
 from isthmus.live.gateway.tenants import TenantMeter
 from isthmus.live.gateway.traffic import Traffic
+
+
+class Tally(Collector):
+    """`bounds`: upper bounds of the buckets, inclusive, ascending; one without bound is added."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts `value` as often as `times`."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*self._bounds, math.inf]
+        labels = ["+Inf" if bound == math.inf else str(float(bound)) for bound in bounds]
+        buckets = list(zip(labels, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -11,8 +11,8 @@ from typing import Any
 
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Job, ModelCard, RequestId, Reuse
-from isthmus.live.gateway.auth import salt_of
-from isthmus.live.gateway.limits import answer_tokens, check_chars, check_prompt, truncated
+from isthmus.live.gateway.headers import Terms, reuse_of, salt_of
+from isthmus.live.gateway.messages import left_out
 from isthmus.live.gateway.problems import UnknownModelError
 from isthmus.live.gateway.requests import (
     ChatRequest,
@@ -21,15 +21,20 @@ from isthmus.live.gateway.requests import (
     Prompt,
     TemplateFields,
 )
-from isthmus.live.gateway.reuse import reuse_of
-from isthmus.live.gateway.sampling import Sampler, check_vocabulary, sampler_of
+from isthmus.live.gateway.sampling import (
+    Sampler,
+    answer_tokens,
+    check_chars,
+    check_prompt,
+    check_vocabulary,
+    sampler_of,
+    truncated,
+)
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.structured import check_grammar, grammar_of
-from isthmus.live.gateway.terms import Terms
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
-from isthmus.live.gateway.tool_fields import left_out
 from isthmus.live.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
-from isthmus.live.gateway.tools.formats import Format
+from isthmus.live.gateway.tools import Format
 
 DEFAULT_COMPLETION_TOKENS = 16
 Tokens = tuple[int, ...]

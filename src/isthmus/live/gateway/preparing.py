@@ -15,30 +15,74 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
 from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.core.types import Job, ModelCard
 from isthmus.live.gateway.bodies import parse_body
-from isthmus.live.gateway.client import while_connected
+from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.http import while_connected
 from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.live.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeChat,
     TokenizeRequest,
+    TokenizeText,
 )
-from isthmus.live.gateway.responses.body import ResponsesRequest
-from isthmus.live.gateway.responses.chat import ResponsesPreparer, renamed
+from isthmus.live.gateway.responses.body import ResponsesPreparer, ResponsesRequest, renamed
+from isthmus.live.gateway.sampling import check_vocabulary
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.structured import is_constrained
-from isthmus.live.gateway.terms import Terms
-from isthmus.live.gateway.tokenize import TokenizeEndpoints
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.tool_use import format_of
-from isthmus.live.gateway.wire import encode
+from isthmus.live.gateway.wire import encode, token_text
 from isthmus.sandbox import Answer, ForkServer, Limits, Sandbox, SandboxError, serve
+
+
+class TokenizeReply(msgspec.Struct):
+    """`token_strs`: of each token, where they are asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+@dataclass(frozen=True)
+class TokenizeEndpoints:
+    preparer: RequestPreparer
+
+    def tokenize(self, request: TokenizeText | TokenizeChat) -> TokenizeReply:
+        """Raises RequestError."""
+        preparer, special = self.preparer, request.add_special_tokens
+        preparer.check_model(request.model)
+        if isinstance(request, TokenizeChat):
+            tokens = preparer.chat_tokens(request, special)
+        else:
+            tokens = tuple(
+                preparer.tokenizer.encode_text(request.prompt, add_special_tokens=special is not False)
+            )
+        texts: list[str] | UnsetType = UNSET
+        if request.return_token_strs:
+            token_bytes = preparer.tokenizer.token_bytes
+            texts = [token_text(token_bytes(token)) for token in tokens]
+        return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
+
+    def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
+        """Raises RequestError."""
+        preparer, tokens = self.preparer, request.tokens
+        preparer.check_model(request.model)
+        check_vocabulary(tokens, preparer.card, "tokens")
+        return DetokenizeReply(preparer.tokenizer.decode(tokens, special=True))
+
 
 KEPT_BYTES = 64 << 20
 """By which a worker may have grown."""

@@ -23,9 +23,8 @@ from isthmus.live.gateway.fields import (
     only,
     refuse,
 )
-from isthmus.live.gateway.messages import Messages
+from isthmus.live.gateway.messages import AllowedFunctions, Messages, Tool, ToolChoice, Tools, functions, tools
 from isthmus.live.gateway.structured import ResponseFormat, Schema, StructuredOutputs
-from isthmus.live.gateway.tool_fields import AllowedFunctions, Tool, ToolChoice, Tools, functions, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128

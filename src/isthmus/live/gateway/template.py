@@ -16,8 +16,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.core.errors import ModelError, RequestError
-from isthmus.live.gateway.contents import NOTHING, Content, Contents, Nothing, with_text
-from isthmus.live.gateway.tools.words import in_words, with_short_ids, with_written_arguments
+from isthmus.live.gateway.contents import (
+    NOTHING,
+    Content,
+    Contents,
+    Nothing,
+    in_words,
+    with_short_ids,
+    with_text,
+    with_written_arguments,
+)
 from isthmus.model_files import ModelFiles, chat_templates, special_tokens
 
 # Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.

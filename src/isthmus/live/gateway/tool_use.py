@@ -11,16 +11,15 @@ from llguidance import LLMatcher
 
 from isthmus import sandbox
 from isthmus.core.errors import ConfigError, RequestError
+from isthmus.live.gateway.messages import AllowedFunctions, NamedFunction, functions
 from isthmus.live.gateway.requests import ChatRequest, TemplateFields
 from isthmus.live.gateway.schemas.reading import SchemaError
 from isthmus.live.gateway.structured import check_grammar, is_constrained, unfollowed
 from isthmus.live.gateway.template import ChatTemplate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
-from isthmus.live.gateway.tool_fields import AllowedFunctions, NamedFunction, functions
-from isthmus.live.gateway.tools.events import Content, Event
-from isthmus.live.gateway.tools.formats import FORMATS, Format, recognised
-from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked
-from isthmus.live.gateway.tools.schemas import Schemas
+from isthmus.live.gateway.tools import FORMATS, Format, recognised
+from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked, Schemas
+from isthmus.live.gateway.tools.parser import Content, Event
 from isthmus.model_files.grammar import GrammarLimits
 
 AUTO = "auto"

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.core.types import Reuse
-from isthmus.live.gateway.choice import Choice, Delta
+from isthmus.live.gateway.choice import Choice, Delta, Score
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.problems import problem_json
 
@@ -150,3 +150,29 @@ def token_text(raw: bytes, prefix: str = "") -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+def scored(score: Score, token_bytes: TokenBytes, *, as_ids: bool) -> TokenLogprob:
+    """`as_ids`: tokens are named by their ids."""
+
+    def entry(token: int, logprob: float) -> TopLogprob:
+        raw = token_bytes(token)
+        text = f"token_id:{token}" if as_ids else token_text(raw)
+        return TopLogprob(text, finite(logprob), list(raw))
+
+    chosen = entry(score.token, score.logprobs.chosen)
+    top = [entry(token, logprob) for token, logprob in score.logprobs.top]
+    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)

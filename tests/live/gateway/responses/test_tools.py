@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway import GatewayTokenizer, create_app
+from isthmus.live.gateway.messages import Other
 from isthmus.live.gateway.responses import items
-from isthmus.live.gateway.tool_fields import Other
 
 from .. import folder
 from ..fake import CARD, FakeBackend, says, with_logprobs

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from isthmus.live.gateway.schemas.reading import SchemaError
-from isthmus.live.gateway.tools.formats import FORMATS
+from isthmus.live.gateway.tools import FORMATS
 from isthmus.live.gateway.tools.lark import Asked, Rules, parameters
 
 from .. import folder

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
-from isthmus.live.gateway.tools.formats import FORMATS
+from isthmus.live.gateway.tools import FORMATS
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Event, joined
 
 SCHEMAS: dict[str, Any] = {
     "now": {},

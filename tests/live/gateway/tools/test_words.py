@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from isthmus.live.gateway.tools.words import in_words
+from isthmus.live.gateway.contents import in_words
 
 
 def test_results_in_a_row_are_one_message() -> None:

@@ -231,7 +231,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     return messages
 
 
-def left_out(items: Sequence[Item]) -> list[str]:
+def items_left_out(items: Sequence[Item]) -> list[str]:
     """Each kind of item that the prompt is without."""
     return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
 

@@ -4,31 +4,287 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from isthmus.core.errors import IsthmusError
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway.choice import Choice, Delta, Score
-from isthmus.live.gateway.logprobs import TokenLogprob, scored
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.problems import INTERNAL_MESSAGE, status_of
 from isthmus.live.gateway.responses.items import flat_name
-from isthmus.live.gateway.responses.reply import (
-    Event,
-    Failure,
-    Incomplete,
-    InputDetails,
-    OutputDetails,
-    ResponseEvent,
-    ResponsesReply,
-    ResponsesUsage,
-)
-from isthmus.live.gateway.responses.transcript import Transcript
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content
-from isthmus.live.gateway.tools.events import Event as Found
-from isthmus.live.gateway.wire import TokenBytes, Usage, encode, event
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content
+from isthmus.live.gateway.tools.parser import Event as Found
+from isthmus.live.gateway.wire import TokenBytes, TokenLogprob, Usage, encode, event, scored
+
+
+class OutputText(msgspec.Struct):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+    type: str = "output_text"
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """`call_id`: what its result is sent back with. `arguments`: JSON as the model wrote it. `namespace`: of functions
+    that have one."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+    """OpenAI bills these apart from others; here nothing is."""
+    # As in other answers' usage, and like these only where more than the same prefix may be reused.
+    exact_tokens: int | UnsetType = UNSET
+    moved_tokens: int | UnsetType = UNSET
+    similar_tokens: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+    """Reasoning is part of the text."""
+
+
+class ResponsesUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Failure(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None
+    summary: str | None = None
+
+
+class ResponsesReply(msgspec.Struct):
+    """Most fields repeat what was asked for."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[OutputItem]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    reasoning: Reasoning
+    safety_identifier: str | None
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+    completed_at: int | None = None
+    error: Failure | None = None
+    incomplete_details: Incomplete | None = None
+    usage: ResponsesUsage | None = None
+    object: str = "response"
+    background: bool = False
+    previous_response_id: None = None
+    service_tier: str = "default"
+    store: bool = False
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """One of a streamed answer. `sequence_number`: set when it is written."""
+
+    type: str
+    sequence_number: int = 0
+
+
+class ResponseEvent(Event, kw_only=True):
+    response: ResponsesReply
+
+
+class ItemEvent(Event, kw_only=True):
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    part: OutputText
+    content_index: int = 0
+
+
+class TextDelta(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    delta: str
+    logprobs: list[TokenLogprob]
+    content_index: int = 0
+    type: str = "response.output_text.delta"
+
+
+class TextDone(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    text: str
+    logprobs: list[TokenLogprob]
+    content_index: int = 0
+    type: str = "response.output_text.done"
+
+
+class ArgumentsDelta(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    delta: str
+    type: str = "response.function_call_arguments.delta"
+
+
+class ArgumentsDone(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    name: str
+    arguments: str
+    type: str = "response.function_call_arguments.done"
+
+
+class Transcript:
+    """`hex_id` makes the items' ids unique. `namespaces`: namespace and name of each function that has one, by the name
+    that the model knows. `items`: those that are whole."""
+
+    def __init__(self, hex_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self.items: list[OutputItem] = []
+        self._hex_id, self._namespaces = hex_id, namespaces
+        self._open: _Message | _Call | None = None
+
+    def say(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        """More text of the message; after a call, of a new one."""
+        events = []
+        if not isinstance(self._open, _Message):
+            events = self._next(_Message(*self._place("msg")))
+        assert isinstance(self._open, _Message)
+        return [*events, self._open.say(text, logprobs)]
+
+    def call(self, name: str) -> list[Event]:
+        """A call begins."""
+        return self._next(_Call(*self._place("fc"), *self._namespaces.get(name, (UNSET, name))))
+
+    def argue(self, text: str) -> list[Event]:
+        """More of the call's arguments."""
+        assert isinstance(self._open, _Call)
+        return [self._open.argue(text)]
+
+    def end(self, status: str) -> list[Event]:
+        """No more comes. What is open then is `status`, and an answer of nothing is an empty message."""
+        begun = [] if self._open or self.items else self._next(_Message(*self._place("msg")))
+        return begun + self._close(status)
+
+    def _next(self, item: _Message | _Call) -> list[Event]:
+        events = self._close("completed")
+        self._open = item
+        return events + item.begin()
+
+    def _close(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        item, events = self._open.end(status)
+        self.items.append(item)
+        self._open = None
+        return events
+
+    def _place(self, prefix: str) -> tuple[int, str]:
+        """Index and id of the next item."""
+        at = len(self.items) + (self._open is not None)
+        return at, f"{prefix}_{self._hex_id}_{at}"
+
+
+class _Message:
+    def __init__(self, output_index: int, item_id: str) -> None:
+        self._at, self._id = output_index, item_id
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def begin(self) -> list[Event]:
+        item = OutputMessage(self._id, "in_progress", [])
+        return [
+            ItemEvent(type="response.output_item.added", output_index=self._at, item=item),
+            self._part("added", OutputText("")),
+        ]
+
+    def say(self, text: str, logprobs: list[TokenLogprob]) -> Event:
+        self._text.append(text)
+        self._logprobs += logprobs
+        return TextDelta(output_index=self._at, item_id=self._id, delta=text, logprobs=logprobs)
+
+    def end(self, status: str) -> tuple[OutputItem, list[Event]]:
+        text, logprobs = "".join(self._text), self._logprobs
+        part = OutputText(text, logprobs=logprobs)
+        item = OutputMessage(self._id, status, [part])
+        return item, [
+            TextDone(output_index=self._at, item_id=self._id, text=text, logprobs=logprobs),
+            self._part("done", part),
+            ItemEvent(type="response.output_item.done", output_index=self._at, item=item),
+        ]
+
+    def _part(self, what: str, part: OutputText) -> Event:
+        kind = f"response.content_part.{what}"
+        return PartEvent(type=kind, output_index=self._at, item_id=self._id, part=part)
+
+
+class _Call:
+    def __init__(self, output_index: int, item_id: str, namespace: str | UnsetType, name: str) -> None:
+        self._at, self._id, self._name, self._namespace = output_index, item_id, name, namespace
+        self._arguments: list[str] = []
+
+    def begin(self) -> list[Event]:
+        return [self._item("added", self._called("in_progress"))]
+
+    def argue(self, text: str) -> Event:
+        self._arguments.append(text)
+        return ArgumentsDelta(output_index=self._at, item_id=self._id, delta=text)
+
+    def end(self, status: str) -> tuple[OutputItem, list[Event]]:
+        item = self._called(status)
+        done = ArgumentsDone(output_index=self._at, item_id=self._id, name=self._name, arguments=item.arguments)
+        return item, [done, self._item("done", item)]
+
+    def _called(self, status: str) -> OutputCall:
+        call_id = self._id.replace("fc_", "call_", 1)
+        return OutputCall(self._id, status, call_id, self._name, "".join(self._arguments), self._namespace)
+
+    def _item(self, what: str, item: OutputCall) -> Event:
+        return ItemEvent(type=f"response.output_item.{what}", output_index=self._at, item=item)
 
 
 class ResponsesDialect:

@@ -14,19 +14,22 @@ from typing import Any
 
 from isthmus.live.gateway.schemas.grammar import literal
 from isthmus.live.gateway.schemas.reading import FORMATS, SchemaError
-from isthmus.live.gateway.tools.events import Event
-from isthmus.live.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, TEXT, Asked, Rules, answer
-from isthmus.live.gateway.tools.parser import SPACE, MalformedError, Reading
-from isthmus.live.gateway.tools.schemas import (
+from isthmus.live.gateway.tools.json_calls import CLOSE, OPEN, HermesParser
+from isthmus.live.gateway.tools.lark import (
+    ANY_ARGUMENTS,
     STRING,
+    TEXT,
+    Asked,
+    Rules,
     Schemas,
+    answer,
     as_json,
     kinds_of,
     properties_of,
     required_of,
     resolved,
 )
+from isthmus.live.gateway.tools.parser import SPACE, Event, MalformedError, Reading
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from starlette.types import Message, Scope
 
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, auth, create_app
-from isthmus.live.gateway.headers import salt_of
+from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway import headers as module
+from isthmus.live.gateway.headers import ApiKeys, UnauthorizedError, salt_of, tenant_of
 from isthmus.live.gateway.settings import ApiKey
 
 from .fake import FakeBackend
@@ -206,18 +207,18 @@ def test_only_one_header_with_a_key_opens(headers: list[tuple[bytes, bytes]]) ->
     async def refusal(scope: Scope, receive: Any, send: Any) -> None:
         """Says nothing."""
 
-    app = auth.ApiKeys(inner, keys=KEYS, open=(), refuse=lambda error: refusal)
+    app = ApiKeys(inner, keys=KEYS, open=(), refuse=lambda error: refusal)
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
     asyncio.run(app(scope, None, None))  # type: ignore[arg-type]
     shown = [value for name, value in headers if name == b"authorization"]
     tenants = {ACME: "acme", NEW: "acme", GLOBEX: "globex"}
     right = {f"Bearer {key}".encode(): tenant for key, tenant in tenants.items()}
     if len(shown) == 1 and shown[0] in right:
-        assert auth.tenant_of(reached[0]) == right[shown[0]]
+        assert tenant_of(reached[0]) == right[shown[0]]
     elif reached:  # what was drawn is a key in another form: bearer, more spaces
         (value,) = shown
         scheme, key = value.strip().split(None, 1)
-        assert scheme.lower() == b"bearer" and auth.tenant_of(reached[0]) == tenants[key.decode()]
+        assert scheme.lower() == b"bearer" and tenant_of(reached[0]) == tenants[key.decode()]
 
 
 @pytest.mark.parametrize("shown", [ACME, GLOBEX, NEW, "wrong", ""])
@@ -225,8 +226,8 @@ def test_the_work_is_the_same_for_every_key(shown: str) -> None:
     """Times are too noisy to compare: each digest is, once, to its end, whichever key it is."""
     with mock.patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compared:
         try:
-            auth._tenant_by(KEYS, shown.encode())
-        except auth.UnauthorizedError:
+            module._tenant_by(KEYS, shown.encode())
+        except UnauthorizedError:
             assert shown not in (ACME, GLOBEX, NEW)
     assert [call.args[0] for call in compared.call_args_list] == [key.digest for key in KEYS]
 

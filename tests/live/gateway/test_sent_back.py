@@ -13,10 +13,7 @@ from pydantic import BaseModel
 
 from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.chat_wire import (
-    CallDelta,
-    ChatDelta,
     ChatMessage,
-    FunctionDelta,
     WrittenCall,
     WrittenFunction,
 )
@@ -57,10 +54,10 @@ def client(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI
 @pytest.mark.parametrize(
     ("written", "read"),
     [
-        *[(each, AssistantMessage) for each in (ChatMessage, ChatDelta, chat.ChatCompletionMessage)],
+        *[(each, AssistantMessage) for each in (ChatMessage, chat.ChatCompletionMessage)],
         (chat.ParsedChatCompletionMessage, AssistantMessage),
-        *[(each, ToolCall) for each in (WrittenCall, CallDelta, chat.ParsedFunctionToolCall)],
-        *[(each, CalledFunction) for each in (WrittenFunction, FunctionDelta)],
+        *[(each, ToolCall) for each in (WrittenCall, chat.ParsedFunctionToolCall)],
+        (WrittenFunction, CalledFunction),
         *[(each, MessageItem) for each in (OutputMessage, responses.ParsedResponseOutputMessage)],
         *[(each, FunctionCallItem) for each in (OutputCall, responses.ParsedResponseFunctionToolCall)],
         *[(each, OutputTextPart) for each in (OutputText, responses.ParsedResponseOutputText)],

@@ -16,9 +16,7 @@ from isthmus.live.gateway.wire import (
     encode,
     event,
     finite,
-    prompt_scores,
     token_text,
-    usage_field,
 )
 
 
@@ -60,26 +58,25 @@ class CompletionDialect(ChunkDialect):
         if not (delta.text or delta.finish or delta.scores or self._writing.token_ids or echoes):
             return b""
         self._opened.add(choice.index)
-        return event(encode(self._body([self._choice(choice, delta, first=first)], usage)))
+        return self._event([self._choice(choice, delta, first=first)], usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return event(encode(self._body([], usage)))
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        return event(encode(self._body(choices, usage if self._writing.counts else UNSET)))
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
         body = self._body([self._choice(choice, whole, first=True) for choice, whole in choices], usage)
         for written, (choice, whole) in zip(body.choices, choices, strict=True):
             written.prompt_logprobs = self._prompt_logprobs(choice, whole)
-        body.usage = usage
         return encode(body)
 
-    def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
+    def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionReply:
         prepared = self._prepared
         return CompletionReply(
             id=prepared.id,
             created=prepared.created_s,
             model=prepared.model,
             choices=choices,
-            usage=usage_field(prepared, usage),
+            usage=usage,
         )
 
     def _choice(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionChoice:
@@ -96,12 +93,6 @@ class CompletionDialect(ChunkDialect):
 
     def _echo(self, choice: Choice) -> str:
         return self._prepared.texts[choice.index // self._prepared.n]
-
-    def _prompt_logprobs(self, choice: Choice, whole: Delta) -> PromptScores | UnsetType:
-        most = self._writing.prompt_logprobs
-        if most is None:
-            return UNSET
-        return prompt_scores(choice.job.tokens, whole, most, self._token_bytes)
 
     def _logprobs(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionLogprobs | None:
         echoes = self._writing.echo

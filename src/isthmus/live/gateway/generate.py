@@ -186,6 +186,7 @@ class GenerationEndpoint:
                         job.tokens, special=writing.shows_special, shown=markers
                     ),
                     StopMatcher(writing.stops, shown=writing.shows_stop),
+                    prepared.tools.reader() if prepared.tools else None,
                     shows_end=writing.shows_stop,
                     silent=writing.only_echo,
                 )

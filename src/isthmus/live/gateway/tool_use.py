@@ -19,7 +19,7 @@ from isthmus.live.gateway.template import ChatTemplate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.tools import FORMATS, Format, recognised
 from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked, Schemas
-from isthmus.live.gateway.tools.parser import Content, Event
+from isthmus.live.gateway.tools.parser import Content, Finding
 from isthmus.model_files.grammar import GrammarLimits
 
 AUTO = "auto"
@@ -60,7 +60,7 @@ class CallReader:
     def num_calls(self) -> int:
         return 0 if self._is_content else self._parser.num_calls
 
-    def push(self, text: str, *, last: bool) -> Sequence[Event]:
+    def push(self, text: str, *, last: bool) -> Sequence[Finding]:
         """What `text` settles; `last`: with it the answer ends."""
         events = [] if self._is_content else [*self._parser.push(text), *(self._parser.flush() if last else ())]
         if self._undecided is not None:

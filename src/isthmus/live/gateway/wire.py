@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -71,14 +71,20 @@ class ChunkDialect(ABC):
         """Choices of which something was sent."""
 
     @abstractmethod
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event before [DONE], with no choices."""
+    def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
+        """One event, with `usage` where the client asked for it."""
 
     def end(self, usage: Usage) -> bytes:
-        return (self.usage_event(usage) if self._writing.counts else b"") + DONE
+        return (self._event([], usage) if self._writing.counts else b"") + DONE
 
     def failure(self, error: Exception) -> bytes:
         return event(problem_json(error)) + DONE
+
+    def _prompt_logprobs(self, choice: Choice, whole: Delta) -> PromptScores | UnsetType:
+        most = self._writing.prompt_logprobs
+        if most is None:
+            return UNSET
+        return prompt_scores(choice.job.tokens, whole, most, self._token_bytes)
 
 
 def event(data: bytes) -> bytes:
@@ -106,11 +112,6 @@ def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
         similar_tokens=sum(each.similar for each in reused),
         recomputed_tokens=sum(each.recomputed for each in reused),
     )
-
-
-def usage_field(prepared: PreparedRequest, usage: Usage | None) -> Usage | UnsetType | None:
-    """Of a streamed event: absent, unless the client asked for usage."""
-    return usage if prepared.writing.counts else UNSET
 
 
 class PromptScore(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.live.gateway.tools import FORMATS
-from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Event, joined
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Finding, merged
 
 SCHEMAS: dict[str, Any] = {
     "now": {},
@@ -296,13 +296,13 @@ RECORDED = {
 }
 
 
-def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Event]:
+def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Finding]:
     """All events, as if they had come at once."""
     parser = FORMATS[format_name].parser(schemas)
-    return joined([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
+    return merged([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
 
 
-def calls_of(events: Sequence[Event]) -> tuple[tuple[str, Any], ...]:
+def calls_of(events: Sequence[Finding]) -> tuple[tuple[str, Any], ...]:
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert [event.index for event in events if isinstance(event, CallBegun)] == list(range(len(names)))
     written = [
@@ -311,7 +311,7 @@ def calls_of(events: Sequence[Event]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, _json_or_text(text)) for name, text in zip(names, written, strict=True))
 
 
-def content_of(events: Sequence[Event]) -> str:
+def content_of(events: Sequence[Finding]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 

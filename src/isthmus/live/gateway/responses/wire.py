@@ -17,8 +17,7 @@ from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.problems import INTERNAL_MESSAGE, status_of
 from isthmus.live.gateway.responses.items import flat_name
 from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content
-from isthmus.live.gateway.tools.parser import Event as Found
-from isthmus.live.gateway.wire import TokenBytes, TokenLogprob, Usage, encode, event, scored
+from isthmus.live.gateway.wire import PromptDetails, TokenBytes, TokenLogprob, Usage, encode, event, scored
 
 
 class OutputText(msgspec.Struct):
@@ -50,15 +49,11 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 OutputItem = OutputMessage | OutputCall
 
 
-class InputDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
+class InputDetails(PromptDetails, frozen=True):
+    """As in other answers' usage."""
+
     cache_write_tokens: int = 0
     """OpenAI bills these apart from others; here nothing is."""
-    # As in other answers' usage, and like these only where more than the same prefix may be reused.
-    exact_tokens: int | UnsetType = UNSET
-    moved_tokens: int | UnsetType = UNSET
-    similar_tokens: int | UnsetType = UNSET
-    recomputed_tokens: int | UnsetType = UNSET
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
@@ -123,168 +118,84 @@ class ResponsesReply(msgspec.Struct):
     store: bool = False
 
 
-class Event(msgspec.Struct, kw_only=True):
-    """One of a streamed answer. `sequence_number`: set when it is written."""
-
-    type: str
-    sequence_number: int = 0
-
-
-class ResponseEvent(Event, kw_only=True):
-    response: ResponsesReply
-
-
-class ItemEvent(Event, kw_only=True):
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(Event, kw_only=True):
-    output_index: int
-    item_id: str
-    part: OutputText
-    content_index: int = 0
-
-
-class TextDelta(Event, kw_only=True):
-    output_index: int
-    item_id: str
-    delta: str
-    logprobs: list[TokenLogprob]
-    content_index: int = 0
-    type: str = "response.output_text.delta"
-
-
-class TextDone(Event, kw_only=True):
-    output_index: int
-    item_id: str
-    text: str
-    logprobs: list[TokenLogprob]
-    content_index: int = 0
-    type: str = "response.output_text.done"
-
-
-class ArgumentsDelta(Event, kw_only=True):
-    output_index: int
-    item_id: str
-    delta: str
-    type: str = "response.function_call_arguments.delta"
-
-
-class ArgumentsDone(Event, kw_only=True):
-    output_index: int
-    item_id: str
-    name: str
-    arguments: str
-    type: str = "response.function_call_arguments.done"
-
-
 class Transcript:
-    """`hex_id` makes the items' ids unique. `namespaces`: namespace and name of each function that has one, by the name
+    """The items of an answer as they grow, and the events that say so. An answer that is not streamed is put together
+    here too, so both are the same by construction.
+
+    `hex_id` makes the items' ids unique. `namespaces`: namespace and name of each function that has one, by the name
     that the model knows. `items`: those that are whole."""
 
     def __init__(self, hex_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[OutputItem] = []
         self._hex_id, self._namespaces = hex_id, namespaces
-        self._open: _Message | _Call | None = None
-
-    def say(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
-        """More text of the message; after a call, of a new one."""
-        events = []
-        if not isinstance(self._open, _Message):
-            events = self._next(_Message(*self._place("msg")))
-        assert isinstance(self._open, _Message)
-        return [*events, self._open.say(text, logprobs)]
-
-    def call(self, name: str) -> list[Event]:
-        """A call begins."""
-        return self._next(_Call(*self._place("fc"), *self._namespaces.get(name, (UNSET, name))))
-
-    def argue(self, text: str) -> list[Event]:
-        """More of the call's arguments."""
-        assert isinstance(self._open, _Call)
-        return [self._open.argue(text)]
-
-    def end(self, status: str) -> list[Event]:
-        """No more comes. What is open then is `status`, and an answer of nothing is an empty message."""
-        begun = [] if self._open or self.items else self._next(_Message(*self._place("msg")))
-        return begun + self._close(status)
-
-    def _next(self, item: _Message | _Call) -> list[Event]:
-        events = self._close("completed")
-        self._open = item
-        return events + item.begin()
-
-    def _close(self, status: str) -> list[Event]:
-        if self._open is None:
-            return []
-        item, events = self._open.end(status)
-        self.items.append(item)
-        self._open = None
-        return events
-
-    def _place(self, prefix: str) -> tuple[int, str]:
-        """Index and id of the next item."""
-        at = len(self.items) + (self._open is not None)
-        return at, f"{prefix}_{self._hex_id}_{at}"
-
-
-class _Message:
-    def __init__(self, output_index: int, item_id: str) -> None:
-        self._at, self._id = output_index, item_id
-        self._text: list[str] = []
+        self._numbers = itertools.count()
+        self._open: OutputItem | None = None
+        self._pieces: list[str] = []  # text or arguments of the open item
         self._logprobs: list[TokenLogprob] = []
 
-    def begin(self) -> list[Event]:
-        item = OutputMessage(self._id, "in_progress", [])
-        return [
-            ItemEvent(type="response.output_item.added", output_index=self._at, item=item),
-            self._part("added", OutputText("")),
-        ]
+    def event(self, kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        body = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        return f"event: {kind}\n".encode() + event(encode(body))
 
-    def say(self, text: str, logprobs: list[TokenLogprob]) -> Event:
-        self._text.append(text)
+    def say(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        """More text of the message; after a call, of a new one."""
+        begun = b"" if isinstance(self._open, OutputMessage) else self._begin_message()
+        self._pieces.append(text)
         self._logprobs += logprobs
-        return TextDelta(output_index=self._at, item_id=self._id, delta=text, logprobs=logprobs)
+        return begun + self._within("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
-    def end(self, status: str) -> tuple[OutputItem, list[Event]]:
-        text, logprobs = "".join(self._text), self._logprobs
-        part = OutputText(text, logprobs=logprobs)
-        item = OutputMessage(self._id, status, [part])
-        return item, [
-            TextDone(output_index=self._at, item_id=self._id, text=text, logprobs=logprobs),
-            self._part("done", part),
-            ItemEvent(type="response.output_item.done", output_index=self._at, item=item),
-        ]
+    def call(self, name: str) -> bytes:
+        """A call begins."""
+        identity = self._next_id("fc")
+        namespace, own = self._namespaces.get(name, (UNSET, name))
+        call_id = identity.replace("fc_", "call_", 1)
+        return self._begin(OutputCall(identity, "in_progress", call_id, own, "", namespace))
 
-    def _part(self, what: str, part: OutputText) -> Event:
-        kind = f"response.content_part.{what}"
-        return PartEvent(type=kind, output_index=self._at, item_id=self._id, part=part)
+    def argue(self, text: str) -> bytes:
+        """More of the call's arguments."""
+        self._pieces.append(text)
+        return self._within("function_call_arguments.delta", delta=text)
 
+    def end(self, status: str) -> bytes:
+        """No more comes. What is open then is `status`, and an answer of nothing is an empty message."""
+        begun = b"" if self._open or self.items else self._begin_message()
+        return begun + self._close(status)
 
-class _Call:
-    def __init__(self, output_index: int, item_id: str, namespace: str | UnsetType, name: str) -> None:
-        self._at, self._id, self._name, self._namespace = output_index, item_id, name, namespace
-        self._arguments: list[str] = []
+    def _begin_message(self) -> bytes:
+        begun = self._begin(OutputMessage(self._next_id("msg"), "in_progress", []))
+        return begun + self._within("content_part.added", content_index=0, part=OutputText(""))
 
-    def begin(self) -> list[Event]:
-        return [self._item("added", self._called("in_progress"))]
+    def _begin(self, item: OutputItem) -> bytes:
+        closed = self._close("completed")
+        self._open, self._pieces, self._logprobs = item, [], []
+        return closed + self.event("output_item.added", output_index=len(self.items), item=item)
 
-    def argue(self, text: str) -> Event:
-        self._arguments.append(text)
-        return ArgumentsDelta(output_index=self._at, item_id=self._id, delta=text)
+    def _close(self, status: str) -> bytes:
+        item, text = self._open, "".join(self._pieces)
+        if item is None:
+            return b""
+        item.status = status
+        if isinstance(item, OutputMessage):
+            part = OutputText(text, logprobs=self._logprobs)
+            item.content = [part]
+            done = self._within("output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+            done += self._within("content_part.done", content_index=0, part=part)
+        else:
+            item.arguments = text
+            done = self._within("function_call_arguments.done", name=item.name, arguments=text)
+        done += self.event("output_item.done", output_index=len(self.items), item=item)
+        self.items.append(item)
+        self._open = None
+        return done
 
-    def end(self, status: str) -> tuple[OutputItem, list[Event]]:
-        item = self._called(status)
-        done = ArgumentsDone(output_index=self._at, item_id=self._id, name=self._name, arguments=item.arguments)
-        return item, [done, self._item("done", item)]
+    def _within(self, kind: str, **fields: Any) -> bytes:
+        """An event of the open item."""
+        assert self._open is not None
+        return self.event(kind, output_index=len(self.items), item_id=self._open.id, **fields)
 
-    def _called(self, status: str) -> OutputCall:
-        call_id = self._id.replace("fc_", "call_", 1)
-        return OutputCall(self._id, status, call_id, self._name, "".join(self._arguments), self._namespace)
-
-    def _item(self, what: str, item: OutputCall) -> Event:
-        return ItemEvent(type=f"response.output_item.{what}", output_index=self._at, item=item)
+    def _next_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._hex_id}_{len(self.items) + (self._open is not None)}"
 
 
 class ResponsesDialect:
@@ -296,20 +207,17 @@ class ResponsesDialect:
         pairs = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"] if "name" in tool]
         self._transcript = Transcript(prepared.id.partition("_")[2], {flat_name(*pair): pair for pair in pairs})
         self._begun = False
-        self._numbers = itertools.count()
         self._finish: FinishReason | None = None
-        self._reader = prepared.tools.reader() if prepared.tools else None
         self._called = False
         self._num_chars = 0  # said before the first call
         self._scores: list[Score] = []  # not shown yet
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
-        return self._written(self._opening() + self._add(delta))
+        return self._opening() + self._add(delta)
 
     def end(self, usage: Usage) -> bytes:
         events = self._transcript.end(self._status)
-        name = f"response.{self._status}"
-        return self._written([*events, ResponseEvent(type=name, response=self._ended(usage))])
+        return events + self._transcript.event(self._status, response=self._ended(usage))
 
     def failure(self, error: Exception) -> bytes:
         code = "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
@@ -317,7 +225,7 @@ class ResponsesDialect:
         events = self._transcript.end("incomplete")
         response = self._response("failed")
         response.error = Failure(code, message)
-        return self._written([*events, ResponseEvent(type="response.failed", response=response)])
+        return events + self._transcript.event("failed", response=response)
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
         [(_, whole)] = choices
@@ -329,40 +237,35 @@ class ResponsesDialect:
     def _status(self) -> str:
         return "incomplete" if self._finish is FinishReason.LENGTH else "completed"
 
-    def _opening(self) -> list[Event]:
+    def _opening(self) -> bytes:
         """None comes before the first token, so that an error until then has its HTTP status."""
         if self._begun:
-            return []
+            return b""
         self._begun = True
         begun = self._response("in_progress")
-        return [
-            ResponseEvent(type="response.created", response=begun),
-            ResponseEvent(type="response.in_progress", response=begun),
-        ]
+        return b"".join([self._transcript.event(kind, response=begun) for kind in ("created", "in_progress")])
 
-    def _add(self, delta: Delta) -> list[Event]:
+    def _add(self, delta: Delta) -> bytes:
         self._finish = delta.finish
         self._scores += delta.scores
-        events: list[Event] = []
-        for found in self._found(delta):
-            match found:
-                case Content(text):
-                    events += self._say(text)
-                case CallBegun(_, name):
-                    self._called = True
-                    events += self._transcript.call(name)
-                case Arguments(_, text):
-                    events += self._transcript.argue(text)
+        if delta.found is None:
+            events = self._say(delta.text) if delta.text else b""
+        else:
+            events = b""
+            for found in delta.found:
+                match found:
+                    case Content(text):
+                        events += self._say(text)
+                    case CallBegun(_, name):
+                        self._called = True
+                        events += self._transcript.call(name)
+                    case Arguments(_, text):
+                        events += self._transcript.argue(text)
         if delta.finish is not None and self._scores and not self._called:
             events += self._transcript.say("", self._scored(len(self._scores)))
         return events
 
-    def _found(self, delta: Delta) -> Sequence[Found]:
-        if self._reader is not None:
-            return self._reader.push(delta.text, last=delta.finish is not None)
-        return [Content(delta.text)] if delta.text else []
-
-    def _say(self, text: str) -> list[Event]:
+    def _say(self, text: str) -> bytes:
         """With the log-probabilities of the tokens that it begins in. Those of calls have no place in an answer."""
         if self._called:
             return self._transcript.say(text, [])
@@ -375,11 +278,6 @@ class ResponsesDialect:
         ready, self._scores = self._scores[:count], self._scores[count:]
         as_ids = self._prepared.writing.tokens_as_ids
         return [scored(score, self._token_bytes, as_ids=as_ids) for score in ready]
-
-    def _written(self, events: Sequence[Event]) -> bytes:
-        for each in events:
-            each.sequence_number = next(self._numbers)
-        return b"".join(f"event: {each.type}\n".encode() + event(encode(each)) for each in events)
 
     def _ended(self, usage: Usage) -> ResponsesReply:
         response = self._response(self._status)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -43,26 +43,18 @@ class Arguments:
     text: str
 
 
-Event = Content | CallBegun | Arguments
+Finding = Content | CallBegun | Arguments
 
 
-def joined(events: Sequence[Event]) -> list[Event]:
+def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same with neighbours that are pieces of the same text as one."""
-    return [_one(list(pieces)) for _, pieces in groupby(events, _text_of)]
-
-
-def _text_of(event: Event) -> tuple[type, int]:
-    return type(event), 0 if isinstance(event, Content) else event.index
-
-
-def _one(pieces: list[Event]) -> Event:
-    match pieces:
-        case [Content(), _, *_]:
-            return Content("".join(each.text for each in pieces if isinstance(each, Content)))
-        case [Arguments(index), _, *_]:
-            return Arguments(index, "".join(each.text for each in pieces if isinstance(each, Arguments)))
-    [only] = pieces
-    return only
+    made: list[Finding] = []
+    for _, neighbours in groupby(findings, lambda each: (type(each), getattr(each, "index", 0))):
+        first, *more = neighbours
+        if not isinstance(first, CallBegun) and more:
+            first = replace(first, text="".join(getattr(each, "text", "") for each in (first, *more)))
+        made.append(first)
+    return made
 
 
 T = TypeVar("T")
@@ -89,17 +81,17 @@ class CallParser:
         self._text = ""
         self._at = 0  # of `_text`: what is before it has been taken
         self._held: list[str] = []
-        self._found: list[Event] = []
+        self._found: list[Finding] = []
         self._reading = self.read()
         next(self._reading)
 
-    def push(self, text: str) -> Sequence[Event]:
+    def push(self, text: str) -> Sequence[Finding]:
         """What `text` settles."""
         self._text, self._at = text, 0
         next(self._reading)
         return self._settled()
 
-    def flush(self) -> Sequence[Event]:
+    def flush(self) -> Sequence[Finding]:
         """What is still held, at the end of the answer. Behind a call that is no content, but white space, half a mark
         or the head of a further call that was cut off."""
         if self.num_calls:
@@ -107,9 +99,9 @@ class CallParser:
         self.spill()
         return self._settled()
 
-    def _settled(self) -> Sequence[Event]:
+    def _settled(self) -> Sequence[Finding]:
         found, self._found = self._found, []
-        return joined(found)
+        return merged(found)
 
     def read(self) -> Reading[None]:
         """Reads the answer; never ends."""

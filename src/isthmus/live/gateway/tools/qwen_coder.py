@@ -29,7 +29,7 @@ from isthmus.live.gateway.tools.lark import (
     required_of,
     resolved,
 )
-from isthmus.live.gateway.tools.parser import SPACE, Event, MalformedError, Reading
+from isthmus.live.gateway.tools.parser import SPACE, Finding, MalformedError, Reading
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -43,7 +43,7 @@ class QwenCoderParser(HermesParser):
     _value_ends: Callable[[], None] | None = None
     """What becomes of a value that is being read."""
 
-    def flush(self) -> Sequence[Event]:
+    def flush(self) -> Sequence[Finding]:
         if self._value_ends:
             self._value_ends()
             self.drop()

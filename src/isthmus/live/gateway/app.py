@@ -28,12 +28,11 @@ from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.live.gateway.openapi import Operation, document
 from isthmus.live.gateway.preparing import DetokenizeReply, Preparing, TokenizeReply
 from isthmus.live.gateway.problems import (
-    UnknownModelError,
-    UnknownRouteError,
-    WrongMethodError,
+    HttpError,
     problem_headers,
     problem_json,
     status_of,
+    unknown_model,
 )
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.live.gateway.responses.body import ResponsesRequest
@@ -197,10 +196,10 @@ class _Pages:
         return _json(ModelList([_entry(self._backend.card)]))
 
     async def model(self, request: Request) -> Response:
-        """Raises UnknownModelError."""
+        """Raises HttpError."""
         name = request.path_params["name"]
         if name != self._backend.card.name:
-            raise UnknownModelError(name, self._backend.card.name)
+            raise unknown_model(name, self._backend.card.name)
         return _json(_entry(self._backend.card))
 
     async def version(self, request: Request) -> Response:
@@ -237,10 +236,10 @@ def _handlers(refuse: Callable[[Exception], Response]) -> dict[Any, Any]:
     async def on_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             message = f"{request.method} is not allowed on {request.url.path}"
-            response = refuse(WrongMethodError(message))
+            response = refuse(HttpError(405, message))
             response.headers.update(error.headers or {})
             return response
-        return refuse(UnknownRouteError(f"no such route: {request.url.path}"))
+        return refuse(HttpError(404, f"no such route: {request.url.path}"))
 
     return {IsthmusError: on_error, HTTPException: on_route, Exception: on_error}
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from isthmus.core.errors import RequestError
 from isthmus.live.gateway.fields import Refused, Unread, field_names
-from isthmus.live.gateway.problems import UnsupportedMediaError
+from isthmus.live.gateway.problems import compressed
 
 MAX_SHOWN_CHARS, MAX_SHOWN_TAGS = 60, 4
 Loc = tuple[int | str, ...]
@@ -196,7 +196,7 @@ def _as_utf_8(body: bytes) -> bytes:
     """JSON as Windows and C write it, too: behind a BOM, in UTF-16 or UTF-32, before zeros. Raises RequestError."""
     for coding, beginnings in _COMPRESSED.items():
         if body.startswith(beginnings):
-            raise UnsupportedMediaError(coding)
+            raise compressed(coding)
     encoding = json.detect_encoding(body)
     if encoding in _UTF_8:
         return body.removeprefix(_BOM).rstrip(b"\0")

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from isthmus.core.errors import RequestError
 from isthmus.core.types import ModelCard, Reuse
 from isthmus.live.gateway.http import NOTE
-from isthmus.live.gateway.problems import ForeignOriginError, UnauthorizedError
+from isthmus.live.gateway.problems import HttpError
 from isthmus.live.gateway.settings import ApiKey, GatewaySettings
 
 _HEX_ID = "isthmus.hex_id"
@@ -92,7 +92,7 @@ class ApiKeys:
         if scope["type"] == "http" and not self._is_open(scope):
             try:
                 scope[_TENANT] = _tenant_by(self._keys, _shown(scope))
-            except UnauthorizedError as error:
+            except HttpError as error:
                 app = self._refuse(error)
         await app(scope, receive, send)
 
@@ -115,23 +115,23 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
 
 
 def _shown(scope: Scope) -> bytes:
-    """The key that a request shows. Raises UnauthorizedError when there is none, or more than one."""
+    """The key that a request shows. Raises HttpError when there is none, or more than one."""
     values = [value for name, value in scope["headers"] if name == _KEY_HEADER]
     if len(values) > 1:
-        raise UnauthorizedError(f"the header 'Authorization' is given {len(values)} times")
+        raise HttpError(401, f"the header 'Authorization' is given {len(values)} times")
     scheme, _, key = b"".join(values).strip().partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
-        raise UnauthorizedError("this server needs an API key: send the header 'Authorization: Bearer KEY'")
+        raise HttpError(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
     return key.strip()
 
 
 def _tenant_by(keys: Sequence[ApiKey], shown: bytes) -> str:
-    """Raises UnauthorizedError. Takes as long for a wrong key as for each right one: digests are compared, all of them,
+    """Raises HttpError. Takes as long for a wrong key as for each right one: digests are compared, all of them,
     and each to its end."""
     digest = hashlib.sha256(shown).digest()
     tenants = [key.tenant for key in keys if hmac.compare_digest(key.digest, digest)]
     if not tenants:
-        raise UnauthorizedError("the API key is not known to this server", code="invalid_api_key")
+        raise HttpError(401, "the API key is not known to this server", code="invalid_api_key")
     return tenants[0]
 
 
@@ -168,7 +168,11 @@ class Origins:
         if origin is None or self._cors.is_allowed_origin(origin):
             await self._cors(scope, receive, send)
         else:
-            await self._refuse(ForeignOriginError(origin[:MAX_SHOWN_CHARS]))(scope, receive, send)
+            shown = origin[:MAX_SHOWN_CHARS]
+            message = (
+                f"pages of {shown!r} may not ask this server; whoever runs it can allow them (cors.origins)"
+            )
+            await self._refuse(HttpError(403, message))(scope, receive, send)
 
 
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from isthmus.live.gateway.problems import BodyTooLargeError, UnsupportedMediaError
+from isthmus.live.gateway.problems import HttpError, compressed
 
 Result = TypeVar("Result")
 
@@ -50,13 +50,13 @@ _COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises BodyTooLargeError and UnsupportedMediaError, as early as they are known, or
+    """The whole request body. Raises HttpError, as early as they are known, or
     ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(max_bytes)
         if name == b"content-encoding" and (coding := _COMPRESSION.search(value)):
-            raise UnsupportedMediaError(coding[0].decode().lower())
+            raise compressed(coding[0].decode().lower())
     body = bytearray()
     more = True
     while more:
@@ -109,5 +109,5 @@ class EventWriter:
             raise ClientGoneError from None
 
 
-def _too_large(max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"the body is larger than {max_bytes} bytes, the most this server reads")
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {max_bytes} bytes, the most this server reads")

@@ -10,7 +10,6 @@ from isthmus.core.types import ModelCard
 if TYPE_CHECKING:
     from isthmus.live.gateway.requests import GenerationRequest
 import secrets
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
@@ -84,21 +83,14 @@ def answer_tokens(
 SEED_MASK = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """How every choice of one request samples; only the seed differs between them."""
+def samplings(base: Sampling, seed: int | None, n: int) -> list[Sampling]:
+    """How each of the `n` choices of a prompt samples; only the seed differs between them.
 
-    base: Sampling
-    seed: int | None
-
-    def for_prompt(self, n: int) -> list[Sampling]:
-        """One Sampling for each of the `n` choices of a prompt.
-
-        A seed of the client's gives the same choices again, whatever else is in the request. Without one, each
-        prompt draws its own, so that equal prompts in one request get different answers.
-        """
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return [msgspec.structs.replace(self.base, seed=choice_seed(seed, choice)) for choice in range(n)]
+    A seed of the client's gives the same choices again, whatever else is in the request. Without one, each
+    prompt draws its own, so that equal prompts in one request get different answers.
+    """
+    seed = secrets.randbits(63) if seed is None else seed
+    return [msgspec.structs.replace(base, seed=choice_seed(seed, choice)) for choice in range(n)]
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -109,7 +101,7 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def sampler_of(
+def sampling_of(
     request: GenerationRequest,
     defaults: GenerationDefaults,
     card: ModelCard,
@@ -118,7 +110,7 @@ def sampler_of(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
-) -> Sampler:
+) -> Sampling:
     """What is not the request's own field: as in Sampling. Raises RequestError for a token id outside the
     vocabulary."""
     stop_token_ids = request.stop_token_ids or ()
@@ -128,7 +120,7 @@ def sampler_of(
     check_vocabulary(allowed, card, "allowed_token_ids")
     check_vocabulary([token for token, _ in logit_bias], card, "logit_bias")
     eos = () if request.ignore_eos else defaults.eos
-    base = Sampling(
+    return Sampling(
         temperature=_given(request.temperature, defaults.temperature),
         top_p=_given(request.top_p, defaults.top_p),
         top_k=max(0, int(_given(request.top_k, defaults.top_k))),
@@ -145,7 +137,6 @@ def sampler_of(
         bad_words=bad_words,
         grammar=grammar,
     )
-    return Sampler(base, request.seed)
 
 
 def _repetition_penalty(request: GenerationRequest) -> float | None:

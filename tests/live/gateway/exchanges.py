@@ -4,12 +4,12 @@ An exchange has these members, of which `path` and the outcome alone are always 
 
     rule        what it shows
     method, path, body, raw, headers     the request; `raw` in place of `body`: bytes as Latin-1
-    says        what the backend says to each job, or to all: `text` (with <eos> where it ends with "stop") or `tokens`, `end`,
-                `per_batch`, `top` (log-probabilities), `cached`, `reused`, `scores` (of the prompt, as `fake.scored` has
-                them), `then` ("hang", or an error with its arguments); or `refuses`: the error of `submit`.
-                Left out: it says hello
+    says        what the backend says to each job, or to all: `text` (with <eos> where its `end` is "stop") or `tokens`,
+                `per_batch`, `top` (log-probabilities), `cached`, `reused`, `scores` (of the prompt, see `fake.scored`),
+                `then` ("hang", or an error with its arguments); or `refuses`: the error of `submit`. Left out: hello
     status      of the answer, 200 if left out; `told`: headers of it that say something
-    answer      of a whole answer, the JSON, in whose message … stands for what other people's libraries say; of a stream `events`, and `each`: what all of them have
+    answer      of a whole answer, the JSON, in whose message … stands for what other people's libraries say
+    events      of a stream, and `each`: what all of them have
     max_length  of the model's context, 256 if left out
     untyped     where what is repeated of the request is no type of OpenAI's client
     jobs        of each job what is not as usual, its prompt as text

@@ -163,7 +163,7 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
 
 
 def scored(steps: Sequence[Step], job: Job) -> list[Step]:
-    """The same steps, with scores of the prompt if the job asks for them: token t has log-probability -t/8 and rank t."""
+    """The same steps, with scores of the prompt if the job asks for them: token t has -t/8 and rank t."""
     if job.sampling.prompt_logprobs is None:
         return list(steps)
     top = tuple((token, -token / 8) for token in range(job.sampling.prompt_logprobs))

@@ -111,7 +111,6 @@ def follows(
     return matcher.consume_tokens([*tokens, folder.EOS])
 
 
-PARIS = '{"city": "Paris", "days": 2}'
 ALLOWED = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": @}\n</tool_call>',
     "llama3": '{"name": "get_weather", "parameters": @}',

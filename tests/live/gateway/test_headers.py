@@ -1,4 +1,4 @@
-"""API keys: who is let in, what others are told, and that tenants have caches of their own."""
+"""What a request says before its body: its key, its id, the page it comes from, its terms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 from typing import Any
 from unittest import mock
 
@@ -17,9 +18,12 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from starlette.types import Message, Scope
 
+from isthmus.core.errors import RequestError
+from isthmus.core.types import Reuse
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway import headers as module
-from isthmus.live.gateway.headers import ApiKeys, UnauthorizedError, salt_of, tenant_of
+from isthmus.live.gateway.headers import REUSE, ApiKeys, Terms, salt_of, tenant_of, terms_of
+from isthmus.live.gateway.problems import HttpError
 from isthmus.live.gateway.settings import ApiKey
 
 from .fake import FakeBackend
@@ -227,7 +231,7 @@ def test_the_work_is_the_same_for_every_key(shown: str) -> None:
     with mock.patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compared:
         try:
             module._tenant_by(KEYS, shown.encode())
-        except UnauthorizedError:
+        except HttpError:
             assert shown not in (ACME, GLOBEX, NEW)
     assert [call.args[0] for call in compared.call_args_list] == [key.digest for key in KEYS]
 
@@ -271,3 +275,210 @@ def test_openai_s_client(backend: FakeBackend, tokenizer: GatewayTokenizer) -> N
         assert backend.jobs[-1].tenant == "globex"
         large = httpx.post(f"{url}/v1/completions", content=b"x" * 4_000_000, trust_env=False)
         assert (large.status_code, large.json()["error"]["code"]) == (401, None)
+
+
+def echoed(post: Poster, sent: str, path: str = "/health") -> str:
+    return post.request("GET", path, headers={"X-Request-Id": sent}).headers["x-request-id"]
+
+
+@pytest.mark.parametrize("sent", ["a", "job-7_b.C", "x" * 128])
+def test_the_client_s_id_comes_back(post: Poster, sent: str) -> None:
+    assert echoed(post, sent) == sent
+    assert echoed(post, sent, "/no/such/route") == sent
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "a\tb", "{}"])
+def test_unfair_ids_are_replaced(post: Poster, sent: str) -> None:
+    assert re.fullmatch("[0-9a-f]{32}", echoed(post, sent))
+
+
+def test_without_one_it_is_the_answer_s(post: Poster) -> None:
+    response = post.chat()
+    assert response.json()["id"] == f"chatcmpl-{response.headers['x-request-id']}"
+
+
+def test_the_cluster_s_names_stay_unique_when_a_client_s_id_comes_twice(post: Poster) -> None:
+    headers = {"X-Request-Id": "again"}
+    body = {"model": "acme/tiny", "prompt": "hi"}
+    answers = [post.request("POST", "/v1/completions", json=body, headers=headers) for _ in range(2)]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["again", "again"]
+    assert answers[0].json()["id"] != answers[1].json()["id"]
+
+
+CHAT = "/v1/chat/completions"
+HERE, THERE = "http://localhost:3000", "https://site.example"
+PAGE_KEYS = (ApiKey("acme", hashlib.sha256(b"secret").digest()),)
+
+
+@pytest.fixture
+def page_keyed(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Poster:
+    return Poster(create_app(backend, tokenizer, GatewaySettings(keys=PAGE_KEYS)))
+
+
+def naming(backend: FakeBackend, tokenizer: GatewayTokenizer, *origins: str) -> Poster:
+    return Poster(create_app(backend, tokenizer, GatewaySettings(origins=origins)))
+
+
+def preflight(post: Poster, origin: str, path: str = CHAT, **headers: str) -> httpx.Response:
+    """As Chrome asks before it sends what OpenAI's JavaScript client gives it."""
+    asked = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+    return post.request("OPTIONS", path, headers=asked | headers)
+
+
+def chat(post: Poster, origin: str, key: str = "", **fields: Any) -> httpx.Response:
+    headers = {"Origin": origin} | ({"Authorization": f"Bearer {key}"} if key else {})
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return post.request("POST", CHAT, json=body, headers=headers)
+
+
+def is_shown(answer: httpx.Response, origin: str) -> bool:
+    """Whether a browser lets a page of this origin read it."""
+    assert "Origin" in answer.headers["vary"].split(", ")
+    assert "access-control-allow-credentials" not in answer.headers
+    return answer.headers.get("access-control-allow-origin") in ("*", origin)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [HERE, "https://127.0.0.1", "http://[::1]:8080", "http://tauri.localhost", "app://obsidian.md", "vscode-webview://1ab"],
+)  # fmt: skip
+def test_a_page_of_this_machine_may_ask(post: Poster, backend: FakeBackend, origin: str) -> None:
+    allowed = preflight(post, origin, **{"Access-Control-Request-Private-Network": "true"})
+    assert allowed.status_code == 200 and is_shown(allowed, origin)
+    assert "POST" in allowed.headers["access-control-allow-methods"].split(", ")
+    assert allowed.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-lang"
+    assert allowed.headers["access-control-allow-private-network"] == "true"
+    assert not backend.jobs
+    for fields in ({}, {"stream": True}):
+        answer = chat(post, origin, **fields)
+        assert answer.status_code == 200 and is_shown(answer, origin)
+        exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
+        assert {"x-request-id", "retry-after"} <= {*exposed}
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [THERE, "null", "http://localhost.site.example", "https://site.example:8000", "http://127.0.0.1.nip.io", "http://localhost:1@site.example"],
+)  # fmt: skip
+def test_a_page_from_elsewhere_cannot_make_a_server_without_keys_compute(
+    post: Poster, backend: FakeBackend, origin: str
+) -> None:
+    """`text/plain` is what a page can send without a preflight."""
+    told = {
+        "message": f"pages of {origin!r} may not ask this server; whoever runs it can allow them (cors.origins)",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+    simple = {"Origin": origin, "Content-Type": "text/plain"}
+    for refused in (
+        preflight(post, origin),
+        post.request("POST", "/v1/completions", content=b'{"prompt": "hi"}', headers=simple),
+        post.request("GET", "/status", headers=simple),
+    ):
+        assert (refused.status_code, refused.json()["error"]) == (403, told)
+        assert not is_shown(refused, origin) and refused.headers["x-request-id"]
+    assert not backend.jobs
+    assert 'isthmus_requests_failed_total{status="403"} 3.0' in post.get("/metrics").text
+
+
+def test_where_keys_are_asked_for_any_page_may_show_one(page_keyed: Poster, backend: FakeBackend) -> None:
+    allowed = preflight(page_keyed, THERE)
+    assert allowed.status_code == 200 and is_shown(allowed, THERE) and not backend.jobs
+    for key, status in (("", 401), ("wrong", 401), ("secret", 200)):
+        answer = chat(page_keyed, THERE, key)
+        assert answer.status_code == status and is_shown(answer, THERE)
+
+
+def test_the_configured_pages_may_ask_and_no_others(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    for origins, shown in (
+        ((THERE,), [THERE]),
+        (("*",), [THERE, HERE, "null"]),
+        (("null",), ["null"]),
+        ((), []),
+    ):
+        post = naming(backend, tokenizer, *origins)
+        for origin in (THERE, HERE, "null"):
+            answers = [preflight(post, origin), chat(post, origin)]
+            assert [answer.status_code for answer in answers] == ([200, 200] if origin in shown else [403, 403])
+            assert [is_shown(answer, origin) for answer in answers] == [origin in shown] * 2
+
+
+def test_a_page_can_read_why_it_was_refused(post: Poster, backend: FakeBackend) -> None:
+    """Also of a bug, whose answer is made outside of everything else."""
+    answers = [
+        chat(post, HERE, max_tokens="x"),
+        post.request("GET", "/no/such/route", headers={"Origin": HERE}),
+        post.request("GET", CHAT, headers={"Origin": HERE}),
+    ]
+    backend.healthy = False
+    answers.append(post.request("GET", "/health", headers={"Origin": HERE}))
+    backend.submit = None  # type: ignore[assignment, method-assign]
+    answers.append(chat(post, HERE))
+    assert [answer.status_code for answer in answers] == [400, 404, 405, 503, 500]
+    assert all(is_shown(answer, HERE) and answer.headers["x-request-id"] for answer in answers)
+
+
+def test_programs_that_are_no_browsers_are_served_as_ever(post: Poster) -> None:
+    answer = post.chat()
+    assert answer.status_code == 200 and answer.headers["vary"] == "Origin"
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert post.request("OPTIONS", CHAT).status_code == 405
+
+
+NAMES = ("x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms", "x-isthmus-priority")
+
+
+def terms(*headers: tuple[bytes, bytes]) -> Terms:
+    return terms_of({"type": "http", "headers": list(headers)})
+
+
+def test_no_header_means_no_terms() -> None:
+    assert terms((b"x-request-id", b"5")) == Terms()
+
+
+def test_each_header_is_read() -> None:
+    found = terms(
+        *((name.encode(), value) for name, value in zip(NAMES, (b"300", b" 50 ", b"-2"), strict=True))
+    )
+    assert found == Terms(priority=-2, ttft_ms=300, tbt_ms=50)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name in NAMES
+        for value in (b"", b"soon", b"1.5", b"0x10", b"1e3", b"99999999999", b"\xff")
+    ]
+    + [(NAMES[0], b"0"), (NAMES[0], b"-1"), (NAMES[1], b"0"), (NAMES[2], b"1001"), (NAMES[2], b"-1001")],
+)
+def test_what_is_no_integer_in_range_is_refused_by_its_name(name: str, value: bytes) -> None:
+    with pytest.raises(RequestError, match=f"the header '{name}' must be an integer from") as caught:
+        terms((name.encode(), value))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), [(NAMES[2], b"1"), (REUSE, b"exact")])
+def test_a_header_given_twice_is_refused(name: str, value: bytes) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' is given 2 times"):
+        terms((name.encode(), value), (name.encode(), value))
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+def test_what_may_be_reused_is_one_of_three_words(reuse: Reuse) -> None:
+    assert terms((REUSE.encode(), f" {reuse} ".encode())) == Terms(reuse=reuse)
+
+
+@pytest.mark.parametrize("value", [b"", b"Exact", b"semantics", b"chunks, exact", b"1", b"\xff\r", b"x" * 500])
+def test_no_other_word_is(value: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        terms((REUSE.encode(), value))
+    said = str(caught.value)
+    assert said.startswith("the header 'x-isthmus-reuse' must be exact, chunks or semantic, got '")
+    assert "\n" not in said and "\r" not in said and len(said) < 130
+    assert caught.value.param == REUSE

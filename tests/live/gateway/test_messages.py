@@ -19,8 +19,8 @@ from isthmus.live.gateway.chat_wire import (
     WrittenFunction,
 )
 from isthmus.live.gateway.fields import field_names
-from isthmus.live.gateway.messages import AssistantMessage, CalledFunction, Message, ToolCall
-from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem, OutputTextPart
+from isthmus.live.gateway.messages import PARTS, AssistantMessage, CalledFunction, Message, ToolCall
+from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem
 from isthmus.live.gateway.responses.wire import OutputCall, OutputMessage, OutputText
 
 from . import folder
@@ -117,12 +117,13 @@ def client(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI
         (WrittenFunction, CalledFunction),
         *[(each, MessageItem) for each in (OutputMessage, responses.ParsedResponseOutputMessage)],
         *[(each, FunctionCallItem) for each in (OutputCall, responses.ParsedResponseFunctionToolCall)],
-        *[(each, OutputTextPart) for each in (OutputText, responses.ParsedResponseOutputText)],
     ],
 )
 def test_no_field_of_an_answer_is_unknown_in_a_question(written: Any, read: type[BaseModel]) -> None:
     names = written.model_fields if issubclass(written, BaseModel) else written.__struct_fields__
     assert {*names} <= field_names(read).keys()
+    parts = {*OutputText.__struct_fields__, *responses.ParsedResponseOutputText.model_fields}
+    assert parts <= PARTS["output_text"]["properties"].keys()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -103,37 +103,6 @@ def test_defaults_are_the_model_s() -> None:
     assert sampling() == Sampling(temperature=0.6, top_p=0.9, top_k=20, stop_tokens=(258, 7))
 
 
-def test_the_request_comes_first() -> None:
-    fields = {
-        "temperature": 0.0,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
-        "repetition_penalty": 1.2,
-        "logprobs": 4,
-    }
-    base = sampling(**fields, logit_bias={"5": 2}, stop_token_ids=[7, 9])
-    assert base == Sampling(**fields, logit_bias=((5, 2.0),), stop_tokens=(258, 7, 9))  # type: ignore[arg-type]
-
-
-def test_top_k_minus_one_is_off() -> None:
-    assert sampling(top_k=-1).top_k == 0
-
-
-def test_ignore_eos_leaves_only_the_client_s_stop_tokens() -> None:
-    assert sampling(ignore_eos=True).stop_tokens == ()
-    assert sampling(ignore_eos=True, stop_token_ids=[9]).stop_tokens == (9,)
-
-
-@pytest.mark.parametrize("fields", [{"stop_token_ids": [1, 300]}, {"logit_bias": {"300": 1}}])
-def test_ids_outside_the_vocabulary(fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="holds token id 300; this model's ids are 0 to 299") as caught:
-        sampling(**fields)
-    assert caught.value.param in fields
-
-
 def test_a_seed_repeats() -> None:
     first, again = (samplings(sampling(), 5, 3) for _ in range(2))
     assert first == again

@@ -48,7 +48,7 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
     other = next((name for name in _UNSAID[kind] if part.get(name) is not None), "")
     if other:
         raise refuse(f"{where} is of type {kind!r} and has {other!r}, too")
-    extra = sorted(part.keys() - _PARTS[kind]["properties"].keys())
+    extra = sorted(part.keys() - PARTS[kind]["properties"].keys())
     if extra:
         raise refuse(f"{where} has an unknown field {extra[0][:40]!r}")
     return {"type": "text", "text": part[_TEXT_OF[kind]]}
@@ -65,9 +65,10 @@ def _part(kind: str) -> dict[str, Any]:
     }
 
 
-_PARTS = {kind: _part(kind) for kind in _TEXT_OF}
+PARTS = {kind: _part(kind) for kind in _TEXT_OF}
+"""Schemas of parts, by type."""
 _CONTENT = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, *_PARTS.values()]}}]
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, *PARTS.values()]}}]
 }
 WholeContent = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
 SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]

@@ -56,32 +56,25 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
-@dataclass(frozen=True)
-class TokenizeEndpoints:
-    preparer: RequestPreparer
+def tokenized(preparer: RequestPreparer, request: TokenizeText | TokenizeChat) -> TokenizeReply:
+    """Raises RequestError."""
+    tokenizer, special = preparer.tokenizer, request.add_special_tokens
+    preparer.check_model(request.model)
+    if isinstance(request, TokenizeChat):
+        tokens = preparer.chat_tokens(request, special)
+    else:
+        tokens = tuple(tokenizer.encode_text(request.prompt, add_special_tokens=special is not False))
+    texts = (
+        [token_text(tokenizer.token_bytes(token)) for token in tokens] if request.return_token_strs else UNSET
+    )
+    return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
 
-    def tokenize(self, request: TokenizeText | TokenizeChat) -> TokenizeReply:
-        """Raises RequestError."""
-        preparer, special = self.preparer, request.add_special_tokens
-        preparer.check_model(request.model)
-        if isinstance(request, TokenizeChat):
-            tokens = preparer.chat_tokens(request, special)
-        else:
-            tokens = tuple(
-                preparer.tokenizer.encode_text(request.prompt, add_special_tokens=special is not False)
-            )
-        texts: list[str] | UnsetType = UNSET
-        if request.return_token_strs:
-            token_bytes = preparer.tokenizer.token_bytes
-            texts = [token_text(token_bytes(token)) for token in tokens]
-        return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
 
-    def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
-        """Raises RequestError."""
-        preparer, tokens = self.preparer, request.tokens
-        preparer.check_model(request.model)
-        check_vocabulary(tokens, preparer.card, "tokens")
-        return DetokenizeReply(preparer.tokenizer.decode(tokens, special=True))
+def detokenized(preparer: RequestPreparer, request: DetokenizeRequest) -> DetokenizeReply:
+    """Raises RequestError."""
+    preparer.check_model(request.model)
+    check_vocabulary(request.tokens, preparer.card, "tokens")
+    return DetokenizeReply(preparer.tokenizer.decode(request.tokens, special=True))
 
 
 KEPT_BYTES = 64 << 20
@@ -224,13 +217,15 @@ def preparations(
 ) -> dict[str, Preparation]:
     """Raises ConfigError."""
     preparer = RequestPreparer(card, tokenizer, settings, format_of(tokenizer.template, settings.tool_format))
-    responses, texts = ResponsesPreparer(preparer), TokenizeEndpoints(preparer)
+    responses = ResponsesPreparer(preparer)
     return {
         "chat": Preparation(ChatRequest, preparer.chat),
         "completion": Preparation(CompletionRequest, preparer.completion),
         "response": Preparation(ResponsesRequest, responses.prepare),
-        "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(texts.tokenize(request))),
-        "detokenize": Preparation(DetokenizeRequest, lambda request, *_: encode(texts.detokenize(request))),
+        "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(tokenized(preparer, request))),
+        "detokenize": Preparation(
+            DetokenizeRequest, lambda request, *_: encode(detokenized(preparer, request))
+        ),
     }
 
 

@@ -56,7 +56,6 @@ class ProblemBody(msgspec.Struct, frozen=True):
 
 STOPPING = UnavailableError("the server is stopping; send the request again")
 """Ends the answers that are under way when the time for them is over."""
-INTERNAL_MESSAGE = "internal error; the server's log says more"
 
 
 def status_of(error: BaseException) -> int:
@@ -64,12 +63,16 @@ def status_of(error: BaseException) -> int:
     return error.http_status if isinstance(error, IsthmusError) else 500
 
 
+def message_of(error: BaseException) -> str:
+    """What a client is told. A bug's own message stays in the log."""
+    return str(error) if isinstance(error, IsthmusError) else "internal error; the server's log says more"
+
+
 def problem_json(error: BaseException) -> bytes:
-    """The error object for a body or an SSE event. A bug's own message stays in the log."""
-    message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
+    """The error object for a body or an SSE event."""
     param = error.param if isinstance(error, RequestError) else None
     code = error.code if isinstance(error, RequestError | RateLimitError) else _code(status_of(error))
-    return msgspec.json.encode(ProblemBody(Problem(message, _type(status_of(error)), param, code)))
+    return msgspec.json.encode(ProblemBody(Problem(message_of(error), _type(status_of(error)), param, code)))
 
 
 def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:

@@ -224,7 +224,6 @@ def test_a_stream_of_any_bytes_is_the_answer_in_pieces(
 
 
 MODEL = "acme/tiny"
-EMOJI = [*folder.byte_tokens("grüß 😀!"), folder.EOS]
 
 
 class Person(BaseModel):

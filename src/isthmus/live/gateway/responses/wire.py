@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from isthmus.core.errors import IsthmusError
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway.choice import Choice, Delta, Score
 from isthmus.live.gateway.prepare import PreparedRequest
-from isthmus.live.gateway.problems import INTERNAL_MESSAGE, status_of
+from isthmus.live.gateway.problems import message_of, status_of
 from isthmus.live.gateway.responses.items import flat_name
 from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content
 from isthmus.live.gateway.wire import PromptDetails, TokenBytes, TokenLogprob, Usage, encode, event, scored
@@ -221,10 +220,9 @@ class ResponsesDialect:
 
     def failure(self, error: Exception) -> bytes:
         code = "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
-        message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
         events = self._transcript.end("incomplete")
         response = self._response("failed")
-        response.error = Failure(code, message)
+        response.error = Failure(code, message_of(error))
         return events + self._transcript.event("failed", response=response)
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:

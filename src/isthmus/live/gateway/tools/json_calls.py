@@ -175,17 +175,14 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(JsonCallParser):
     markers: tuple[str, ...] = (OPEN, CLOSE)
 
-    def read(self) -> Reading[None]:
-        while True:
-            mark = yield from self.content_until(*self.markers)
-            if mark == CLOSE:
-                # The end of a call; without one it is something that the model says.
-                self.drop() if self.num_calls else self.spill()
-                continue
-            try:
-                yield from self.body(mark)
-            except MalformedError:
-                self.spill()
+    def read_call(self) -> Reading[None]:
+        mark = yield from self.content_until(*self.markers)
+        if mark != CLOSE:
+            yield from self.body(mark)
+        elif self.num_calls:
+            self.drop()  # the end of a call
+        else:
+            self.spill()
 
     def body(self, mark: str) -> Reading[None]:
         """What stands behind `mark`."""
@@ -241,17 +238,13 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 class MistralParser(JsonCallParser):
     markers = (CALLS, ARGS, CALL_ID)
 
-    def read(self) -> Reading[None]:
-        while True:
-            yield from self.content_until(CALLS)
-            try:
-                yield from self.span(SPACE)
-                if (yield from self.peek()) in "[{":
-                    yield from self.calls()
-                else:
-                    yield from self._named()
-            except MalformedError:
-                self.spill()
+    def read_call(self) -> Reading[None]:
+        yield from self.content_until(CALLS)
+        yield from self.span(SPACE)
+        if (yield from self.peek()) in "[{":
+            yield from self.calls()
+        else:
+            yield from self._named()
 
     def _named(self) -> Reading[None]:
         name = yield from self.span(_NAME)

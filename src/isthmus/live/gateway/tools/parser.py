@@ -105,6 +105,14 @@ class CallParser:
 
     def read(self) -> Reading[None]:
         """Reads the answer; never ends."""
+        while True:
+            try:
+                yield from self.read_call()
+            except MalformedError:
+                self.spill()
+
+    def read_call(self) -> Reading[None]:
+        """Reads content, and the call or calls behind it. Raises MalformedError: what is held then is content."""
         raise NotImplementedError
 
     # What formats read with. Each takes what it reads into what is held, unless it says otherwise.

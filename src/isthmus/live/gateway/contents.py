@@ -16,10 +16,10 @@ from typing import Any
 
 from isthmus.core.errors import RequestError
 
-Message = Mapping[str, Any]
-Content = str | list[dict[str, str]]
+TemplateMessage = Mapping[str, Any]
+MessageContent = str | list[dict[str, str]]
 """A text, or parts of one: `{"type": "text", "text": ...}`."""
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+Render = Callable[[Sequence[TemplateMessage], Sequence[Mapping[str, Any]] | None], str]
 """Messages and tools, as a template shows them. Raises RequestError where it refuses."""
 
 _WORDS = ("isthmusprobea", "isthmusprobeb")
@@ -51,14 +51,14 @@ class Nothing(str):
 NOTHING = Nothing()
 
 
-def as_text(content: Content | None) -> str:
+def as_text(content: MessageContent | None) -> str:
     """Parts are lines."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content or ())
 
 
-def with_text(message: Message) -> Message:
+def with_text(message: TemplateMessage) -> TemplateMessage:
     """A message that says nothing with a text that is empty; others as they are."""
     return {**message, "content": ""} if isinstance(message.get("content"), Nothing) else message
 
@@ -70,7 +70,7 @@ class Contents:
         self._render = render
         self._known: dict[tuple[str, str, bool], int] = {}
 
-    def shaped(self, message: Message, *, tools: bool) -> Message:
+    def shaped(self, message: TemplateMessage, *, tools: bool) -> TemplateMessage:
         """The message with its content in a form that the template reads in messages of this role; as it is if it reads
         none, and parts as a text. `tools`: beside some, which templates may put into a message that they read otherwise
         without."""
@@ -78,7 +78,7 @@ class Contents:
         if not isinstance(role, str) or content is None or isinstance(content, Nothing):
             return message
         text = as_text(content)
-        forms: list[tuple[str, Content]] = [("text", text), ("part", [_part(text)])]
+        forms: list[tuple[str, MessageContent]] = [("text", text), ("part", [_part(text)])]
         if not isinstance(content, str):
             forms.insert(0, ("parts", content))
         shown = {kind: self._shown(role, kind, tools) for kind, _ in forms}
@@ -95,7 +95,7 @@ class Contents:
         """How the template shows a `kind` of content: `text`, `part` (a list of one), `parts`."""
         key = role, kind, tools
         if key not in self._known:
-            content: Content = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
+            content: MessageContent = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
             words = _WORDS if kind == "parts" else _WORDS[:1]
             found = list[int]()
             for beside in (tools, not tools):  # some want tools, and some refuse them
@@ -108,7 +108,7 @@ class Contents:
             self._known[key] = max(found, default=_NOT)
         return self._known[key]
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+    def _prompt(self, messages: Sequence[TemplateMessage], tools: Sequence[Any] | None) -> str | None:
         """None where the template refuses."""
         try:
             return self._render(messages, tools).lower()
@@ -120,7 +120,9 @@ class Contents:
             return _NOT
         return _AS_OBJECT if _OBJECT.search(prompt) else _AS_TEXT
 
-    def _conversations(self, role: str, content: Content, tools: bool) -> Iterator[list[Message]]:
+    def _conversations(
+        self, role: str, content: MessageContent, tools: bool
+    ) -> Iterator[list[TemplateMessage]]:
         """As templates want it in which roles take turns; some begin behind a system message, and some end with what a
         user says."""
         said = {"role": role, "content": content}
@@ -157,7 +159,7 @@ To call a function, write a JSON object with its name and its arguments within <
 
 
 def in_words(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+    messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
 ) -> list[dict[str, Any]]:
     """The same conversation with the roles system, user and assistant alone. `tools`: definitions as clients send
     them; `role`: who says them, `system`, or the first `user`; the arguments of past calls are objects."""
@@ -170,7 +172,7 @@ def in_words(
     return _introduced(written, tools, role) if tools else written
 
 
-def with_short_ids(message: Message) -> dict[str, Any]:
+def with_short_ids(message: TemplateMessage) -> dict[str, Any]:
     """The message with ids of calls as Mistral's templates want them: nine letters and digits."""
     short = dict(message)
     if calls := message.get("tool_calls"):
@@ -180,7 +182,7 @@ def with_short_ids(message: Message) -> dict[str, Any]:
     return short
 
 
-def with_written_arguments(message: Message) -> Message:
+def with_written_arguments(message: TemplateMessage) -> TemplateMessage:
     """The message with the arguments of its calls as text; others as they are."""
     if not (calls := message.get("tool_calls")):
         return message
@@ -210,7 +212,7 @@ def _introduced(
     return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]
 
 
-def _with_calls(message: Message) -> dict[str, Any]:
+def _with_calls(message: TemplateMessage) -> dict[str, Any]:
     """An assistant's message with its calls as text."""
     plain = {name: value for name, value in message.items() if name != "tool_calls"}
     calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
@@ -225,7 +227,7 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
-def _result(message: Message) -> str:
+def _result(message: TemplateMessage) -> str:
     return f"<tool_response>\n{as_text(message.get('content'))}\n</tool_response>"
 
 

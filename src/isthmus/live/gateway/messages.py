@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 from isthmus.live.gateway import fields as f
-from isthmus.live.gateway.contents import Content
+from isthmus.live.gateway.contents import MessageContent
 from isthmus.live.gateway.fields import NULL, Checked, Marked, Refused, Unread, label, only, refuse, text
 
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -26,7 +26,7 @@ _UNREAD = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "i
 """Of parts, too, which come back with answers."""
 
 
-def _parse_content(value: Any) -> Content:
+def _parse_content(value: Any) -> MessageContent:
     """A string, or text parts, all as parts of type text."""
     if isinstance(value, str):
         return value
@@ -218,7 +218,7 @@ class Tool(Marked):
         return {"type": "function", "function": self.function.for_template()}
 
 
-Other = Literal[
+OtherToolType = Literal[
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search",
     "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
@@ -230,7 +230,7 @@ class OtherTool(BaseModel):
     answer says so (`left_out`): agents name such tools whether or not the model needs them."""
 
     model_config = ConfigDict(frozen=True)
-    type: Other
+    type: OtherToolType
 
 
 Function = TypeVar("Function", bound=BaseModel)
@@ -302,7 +302,7 @@ def _function_name(value: Any) -> str | None:
 
 
 def _is_other(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") in get_args(Other)
+    return isinstance(value, dict) and value.get("type") in get_args(OtherToolType)
 
 
 def object_of(**properties: Any) -> dict[str, Any]:
@@ -317,7 +317,7 @@ _FUNCTION = {
         object_of(type={"const": "function"}, **each) for each in (_NAME, {"function": object_of(**_NAME)})
     ]
 }
-_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(Other)]}}, "required": ["type"]}
+_OTHER = {"type": "object", "properties": {"type": {"enum": [*get_args(OtherToolType)]}}, "required": ["type"]}
 _ALLOWED = {
     "mode": {"enum": ["auto", "required"]},
     "tools": {"type": "array", "items": {"anyOf": [_FUNCTION, _OTHER]}, "minItems": 1, "contains": _FUNCTION},

@@ -88,7 +88,7 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _PreparedPrompt:
     """With the most tokens its answers may have. `text`: as the client sent it, and where in it tokens begin, where the
     answer repeats it."""
 
@@ -124,7 +124,7 @@ class RequestPreparer:
         tokens = truncated(self.chat_tokens(request, request.add_special_tokens), request, asked, self.card)
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        prompt = _Prompt(tokens, max_tokens)
+        prompt = _PreparedPrompt(tokens, max_tokens)
         prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampling, [prompt], tools)
         return replace(prepared, left_out=tuple(dict.fromkeys(left_out(request.tools_))))
 
@@ -198,7 +198,7 @@ class RequestPreparer:
         request: GenerationRequest,
         terms: Terms,
         base: Sampling,
-        prompts: list[_Prompt],
+        prompts: list[_PreparedPrompt],
         tools: ToolUse | None = None,
     ) -> PreparedRequest:
         """Raises RequestError."""
@@ -244,7 +244,7 @@ class RequestPreparer:
             )
             raise RequestError(message, param="prompt")
 
-    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _Prompt:
+    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _PreparedPrompt:
         """Raises RequestError."""
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
@@ -261,7 +261,7 @@ class RequestPreparer:
         check_prompt(len(kept), self.card, "prompt", 0 if asked == 0 else 1)
         check_vocabulary(kept, self.card, "prompt")
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
-        found = _Prompt(kept, most)
+        found = _PreparedPrompt(kept, most)
         if not request.echo:
             return found
         sent = prompt if isinstance(prompt, str) and kept == tokens else None

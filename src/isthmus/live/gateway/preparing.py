@@ -165,7 +165,7 @@ class Preparing:
         if not self._sandboxes:
             preparation = self._preparations[name]
             return preparation.make(parse_body(preparation.read, body, self._settings.max_depth), hex_id, terms)
-        question = _encode(_Question(name, body, hex_id, terms))
+        question = _encode(_BodyToPrepare(name, body, hex_id, terms))
         try:
             return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
         except SandboxError as error:
@@ -241,14 +241,14 @@ def _asks_for_grammar(request: Any) -> bool:
 # What goes to a worker and what comes from it.
 
 
-class _Question(msgspec.Struct, frozen=True, array_like=True):
+class _BodyToPrepare(msgspec.Struct, frozen=True, array_like=True):
     name: str
     body: bytes
     hex_id: str
     terms: Terms
 
 
-class _Packed(msgspec.Struct, frozen=True, tag=True):
+class _PackedRequest(msgspec.Struct, frozen=True, tag=True):
     """A prepared request whose jobs differ only in what is in `draws`: seed and most tokens. What they share is there
     once: prompts and grammars are large."""
 
@@ -257,7 +257,7 @@ class _Packed(msgspec.Struct, frozen=True, tag=True):
     draws: tuple[tuple[int, int], ...]
 
 
-class _Refused(msgspec.Struct, frozen=True, tag=True):
+class _Refusal(msgspec.Struct, frozen=True, tag=True):
     message: str
     param: str | None
     code: str | None
@@ -265,17 +265,17 @@ class _Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_question = msgspec.msgpack.Decoder(_Question).decode
+_question = msgspec.msgpack.Decoder(_BodyToPrepare).decode
 _encode_answer = msgspec.json.Encoder().encode  # schemas hold integers that msgpack has no room for
-_answer = msgspec.json.Decoder(_Packed | _Refused).decode
+_answer = msgspec.json.Decoder(_PackedRequest | _Refusal).decode
 _WHOLE, _PACKED = b"w", b"p"
 """What an answer begins with: it is the client's as it stands, or to be unpacked."""
 
 
-def _packed(prepared: PreparedRequest) -> _Packed:
+def _packed(prepared: PreparedRequest) -> _PackedRequest:
     draws = tuple([(job.sampling.seed, job.max_tokens) for job in prepared.jobs])
     job = msgspec.structs.replace(prepared.jobs[0], tokens=())
-    return _Packed(replace(prepared, jobs=()), job, draws)
+    return _PackedRequest(replace(prepared, jobs=()), job, draws)
 
 
 def _unpacked(found: bytearray) -> PreparedRequest | bytes:
@@ -284,7 +284,7 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
     if kind == _WHOLE:
         return bytes(content)
     said = _answer(content)
-    if isinstance(said, _Refused):
+    if isinstance(said, _Refusal):
         error = RequestError(said.message, param=said.param, code=said.code)
         error.http_status = said.status
         raise error
@@ -316,7 +316,7 @@ def _load(setup: bytes) -> Answer:
             made = preparation.make(request, asked.hex_id, asked.terms)
             return [_WHOLE, made] if isinstance(made, bytes) else [_PACKED, _encode_answer(_packed(made))]
         except RequestError as error:
-            refused = _Refused(str(error), error.param, error.code, error.http_status)
+            refused = _Refusal(str(error), error.param, error.code, error.http_status)
             return [_PACKED, _encode_answer(refused)]
 
     return answer

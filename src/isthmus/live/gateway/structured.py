@@ -45,7 +45,7 @@ def _parse_schema(value: Any) -> Any:
 
 
 # Nothing fits `false`.
-Schema = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
+SchemaField = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
 
 
 class TextFormat(Strict):
@@ -61,7 +61,7 @@ class NamedSchema(Strict):
     description: str | None = f.text()
     strict: bool | None = f.boolean()
     """Answers always follow the schema, as if it were true."""
-    schema_: Annotated[Any, Schema] = Field(default=None, alias="schema")
+    schema_: Annotated[Any, SchemaField] = Field(default=None, alias="schema")
 
 
 class JsonSchemaFormat(Strict):
@@ -75,7 +75,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class StructuredOutputs(Strict):
     """vLLM's field: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
 
-    json_: Annotated[Any, Schema] = Field(default=None, alias="json")
+    json_: Annotated[Any, SchemaField] = Field(default=None, alias="json")
     json_object: bool | None = f.boolean()
     regex: str | None = f.regex()
     choice: Annotated[Any, f.texts(1, MAX_CHOICES, f.MAX_STOP_CHARS)] = None

@@ -18,8 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.live.gateway.contents import (
     NOTHING,
-    Content,
     Contents,
+    MessageContent,
     Nothing,
     in_words,
     with_short_ids,
@@ -190,7 +190,7 @@ def _continued(template: _Source, messages: list[dict[str, Any]], context: Mappi
     content = messages[-1].get("content")
     if content is None or content == [] or isinstance(content, Nothing):
         raise RequestError(_NOT_CONTINUED, param="continue_final_message")
-    marked: Content
+    marked: MessageContent
     if isinstance(content, str):
         text, marked = content, content + _HERE
     else:

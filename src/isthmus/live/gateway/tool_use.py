@@ -18,7 +18,7 @@ from isthmus.live.gateway.structured import check_grammar, is_constrained, unfol
 from isthmus.live.gateway.template import ChatTemplate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.tools import FORMATS, Format, recognised
-from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked, Schemas
+from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, AnswerForm, Schemas
 from isthmus.live.gateway.tools.parser import Content, Finding
 from isthmus.model_files.grammar import GrammarLimits
 
@@ -90,14 +90,14 @@ def call_grammar(
     """
     named = request.tool_choice.name if isinstance(request.tool_choice, NamedFunction) else None
     otherwise = "" if use.forced else answer
-    alone = Asked(several=False, forced=True, token_of=tokenizer.special_token)
+    alone = AnswerForm(several=False, forced=True, token_of=tokenizer.special_token)
     chosen = [
         (f"tools[{at}].function.parameters", tool.function, use.strict or use.forced or tool.function.strict)
         for at, tool in enumerate(request.tools or ())
         if named in (None, tool.function.name)
     ]
 
-    def written(schemas: Schemas, asked: Asked = alone) -> str:
+    def written(schemas: Schemas, asked: AnswerForm = alone) -> str:
         return LLMatcher.grammar_from_lark(use.format.grammar(schemas, asked))
 
     schemas, ones = {}, {}

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from isthmus.core.errors import OverloadedError, UnavailableError
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway import GatewayTokenizer, create_app
-from isthmus.live.gateway.messages import Other
+from isthmus.live.gateway.messages import OtherToolType
 from isthmus.live.gateway.responses import items
 
 from .. import folder
@@ -74,8 +74,8 @@ def kinds_of(union: Any) -> set[str]:
 
 
 def test_every_kind_of_openai_s_is_known() -> None:
-    assert kinds_of(ToolParam) == {"function", "namespace", *get_args(Other)}
-    known = {*get_args(items.Other), *items.CALLS, *(f"{kind}_output" for kind in items.CALLS)}
+    assert kinds_of(ToolParam) == {"function", "namespace", *get_args(OtherToolType)}
+    known = {*get_args(items.OtherItemType), *items.CALLS, *(f"{kind}_output" for kind in items.CALLS)}
     own = {"message", "function_call", "function_call_output", "item_reference"}
     assert kinds_of(ResponseInputItemParam) <= known | own
 

@@ -38,7 +38,7 @@ from isthmus.live.gateway.responses.items import (
     since,
 )
 from isthmus.live.gateway.sampling import TOO_LONG
-from isthmus.live.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
+from isthmus.live.gateway.structured import JsonObjectFormat, NamedSchema, SchemaField, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -66,7 +66,7 @@ def _called(name: str) -> Checked:
 class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
     name: str = Field(max_length=f.MAX_LABEL_CHARS, description="a string of at most 256 characters")
-    schema_: Annotated[Any, Schema] = Field(alias="schema")
+    schema_: Annotated[Any, SchemaField] = Field(alias="schema")
 
 
 class TextOptions(Strict):

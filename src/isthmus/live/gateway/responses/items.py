@@ -20,7 +20,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.live.gateway import fields as f
-from isthmus.live.gateway.contents import Content
+from isthmus.live.gateway.contents import MessageContent
 from isthmus.live.gateway.fields import Marked, Unread, only
 from isthmus.live.gateway.messages import WholeContent
 
@@ -43,7 +43,7 @@ class _OrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-def _content(content: Content) -> Content:
+def _content(content: MessageContent) -> MessageContent:
     """One part alone as a text."""
     return content[0]["text"] if isinstance(content, list) and len(content) == 1 else content
 
@@ -111,7 +111,7 @@ class FunctionCallOutputItem(_Item):
         return self
 
 
-Other = Literal[
+OtherItemType = Literal[
     "additional_tools", "code_interpreter_call", "compaction", "compaction_summary", "compaction_trigger",
     "computer_call", "computer_call_output", "configuration_update", "context_compaction", "file_search_call",
     "ghost_snapshot", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
@@ -125,7 +125,7 @@ class OtherItem(BaseModel):
     answer says so."""
 
     model_config = ConfigDict(frozen=True)
-    type: Other
+    type: OtherItemType
 
 
 CALLS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
@@ -161,7 +161,7 @@ def _as_known(value: Any) -> Any:
 
 
 # What is dropped alone is no input.
-_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(Other)]}}}}}
+_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(OtherItemType)]}}}}}
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 Input = Annotated[
     list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_as_known)]],

@@ -19,7 +19,7 @@ from isthmus.live.gateway.tools.json_calls import (
     llama3_grammar,
     mistral_grammar,
 )
-from isthmus.live.gateway.tools.lark import Asked, Schemas
+from isthmus.live.gateway.tools.lark import AnswerForm, Schemas
 from isthmus.live.gateway.tools.parser import CallParser
 from isthmus.live.gateway.tools.qwen_coder import QwenCoderParser, qwen_coder_grammar
 
@@ -35,7 +35,7 @@ class Format:
     parser: Callable[[Schemas], CallParser]
     markers: Sequence[str]
     openings: Sequence[str]
-    grammar: Callable[[Schemas, Asked], str]
+    grammar: Callable[[Schemas, AnswerForm], str]
 
 
 FORMATS = {

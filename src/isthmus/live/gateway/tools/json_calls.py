@@ -12,7 +12,15 @@ import re
 from dataclasses import dataclass, replace
 
 from isthmus.live.gateway.schemas.grammar import FREE, literal
-from isthmus.live.gateway.tools.lark import Asked, Rules, Schemas, answer, json_calls, parameters, repeated
+from isthmus.live.gateway.tools.lark import (
+    AnswerForm,
+    CallRules,
+    Schemas,
+    answer,
+    json_calls,
+    parameters,
+    repeated,
+)
 from isthmus.live.gateway.tools.parser import SPACE, CallParser, MalformedError, Reading
 
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -189,9 +197,9 @@ class HermesParser(JsonCallParser):
         yield from self.calls()
 
 
-def hermes_grammar(schemas: Schemas, asked: Asked) -> str:
+def hermes_grammar(schemas: Schemas, asked: AnswerForm) -> str:
     """Calls of these functions as Qwen's templates show them, each on lines of its own."""
-    rules = Rules(asked)
+    rules = CallRules(asked)
     body = json_calls(rules, schemas, "arguments")
     return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
@@ -217,10 +225,12 @@ class Llama3Parser(JsonCallParser):
             yield from self.span(SPACE)
 
 
-def llama3_grammar(schemas: Schemas, asked: Asked) -> str:
+def llama3_grammar(schemas: Schemas, asked: AnswerForm) -> str:
     """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
     is forced, an answer that begins like one is one."""
-    rules = Rules(asked, FREE) if asked.otherwise else Rules(asked)  # the other answer may be JSON, spaced so
+    rules = (
+        CallRules(asked, FREE) if asked.otherwise else CallRules(asked)
+    )  # the other answer may be JSON, spaced so
     call = json_calls(rules, schemas, "parameters")
     if asked.forced and not asked.otherwise:
         return rules.text(call)
@@ -259,9 +269,9 @@ class MistralParser(JsonCallParser):
         yield from self.streamed(self.value())
 
 
-def mistral_grammar(schemas: Schemas, asked: Asked) -> str:
+def mistral_grammar(schemas: Schemas, asked: AnswerForm) -> str:
     """Calls of these functions, with names before the arguments if the model has the token for it."""
-    rules = Rules(asked)
+    rules = CallRules(asked)
     if asked.token_of(ARGS) is None:
         calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
         return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.live.gateway.schemas import grammar as schema_grammar
-from isthmus.live.gateway.schemas.grammar import Spacing, literal
+from isthmus.live.gateway.schemas.grammar import LarkRules, Spacing, literal
 from isthmus.live.gateway.schemas.reading import kind_of
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -120,7 +119,7 @@ TEXT = "TEXT"
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerForm:
     """What an answer is to be. `several`: there may be more than one call; `forced`: there is at least one, and nothing
     else. `token_of`: as below. `otherwise`: what a forced call may be replaced by; "": nothing."""
 
@@ -130,10 +129,10 @@ class Asked:
     otherwise: str = ""
 
 
-class Rules(schema_grammar.Rules):
+class CallRules(LarkRules):
     """Rules of calls. Equal schemas share one."""
 
-    def __init__(self, asked: Asked, spacing: Spacing = _SPACING) -> None:
+    def __init__(self, asked: AnswerForm, spacing: Spacing = _SPACING) -> None:
         super().__init__(spacing)
         self._asked = asked
 
@@ -158,7 +157,7 @@ def repeated(call: str, separator: str, *, several: bool) -> str:
     return f"{call} ({between}{call}){{0,{MAX_CALLS - 1}}}" if several else call
 
 
-def answer(rules: Rules, mark: str, call: str, separator: str, asked: Asked) -> str:
+def answer(rules: CallRules, mark: str, call: str, separator: str, asked: AnswerForm) -> str:
     """Lark of a whole answer: calls, each `mark` and then `call`, with text around them where they are not forced."""
     if asked.forced:
         return rules.text(repeated(rules.rule(f"{rules.mark(mark)} {call}"), separator, several=asked.several))
@@ -194,7 +193,7 @@ def _only_required(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: {} for name in required_of(schema) if name not in schema["properties"]}
 
 
-def json_calls(rules: Rules, schemas: Mapping[str, Mapping[str, Any]], arguments: str) -> str:
+def json_calls(rules: CallRules, schemas: Mapping[str, Mapping[str, Any]], arguments: str) -> str:
     """`{"name": ..., "arguments": ...}` of any of the functions; `arguments`: what those are called."""
     calls = []
     for name, schema in schemas.items():

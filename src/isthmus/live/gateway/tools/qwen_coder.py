@@ -19,8 +19,8 @@ from isthmus.live.gateway.tools.lark import (
     ANY_ARGUMENTS,
     STRING,
     TEXT,
-    Asked,
-    Rules,
+    AnswerForm,
+    CallRules,
     Schemas,
     answer,
     as_json,
@@ -140,10 +140,10 @@ _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
 
 
-def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
+def qwen_coder_grammar(schemas: Schemas, asked: AnswerForm) -> str:
     """Calls of these functions, parameters in the order of the schema. Raises SchemaError: text within marks
     cannot be held to all that a schema can say of a string."""
-    rules = Rules(asked)
+    rules = CallRules(asked)
     functions = []
     for name, schema in schemas.items():
         inner = " ".join(_parameters_of(rules, schema))
@@ -151,7 +151,7 @@ def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
     return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
-def _parameters_of(rules: Rules, schema: Mapping[str, Any]) -> Sequence[str]:
+def _parameters_of(rules: CallRules, schema: Mapping[str, Any]) -> Sequence[str]:
     if schema is ANY_ARGUMENTS:
         return [rules.rule(TEXT, options=f"[suffix={literal(END_FUNCTION)}]")]
     root = resolved(schema, schema)
@@ -169,7 +169,7 @@ def _parameters_of(rules: Rules, schema: Mapping[str, Any]) -> Sequence[str]:
     return [*found, literal(END_FUNCTION)]
 
 
-def _value_of(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _value_of(rules: CallRules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     end = f"\n{END_PARAMETER}\n"
     kinds = kinds_of(schema, root)
     if "string" not in kinds:

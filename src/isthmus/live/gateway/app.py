@@ -20,8 +20,7 @@ import isthmus
 from isthmus.core.errors import IsthmusError
 from isthmus.core.types import ModelCard
 from isthmus.live.gateway.backend import Backend
-from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply
-from isthmus.live.gateway.completion_wire import CompletionDialect, CompletionReply
+from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 from isthmus.live.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
 from isthmus.live.gateway.headers import ANY, ApiKeys, Origins, RequestIds
 from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter

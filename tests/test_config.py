@@ -29,7 +29,7 @@ from isthmus.config import (
 from isthmus.core.errors import ConfigError
 from isthmus.core.reuse import SELECTIONS, SEMANTIC
 from isthmus.core.types import Reuse
-from isthmus.live.gateway.tools.formats import FORMATS
+from isthmus.live.gateway.tools import FORMATS
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """

@@ -143,8 +143,7 @@ async def _serve(config: Config, why: str) -> None:
     import asyncio
 
     from isthmus.live.cluster.launcher import launcher_of
-    from isthmus.live.gateway.certificate import Certificate
-    from isthmus.live.gateway.server import bind, serve_http
+    from isthmus.live.gateway.server import Certificate, bind, serve_http
     from isthmus.live.messenger import address_of
 
     began = time.monotonic()
@@ -260,7 +259,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
 
 def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
     """Raises StartError when the descriptor limit leaves too few connections."""
-    from isthmus.live.gateway.descriptors import connections_within, raise_descriptors
+    from isthmus.live.gateway.server import connections_within, raise_descriptors
     from isthmus.live.gateway.settings import HttpLimits
 
     limits, descriptors = config.limits, raise_descriptors()

@@ -162,6 +162,17 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
     ]
 
 
+def scored(steps: Sequence[Step], job: Job) -> list[Step]:
+    """The same steps, with scores of the prompt if the job asks for them: token t has -t/8 and rank t."""
+    if job.sampling.prompt_logprobs is None:
+        return list(steps)
+    top = tuple((token, -token / 8) for token in range(job.sampling.prompt_logprobs))
+    scores = tuple(TokenLogprobs(-token / 8, top, token) for token in job.tokens[1:])
+    [first, *others], *rest = steps
+    assert isinstance(first, Generated)
+    return [[msgspec.structs.replace(first, prompt_logprobs=scores), *others], *rest]
+
+
 def fitting(job: Job) -> list[Step]:
     """What fits most requests: a JSON object, with the scores that are asked for."""
     steps = says([*b'{"name": "Bob", "age": 4}', folder.EOS])

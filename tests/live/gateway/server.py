@@ -17,8 +17,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from isthmus.live.gateway.certificate import Certificate
-from isthmus.live.gateway.server import bind, serve_http
+from isthmus.live.gateway.server import Certificate, bind, serve_http
 from isthmus.live.gateway.traffic import Phase
 
 START_TIMEOUT_S = 60
@@ -64,6 +63,15 @@ class Front:
 
     def end_now(self) -> None:
         self._loop.call_soon_threadsafe(self.at_once.set)
+
+    def stop_and_end_now(self) -> None:
+        """In one step: between two the server may end, and its loop with it."""
+
+        def both() -> None:
+            self.stopping.set()
+            self.at_once.set()
+
+        self._loop.call_soon_threadsafe(both)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What `function` returns, called by the server between two other things that it does."""
@@ -225,8 +233,7 @@ def fronted(app: Any, certificate: Certificate | None = None, *, drain_s: float 
         yield front
     finally:
         if not loop.is_closed():
-            front.stop()
-            front.end_now()
+            front.stop_and_end_now()
         thread.join(START_TIMEOUT_S)
         assert not thread.is_alive(), "the server does not end"
     assert not errors, errors

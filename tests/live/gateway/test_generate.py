@@ -1,92 +1,23 @@
-"""Errors: before the first token they are a status, afterwards an event of the stream."""
+"""Answers under way: every way out of a request cancels what still runs, and nothing else."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
+from isthmus.core.errors import OverloadedError
+from isthmus.core.types import FinishReason
+from isthmus.live.gateway import GatewayTokenizer, create_app
+from isthmus.live.gateway.wire import finite, token_text
 
-from .fake import FakeBackend, Step, says
-from .inprocess import Poster
-
-ERRORS: list[tuple[Exception, int, dict[str, str | None]]] = [
-    (
-        RequestError("too hot", param="temperature", code="hot"),
-        400,
-        {"message": "too hot", "type": "invalid_request_error", "param": "temperature", "code": "hot"},
-    ),
-    (
-        OverloadedError("try later", retry_after_s=7),
-        429,
-        {"message": "try later", "type": "rate_limit_error", "param": None, "code": "overloaded"},
-    ),
-    (
-        UnavailableError("no node"),
-        503,
-        {"message": "no node", "type": "server_error", "param": None, "code": "unavailable"},
-    ),
-    (
-        ProtocolError("odd frame"),
-        502,
-        {"message": "odd frame", "type": "server_error", "param": None, "code": None},
-    ),
-    (
-        RuntimeError("secret"),
-        500,
-        {
-            "message": "internal error; the server's log says more",
-            "type": "server_error",
-            "param": None,
-            "code": None,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("error", "status", "shape"), ERRORS)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("at_submit", [False, True])
-def test_errors_before_the_first_token(
-    post: Poster,
-    backend: FakeBackend,
-    error: Exception,
-    status: int,
-    shape: dict[str, str | None],
-    stream: bool,
-    at_submit: bool,
-) -> None:
-    def script(_: object) -> list[Step]:
-        if at_submit:
-            raise error
-        return [error]
-
-    backend.script = script
-    response = post.chat(stream=stream)
-    assert response.status_code == status
-    assert response.json() == {"error": shape}
-    assert response.headers.get("retry-after") == {429: "7", 503: "1"}.get(status)
-    assert response.headers["x-request-id"]
-
-
-@pytest.mark.parametrize(("error", "status", "shape"), ERRORS)
-@pytest.mark.parametrize("endpoint", ["chat", "complete"])
-def test_errors_after_the_first_token(
-    post: Poster,
-    backend: FakeBackend,
-    error: Exception,
-    status: int,
-    shape: dict[str, str | None],
-    endpoint: str,
-) -> None:
-    backend.script = lambda _: [*says([97], finish=None), error]
-    response = getattr(post, endpoint)(stream=True)
-    assert response.status_code == 200
-    *_, last, done, rest = response.text.split("\n\n")
-    assert json.loads(last.removeprefix("data: ")) == {"error": shape}
-    assert (done, rest) == ("data: [DONE]", "")
-    assert f'requests_failed_total{{status="{status}"}} 1.0' in post.get("/metrics").text
+from . import folder
+from .fake import HANG, FakeBackend, Step, says
+from .inprocess import Connection, Poster, events_of
 
 
 def test_a_submit_that_fails_takes_the_earlier_ones_back(post: Poster, backend: FakeBackend) -> None:
@@ -100,9 +31,164 @@ def test_a_submit_that_fails_takes_the_earlier_ones_back(post: Poster, backend: 
     assert sorted(backend.cancelled) == sorted(job.request for job in backend.jobs)
 
 
-def test_a_slow_answer_that_fails_is_no_stream(post: Poster, backend: FakeBackend) -> None:
-    """The response begins with the first token, not with the request."""
-    backend.script = lambda _: [IsthmusError("lost")]
-    response = post.complete(stream=True)
-    assert response.status_code == 500
-    assert response.headers["content-type"] == "application/json"
+CHAT = {"model": "acme/tiny", "messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
+TIMEOUT_S = 60
+
+
+def one_token_then(*steps: Step) -> list[Step]:
+    return [*says([97], finish=None), *steps]
+
+
+@pytest.fixture
+def connect(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Callable[..., Connection]:
+    app = create_app(backend, tokenizer)
+    return lambda **fields: Connection(app, PATH, CHAT | fields)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away(
+    connect: Callable[..., Connection], backend: FakeBackend, stream: bool
+) -> None:
+    """No token comes any more, so only the disconnect can end this."""
+    backend.script = lambda _: one_token_then(HANG)
+
+    async def scenario() -> None:
+        connection = connect(stream=stream, n=3)
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: len(backend.jobs) == 3)
+            connection.disconnect()
+
+    asyncio.run(scenario())
+    assert sorted(backend.cancelled) == sorted(job.request for job in backend.jobs)
+
+
+def test_a_client_that_goes_away_before_the_first_token(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.script = lambda _: [HANG]
+
+    async def scenario() -> Connection:
+        connection = connect(stream=True)
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: len(backend.jobs) == 1)
+            connection.disconnect()
+        return connection
+
+    assert asyncio.run(scenario()).sent == []
+    assert len(backend.cancelled) == 1
+
+
+def test_a_client_that_goes_away_while_a_write_waits(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    class SlowConnection(Connection):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            await asyncio.get_running_loop().create_future()
+
+    async def scenario() -> None:
+        connection = SlowConnection(create_app(backend, tokenizer), PATH, CHAT | {"stream": True})
+        async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            await until(lambda: connection.sent != [])
+            connection.disconnect()
+
+    asyncio.run(scenario())
+    assert len(backend.cancelled) == 1
+
+
+def test_a_server_that_says_the_connection_is_closed(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    class ClosedConnection(Connection):
+        async def _send(self, message: Any) -> None:
+            if message["type"] == "http.response.body":
+                raise OSError("closed")
+
+    connection = ClosedConnection(create_app(backend, tokenizer), PATH, CHAT | {"stream": True})
+    asyncio.run(connection.serve())
+    assert len(backend.cancelled) == 1
+
+
+def test_shutdown(connect: Callable[..., Connection], backend: FakeBackend) -> None:
+    backend.script = lambda _: one_token_then(HANG)
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(connect(stream=True).serve())
+        await until(lambda: len(backend.jobs) == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert len(backend.cancelled) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_cancelled_when_all_goes_well(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    assert post.chat(stream=stream, n=3).status_code == 200
+    assert backend.cancelled == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_one_choice_cancels_the_others(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    def script(job: Any) -> list[Step]:
+        steps: dict[str, list[Step]] = {
+            "0": says([97], FinishReason.LENGTH),
+            "1": one_token_then(RuntimeError("bug")),
+            "2": one_token_then(HANG),
+        }
+        return steps[job.request[-1]]
+
+    backend.script = script
+    response = post.chat(stream=stream, n=3)
+    assert response.status_code == (200 if stream else 500)
+    assert "bug" not in response.text
+    # Choice 0 had ended by itself. Choice 1 raised, which may leave its request behind.
+    assert sorted(request[-1] for request in backend.cancelled) == ["1", "2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cancels_its_choice(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    def script(job: Any) -> list[Step]:
+        text = "one two" if job.request.endswith("-0") else "one one"
+        return [*says(folder.byte_tokens(text), FinishReason.LENGTH if text == "one one" else None), HANG]
+
+    backend.script = script
+    response = post.chat(stream=stream, n=2, stop=[" tw"])
+    texts = ["", ""]
+    if stream:
+        for choice in (event["choices"][0] for event in events_of(response)):
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    else:
+        texts = [choice["message"]["content"] for choice in response.json()["choices"]]
+        assert [c["finish_reason"] for c in response.json()["choices"]] == ["stop", "length"]
+        assert response.json()["usage"]["completion_tokens"] == len("one tw") + len("one one")
+    assert texts == ["one", "one one"]
+    assert [request[-1] for request in backend.cancelled] == ["0"]
+
+
+def test_a_stream_without_end(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: one_token_then()
+    response = post.chat()
+    assert response.status_code == 502
+    assert "without a finish reason" in json.loads(response.text)["error"]["message"]
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan, -1e6])
+def test_what_json_or_clients_cannot_take_is_the_lowest(logprob: float) -> None:
+    assert finite(logprob) == -9999.0
+
+
+def test_other_logprobs_stay() -> None:
+    assert finite(-0.25) == -0.25
+
+
+def test_token_text() -> None:
+    assert token_text("é".encode()) == "é"
+    assert token_text(b"\xe2\x82", prefix="bytes:") == "bytes:\\xe2\\x82"

@@ -1,15 +1,32 @@
+"""Messages as templates get them, and answers that come back with the next question, from here or from elsewhere."""
+
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pydantic
 import pytest
+from openai import OpenAI
+from openai.types import chat, responses
+from pydantic import BaseModel
 
-from isthmus.live.gateway.messages import Message
+from isthmus.live.gateway import GatewayTokenizer, create_app
+from isthmus.live.gateway.chat_wire import (
+    ChatMessage,
+    WrittenCall,
+    WrittenFunction,
+)
+from isthmus.live.gateway.fields import field_names
+from isthmus.live.gateway.messages import PARTS, AssistantMessage, CalledFunction, Message, ToolCall
+from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem
+from isthmus.live.gateway.responses.wire import OutputCall, OutputMessage, OutputText
 
-from .fake import FakeBackend
+from . import folder
+from .fake import CARD, FakeBackend, says
 from .inprocess import Poster
+from .server import serving
 
 read: Any = pydantic.TypeAdapter(Message).validate_python
 
@@ -25,61 +42,9 @@ def shown(message: Any) -> dict[str, Any]:
     return {name: value for name, value in message.for_template().items() if value is not None}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "text", "text": "a"},
-        {"type": "input_text", "text": "a"},
-        {"type": "output_text", "text": "a", "annotations": [{}], "logprobs": []},
-        {"type": "refusal", "refusal": "a"},
-        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}},
-        {"type": "text", "text": "a", "role": "assistant", "refusal": None},
-        "a",
-    ],
-)
-def test_parts_of_all_kinds_are_texts(part: object) -> None:
-    message = read({"role": "assistant", "content": [part, part]})
-    assert message.for_template()["content"] == [{"type": "text", "text": "a"}] * 2
-
-
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
-    came = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": None}
-    assert shown(read(came)) == {"role": "assistant", "content": "x"}
-
-
 def test_names_reach_the_template() -> None:
     message = read({"role": "user", "content": "x", "name": "ann"})
     assert shown(message) == {"role": "user", "content": "x", "name": "ann"}
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "must be a string or a list"),
-        (5, "must be a string or a list"),
-        ([5], "part 0 must be an object"),
-        ([{"type": "text", "text": "a", "refusal": "b"}], "part 0 is of type 'text' and has 'refusal', too"),
-        ([{"type": "text", "text": "a"}, {"type": "image_url"}], "part 1 has type 'image_url'"),
-        ([{"type": "input_audio"}], "part 0 has type 'input_audio'; only 'text' is supported"),
-        ([{"type": "text"}], "part 0 must have a string in its field 'text'"),
-        ([{"type": "text", "text": "a", "extra": 1}], "part 0 has an unknown field 'extra'"),
-    ],
-)
-def test_wrong_content(content: object, complaint: str) -> None:
-    assert complaint in refused(content=content)
-
-
-def test_wrong_roles() -> None:
-    assert "'system', 'developer', 'user', 'assistant', 'tool'" in refused(role="bot")
-    assert "union_tag_invalid" in refused(role=["user"])
-    assert "union_tag_invalid" in refused(role="function")
-
-
-def test_each_role_has_fields_of_its_own() -> None:
-    assert "unknown" in refused(tool_calls=[])
-    assert "unknown" in refused(tool_call_id="x")
-    assert "unknown" in refused(role="assistant", tool_call_id="x")
-    assert "tool_call_id" in refused(role="tool")
 
 
 CALL: dict[str, Any] = {
@@ -97,52 +62,6 @@ def test_calls_and_results() -> None:
     result = read({"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]})
     assert shown(result)["content"] == [{"type": "text", "text": "5"}]
     assert "content" not in shown(read({"role": "tool", "tool_call_id": "call_1", "content": None}))
-
-
-NO_OBJECTS = [
-    "",
-    "null",
-    "5",
-    '"x"',
-    '{"a',
-    "[1]",
-    "[" * 100_000,
-    '{"a": "\\ud800"}',
-    '{"a": 1' + "0" * 5000 + "}",
-]
-
-
-@pytest.mark.parametrize("arguments", [*NO_OBJECTS, None, {}], ids=lambda given: str(given)[:9])
-def test_arguments_that_are_no_object_are_an_empty_one(arguments: object) -> None:
-    """As an answer that was cut off has them, or a client that knows of none."""
-    call = {"id": "x", "index": 0, "function": {"name": "f", "arguments": arguments}}
-    [call] = shown(read({"role": "assistant", "tool_calls": [call]}))["tool_calls"]
-    assert call == {"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}
-
-
-@pytest.mark.parametrize("is_text", [True, False])
-def test_numbers_of_arguments_keep_their_digits(post: Poster, backend: FakeBackend, is_text: bool) -> None:
-    written = '{"a": 1.0, "b": 123456789012345678901234567890, "c": [-0.5, true, null]}'
-    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}]
-    body = json.dumps({"messages": said}).replace(
-        json.dumps(CALL["function"]["arguments"]), json.dumps(written) if is_text else written
-    )
-    assert post.request("POST", "/v1/chat/completions", content=body).status_code == 200
-    assert written in bytes(token for token in backend.jobs[0].tokens if token < 256).decode()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        5,
-        {},
-        CALL | {"type": "custom"},
-        CALL | {"id": None},
-        CALL | {"function": {"name": "f", "arguments": []}},
-    ],
-)
-def test_wrong_calls(call: object) -> None:
-    assert "tool_calls" in refused(role="assistant", tool_calls=[call])
 
 
 def test_an_assistant_may_have_said_nothing() -> None:
@@ -166,8 +85,64 @@ def test_arguments_that_no_prompt_can_hold(post: Poster, arguments: str) -> None
         assert response.json()["error"]["param"] == "messages"
 
 
-def test_marks_for_other_servers_caches(post: Poster, backend: FakeBackend) -> None:
-    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
-    assert post.chat(messages=[{"role": "user", "content": [part]}]).status_code == 200
-    assert post.chat().status_code == 200
-    assert backend.jobs[0].tokens == backend.jobs[1].tokens
+NOW_CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
+NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    """One that reads longer prompts, says something and calls a function."""
+    text = 'Let me see.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    backend = FakeBackend(lambda _: says([*folder.byte_tokens(text), folder.EOS], per_batch=3))
+    backend.card = msgspec.structs.replace(CARD, max_length=4096)
+    return backend
+
+
+@pytest.fixture
+def client(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI]:
+    with (
+        serving(create_app(backend, tokenizer)) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *[(each, AssistantMessage) for each in (ChatMessage, chat.ChatCompletionMessage)],
+        (chat.ParsedChatCompletionMessage, AssistantMessage),
+        *[(each, ToolCall) for each in (WrittenCall, chat.ParsedFunctionToolCall)],
+        (WrittenFunction, CalledFunction),
+        *[(each, MessageItem) for each in (OutputMessage, responses.ParsedResponseOutputMessage)],
+        *[(each, FunctionCallItem) for each in (OutputCall, responses.ParsedResponseFunctionToolCall)],
+    ],
+)
+def test_no_field_of_an_answer_is_unknown_in_a_question(written: Any, read: type[BaseModel]) -> None:
+    names = written.model_fields if issubclass(written, BaseModel) else written.__struct_fields__
+    assert {*names} <= field_names(read).keys()
+    parts = {*OutputText.__struct_fields__, *responses.ParsedResponseOutputText.model_fields}
+    assert parts <= PARTS["output_text"]["properties"].keys()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", ["object", "model_dump", "to_dict"])
+def test_an_answer_to_chat_comes_back(client: OpenAI, backend: FakeBackend, form: str, stream: bool) -> None:
+    asked: list[Any] = [{"role": "user", "content": "When?"}]
+    options: Any = {"model": CARD.name, "tools": [NOW]}
+    if stream:
+        with client.chat.completions.stream(messages=asked, **options) as events:
+            message: Any = events.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(messages=asked, **options).choices[0].message
+    result = RESULT | {"tool_call_id": message.tool_calls[0].id}
+    sent = message if form == "object" else getattr(message, form)()
+    client.chat.completions.create(messages=[*asked, sent, result], **options)
+    call = NOW_CALL | {"id": message.tool_calls[0].id}
+    plain: Any = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    client.chat.completions.create(messages=[*asked, plain, result], **options)
+    assert backend.jobs[-2].tokens == backend.jobs[-1].tokens
+
+
+# What the clients of other servers keep of an answer.

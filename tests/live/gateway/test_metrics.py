@@ -1,14 +1,18 @@
+"""Metrics after requests, of nodes and of links; a histogram that reads like the library's own."""
+
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from isthmus.core.types import FinishReason, Generated
 from isthmus.live.cluster.links import Offload
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway.metrics import Tally
 from isthmus.live.gateway.node_metrics import NODE_METRICS
 
 from .fake import HANG, FakeBackend, FakeLink, Step, says
@@ -150,3 +154,23 @@ def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
     assert found["link_up source=west target=east"] == 0
     backend.offloaded = Offload()
     assert samples(post)["offload_threshold_tokens"] == float("inf")
+
+
+BOUNDS = (0.5, 1, 2.5)
+VALUES = (0.0, 0.5, 0.75, 1.0, 2.0, 99.0)
+
+
+def lines(registry: CollectorRegistry) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+
+def test_it_reads_like_the_library_s_own() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = Tally("t", "Text.", BOUNDS)
+    ours.register(tally)
+    histogram = Histogram("t", "Text.", buckets=BOUNDS, registry=theirs)
+    for value in VALUES:
+        tally.observe(value, times=2)
+        histogram.observe(value)
+        histogram.observe(value)
+    assert lines(ours) == lines(theirs)

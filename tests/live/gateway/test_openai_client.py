@@ -20,32 +20,12 @@ from isthmus.core.types import FinishReason
 from isthmus.live.gateway import GatewayTokenizer, create_app
 
 from . import folder
-from .fake import HANG, FakeBackend, says, with_logprobs
+from .fake import HANG, FakeBackend, says
 from .server import serving
 
 MODEL = "acme/tiny"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 EMOJI = [*folder.byte_tokens("grüß 😀!"), folder.EOS]
-
-
-def test_chat(client: OpenAI, backend: FakeBackend) -> None:
-    backend.script = lambda _: says(EMOJI, cached_tokens=4)
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES)
-    assert answer.choices[0].message.content == "grüß 😀!"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(EMOJI)
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
-
-
-def test_an_answer_can_be_sent_back(client: OpenAI, backend: FakeBackend) -> None:
-    backend.script = lambda _: says([*folder.byte_tokens("yo"), folder.EOS])
-    message = client.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message
-    again: Any = [*MESSAGES, message.model_dump(), *MESSAGES]
-    client.chat.completions.create(model=MODEL, messages=again)
-    prompt = bytes(token for token in backend.jobs[1].tokens if token < 256)
-    assert prompt.decode() == "<user>hi\n<assistant>yo\n<user>hi\n<assistant>"
 
 
 def test_chat_stream(client: OpenAI, backend: FakeBackend) -> None:
@@ -62,37 +42,6 @@ def test_chat_stream(client: OpenAI, backend: FakeBackend) -> None:
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.completion_tokens == 2 * len(EMOJI)
-
-
-def test_completions(client: OpenAI, backend: FakeBackend) -> None:
-    backend.script = lambda job: with_logprobs(says(job.tokens[-2:], FinishReason.LENGTH), num_top=2)
-    answer = client.completions.create(model=MODEL, prompt=["ab", "cd"], logprobs=2)
-    assert [choice.text for choice in answer.choices] == ["ab", "cd"]
-    logprobs = answer.choices[1].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens == ["c", "d"]
-    assert logprobs.token_logprobs == [-99 / 8, -100 / 8]
-    assert logprobs.text_offset == [0, 1]
-
-
-def test_completion_stream(client: OpenAI, backend: FakeBackend) -> None:
-    backend.script = lambda _: says(folder.byte_tokens("one END two"))
-    stream = client.completions.create(model=MODEL, prompt="x", stop=" END", stream=True)
-    chunks = [chunk.choices[0] for chunk in stream]
-    assert "".join(chunk.text for chunk in chunks) == "one"
-    assert chunks[-1].finish_reason == "stop"
-    assert len(backend.wait_cancelled(1)) == 1
-
-
-def test_chat_logprobs(client: OpenAI, backend: FakeBackend) -> None:
-    backend.script = lambda _: with_logprobs(says([97], FinishReason.LENGTH), num_top=1)
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=1)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    [token] = logprobs.content
-    assert (token.token, token.bytes, token.logprob) == ("a", [97], -97 / 8)
-    assert [top.token for top in token.top_logprobs] == ["\x00"]
 
 
 TOOLS: Any = [

@@ -1,4 +1,4 @@
-"""From fields of a request to the jobs a cluster gets."""
+"""From fields of a request to the jobs a cluster gets: lengths, sampling, limits of lists."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
+from isthmus.core.errors import RequestError
+from isthmus.core.types import Sampling
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway.requests import CompletionRequest
+from isthmus.live.gateway.sampling import answer_tokens, check_prompt, choice_seed, sampling_of, samplings
+from isthmus.live.gateway.tokenizer import GenerationDefaults
 
-from . import folder
-from .fake import FakeBackend
+from .fake import (
+    CARD,  # 256 tokens
+    FakeBackend,
+)
 from .inprocess import Poster
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -21,74 +28,6 @@ def refused(response: Any, param: str, words: str) -> None:
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
-
-
-def test_a_chat_job(post: Poster, backend: FakeBackend) -> None:
-    body = post.chat(user="ann", cache_salt="pepper", seed=5, temperature=0).json()
-    [job] = backend.jobs
-    assert job.request == f"{body['id']}-0"
-    assert list(job.tokens) == [folder.BOS, *folder.byte_tokens("<user>hi\n<assistant>")]
-    assert job.max_tokens == 256 - len(job.tokens)
-    assert (job.tenant, job.salt) == ("ann", "pepper")
-    assert (job.sampling.seed, job.sampling.temperature) == (5, 0)
-    assert job.sampling.stop_tokens == (folder.EOS,)
-
-
-def test_completion_jobs(post: Poster, backend: FakeBackend) -> None:
-    body = post.complete(prompt=["a", "b"], n=2, seed=5).json()
-    assert [job.request for job in backend.jobs] == [f"{body['id']}-{k}" for k in range(4)]
-    assert [job.tokens for job in backend.jobs] == [(folder.BOS, 97)] * 2 + [(folder.BOS, 98)] * 2
-    assert {job.max_tokens for job in backend.jobs} == {16}
-    seeds = [job.sampling.seed for job in backend.jobs]
-    assert seeds[:2] == seeds[2:]
-    assert seeds[0] != seeds[1]
-
-
-def test_both_names_of_the_limit(post: Poster, backend: FakeBackend) -> None:
-    post.chat(max_tokens=5)
-    post.chat(max_completion_tokens=6)
-    assert [job.max_tokens for job in backend.jobs] == [5, 6]
-    assert post.chat(max_tokens=5, max_completion_tokens=5).status_code == 200
-    refused(post.chat(max_tokens=5, max_completion_tokens=6), "max_tokens", "give only one")
-
-
-def test_another_model(post: Poster) -> None:
-    response = post.chat(model="other")
-    assert response.status_code == 404
-    assert response.json()["error"] == {
-        "message": "The model 'other' does not exist; this server serves 'acme/tiny'",
-        "type": "invalid_request_error",
-        "param": "model",
-        "code": "model_not_found",
-    }
-
-
-def test_too_long(post: Poster) -> None:
-    response = post.complete(prompt=[1] * 256)
-    refused(response, "prompt", "256 tokens")
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    refused(post.chat(messages=[{"role": "user", "content": "x" * 300}]), "messages", "context length")
-    refused(post.chat(max_completion_tokens=256), "max_completion_tokens", "Ask for at most")
-    refused(post.complete(prompt=[1] * 250, max_tokens=7), "max_tokens", "Ask for at most 6")
-
-
-@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""], [[1], []]])
-def test_empty_prompts(post: Poster, backend: FakeBackend, prompt: object) -> None:
-    refused(post.complete(prompt=prompt), "prompt", "empty")
-    assert backend.jobs == []
-
-
-def test_ids_outside_the_vocabulary(post: Poster) -> None:
-    refused(post.complete(prompt=[1, 300]), "prompt", "token id 300; this model's ids are 0 to 299")
-
-
-def test_top_logprobs_need_logprobs(post: Poster) -> None:
-    refused(post.chat(top_logprobs=2), "top_logprobs", "only with logprobs: true")
-    refused(post.chat(top_logprobs=2, logprobs=False), "top_logprobs", "only with logprobs: true")
-
-
-def test_too_many_answers(post: Poster) -> None:
-    refused(post.complete(prompt=["a"] * 17, n=16), "prompt", "272 sequences; ask for at most 256")
 
 
 def test_lists_have_a_limit_of_their_own(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
@@ -119,3 +58,63 @@ def test_a_text_that_must_be_too_long_is_not_tokenised(
     refused(
         post.chat(messages=[{"role": "user", "content": text}]), "messages", "characters, which are at least"
     )
+
+
+def test_a_prompt_leaves_room_for_one_token() -> None:
+    check_prompt(255, CARD, "prompt")
+    with pytest.raises(RequestError, match="maximum context length is 256 tokens") as caught:
+        check_prompt(256, CARD, "prompt")
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+def test_a_prompt_that_is_only_scored_may_be_all_of_the_context() -> None:
+    check_prompt(256, CARD, "prompt", 0)
+    with pytest.raises(RequestError, match="'prompt' has 257 tokens"):
+        check_prompt(257, CARD, "prompt", 0)
+
+
+def test_empty_prompts() -> None:
+    with pytest.raises(RequestError, match="'prompt' is empty"):
+        check_prompt(0, CARD, "prompt")
+
+
+def test_what_is_asked_must_fit() -> None:
+    assert answer_tokens(200, 56, CARD, param="max_tokens", default=None) == 56
+    with pytest.raises(RequestError, match="has 200 and 'max_tokens' asks for 57 more") as caught:
+        answer_tokens(200, 57, CARD, param="max_tokens", default=None)
+    assert caught.value.param == "max_tokens"
+
+
+def test_defaults() -> None:
+    assert answer_tokens(200, None, CARD, param="max_tokens", default=None) == 56
+    assert answer_tokens(200, None, CARD, param="max_tokens", default=16) == 16
+    assert answer_tokens(250, None, CARD, param="max_tokens", default=16) == 6
+
+
+DEFAULTS = GenerationDefaults(eos=(258, 7), temperature=0.6, top_p=0.9, top_k=20)
+
+
+def sampling(**fields: Any) -> Sampling:
+    request = CompletionRequest(model="m", prompt="x", **fields)
+    return sampling_of(request, DEFAULTS, CARD, logprobs=request.logprobs)
+
+
+def test_defaults_are_the_model_s() -> None:
+    assert sampling() == Sampling(temperature=0.6, top_p=0.9, top_k=20, stop_tokens=(258, 7))
+
+
+def test_a_seed_repeats() -> None:
+    first, again = (samplings(sampling(), 5, 3) for _ in range(2))
+    assert first == again
+    assert len({each.seed for each in first}) == 3
+    assert first[0] == samplings(sampling(), 5, 1)[0]
+
+
+def test_without_seed_each_prompt_draws_its_own() -> None:
+    seeds = {each.seed for _ in range(4) for each in samplings(sampling(), None, 2)}
+    assert len(seeds) == 8
+
+
+@pytest.mark.parametrize("seed", [0, 5, -5, 2**63 - 1, -(2**63)])
+def test_seeds_have_63_bits(seed: int) -> None:
+    assert all(0 <= choice_seed(seed, choice) < 2**63 for choice in range(16))

@@ -14,11 +14,11 @@ import pytest
 from isthmus.core.errors import OverloadedError, RequestError
 from isthmus.core.types import ModelCard
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer
-from isthmus.live.gateway.client import ClientGoneError
+from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.http import ClientGoneError
 from isthmus.live.gateway.metrics import Meter
 from isthmus.live.gateway.preparing import Preparation, Preparing
 from isthmus.live.gateway.settings import ApiKey, HttpLimits
-from isthmus.live.gateway.terms import Terms
 from isthmus.live.gateway.traffic import Traffic
 from tests.schemas import breaking
 

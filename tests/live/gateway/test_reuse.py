@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -12,16 +11,14 @@ import msgspec
 import pytest
 
 from isthmus.core.errors import RequestError, UnavailableError
-from isthmus.core.types import Job, Reuse, Reused
+from isthmus.core.types import Reuse, Reused
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
-from isthmus.live.gateway.reuse import reuse_of
+from isthmus.live.gateway.headers import Terms, reuse_of
 from isthmus.live.gateway.settings import ApiKey
-from isthmus.live.gateway.terms import Terms
 
 from . import folder
 from .fake import CARD, FakeBackend, Step, fitting, says
 from .inprocess import Poster, events_of
-from .responses.events import read_events
 
 HEADER = "x-isthmus-reuse"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -34,7 +31,6 @@ KEYS = tuple(ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for na
 SETTINGS = GatewaySettings(keys=KEYS, reuse=Reuse.CHUNKS, tenant_reuse={"acme": Reuse.SEMANTIC})
 FIXED = msgspec.structs.replace(CARD, no_reuse="Mamba has recurrent layers")
 EXACT, CHUNKS, SEMANTIC = Reuse
-NO_TERMS = Terms()
 
 
 def ask(post: Poster, path: str, reuse: str | None = None, key: str = "", **fields: Any) -> httpx.Response:
@@ -55,27 +51,6 @@ def details(response: httpx.Response) -> dict[str, int]:
 
 
 # Who asks.
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("reuse", list(Reuse))
-def test_the_header_reaches_every_job(post: Poster, backend: FakeBackend, path: str, reuse: Reuse) -> None:
-    several = {} if path == "/v1/responses" else {"n": 2}
-    assert ask(post, path, reuse, **several).status_code == 200
-    assert [job.reuse for job in backend.jobs] == [reuse] * several.get("n", 1)
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_an_unknown_value_is_one_clear_line(post: Poster, backend: FakeBackend, path: str) -> None:
-    refused = ask(post, path, "fuzzy")
-    assert refused.status_code == 400
-    assert refused.json()["error"] == {
-        "message": "the header 'x-isthmus-reuse' must be exact, chunks or semantic, got 'fuzzy'",
-        "type": "invalid_request_error",
-        "param": HEADER,
-        "code": None,
-    }
-    assert not backend.jobs
 
 
 @pytest.mark.parametrize(
@@ -158,12 +133,6 @@ def test_prompts_that_are_scored_are_exact(
     assert [job.reuse for job in backend.jobs] == [EXACT, EXACT]
 
 
-def test_an_echo_without_scores_is_no_hindrance(post: Poster, backend: FakeBackend) -> None:
-    assert complete(post, "chunks", echo=True).status_code == 200
-    assert complete(post, "chunks", logprobs=None, echo=False).status_code == 200
-    assert [job.reuse for job in backend.jobs] == [CHUNKS, CHUNKS]
-
-
 # What is waited for.
 
 
@@ -205,82 +174,6 @@ SUMS = {"exact_tokens": 1, "moved_tokens": 2, "similar_tokens": 3, "recomputed_t
 
 def hello(*, cached: int = 1, reused: Reused | None = MOVED) -> list[Step]:
     return says([*folder.byte_tokens("hello"), folder.EOS], cached_tokens=cached, reused=reused)
-
-
-def test_where_the_prompt_came_from(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda _: hello()
-    response = complete(post, "semantic", prompt=PROMPT)
-    assert details(response) == {"cached_tokens": 1, **SUMS}
-    assert sum(SUMS.values()) == response.json()["usage"]["prompt_tokens"] == len(PROMPT)
-
-
-def test_a_prompt_on_the_normal_path(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda _: hello(cached=4, reused=None)
-    found = details(complete(post, "chunks", prompt=PROMPT))
-    assert found == {
-        "cached_tokens": 4,
-        "exact_tokens": 4,
-        "moved_tokens": 0,
-        "similar_tokens": 0,
-        "recomputed_tokens": 6,
-    }
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_several_prompts_count_once_each_as_their_first_choice(
-    post: Poster, backend: FakeBackend, n: int
-) -> None:
-    def script(job: Job) -> Sequence[Step]:
-        choice = int(job.request.rpartition("-")[2])
-        if choice % n:
-            return hello(cached=len(job.tokens), reused=Reused(len(job.tokens), 0, 0, 0))
-        return hello() if len(job.tokens) == len(PROMPT) else hello(cached=2, reused=None)
-
-    backend.script = script
-    response = complete(post, "semantic", prompt=[PROMPT, PROMPT[:5], PROMPT], n=n)
-    found = details(response)
-    assert found == {
-        "cached_tokens": 1 + 2 + 1,
-        "exact_tokens": 1 + 2 + 1,
-        "moved_tokens": 4,
-        "similar_tokens": 6,
-        "recomputed_tokens": 4 + 3 + 4,
-    }
-    assert sum(found.values()) - found["cached_tokens"] == response.json()["usage"]["prompt_tokens"] == 25
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_in_a_stream(post: Poster, backend: FakeBackend, path: str) -> None:
-    backend.script = lambda job: hello(reused=Reused(1, 2, 3, len(job.tokens) - 6))
-    fields = {"prompt": PROMPT} if path == "/v1/completions" else {}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *_, last = events = events_of(ask(post, path, "semantic", stream=True, stream_options=options, **fields))
-    for event in events:
-        usage = event["usage"]
-        found = usage["prompt_tokens_details"]
-        assert sum(found[name] for name in SUMS) == usage["prompt_tokens"], "in every event"
-    assert last["choices"] == []
-    assert [last["usage"]["prompt_tokens_details"][name] for name in list(SUMS)[:3]] == [1, 2, 3]
-
-
-def test_in_responses(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda job: hello(reused=Reused(1, 2, 3, len(job.tokens) - 6))
-    usage = ask(post, "/v1/responses", "semantic").json()["usage"]
-    rest = usage["input_tokens"] - 6
-    expected = {"cached_tokens": 1, "cache_write_tokens": 0, **SUMS, "recomputed_tokens": rest}
-    assert usage["input_tokens_details"] == expected
-    *_, last = read_events(ask(post, "/v1/responses", "semantic", stream=True))
-    assert last.response.usage.input_tokens_details.model_dump(exclude_none=True) == expected
-
-
-def test_an_exact_answer_is_what_it_was(post: Poster, backend: FakeBackend) -> None:
-    """Nothing is added, whatever a node says, and whether exact was asked for or taken."""
-    backend.script = lambda _: hello()
-    for reuse in (None, "exact"):
-        assert details(complete(post, reuse)) == {"cached_tokens": 1}
-        assert b'"prompt_tokens_details":{"cached_tokens":1}}' in complete(post, reuse).content
-        told = ask(post, "/v1/responses", reuse).json()["usage"]["input_tokens_details"]
-        assert told == {"cached_tokens": 1, "cache_write_tokens": 0}
 
 
 def test_a_tenants_setting_is_told_of_too(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:

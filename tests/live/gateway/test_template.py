@@ -1,15 +1,18 @@
+"""Chat templates: what prompts they make of messages, and conversations with tools in plain messages."""
+
 from __future__ import annotations
 
 import functools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway.contents import as_text
+from isthmus.live.gateway.contents import as_text, in_words
 from isthmus.live.gateway.template import ChatTemplate, load_template
 from isthmus.model_files import open_files
 
@@ -413,3 +416,21 @@ def test_ids_that_a_template_finds_too_long_become_short_ones() -> None:
     [of_call], [of_result] = re.findall(r'"id": "(\w{9})"', text), re.findall(r'"call_id": "(\w{9})"', text)
     assert of_call == of_result
     assert PARIS["id"] in template.render(CALLED)
+
+
+def test_results_in_a_row_are_one_message() -> None:
+    user, results = {"role": "user", "content": "?"}, [{"role": "tool", "content": str(k)} for k in range(3)]
+    first, last = "<tool_response>\n0\n</tool_response>", "<tool_response>\n2\n</tool_response>"
+    written = in_words([*results[:2], user, results[2]], None)
+    assert [message["role"] for message in written] == ["user", "user", "user"]
+    assert written[0]["content"] == f"{first}\n{first.replace('0', '1')}"
+    assert written[1:] == [user, {"role": "user", "content": last}]
+
+
+def test_the_time_grows_with_the_results() -> None:
+    results = [{"role": "tool", "content": "x" * 1_000}] * 40_000
+    started = time.process_time()
+    [message] = in_words(results, None)
+    # A tenth of a second. With the square of their number it would be minutes.
+    assert time.process_time() - started < 10
+    assert len(message["content"]) > 40_000_000

@@ -15,12 +15,12 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 
 from isthmus.core.errors import ConfigError
-from isthmus.core.types import FinishReason, Job
+from isthmus.core.types import Job
 from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.settings import GatewaySettings
 
 from . import chat_templates, folder
-from .fake import FakeBackend, Script, Step, says, with_logprobs
+from .fake import FakeBackend, Script, Step, says
 from .inprocess import Poster, events_of
 
 WEATHER = {
@@ -32,12 +32,6 @@ WEATHER = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
-ANSWER = (
-    "Let me see.\n<tool_call>\n"
-    '{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-CALLS = [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
 
 
 @pytest.fixture
@@ -74,121 +68,6 @@ def streamed(post: Poster, **fields: Any) -> tuple[str, list[list[str]], str, li
                 calls.append([call["id"], call["function"]["name"], ""])
             calls[call["index"]][2] += call["function"].get("arguments", "")
     return content, calls, finish, deltas
-
-
-def test_calls_of_an_answer(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS], per_batch=7)
-    [choice] = post.chat(tools=[WEATHER, NOW]).json()["choices"]
-    message = choice["message"]
-    assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Let me see.")
-    assert [
-        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
-    ] == CALLS
-    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in message["tool_calls"])
-    assert len({call["id"] for call in message["tool_calls"]}) == 2
-
-
-@pytest.mark.parametrize("per_batch", [1, 7, 1000])
-def test_the_same_calls_streamed(post: Poster, backend: FakeBackend, per_batch: int) -> None:
-    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS], per_batch=per_batch)
-    content, calls, finish, deltas = streamed(post, tools=[WEATHER, NOW])
-    assert (content, finish) == ("Let me see.", "tool_calls")
-    assert [(name, arguments) for _, name, arguments in calls] == CALLS
-    assert deltas[0] == {"role": "assistant"}
-    assert all(len(delta.get("tool_calls", [])) <= 1 for delta in deltas)
-
-
-def test_nothing_but_calls_has_no_content(post: Poster, backend: FakeBackend) -> None:
-    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
-    [choice] = post.chat(tools=[NOW]).json()["choices"]
-    assert choice["message"]["content"] is None
-    assert len(choice["message"]["tool_calls"]) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_name_that_no_answer_can_hold_is_no_call(post: Poster, backend: FakeBackend, stream: bool) -> None:
-    text = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
-    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
-    if stream:
-        content, calls, *_ = streamed(post, tools=[NOW])
-        assert (content, calls) == (text, [])
-    else:
-        [choice] = post.chat(tools=[NOW]).json()["choices"]
-        assert choice["message"]["content"] == text
-
-
-def test_no_calls(post: Poster) -> None:
-    [choice] = post.chat(tools=[NOW]).json()["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("hello", "stop")
-    assert "tool_calls" not in choice["message"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
-def test_where_no_call_may_be_none_is_looked_for(
-    post: Poster, backend: FakeBackend, fields: dict[str, Any]
-) -> None:
-    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS])
-    [choice] = post.chat(**fields).json()["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER, "stop")
-    assert "get_weather" not in prompt_of(backend)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_call_at_most(post: Poster, backend: FakeBackend, stream: bool) -> None:
-    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS])
-    fields: dict[str, Any] = {"tools": [WEATHER, NOW], "parallel_tool_calls": False}
-    if stream:
-        names = [name for _, name, _ in streamed(post, **fields)[1]]
-    else:
-        [choice] = post.chat(**fields).json()["choices"]
-        names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
-    assert names == ["get_weather"]
-
-
-def test_an_answer_that_is_cut_gives_what_there_is(post: Poster, backend: FakeBackend) -> None:
-    cut = ANSWER[: ANSWER.index("ris")]
-    backend.script = lambda _: says(folder.byte_tokens(cut), FinishReason.LENGTH)
-    [choice] = post.chat(tools=[WEATHER]).json()["choices"]
-    [call] = choice["message"]["tool_calls"]
-    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Pa', "length")
-    assert streamed(post, tools=[WEATHER])[1][0][2] == '{"city": "Pa'
-
-
-def test_stop_strings_end_an_answer_with_calls(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda _: says(folder.byte_tokens(ANSWER))
-    [choice] = post.chat(tools=[WEATHER], stop="</tool_call>").json()["choices"]
-    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [CALLS[0][1]]
-    assert choice["finish_reason"] == "stop"
-
-
-def test_log_probabilities_of_calls(post: Poster, backend: FakeBackend) -> None:
-    backend.script = lambda _: with_logprobs(says([*folder.byte_tokens(ANSWER), folder.EOS]), num_top=1)
-    fields: dict[str, Any] = {"tools": [WEATHER], "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    [choice] = post.chat(**fields).json()["choices"]
-    assert len(choice["logprobs"]["content"]) == len(ANSWER.encode()) + 1
-    scores = tokens = 0
-    for event in events_of(post.chat(stream=True, **fields)):
-        [piece] = event["choices"]
-        scores += len((piece["logprobs"] or {"content": []})["content"])
-        tokens += len(piece.get("token_ids", []))
-    assert scores == tokens == len(ANSWER.encode()) + 1
-
-
-def test_a_conversation_with_calls_in_words(post: Poster, backend: FakeBackend) -> None:
-    """The model of these tests has a template that knows nothing of tools."""
-    called = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    conversation = [
-        {"role": "user", "content": "time?"},
-        {"role": "assistant", "content": None, "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
-    ]
-    assert post.chat(messages=conversation, tools=[NOW]).status_code == 200
-    prompt = prompt_of(backend)
-    assert prompt.startswith("<system>You can call functions")
-    assert '{"name": "now", "parameters": {"type": "object", "properties": {}}}' in prompt
-    assert '<assistant><tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' in prompt
-    assert prompt.endswith("<user><tool_response>\nnoon\n</tool_response>\n<assistant>")
 
 
 def test_the_template_gets_tools_and_arguments_as_objects(tmp_path: Path, backend: FakeBackend) -> None:
@@ -313,12 +192,6 @@ def test_a_forced_call_in_each_format(name: str, tmp_path: Path, backend: FakeBa
     [answer] = answered.json()["choices"]
     [call] = answer["message"]["tool_calls"]
     assert call["function"] == {"name": "choose", "arguments": '{"n": 2}'}
-
-
-def test_no_grammar_where_the_model_may_choose(post: Poster, backend: FakeBackend) -> None:
-    post.chat(tools=[CHOOSE])
-    post.chat(tools=[CHOOSE], tool_choice="auto", parallel_tool_calls=False)
-    assert [job.sampling.grammar for job in backend.jobs] == ["", ""]
 
 
 STRICT = {"type": "function", "function": FORCED | {"strict": True}}
@@ -480,112 +353,3 @@ def test_too_many_strict_functions_are_called_without_a_grammar(post: Poster, ba
 
 
 CHOSEN = 'Well.\n<tool_call>\n{"name": "choose", "arguments": {"n": 2}}\n</tool_call>'
-
-
-def with_parameters(**schema: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "parameters": schema}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "complaint"),
-    [
-        ({"tools": [with_parameters(type="array")]}, "tools[0].function.parameters", "schema of an object"),
-        (
-            {"tools": [NOW, with_parameters(type="objct")]},
-            "tools[1].function.parameters",
-            "schema of an object",
-        ),
-        (
-            {"tools": [NOW, with_parameters(properties={"a": {"not": {}}})]},
-            "tools[1].function.parameters",
-            "cannot be followed: ",
-        ),
-        ({"tools": [with_parameters(properties=5)]}, "tools[0].function.parameters", "cannot be followed"),
-        ({"tools": [with_parameters(required="a")]}, "tools[0].function.parameters", "cannot be followed"),
-        (
-            {"tools": [with_parameters(properties={}, required=["a"], additionalProperties=False)]},
-            "tools[0].function.parameters",
-            "cannot be followed",
-        ),
-        ({"tools": [NOW], "guided_regex": "(a"}, "guided_regex", "cannot be followed"),
-    ],
-)
-def test_what_cannot_be_forced_is_named(
-    post: Poster, backend: FakeBackend, fields: dict[str, Any], param: str, complaint: str
-) -> None:
-    refused = post.chat(tool_choice="required", **fields)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["param"], complaint in error["message"]) == (param, True), error
-    assert backend.jobs == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "complaint"),
-    [
-        ({"tools": [{"type": "functoin"}]}, "tools[0].type", "did you mean 'function'?"),
-        (
-            {"tools": [{"type": "custom", "custom": {"name": "x"}}], "tool_choice": "required"},
-            "tool_choice",
-            "names no",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
-            "tools[0].function.parameters",
-            "a JSON schema",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]},
-            "tools[0].function.params",
-            "did you mean 'parameters'",
-        ),
-        ({"tools": [NOW, NOW]}, "tools", "two functions of the name 'now'"),
-        ({"tool_choice": "required"}, "tool_choice", "names no function"),
-        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", '"required"'),
-        (
-            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-            "names 'x', which 'tools' has not",
-        ),
-        (
-            {
-                "tools": [NOW],
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
-            },
-            "tool_choice",
-            "of which one is a function",
-        ),
-        (
-            {
-                "tools": [NOW],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {"mode": "auto", "tools": [NOW | {"function": {"name": "x"}}]},
-                },
-            },
-            "tool_choice",
-            "names 'x', which 'tools' has not",
-        ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
-        ({"messages": [{"role": "bot"}]}, "messages[0].role", "must be one of"),
-    ],
-)
-def test_what_is_wrong_is_named(post: Poster, fields: dict[str, Any], param: str, complaint: str) -> None:
-    refused = post.chat(**fields)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["param"], complaint in error["message"]) == (param, True), error
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_tools_that_are_no_functions_are_left_out(post: Poster, backend: FakeBackend, stream: bool) -> None:
-    """Cursor sends both shapes of a custom tool."""
-    custom = [
-        {"type": "custom", "custom": {"name": "patch"}},
-        {"type": "custom", "name": "patch", "format": {}},
-    ]
-    answers = [post.chat(tools=tools, stream=stream) for tools in ([*custom, NOW], [NOW])]
-    assert [answer.headers.get("x-isthmus-note") for answer in answers] == ["left out: tool custom", None]
-    assert backend.jobs[0].tokens == backend.jobs[1].tokens

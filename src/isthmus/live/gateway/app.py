@@ -19,33 +19,26 @@ from starlette.types import ASGIApp
 import isthmus
 from isthmus.core.errors import IsthmusError
 from isthmus.core.types import ModelCard
-from isthmus.live.gateway.auth import ApiKeys
 from isthmus.live.gateway.backend import Backend
-from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply
-from isthmus.live.gateway.completion_wire import CompletionDialect, CompletionReply
+from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 from isthmus.live.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
-from isthmus.live.gateway.identity import RequestIds
+from isthmus.live.gateway.headers import ANY, ApiKeys, Origins, RequestIds
 from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.live.gateway.openapi import Operation, document
-from isthmus.live.gateway.origins import ANY, Origins
-from isthmus.live.gateway.preparing import Preparing
+from isthmus.live.gateway.preparing import DetokenizeReply, Preparing, TokenizeReply
 from isthmus.live.gateway.problems import (
-    UnknownModelError,
-    UnknownRouteError,
-    WrongMethodError,
+    HttpError,
     problem_headers,
     problem_json,
     status_of,
+    unknown_model,
 )
-from isthmus.live.gateway.quotas import Quotas
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.live.gateway.responses.body import ResponsesRequest
-from isthmus.live.gateway.responses.reply import ResponsesReply
-from isthmus.live.gateway.responses.wire import ResponsesDialect
+from isthmus.live.gateway.responses.wire import ResponsesDialect, ResponsesReply
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.status import Status, cluster_status
-from isthmus.live.gateway.tenants import TenantGate
-from isthmus.live.gateway.tokenize import DetokenizeReply, TokenizeReply
+from isthmus.live.gateway.tenants import Quotas, TenantGate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.traffic import Traffic
 
@@ -202,10 +195,10 @@ class _Pages:
         return _json(ModelList([_entry(self._backend.card)]))
 
     async def model(self, request: Request) -> Response:
-        """Raises UnknownModelError."""
+        """Raises HttpError."""
         name = request.path_params["name"]
         if name != self._backend.card.name:
-            raise UnknownModelError(name, self._backend.card.name)
+            raise unknown_model(name, self._backend.card.name)
         return _json(_entry(self._backend.card))
 
     async def version(self, request: Request) -> Response:
@@ -242,10 +235,10 @@ def _handlers(refuse: Callable[[Exception], Response]) -> dict[Any, Any]:
     async def on_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             message = f"{request.method} is not allowed on {request.url.path}"
-            response = refuse(WrongMethodError(message))
+            response = refuse(HttpError(405, message))
             response.headers.update(error.headers or {})
             return response
-        return refuse(UnknownRouteError(f"no such route: {request.url.path}"))
+        return refuse(HttpError(404, f"no such route: {request.url.path}"))
 
     return {IsthmusError: on_error, HTTPException: on_route, Exception: on_error}
 

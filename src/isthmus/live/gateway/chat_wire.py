@@ -1,72 +1,35 @@
-"""Answers of /v1/chat/completions, as OpenAI writes them."""
+"""Answers of /v1/chat/completions and /v1/completions, as OpenAI writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from isthmus.core.types import FinishReason
+from isthmus.core.types import TokenLogprobs
 from isthmus.live.gateway.choice import Choice, Delta
-from isthmus.live.gateway.logprobs import TokenLogprob, scored
 from isthmus.live.gateway.prepare import PreparedRequest
-from isthmus.live.gateway.tool_use import CallReader
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Finding
 from isthmus.live.gateway.wire import (
     ChunkDialect,
     PromptScores,
     TokenBytes,
+    TokenLogprob,
     Usage,
     encode,
     event,
-    prompt_scores,
-    usage_field,
+    finite,
+    scored,
+    token_text,
 )
 
 
 class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
     refusal: None = None
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class CallDelta(msgspec.Struct, omit_defaults=True):
-    """The first of a call has its id, type and name; all have a piece of its arguments."""
-
-    index: int
-    id: str | None = None
-    type: str | None = None
-    function: FunctionDelta | None = None
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    tool_calls: list[CallDelta] | None = None
-
-
-class ChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    token_ids: Sequence[int] | UnsetType = UNSET
-
-
-class ChatChunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    object: str = "chat.completion.chunk"
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class WrittenFunction(msgspec.Struct):
@@ -111,28 +74,25 @@ class ChatReply(msgspec.Struct):
 
 
 class ChatDialect(ChunkDialect):
+    """A chunk is a dict: nothing but this writes one, and no document describes events."""
+
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         super().__init__(prepared, token_bytes)
-        self._readers: dict[int, CallReader] = {}  # of choices in which calls may be
+        self._head = {"id": prepared.id, "created": prepared.created_s, "model": prepared.model}
+        self._tail: dict[str, Any] = {"object": "chat.completion.chunk"}
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         opening = b"" if choice.index in self._opened else self._opening(choice, usage)
-        tokens = delta.tokens if self._writing.token_ids else UNSET
-        *pieces, last = self._pieces(choice, delta) or [ChatDelta()]
-        if not (last.content or last.tool_calls or delta.finish or delta.scores or tokens):
+        *before, last = self._pieces(choice, delta) or [{}]
+        content = self._chunk(choice, last)
+        if self._writing.token_ids:
+            content["token_ids"] = delta.tokens
+        if not (last or delta.finish or delta.scores or content.get("token_ids")):
             return opening
-        before = [self._event([ChunkChoice(choice.index, piece)], usage) for piece in pieces]
-        content = ChunkChoice(
-            index=choice.index,
-            delta=last,
-            logprobs=self._logprobs(delta),
-            finish_reason=self._finish(choice, delta),
-            token_ids=tokens,
-        )
-        return b"".join([opening, *before, self._event([content], usage)])
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._event([], usage)
+        content["logprobs"] = self._logprobs(delta)
+        content["finish_reason"] = self._finish(choice, delta)
+        events = [self._event([self._chunk(choice, piece)], usage) for piece in before]
+        return b"".join([opening, *events, self._event([content], usage)])
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
         prepared = self._prepared
@@ -143,60 +103,45 @@ class ChatDialect(ChunkDialect):
                 model=prepared.model,
                 choices=[self._choice(choice, whole) for choice, whole in choices],
                 usage=usage,
-                prompt_logprobs=self._prompt_logprobs(choices[0][1]),
+                prompt_logprobs=self._prompt_logprobs(*choices[0]),
                 prompt_token_ids=prepared.prompts[0] if self._writing.token_ids else UNSET,
             )
         )
 
     def _opening(self, choice: Choice, usage: Usage | None) -> bytes:
-        """The event that names the role; the very first also carries the prompt's ids, where asked for."""
-        first = not self._opened
+        """The first event of a choice; the first of all repeats the prompt if it is asked for."""
+        is_first = not self._opened
         self._opened.add(choice.index)
-        ids = self._prepared.prompts[0] if first and self._writing.token_ids else UNSET
+        prompt = {"prompt_token_ids": self._prepared.prompts[0]} if is_first and self._writing.token_ids else {}
         # An answer that may be nothing but calls must not begin with content.
-        content = ChunkChoice(choice.index, ChatDelta("assistant", None if self._prepared.tools else ""))
-        return self._event([content], usage, prompt_token_ids=ids)
+        said = {"role": "assistant"} if self._prepared.tools else {"role": "assistant", "content": ""}
+        return self._event([self._chunk(choice, said)], usage, **prompt)
 
-    def _event(
-        self,
-        choices: list[ChunkChoice],
-        usage: Usage | None,
-        prompt_token_ids: Sequence[int] | UnsetType = UNSET,
-    ) -> bytes:
-        prepared = self._prepared
-        chunk = ChatChunk(
-            id=prepared.id,
-            created=prepared.created_s,
-            model=prepared.model,
-            choices=choices,
-            usage=usage_field(prepared, usage),
-            prompt_token_ids=prompt_token_ids,
-        )
-        return event(encode(chunk))
+    @staticmethod
+    def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _pieces(self, choice: Choice, delta: Delta) -> list[ChatDelta]:
-        """What the delta's text adds: content, or a part of one call, each by itself, since not all clients look for
-        more than one."""
-        if self._prepared.tools is None:
-            return [ChatDelta(content=delta.text)] if delta.text else []
-        pieces: list[ChatDelta] = []
-        for found in self._read(choice, delta):
-            match found:
-                case Content(text):
-                    pieces.append(ChatDelta(content=text))
-                case CallBegun(index, name):
-                    begun = CallDelta(index, self._call_id(choice, index), "function", FunctionDelta(name, ""))
-                    pieces.append(ChatDelta(tool_calls=[begun]))
-                case Arguments(index, text):
-                    pieces.append(
-                        ChatDelta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))])
-                    )
-        return pieces
+    def _event(self, choices: list[Any], usage: Usage | None, **more: Any) -> bytes:
+        body = {**self._head, "choices": choices, **self._tail, **more}
+        if self._writing.counts:
+            body["usage"] = usage
+        return event(encode(body))
 
-    def _read(self, choice: Choice, delta: Delta) -> Sequence[Event]:
-        assert self._prepared.tools is not None
-        reader = self._readers.setdefault(choice.index, self._prepared.tools.reader())
-        return reader.push(delta.text, last=delta.finish is not None)
+    def _pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """What a batch adds to the message, an event for each; that of the tokens themselves is the last."""
+        if delta.found is None:
+            return [{"content": delta.text}] if delta.text else []
+        return [self._piece(choice, found) for found in delta.found]
+
+    def _piece(self, choice: Choice, found: Finding) -> dict[str, Any]:
+        match found:
+            case Content(text):
+                return {"content": text}
+            case CallBegun(index, name):
+                called = {"id": self._call_id(choice, index), "type": "function"}
+                return {"tool_calls": [{"index": index, **called, "function": {"name": name, "arguments": ""}}]}
+            case Arguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _call_id(self, choice: Choice, index: int) -> str:
         """Of one call; the answer's id makes it unique."""
@@ -204,17 +149,13 @@ class ChatDialect(ChunkDialect):
         return f"call_{blake2b(named.encode(), digest_size=12).hexdigest()}"
 
     def _finish(self, choice: Choice, delta: Delta) -> str | None:
-        """`tool_calls` where the model ended its answer after calls. A client's stop string ends an answer as ever."""
-        reader = self._readers.get(choice.index)
-        called = reader is not None and reader.num_calls > 0
-        ended = delta.finish is FinishReason.STOP and not choice.stopped
-        return "tool_calls" if called and ended else delta.finish
+        return "tool_calls" if delta.finish and choice.ended_with_calls else delta.finish
 
     def _message(self, choice: Choice, whole: Delta) -> ChatMessage:
-        if self._prepared.tools is None:
+        if whole.found is None:
             return ChatMessage(whole.text)
         content, calls = "", []
-        for found in self._read(choice, whole):
+        for found in whole.found:
             match found:
                 case Content(text):
                     content += text
@@ -233,14 +174,117 @@ class ChatDialect(ChunkDialect):
             token_ids=whole.tokens if self._writing.token_ids else UNSET,
         )
 
-    def _prompt_logprobs(self, whole: Delta) -> PromptScores | UnsetType:
-        most = self._writing.prompt_logprobs
-        if most is None:
-            return UNSET
-        return prompt_scores(self._prepared.prompts[0], whole, most, self._token_bytes)
-
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not delta.scores:
             return None
         as_ids = self._writing.tokens_as_ids
         return ChatLogprobs([scored(score, self._token_bytes, as_ids=as_ids) for score in delta.scores])
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """`text_offset`: where in the answer's text each token begins, in characters; of one amid a character, where that
+    begins. The first token of an echoed prompt has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptScores | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct):
+    """Also a chunk: the two have the same shape here."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionDialect(ChunkDialect):
+    def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
+        first = choice.index not in self._opened
+        echoes = first and self._writing.echo
+        if not (delta.text or delta.finish or delta.scores or self._writing.token_ids or echoes):
+            return b""
+        self._opened.add(choice.index)
+        return self._event([self._choice(choice, delta, first=first)], usage)
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        return event(encode(self._body(choices, usage if self._writing.counts else UNSET)))
+
+    def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        body = self._body([self._choice(choice, whole, first=True) for choice, whole in choices], usage)
+        for written, (choice, whole) in zip(body.choices, choices, strict=True):
+            written.prompt_logprobs = self._prompt_logprobs(choice, whole)
+        return encode(body)
+
+    def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionReply:
+        prepared = self._prepared
+        return CompletionReply(
+            id=prepared.id,
+            created=prepared.created_s,
+            model=prepared.model,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _choice(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionChoice:
+        ids, echoes = self._writing.token_ids, self._writing.echo
+        echo = self._echo(choice) if echoes and first else ""
+        return CompletionChoice(
+            index=choice.index,
+            text=echo + delta.text,
+            logprobs=self._logprobs(choice, delta, first=first),
+            finish_reason=delta.finish,
+            token_ids=delta.tokens if ids else UNSET,
+            prompt_token_ids=choice.job.tokens if ids and first else UNSET,
+        )
+
+    def _echo(self, choice: Choice) -> str:
+        return self._prepared.texts[choice.index // self._prepared.n]
+
+    def _logprobs(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionLogprobs | None:
+        echoes = self._writing.echo
+        if choice.job.sampling.logprobs is None or not (delta.scores or (echoes and first)):
+            return None
+        shift = len(self._echo(choice)) if echoes else 0
+        written = CompletionLogprobs(
+            tokens=[self._text(score.token) for score in delta.scores],
+            token_logprobs=[finite(score.logprobs.chosen) for score in delta.scores],
+            top_logprobs=[self._top(score.token, score.logprobs) for score in delta.scores],
+            text_offset=[shift + score.offset for score in delta.scores],
+        )
+        if echoes and first:
+            self._score_prompt(written, choice, delta)
+        return written
+
+    def _score_prompt(self, written: CompletionLogprobs, choice: Choice, delta: Delta) -> None:
+        """Puts the echoed prompt's tokens before the answer's."""
+        prompt, scores = choice.job.tokens, delta.prompt_scores or ()
+        written.tokens[:0] = [self._text(token) for token in prompt]
+        written.token_logprobs[:0] = [None, *(finite(each.chosen) for each in scores)]
+        written.top_logprobs[:0] = [None, *(self._top(t, s) for t, s in zip(prompt[1:], scores, strict=True))]
+        written.text_offset[:0] = self._prepared.offsets[choice.index // self._prepared.n]
+
+    def _top(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The most likely tokens, and always the one that came; so there may be one more than asked for."""
+        top = {self._text(each): finite(logprob) for each, logprob in logprobs.top}
+        top.setdefault(self._text(token), finite(logprobs.chosen))
+        return top
+
+    def _text(self, token: int) -> str:
+        if self._writing.tokens_as_ids:
+            return f"token_id:{token}"
+        return token_text(self._token_bytes(token), prefix="bytes:")

@@ -9,8 +9,9 @@ import msgspec
 from isthmus.core.errors import ProtocolError
 from isthmus.core.types import FinishReason, Generated, Job, Reused, TokenLogprobs
 from isthmus.live.gateway.backend import TokenStream
-from isthmus.live.gateway.detokenizer import Detokenizer
-from isthmus.live.gateway.stops import StopMatcher
+from isthmus.live.gateway.detokenizer import Detokenizer, StopMatcher
+from isthmus.live.gateway.tool_use import CallReader
+from isthmus.live.gateway.tools.parser import Finding, merged
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -22,18 +23,20 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct):
-    """What one batch of tokens adds to a choice. `finish` is set on the last delta only."""
+    """What one batch of tokens adds to a choice. `finish` is set on the last delta only. `found`: the text again, told
+    apart into content and calls; None where no call is looked for."""
 
     text: str
     tokens: list[int]
     scores: list[Score]
     finish: FinishReason | None = None
     prompt_scores: tuple[TokenLogprobs, ...] | None = None
+    found: Sequence[Finding] | None = None
 
 
 class Choice:
     """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too;
-    `silent`: the first token ends it and is not part of it."""
+    `silent`: the first token ends it and is not part of it. `reader`: of calls, where there may be some."""
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Choice:
         stream: TokenStream,
         detokenizer: Detokenizer,
         stops: StopMatcher,
+        reader: CallReader | None = None,
         *,
         shows_end: bool = False,
         silent: bool = False,
@@ -56,6 +60,7 @@ class Choice:
         self._num_chars = 0
         self._detokenizer = detokenizer
         self._stops = stops
+        self._reader = reader
         self._shows_end, self._silent = shows_end, silent
 
     def push(self, batch: Sequence[Generated]) -> Delta:
@@ -83,12 +88,20 @@ class Choice:
             if self.finish is not None:
                 break
         delta.finish = self.finish
+        if self._reader is not None:
+            delta.found = self._reader.push(delta.text, last=delta.finish is not None)
         return delta
 
     @property
     def stopped(self) -> bool:
         """It ended at a stop string, of which the cluster knows nothing."""
         return self._stops.matched
+
+    @property
+    def ended_with_calls(self) -> bool:
+        """The model ended its answer after calls. A client's stop string ends an answer as ever."""
+        called = self._reader is not None and self._reader.num_calls > 0
+        return called and self.finish is FinishReason.STOP and not self.stopped
 
     def _all_exact(self) -> Reused:
         return Reused(self.cached_tokens, 0, 0, len(self.job.tokens) - self.cached_tokens)
@@ -123,4 +136,5 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         scores=[score for delta in deltas for score in delta.scores],
         finish=deltas[-1].finish,
         prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
+        found=None if deltas[-1].found is None else merged([each for d in deltas for each in d.found or ()]),
     )

@@ -20,9 +20,7 @@ from isthmus.core.errors import IsthmusError, RequestError, UnavailableError
 from isthmus.live.gateway.http import JSON_HEADERS
 from isthmus.live.gateway.problems import (
     STOPPING,
-    HeadersTooLargeError,
-    RequestTimeoutError,
-    UnknownCodingError,
+    HttpError,
     problem_headers,
     problem_json,
     status_of,
@@ -217,9 +215,7 @@ class Connection(HttpToolsProtocol):
         while data:
             room = self._max_unseen - self._unseen
             if room <= 0:
-                self._stop(
-                    "header_bytes", HeadersTooLargeError(f"the headers are over {self._max_unseen} bytes")
-                )
+                self._stop("header_bytes", HttpError(431, f"the headers are over {self._max_unseen} bytes"))
             part, data = data[:room], data[room:]
             self._unseen += len(part)
             try:
@@ -260,14 +256,14 @@ class Connection(HttpToolsProtocol):
         if not self._in_headers:
             return  # behind the body, where nobody asks for any, or known already
         if len(self.headers) >= self._max_headers:
-            self._stop("headers", HeadersTooLargeError(f"there are more than {self._max_headers} headers"))
+            self._stop("headers", HttpError(431, f"there are more than {self._max_headers} headers"))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = self.parser.get_http_version() != "1.0"  # which knows no such answer
         if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             self._stop(
                 "malformed",
-                UnknownCodingError("of transfer codings only 'chunked' is known: send the body as it is"),
+                HttpError(501, "of transfer codings only 'chunked' is known: send the body as it is"),
             )
         self.headers.append((name, value))
 
@@ -372,9 +368,9 @@ class Connection(HttpToolsProtocol):
         elif self.phase is Phase.IDLE:
             self.transport.close()
         elif self.phase is Phase.HEADERS:
-            self.refuse("header_s", RequestTimeoutError(f"the headers took longer than {limits.header_s:g} s"))
+            self.refuse("header_s", HttpError(408, f"the headers took longer than {limits.header_s:g} s"))
         elif not self._deaf:
-            self.refuse("body_s", RequestTimeoutError(f"the body took longer than {limits.body_s:g} s"))
+            self.refuse("body_s", HttpError(408, f"the body took longer than {limits.body_s:g} s"))
 
     def drop(self) -> None:
         if self.phase is Phase.BODY and not self._deaf:

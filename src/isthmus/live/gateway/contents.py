@@ -7,16 +7,19 @@ trying: it is rendered with a word that nobody else says, and what it reads is w
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 from isthmus.core.errors import RequestError
 
-Message = Mapping[str, Any]
-Content = str | list[dict[str, str]]
+TemplateMessage = Mapping[str, Any]
+MessageContent = str | list[dict[str, str]]
 """A text, or parts of one: `{"type": "text", "text": ...}`."""
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+Render = Callable[[Sequence[TemplateMessage], Sequence[Mapping[str, Any]] | None], str]
 """Messages and tools, as a template shows them. Raises RequestError where it refuses."""
 
 _WORDS = ("isthmusprobea", "isthmusprobeb")
@@ -48,14 +51,14 @@ class Nothing(str):
 NOTHING = Nothing()
 
 
-def as_text(content: Content | None) -> str:
+def as_text(content: MessageContent | None) -> str:
     """Parts are lines."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content or ())
 
 
-def with_text(message: Message) -> Message:
+def with_text(message: TemplateMessage) -> TemplateMessage:
     """A message that says nothing with a text that is empty; others as they are."""
     return {**message, "content": ""} if isinstance(message.get("content"), Nothing) else message
 
@@ -67,7 +70,7 @@ class Contents:
         self._render = render
         self._known: dict[tuple[str, str, bool], int] = {}
 
-    def shaped(self, message: Message, *, tools: bool) -> Message:
+    def shaped(self, message: TemplateMessage, *, tools: bool) -> TemplateMessage:
         """The message with its content in a form that the template reads in messages of this role; as it is if it reads
         none, and parts as a text. `tools`: beside some, which templates may put into a message that they read otherwise
         without."""
@@ -75,7 +78,7 @@ class Contents:
         if not isinstance(role, str) or content is None or isinstance(content, Nothing):
             return message
         text = as_text(content)
-        forms: list[tuple[str, Content]] = [("text", text), ("part", [_part(text)])]
+        forms: list[tuple[str, MessageContent]] = [("text", text), ("part", [_part(text)])]
         if not isinstance(content, str):
             forms.insert(0, ("parts", content))
         shown = {kind: self._shown(role, kind, tools) for kind, _ in forms}
@@ -92,7 +95,7 @@ class Contents:
         """How the template shows a `kind` of content: `text`, `part` (a list of one), `parts`."""
         key = role, kind, tools
         if key not in self._known:
-            content: Content = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
+            content: MessageContent = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
             words = _WORDS if kind == "parts" else _WORDS[:1]
             found = list[int]()
             for beside in (tools, not tools):  # some want tools, and some refuse them
@@ -105,7 +108,7 @@ class Contents:
             self._known[key] = max(found, default=_NOT)
         return self._known[key]
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str | None:
+    def _prompt(self, messages: Sequence[TemplateMessage], tools: Sequence[Any] | None) -> str | None:
         """None where the template refuses."""
         try:
             return self._render(messages, tools).lower()
@@ -117,7 +120,9 @@ class Contents:
             return _NOT
         return _AS_OBJECT if _OBJECT.search(prompt) else _AS_TEXT
 
-    def _conversations(self, role: str, content: Content, tools: bool) -> Iterator[list[Message]]:
+    def _conversations(
+        self, role: str, content: MessageContent, tools: bool
+    ) -> Iterator[list[TemplateMessage]]:
         """As templates want it in which roles take turns; some begin behind a system message, and some end with what a
         user says."""
         said = {"role": role, "content": content}
@@ -139,3 +144,92 @@ class Contents:
 
 def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+_INTRODUCTION = """\
+You can call functions to help with what the user asks. Their signatures are within <tools></tools>:
+<tools>
+{definitions}
+</tools>
+
+To call a function, write a JSON object with its name and its arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function name>, "arguments": <object of arguments>}}
+</tool_call>"""
+
+
+def in_words(
+    messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[dict[str, Any]]:
+    """The same conversation with the roles system, user and assistant alone. `tools`: definitions as clients send
+    them; `role`: who says them, `system`, or the first `user`; the arguments of past calls are objects."""
+    written: list[dict[str, Any]] = []
+    for are_results, some in groupby(messages, lambda message: message.get("role") == "tool"):
+        if are_results:
+            written.append({"role": "user", "content": "\n".join(map(_result, some))})
+        else:
+            written += map(_with_calls, some)
+    return _introduced(written, tools, role) if tools else written
+
+
+def with_short_ids(message: TemplateMessage) -> dict[str, Any]:
+    """The message with ids of calls as Mistral's templates want them: nine letters and digits."""
+    short = dict(message)
+    if calls := message.get("tool_calls"):
+        short["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
+    if identity := message.get("tool_call_id"):
+        short["tool_call_id"] = _short_id(identity)
+    return short
+
+
+def with_written_arguments(message: TemplateMessage) -> TemplateMessage:
+    """The message with the arguments of its calls as text; others as they are."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    written = [
+        call | {"function": call["function"] | {"arguments": _json(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": written}
+
+
+def _short_id(identity: str) -> str:
+    fits = re.fullmatch(r"[A-Za-z0-9]{9}", identity)
+    return identity if fits else blake2b(identity.encode(), digest_size=5).hexdigest()[:9]
+
+
+def _introduced(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
+) -> list[dict[str, Any]]:
+    definitions = "\n".join(_json(tool) for tool in tools)
+    introduction = _INTRODUCTION.format(definitions=definitions)
+    among = messages[:1] if role == "system" else messages
+    at = next((at for at, message in enumerate(among) if message.get("role") == role), None)
+    if at is None:
+        return [{"role": role, "content": introduction}, *messages]
+    said = [as_text(messages[at].get("content")), introduction]
+    content = "\n\n".join(said if role == "system" else reversed(said))
+    return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]
+
+
+def _with_calls(message: TemplateMessage) -> dict[str, Any]:
+    """An assistant's message with its calls as text."""
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+    if calls:
+        said = as_text(plain.get("content"))
+        plain["content"] = "\n".join([said, *calls] if said else calls)
+    return plain
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    written = _json({"name": function["name"], "arguments": function["arguments"]})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def _result(message: TemplateMessage) -> str:
+    return f"<tool_response>\n{as_text(message.get('content'))}\n</tool_response>"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -95,38 +95,17 @@ def num_tokens(low: int) -> Any:
     )
 
 
-def model_name() -> Any:
-    return Field(
-        default=None,
-        description="the name of a served model, a string",
-        json_schema_extra={"format": "model-name"},
-    )
+def _always(words: str, **options: Any) -> Callable[[], Any]:
+    return lambda: Field(default=None, description=words, **options)
 
 
-def seed() -> Any:
-    return Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED, description="a 64-bit integer")
-
-
-def boolean() -> Any:
-    return Field(default=None, description="true or false")
-
-
-def label() -> Any:
-    words = f"a string of at most {MAX_LABEL_CHARS} characters"
-    return Field(default=None, max_length=MAX_LABEL_CHARS, description=words)
-
-
-def text() -> Any:
-    return Field(default=None, description="a string")
-
-
-def regex() -> Any:
-    words = "a regular expression, as Rust's regex library reads it"
-    return Field(default=None, description=words, json_schema_extra={"format": "regex"})
-
-
-def free_object() -> Any:
-    return Field(default=None, description="an object")
+model_name = _always("the name of a served model, a string", json_schema_extra={"format": "model-name"})
+seed = _always("a 64-bit integer", ge=-MAX_SEED - 1, le=MAX_SEED)
+boolean = _always("true or false")
+label = _always(f"a string of at most {MAX_LABEL_CHARS} characters", max_length=MAX_LABEL_CHARS)
+text = _always("a string")
+regex = _always("a regular expression, as Rust's regex library reads it", json_schema_extra={"format": "regex"})
+free_object = _always("an object")
 
 
 def refuse(message: str) -> PydanticCustomError:

@@ -1,35 +1,103 @@
-"""The generation endpoints: parse, plan, submit, answer."""
+"""The generation endpoints: prepare, submit, and answer while all choices of a request run side by side.
+
+Every way out cancels the streams that have not ended: a stop string, an error of any choice, a client that
+goes away, the shutdown of the server.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from isthmus.core.errors import IsthmusError
+from isthmus.core.errors import IsthmusError, ProtocolError
 from isthmus.core.types import Reuse
 from isthmus.live.gateway.backend import Backend
 from isthmus.live.gateway.choice import Choice, Delta, joined
-from isthmus.live.gateway.client import ClientGoneError
-from isthmus.live.gateway.flow import cancel_all, run
-from isthmus.live.gateway.http import JSON_HEADERS, NOTE, EventWriter, read_body, send_body
-from isthmus.live.gateway.identity import hex_id
+from isthmus.live.gateway.detokenizer import StopMatcher
+from isthmus.live.gateway.headers import hex_id, terms_of
+from isthmus.live.gateway.http import (
+    JSON_HEADERS,
+    NOTE,
+    ClientGoneError,
+    EventWriter,
+    gone,
+    read_body,
+    send_body,
+)
 from isthmus.live.gateway.metrics import ChoiceTimer, Meter
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.problems import STOPPING, status_of
 from isthmus.live.gateway.settings import GatewaySettings
-from isthmus.live.gateway.stops import StopMatcher
 from isthmus.live.gateway.tenants import account_of
-from isthmus.live.gateway.terms import terms_of
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.wire import Dialect, usage_of
+
+Sink = Callable[[Choice, Delta], Awaitable[None]]
+
+
+async def run(choices: Sequence[tuple[Choice, ChoiceTimer]], sink: Sink, receive: Receive) -> None:
+    """Passes every delta of every choice to `sink`, as they come.
+
+    Raises the first error of any choice or of `sink`, or ClientGoneError.
+    """
+    running = {choice.index: choice for choice, _ in choices}
+    try:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(_watch(receive, running))
+            async with asyncio.TaskGroup() as followers:
+                for choice, timer in choices:
+                    followers.create_task(_follow(choice, timer, sink, running))
+            watcher.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    finally:
+        cancel_all(running)
+
+
+def cancel_all(running: dict[int, Choice]) -> None:
+    """Cancels what still runs, once."""
+    while running:
+        running.popitem()[1].stream.cancel()
+
+
+async def _follow(choice: Choice, timer: ChoiceTimer, sink: Sink, running: dict[int, Choice]) -> None:
+    async for batch in choice.stream:
+        if not batch:
+            continue
+        delta = choice.push(batch)
+        timer.observe(delta)
+        if delta.finish is not None:
+            # Before the sink, which may wait for a slow client.
+            del running[choice.index]
+            if choice.stopped:
+                choice.stream.cancel()
+        await sink(choice, delta)
+        if delta.finish is not None:
+            return
+    raise ProtocolError(f"{choice.job.request}: the cluster ended the answer without a finish reason")
+
+
+async def _watch(receive: Receive, running: dict[int, Choice]) -> None:
+    await gone(receive)
+    cancel_all(running)
+    raise ClientGoneError
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """The error that answers the request. If the client is gone, nothing else matters."""
+    error: BaseException = errors.subgroup(ClientGoneError) or errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +186,7 @@ class GenerationEndpoint:
                         job.tokens, special=writing.shows_special, shown=markers
                     ),
                     StopMatcher(writing.stops, shown=writing.shows_stop),
+                    prepared.tools.reader() if prepared.tools else None,
                     shows_end=writing.shows_stop,
                     silent=writing.only_echo,
                 )

@@ -1,14 +1,40 @@
-"""The thin layer between ASGI messages and the rest: bodies in, events and bodies out."""
+"""The thin layer between ASGI messages and the rest: bodies in, events and bodies out, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from isthmus.live.gateway.client import ClientGoneError
-from isthmus.live.gateway.problems import BodyTooLargeError, UnsupportedMediaError
+from isthmus.live.gateway.problems import HttpError, compressed
+
+Result = TypeVar("Result")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection. Nobody is left to answer, so this is no IsthmusError."""
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client goes away. The body was read, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(work: asyncio.Future[Result], receive: Receive) -> Result:
+    """What comes of `work`, or ClientGoneError if the client goes away first. Cancels what nobody waits for."""
+    leaving = asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGoneError
+        return work.result()
+    finally:
+        work.cancel()
+        leaving.cancel()
+
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
@@ -24,13 +50,13 @@ _COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises BodyTooLargeError and UnsupportedMediaError, as early as they are known, or
+    """The whole request body. Raises HttpError, as early as they are known, or
     ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(max_bytes)
         if name == b"content-encoding" and (coding := _COMPRESSION.search(value)):
-            raise UnsupportedMediaError(coding[0].decode().lower())
+            raise compressed(coding[0].decode().lower())
     body = bytearray()
     more = True
     while more:
@@ -83,5 +109,5 @@ class EventWriter:
             raise ClientGoneError from None
 
 
-def _too_large(max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"the body is larger than {max_bytes} bytes, the most this server reads")
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {max_bytes} bytes, the most this server reads")

@@ -8,21 +8,53 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from isthmus.live.gateway.backend import Backend
 from isthmus.live.gateway.choice import Choice, Delta
-from isthmus.live.gateway.node_metrics import PREFIX, NodeMetrics
-from isthmus.live.gateway.offload_metrics import OffloadMetrics
+from isthmus.live.gateway.node_metrics import (
+    PREFIX,
+    Family,
+    Reading,
+    counted,
+    of_nodes,
+    of_offload,
+    of_refusals,
+)
 from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.settings import GatewaySettings
-from isthmus.live.gateway.tally import Tally
 from isthmus.live.gateway.tenants import TenantMeter
 from isthmus.live.gateway.traffic import Traffic
+
+
+class Tally(Collector):
+    """`bounds`: upper bounds of the buckets, inclusive, ascending; one without bound is added."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts `value` as often as `times`."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*self._bounds, math.inf]
+        labels = ["+Inf" if bound == math.inf else str(float(bound)) for bound in bounds]
+        buckets = list(zip(labels, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -38,11 +70,14 @@ class Meter:
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self.tenants = TenantMeter(registry) if names_tenants else None
-        registry.register(_Preparing(preparing))
-        registry.register(_TrafficMetrics(traffic))
-        registry.register(NodeMetrics(backend, names_tenants=names_tenants))
-        registry.register(_Refusals(backend))
-        registry.register(OffloadMetrics(backend))
+        for read in (
+            partial(_of_preparing, preparing),
+            partial(_of_traffic, traffic),
+            partial(of_nodes, backend, names_tenants),
+            partial(of_refusals, backend),
+            partial(of_offload, backend),
+        ):
+            registry.register(Reading(read))
         self.first_token = self._tally(
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
         )
@@ -160,57 +195,20 @@ class _Slo:
         return sum(longest) / len(longest) * 1000 <= self._tbt_ms
 
 
-class _TrafficMetrics(Collector):
-    """Of connections, read when Prometheus asks."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def describe(self) -> list[CounterMetricFamily]:
-        return []
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        traffic = self._traffic
-        text = "HTTP connections and requests turned away, by the limit (limits.*) that did it."
-        refused = CounterMetricFamily(f"{PREFIX}http_refused", text, labels=["reason"])
-        for reason, count in traffic.refused.items():
-            refused.add_metric([reason], count)
-        yield refused
-        yield GaugeMetricFamily(f"{PREFIX}http_connections", "Open HTTP connections.", traffic.num_connections)
-        text = "Bytes of request bodies that are not whole yet."
-        yield GaugeMetricFamily(f"{PREFIX}http_body_bytes", text, traffic.body_bytes)
+def _of_traffic(traffic: Traffic) -> Iterator[Family]:
+    yield counted(
+        "http_refused",
+        "HTTP connections and requests turned away, by the limit (limits.*) that did it.",
+        "reason",
+        traffic.refused,
+    )
+    yield GaugeMetricFamily(f"{PREFIX}http_connections", "Open HTTP connections.", traffic.num_connections)
+    text = "Bytes of request bodies that are not whole yet."
+    yield GaugeMetricFamily(f"{PREFIX}http_body_bytes", text, traffic.body_bytes)
 
 
-class _Refusals(Collector):
-    """Requests the cluster turned away, read when Prometheus asks."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def describe(self) -> list[CounterMetricFamily]:
-        """Nothing is known yet; without this the registry would ask at once."""
-        return []
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        text = "Requests turned away, by the stage that could not take them."
-        family = CounterMetricFamily(f"{PREFIX}requests_refused", text, labels=["stage"])
-        for stage, count in self._backend.refusals().items():
-            family.add_metric([stage], count)
-        yield family
-
-
-class _Preparing(Collector):
-    """Large bodies, and those with a grammar."""
-
-    def __init__(self, preparing: Preparing) -> None:
-        self._preparing = preparing
-
-    def describe(self) -> list[Metric]:
-        """Known when it is asked for."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        waiting = "Large bodies, or with a grammar, that are being read or wait for it."
-        yield GaugeMetricFamily(f"{PREFIX}requests_preparing", waiting, self._preparing.num_waiting)
-        deaths = "Processes that died over such a body; its request was refused."
-        yield CounterMetricFamily(f"{PREFIX}preparing_deaths", deaths, self._preparing.num_deaths)
+def _of_preparing(preparing: Preparing) -> Iterator[Family]:
+    waiting = "Large bodies, or with a grammar, that are being read or wait for it."
+    yield GaugeMetricFamily(f"{PREFIX}requests_preparing", waiting, preparing.num_waiting)
+    deaths = "Processes that died over such a body; its request was refused."
+    yield CounterMetricFamily(f"{PREFIX}preparing_deaths", deaths, preparing.num_deaths)

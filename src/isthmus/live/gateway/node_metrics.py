@@ -1,8 +1,8 @@
-"""What the nodes report, for Prometheus. A name that ends in `_total` is a counter, any other a gauge."""
+"""What the cluster reports, for Prometheus. Of nodes, a name that ends in `_total` is a counter, any other a gauge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -86,35 +86,80 @@ NODE_METRICS = {
 """Metric -> what it is. A node may report others, which are shown without explanation."""
 
 
-class NodeMetrics(Collector):
-    """Read when Prometheus asks, with a label `node`. What a node reports of one tenant, as `METRIC/TENANT`, has a
-    label `tenant` as well, and is shown only if metrics may name tenants."""
+Family = CounterMetricFamily | GaugeMetricFamily
 
-    def __init__(self, backend: Backend, *, names_tenants: bool = False) -> None:
-        self._backend, self._names_tenants = backend, names_tenants
 
-    def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing is known before the nodes report; without this the registry would ask them at once."""
+class Reading(Collector):
+    """What `read` says when Prometheus asks."""
+
+    def __init__(self, read: Callable[[], Iterable[Family]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Family]:
+        return self._read()
+
+    def describe(self) -> list[Family]:
+        """Nothing is known yet; without this the registry would ask at once."""
         return []
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        of_tenants: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for name, by_node in self._backend.gauges().items():
-            short, _, tenant = name.removeprefix(PREFIX).partition("/")
-            if tenant:
-                family = of_tenants.setdefault(short, self._family(short, "node", "tenant"))
-                for node, value in by_node.items():
-                    family.add_metric([node, tenant], value)
-                continue
-            family = self._family(short, "node")
-            for node, value in by_node.items():
-                family.add_metric([node], value)
-            yield family
-        if self._names_tenants:
-            yield from of_tenants.values()
 
-    @staticmethod
-    def _family(short: str, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
-        family_of = CounterMetricFamily if short.endswith("_total") else GaugeMetricFamily
-        text = NODE_METRICS.get(short, "Reported by the nodes.")
-        return family_of(PREFIX + short, text, labels=labels)
+def counted(name: str, text: str, label: str, counts: Mapping[str, float]) -> Family:
+    """A counter with one label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def of_refusals(backend: Backend) -> Iterator[Family]:
+    """Requests the cluster turned away."""
+    text = "Requests turned away, by the stage that could not take them."
+    yield counted("requests_refused", text, "stage", backend.refusals())
+
+
+def of_nodes(backend: Backend, names_tenants: bool) -> Iterator[Family]:
+    """With a label `node`. What a node reports of one tenant, as `METRIC/TENANT`, has a label `tenant` as well, and is
+    shown only if metrics may name tenants."""
+    of_tenants: dict[str, Family] = {}
+    for name, by_node in backend.gauges().items():
+        short, _, tenant = name.removeprefix(PREFIX).partition("/")
+        if tenant:
+            family = of_tenants.setdefault(short, _family(short, "node", "tenant"))
+            for node, value in by_node.items():
+                family.add_metric([node, tenant], value)
+            continue
+        family = _family(short, "node")
+        for node, value in by_node.items():
+            family.add_metric([node], value)
+        yield family
+    if names_tenants:
+        yield from of_tenants.values()
+
+
+def _family(short: str, *labels: str) -> Family:
+    family_of = CounterMetricFamily if short.endswith("_total") else GaugeMetricFamily
+    return family_of(PREFIX + short, NODE_METRICS.get(short, "Reported by the nodes."), labels=labels)
+
+
+def of_offload(backend: Backend) -> Iterator[Family]:
+    """What passes between clusters; nothing where there is one. Links have labels `source` and `target`."""
+    offload = backend.offload()
+    if offload is None:
+        return
+    threshold = float("inf") if offload.threshold is None else float(offload.threshold)
+    text = "Prompts with more uncached tokens are prefilled in another cluster; +Inf: none is."
+    yield GaugeMetricFamily(PREFIX + "offload_threshold_tokens", text, value=threshold)
+    text = "How often the threshold was set."
+    yield CounterMetricFamily(PREFIX + "offload_threshold_changes", text, value=offload.changes)
+    text = "Prefills sent to another cluster."
+    yield CounterMetricFamily(PREFIX + "requests_offloaded", text, value=offload.requests)
+    text = "Nodes that took another role."
+    yield CounterMetricFamily(PREFIX + "node_conversions", text, value=offload.conversions)
+    labels = ["source", "target"]
+    sent = CounterMetricFamily(PREFIX + "link_bytes", "Bytes that crossed a link.", labels=labels)
+    queued = GaugeMetricFamily(PREFIX + "link_queued_bytes", "Bytes that wait for a link.", labels=labels)
+    up = GaugeMetricFamily(PREFIX + "link_up", "1 while a session crosses a link, else 0.", labels=labels)
+    for link in offload.links:
+        for family, value in ((sent, link.sent_bytes), (queued, link.queued_bytes), (up, link.up)):
+            family.add_metric([link.source, link.target], value)
+    yield from (sent, queued, up)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.core.errors import RequestError
-from isthmus.core.types import Job, ModelCard, RequestId, Reuse
-from isthmus.live.gateway.auth import salt_of
-from isthmus.live.gateway.limits import answer_tokens, check_chars, check_prompt, truncated
-from isthmus.live.gateway.problems import UnknownModelError
+from isthmus.core.types import Job, ModelCard, RequestId, Reuse, Sampling
+from isthmus.live.gateway.headers import Terms, reuse_of, salt_of
+from isthmus.live.gateway.messages import left_out
+from isthmus.live.gateway.problems import unknown_model
 from isthmus.live.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -21,15 +21,20 @@ from isthmus.live.gateway.requests import (
     Prompt,
     TemplateFields,
 )
-from isthmus.live.gateway.reuse import reuse_of
-from isthmus.live.gateway.sampling import Sampler, check_vocabulary, sampler_of
+from isthmus.live.gateway.sampling import (
+    answer_tokens,
+    check_chars,
+    check_prompt,
+    check_vocabulary,
+    sampling_of,
+    samplings,
+    truncated,
+)
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.structured import check_grammar, grammar_of
-from isthmus.live.gateway.terms import Terms
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
-from isthmus.live.gateway.tool_fields import left_out
 from isthmus.live.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
-from isthmus.live.gateway.tools.formats import Format
+from isthmus.live.gateway.tools import Format
 
 DEFAULT_COMPLETION_TOKENS = 16
 Tokens = tuple[int, ...]
@@ -83,7 +88,7 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _PreparedPrompt:
     """With the most tokens its answers may have. `text`: as the client sent it, and where in it tokens begin, where the
     answer repeats it."""
 
@@ -114,23 +119,23 @@ class RequestPreparer:
         grammar = self._answer_grammar(request)
         if tools and (tools.forced or tools.strict or tools.constrained):
             grammar = call_grammar(request, tools, grammar, self.tokenizer, self.settings.grammar)
-        sampler = self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, grammar)
+        sampling = self._sampling(request, _chat_logprobs(request), request.prompt_logprobs, grammar)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(self.chat_tokens(request, request.add_special_tokens), request, asked, self.card)
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        prompt = _Prompt(tokens, max_tokens)
-        prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
+        prompt = _PreparedPrompt(tokens, max_tokens)
+        prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampling, [prompt], tools)
         return replace(prepared, left_out=tuple(dict.fromkeys(left_out(request.tools_))))
 
     def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         self.check_model(request.model)
         asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
-        sampler = self._sampler(request, request.logprobs, asked, self._answer_grammar(request))
+        sampling = self._sampling(request, request.logprobs, asked, self._answer_grammar(request))
         self._check_count(len(request.prompt), request.n or 1)
         prompts = [self._prompt(prompt, request) for prompt in request.prompt]
-        return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, prompts)
+        return self._prepared(f"cmpl-{hex_id}", request, terms, sampling, prompts)
 
     def chat_tokens(self, request: TemplateFields, add_special_tokens: bool | None) -> Tokens:
         """Tokens of a conversation. Raises RequestError."""
@@ -151,9 +156,9 @@ class RequestPreparer:
             check_chars(len(text), self.tokenizer.least_tokens(len(text)), self.card, param)
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError. No name means the served model."""
+        """Raises HttpError. No name means the served model."""
         if name is not None and name != self.card.name:
-            raise UnknownModelError(name, self.card.name)
+            raise unknown_model(name, self.card.name)
 
     def _answer_grammar(self, request: GenerationRequest) -> str:
         """Of an answer that calls nothing; "" where it is free. Raises RequestError."""
@@ -162,13 +167,13 @@ class RequestPreparer:
             check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
         return grammar
 
-    def _sampler(
+    def _sampling(
         self,
         request: GenerationRequest,
         logprobs: int | None,
         prompt_logprobs: int | None,
         grammar: str,
-    ) -> Sampler:
+    ) -> Sampling:
         """`grammar`: of the answer, "" where it is free. Raises RequestError."""
         if request.best_of not in (None, request.n or 1):
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
@@ -177,7 +182,7 @@ class RequestPreparer:
             message = "'prompt_logprobs' come in one piece: leave it out, or do not stream"
             raise RequestError(message, param="prompt_logprobs")
         bad_words = self.tokenizer.words_as_tokens(request.bad_words or ())
-        return sampler_of(
+        return sampling_of(
             request,
             self.tokenizer.generation,
             self.card,
@@ -192,8 +197,8 @@ class RequestPreparer:
         answer_id: str,
         request: GenerationRequest,
         terms: Terms,
-        sampler: Sampler,
-        prompts: list[_Prompt],
+        base: Sampling,
+        prompts: list[_PreparedPrompt],
         tools: ToolUse | None = None,
     ) -> PreparedRequest:
         """Raises RequestError."""
@@ -202,7 +207,7 @@ class RequestPreparer:
         weight = self.settings.shares.weight_of(terms.tenant)
         jobs: list[Job] = []
         for prompt in prompts:
-            for sampling in sampler.for_prompt(n):
+            for sampling in samplings(base, request.seed, n):
                 jobs.append(
                     Job(
                         request=RequestId(f"{answer_id}-{len(jobs)}"),
@@ -239,7 +244,7 @@ class RequestPreparer:
             )
             raise RequestError(message, param="prompt")
 
-    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _Prompt:
+    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _PreparedPrompt:
         """Raises RequestError."""
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
@@ -256,7 +261,7 @@ class RequestPreparer:
         check_prompt(len(kept), self.card, "prompt", 0 if asked == 0 else 1)
         check_vocabulary(kept, self.card, "prompt")
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
-        found = _Prompt(kept, most)
+        found = _PreparedPrompt(kept, most)
         if not request.echo:
             return found
         sent = prompt if isinstance(prompt, str) and kept == tokens else None

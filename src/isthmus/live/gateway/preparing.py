@@ -15,30 +15,67 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
 from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.core.types import Job, ModelCard
 from isthmus.live.gateway.bodies import parse_body
-from isthmus.live.gateway.client import while_connected
+from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.http import while_connected
 from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.live.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeChat,
     TokenizeRequest,
+    TokenizeText,
 )
-from isthmus.live.gateway.responses.body import ResponsesRequest
-from isthmus.live.gateway.responses.chat import ResponsesPreparer, renamed
+from isthmus.live.gateway.responses.body import ResponsesPreparer, ResponsesRequest, renamed
+from isthmus.live.gateway.sampling import check_vocabulary
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.structured import is_constrained
-from isthmus.live.gateway.terms import Terms
-from isthmus.live.gateway.tokenize import TokenizeEndpoints
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.tool_use import format_of
-from isthmus.live.gateway.wire import encode
+from isthmus.live.gateway.wire import encode, token_text
 from isthmus.sandbox import Answer, ForkServer, Limits, Sandbox, SandboxError, serve
+
+
+class TokenizeReply(msgspec.Struct):
+    """`token_strs`: of each token, where they are asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+def tokenized(preparer: RequestPreparer, request: TokenizeText | TokenizeChat) -> TokenizeReply:
+    """Raises RequestError."""
+    tokenizer, special = preparer.tokenizer, request.add_special_tokens
+    preparer.check_model(request.model)
+    if isinstance(request, TokenizeChat):
+        tokens = preparer.chat_tokens(request, special)
+    else:
+        tokens = tuple(tokenizer.encode_text(request.prompt, add_special_tokens=special is not False))
+    texts = (
+        [token_text(tokenizer.token_bytes(token)) for token in tokens] if request.return_token_strs else UNSET
+    )
+    return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
+
+
+def detokenized(preparer: RequestPreparer, request: DetokenizeRequest) -> DetokenizeReply:
+    """Raises RequestError."""
+    preparer.check_model(request.model)
+    check_vocabulary(request.tokens, preparer.card, "tokens")
+    return DetokenizeReply(preparer.tokenizer.decode(request.tokens, special=True))
+
 
 KEPT_BYTES = 64 << 20
 """By which a worker may have grown."""
@@ -128,7 +165,7 @@ class Preparing:
         if not self._sandboxes:
             preparation = self._preparations[name]
             return preparation.make(parse_body(preparation.read, body, self._settings.max_depth), hex_id, terms)
-        question = _encode(_Question(name, body, hex_id, terms))
+        question = _encode(_BodyToPrepare(name, body, hex_id, terms))
         try:
             return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
         except SandboxError as error:
@@ -180,13 +217,15 @@ def preparations(
 ) -> dict[str, Preparation]:
     """Raises ConfigError."""
     preparer = RequestPreparer(card, tokenizer, settings, format_of(tokenizer.template, settings.tool_format))
-    responses, texts = ResponsesPreparer(preparer), TokenizeEndpoints(preparer)
+    responses = ResponsesPreparer(preparer)
     return {
         "chat": Preparation(ChatRequest, preparer.chat),
         "completion": Preparation(CompletionRequest, preparer.completion),
         "response": Preparation(ResponsesRequest, responses.prepare),
-        "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(texts.tokenize(request))),
-        "detokenize": Preparation(DetokenizeRequest, lambda request, *_: encode(texts.detokenize(request))),
+        "tokenize": Preparation(TokenizeRequest, lambda request, *_: encode(tokenized(preparer, request))),
+        "detokenize": Preparation(
+            DetokenizeRequest, lambda request, *_: encode(detokenized(preparer, request))
+        ),
     }
 
 
@@ -202,14 +241,14 @@ def _asks_for_grammar(request: Any) -> bool:
 # What goes to a worker and what comes from it.
 
 
-class _Question(msgspec.Struct, frozen=True, array_like=True):
+class _BodyToPrepare(msgspec.Struct, frozen=True, array_like=True):
     name: str
     body: bytes
     hex_id: str
     terms: Terms
 
 
-class _Packed(msgspec.Struct, frozen=True, tag=True):
+class _PackedRequest(msgspec.Struct, frozen=True, tag=True):
     """A prepared request whose jobs differ only in what is in `draws`: seed and most tokens. What they share is there
     once: prompts and grammars are large."""
 
@@ -218,7 +257,7 @@ class _Packed(msgspec.Struct, frozen=True, tag=True):
     draws: tuple[tuple[int, int], ...]
 
 
-class _Refused(msgspec.Struct, frozen=True, tag=True):
+class _Refusal(msgspec.Struct, frozen=True, tag=True):
     message: str
     param: str | None
     code: str | None
@@ -226,17 +265,17 @@ class _Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_question = msgspec.msgpack.Decoder(_Question).decode
+_question = msgspec.msgpack.Decoder(_BodyToPrepare).decode
 _encode_answer = msgspec.json.Encoder().encode  # schemas hold integers that msgpack has no room for
-_answer = msgspec.json.Decoder(_Packed | _Refused).decode
+_answer = msgspec.json.Decoder(_PackedRequest | _Refusal).decode
 _WHOLE, _PACKED = b"w", b"p"
 """What an answer begins with: it is the client's as it stands, or to be unpacked."""
 
 
-def _packed(prepared: PreparedRequest) -> _Packed:
+def _packed(prepared: PreparedRequest) -> _PackedRequest:
     draws = tuple([(job.sampling.seed, job.max_tokens) for job in prepared.jobs])
     job = msgspec.structs.replace(prepared.jobs[0], tokens=())
-    return _Packed(replace(prepared, jobs=()), job, draws)
+    return _PackedRequest(replace(prepared, jobs=()), job, draws)
 
 
 def _unpacked(found: bytearray) -> PreparedRequest | bytes:
@@ -245,7 +284,7 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
     if kind == _WHOLE:
         return bytes(content)
     said = _answer(content)
-    if isinstance(said, _Refused):
+    if isinstance(said, _Refusal):
         error = RequestError(said.message, param=said.param, code=said.code)
         error.http_status = said.status
         raise error
@@ -277,7 +316,7 @@ def _load(setup: bytes) -> Answer:
             made = preparation.make(request, asked.hex_id, asked.terms)
             return [_WHOLE, made] if isinstance(made, bytes) else [_PACKED, _encode_answer(_packed(made))]
         except RequestError as error:
-            refused = _Refused(str(error), error.param, error.code, error.http_status)
+            refused = _Refusal(str(error), error.param, error.code, error.http_status)
             return [_PACKED, _encode_answer(refused)]
 
     return answer

@@ -9,64 +9,24 @@ import msgspec
 from isthmus.core.errors import IsthmusError, OverloadedError, RequestError, UnavailableError
 
 
-class UnknownModelError(RequestError):
-    http_status = 404
+class HttpError(RequestError):
+    """A request that is answered with `status`."""
 
-    def __init__(self, name: str, served: str) -> None:
-        message = f"The model {name!r} does not exist; this server serves {served!r}"
-        super().__init__(message, param="model", code="model_not_found")
-
-
-class UnknownRouteError(RequestError):
-    http_status = 404
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.http_status = status
 
 
-class UnauthorizedError(RequestError):
-    http_status = 401
+def unknown_model(name: str, served: str) -> HttpError:
+    message = f"The model {name!r} does not exist; this server serves {served!r}"
+    return HttpError(404, message, param="model", code="model_not_found")
 
 
-class ForeignOriginError(RequestError):
-    """`origin`: of the page that asks."""
-
-    http_status = 403
-
-    def __init__(self, origin: str) -> None:
-        super().__init__(
-            f"pages of {origin!r} may not ask this server; whoever runs it can allow them (cors.origins)"
-        )
-
-
-class WrongMethodError(RequestError):
-    http_status = 405
-
-
-class BodyTooLargeError(RequestError):
-    http_status = 413
-
-
-class UnsupportedMediaError(RequestError):
-    """`coding`: of a body that is compressed."""
-
-    http_status = 415
-
-    def __init__(self, coding: str) -> None:
-        super().__init__(
-            f"the body is compressed ({coding}), which this server does not undo: send it as it is"
-        )
-
-
-class RequestTimeoutError(RequestError):
-    http_status = 408
-
-
-class HeadersTooLargeError(RequestError):
-    http_status = 431
-
-
-class UnknownCodingError(RequestError):
-    """Of a body in transfer (RFC 9112, 6.1)."""
-
-    http_status = 501
+def compressed(coding: str) -> HttpError:
+    """The refusal of a body that is compressed."""
+    return HttpError(
+        415, f"the body is compressed ({coding}), which this server does not undo: send it as it is"
+    )
 
 
 class RateLimitError(OverloadedError):
@@ -96,7 +56,6 @@ class ProblemBody(msgspec.Struct, frozen=True):
 
 STOPPING = UnavailableError("the server is stopping; send the request again")
 """Ends the answers that are under way when the time for them is over."""
-INTERNAL_MESSAGE = "internal error; the server's log says more"
 
 
 def status_of(error: BaseException) -> int:
@@ -104,25 +63,30 @@ def status_of(error: BaseException) -> int:
     return error.http_status if isinstance(error, IsthmusError) else 500
 
 
+def message_of(error: BaseException) -> str:
+    """What a client is told. A bug's own message stays in the log."""
+    return str(error) if isinstance(error, IsthmusError) else "internal error; the server's log says more"
+
+
 def problem_json(error: BaseException) -> bytes:
-    """The error object for a body or an SSE event. A bug's own message stays in the log."""
-    message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
+    """The error object for a body or an SSE event."""
     param = error.param if isinstance(error, RequestError) else None
     code = error.code if isinstance(error, RequestError | RateLimitError) else _code(status_of(error))
-    return msgspec.json.encode(ProblemBody(Problem(message, _type(status_of(error)), param, code)))
+    return msgspec.json.encode(ProblemBody(Problem(message_of(error), _type(status_of(error)), param, code)))
 
 
 def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
     """Headers that belong to `error`, besides its body's."""
     if isinstance(error, OverloadedError | UnavailableError):
         return [(b"retry-after", str(error.retry_after_s).encode())]
-    if isinstance(error, UnauthorizedError):
-        return [(b"www-authenticate", b"Bearer")]
-    if status_of(error) == UnsupportedMediaError.http_status:
-        return [(b"accept-encoding", b"identity")]
-    if isinstance(error, ForeignOriginError):
-        return [(b"vary", b"Origin")]
-    return []
+    return _HEADERS.get(status_of(error), [])
+
+
+_HEADERS = {
+    401: [(b"www-authenticate", b"Bearer")],
+    403: [(b"vary", b"Origin")],
+    415: [(b"accept-encoding", b"identity")],
+}
 
 
 def _type(status: int) -> str:

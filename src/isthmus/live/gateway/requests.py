@@ -23,9 +23,8 @@ from isthmus.live.gateway.fields import (
     only,
     refuse,
 )
-from isthmus.live.gateway.messages import Messages
-from isthmus.live.gateway.structured import ResponseFormat, Schema, StructuredOutputs
-from isthmus.live.gateway.tool_fields import AllowedFunctions, Tool, ToolChoice, Tools, functions, tools
+from isthmus.live.gateway.messages import AllowedFunctions, Messages, Tool, ToolChoice, Tools, functions, tools
+from isthmus.live.gateway.structured import ResponseFormat, SchemaField, StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -94,13 +93,13 @@ class GenerationRequest(Strict):
 
     response_format: ResponseFormat | None = Field(default=None, description="an object with a type")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="an object")
-    guided_json: Annotated[Any, Schema] = None
+    guided_json: Annotated[Any, SchemaField] = None
     guided_regex: str | None = f.regex()
     guided_choice: Annotated[Any, f.texts(1, structured.MAX_CHOICES, f.MAX_STOP_CHARS)] = None
     guided_grammar: str | None = f.text()
     regex: str | None = f.regex()
     """SGLang's word for `guided_regex`."""
-    json_schema: Annotated[Any, Schema] = None
+    json_schema: Annotated[Any, SchemaField] = None
     ebnf: str | None = f.text()
     """SGLang's words for `guided_json` and `guided_grammar`."""
 

@@ -1,36 +1,96 @@
-"""From a request's fields to the cluster's `Sampling`."""
+"""From a request's fields to what a cluster is given: lengths of prompt and answer, and `Sampling`."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from isthmus.core.errors import RequestError
+from isthmus.core.types import ModelCard
+
+if TYPE_CHECKING:
+    from isthmus.live.gateway.requests import GenerationRequest
 import secrets
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 
-from isthmus.core.errors import RequestError
-from isthmus.core.types import ModelCard, Sampling
-from isthmus.live.gateway.generation import GenerationDefaults
+from isthmus.core.types import Sampling
 from isthmus.live.gateway.requests import GenerationRequest
+from isthmus.live.gateway.tokenizer import GenerationDefaults
+
+TOO_LONG = "context_length_exceeded"
+
+
+def check_prompt(num_tokens: int, card: ModelCard, param: str, answer: int = 1) -> None:
+    """Raises RequestError when a prompt is empty or leaves no room for `answer` tokens."""
+    if num_tokens == 0:
+        raise RequestError(f"{param!r} is empty: give at least one token", param=param)
+    if num_tokens + answer > card.max_length:
+        message = (
+            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
+            f"{param!r} has {num_tokens} tokens. Please shorten it"
+        )
+        raise RequestError(message, param=param, code=TOO_LONG)
+
+
+def check_chars(num_chars: int, least_tokens: int, card: ModelCard, param: str) -> None:
+    """Raises RequestError for a text that cannot have fewer tokens than are too many, before they are counted."""
+    if least_tokens > card.max_length:
+        message = (
+            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
+            f"{param!r} has {num_chars} characters, which are at least {least_tokens} tokens. Please shorten it"
+        )
+        raise RequestError(message, param=param, code=TOO_LONG)
+
+
+def truncated(
+    tokens: tuple[int, ...], request: GenerationRequest, asked: int | None, card: ModelCard
+) -> tuple[int, ...]:
+    """What `truncate_prompt_tokens` leaves of a prompt: its end, or its beginning if `truncation_side` is right.
+
+    -1 keeps what leaves room for the `asked` tokens of the answer, for one where it is None, and never nothing.
+    """
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    if most < 0:
+        most = max(1, card.max_length - (1 if asked is None else asked))
+    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
+
+
+def answer_tokens(
+    num_prompt_tokens: int, asked: int | None, card: ModelCard, *, param: str, default: int | None
+) -> int:
+    """Most tokens the answer may have. `asked`: by the client, in the field `param`.
+
+    `default` None: the rest of the context; but who does not ask for it gets no memory of other nodes for an answer,
+    which is a quarter of a node's at least. Raises RequestError when `asked` does not fit behind the prompt.
+    """
+    rest = card.max_length - num_prompt_tokens
+    if asked is None:
+        here = max(card.node_length - num_prompt_tokens, card.node_length // 4)
+        most = min(rest, here) if card.node_length else rest
+        return most if default is None else min(default, rest)
+    if asked > rest:
+        message = (
+            f"This model's maximum context length is {card.max_length} tokens; the prompt has "
+            f"{num_prompt_tokens} and {param!r} asks for {asked} more. Ask for at most {rest}"
+        )
+        raise RequestError(message, param=param, code=TOO_LONG)
+    return asked
+
 
 SEED_MASK = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """How every choice of one request samples; only the seed differs between them."""
+def samplings(base: Sampling, seed: int | None, n: int) -> list[Sampling]:
+    """How each of the `n` choices of a prompt samples; only the seed differs between them.
 
-    base: Sampling
-    seed: int | None
-
-    def for_prompt(self, n: int) -> list[Sampling]:
-        """One Sampling for each of the `n` choices of a prompt.
-
-        A seed of the client's gives the same choices again, whatever else is in the request. Without one, each
-        prompt draws its own, so that equal prompts in one request get different answers.
-        """
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return [msgspec.structs.replace(self.base, seed=choice_seed(seed, choice)) for choice in range(n)]
+    A seed of the client's gives the same choices again, whatever else is in the request. Without one, each
+    prompt draws its own, so that equal prompts in one request get different answers.
+    """
+    seed = secrets.randbits(63) if seed is None else seed
+    return [msgspec.structs.replace(base, seed=choice_seed(seed, choice)) for choice in range(n)]
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -41,7 +101,7 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def sampler_of(
+def sampling_of(
     request: GenerationRequest,
     defaults: GenerationDefaults,
     card: ModelCard,
@@ -50,7 +110,7 @@ def sampler_of(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
-) -> Sampler:
+) -> Sampling:
     """What is not the request's own field: as in Sampling. Raises RequestError for a token id outside the
     vocabulary."""
     stop_token_ids = request.stop_token_ids or ()
@@ -60,7 +120,7 @@ def sampler_of(
     check_vocabulary(allowed, card, "allowed_token_ids")
     check_vocabulary([token for token, _ in logit_bias], card, "logit_bias")
     eos = () if request.ignore_eos else defaults.eos
-    base = Sampling(
+    return Sampling(
         temperature=_given(request.temperature, defaults.temperature),
         top_p=_given(request.top_p, defaults.top_p),
         top_k=max(0, int(_given(request.top_k, defaults.top_k))),
@@ -77,7 +137,6 @@ def sampler_of(
         bad_words=bad_words,
         grammar=grammar,
     )
-    return Sampler(base, request.seed)
 
 
 def _repetition_penalty(request: GenerationRequest) -> float | None:

@@ -1,27 +1,119 @@
-"""Serves the gateway's app on a bound socket until told to stop, then drains."""
+"""Serves the gateway's app on a bound socket until told to stop, then drains. Its certificate, and room for clients."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from isthmus.core.errors import StartError
-from isthmus.live.gateway.certificate import Certificate
+from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.gateway.connections import Connection, Opening
 from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.traffic import Traffic
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+
+
+class Certificate:
+    """PEM files. Connections are opened with `context`, which is another one after new files came. Raises
+    ConfigError."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._files = (certificate, key)
+        self._seen = self._times()
+        self.context = self._read()
+        self._looked_s = 0.0
+
+    def renew(self, now_s: float) -> None:
+        """Takes new files, at most every `LOOK_S`. While what is there cannot be read the earlier one is shown."""
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        try:
+            times = self._times()
+            if times == self._seen:
+                return
+            self._seen = times
+            self.context = self._read()
+        except ConfigError as error:
+            log.warning("the certificate of HTTPS stays the earlier one: %s", error)
+
+    def _times(self) -> list[tuple[int, int]]:
+        found = []
+        for path in self._files:
+            try:
+                status = Path(path).stat()
+            except OSError as error:
+                raise ConfigError(f"https: {path} cannot be read: {error.strerror}") from None
+            found.append((status.st_mtime_ns, status.st_ino))
+        return found
+
+    def _read(self) -> ssl.SSLContext:
+        certificate, key = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(certificate, key, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"https: certificate {certificate} with key {key}: {_reason(error)}") from None
+        return context
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key is another certificate's"
+        return "one of them has no certificate, or no key, in PEM form"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give one that is not")
+
+
+MOST_DESCRIPTORS = 65_536
+RESERVED = 256
+"""Descriptors for all but clients: files, pipes of nodes that start, connections on their way in or out."""
+RESERVED_BY_NODE = 8
+MOST_CONNECTIONS = 16_384
+
+
+def raise_descriptors() -> int:
+    """Raises this process's descriptor limit as far as it may; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_within(descriptors: int, num_nodes: int, asked: int | None) -> int:
+    """Connections of clients beside so many nodes. Raises StartError where those `asked` for do not fit."""
+    reserved = RESERVED + RESERVED_BY_NODE * num_nodes
+    fit = descriptors - reserved
+    if fit < (asked or 16):
+        raise StartError(
+            f"{asked or 16} connections (limits.connections) do not fit in {descriptors} descriptors, of which "
+            f"{reserved} are kept for {num_nodes} nodes and files; raise the limit (ulimit -n)"
+        )
+    return asked or min(fit, MOST_CONNECTIONS)
+
 
 WARM_S = 3.0
 """After the server began, unless somebody needs them before."""

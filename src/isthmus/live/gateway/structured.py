@@ -7,6 +7,7 @@ between its parts, but not without end: a small model would put out nothing else
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -45,7 +46,7 @@ def _parse_schema(value: Any) -> Any:
 
 
 # Nothing fits `false`.
-Schema = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
+SchemaField = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
 
 
 class TextFormat(Strict):
@@ -61,7 +62,7 @@ class NamedSchema(Strict):
     description: str | None = f.text()
     strict: bool | None = f.boolean()
     """Answers always follow the schema, as if it were true."""
-    schema_: Annotated[Any, Schema] = Field(default=None, alias="schema")
+    schema_: Annotated[Any, SchemaField] = Field(default=None, alias="schema")
 
 
 class JsonSchemaFormat(Strict):
@@ -75,7 +76,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class StructuredOutputs(Strict):
     """vLLM's field: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
 
-    json_: Annotated[Any, Schema] = Field(default=None, alias="json")
+    json_: Annotated[Any, SchemaField] = Field(default=None, alias="json")
     json_object: bool | None = f.boolean()
     regex: str | None = f.regex()
     choice: Annotated[Any, f.texts(1, MAX_CHOICES, f.MAX_STOP_CHARS)] = None
@@ -91,7 +92,7 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
 
     Raises RequestError if several do.
     """
-    given = [*_from_format(request), *_from_object(request), *_from_words(request)]
+    given = [*_from_format(request), *_from_object(request), *_read(request, _WORDS)]
     if len(given) > 1:
         one, other = given[0][1], given[1][1]
         raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
@@ -100,13 +101,9 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
 
 def is_constrained(request: GenerationRequest) -> bool:
     """Whether some field says how the answer must look."""
-    return request.structured_outputs is not None or any(
-        form is not None and not isinstance(form, TextFormat)
-        for form in (
-            request.response_format, request.guided_json, request.guided_regex, request.guided_choice,
-            request.guided_grammar, request.json_schema, request.regex, request.ebnf,
-        )
-    )  # fmt: skip
+    form = request.response_format
+    formed = form is not None and not isinstance(form, TextFormat)
+    return formed or any(getattr(request, name) is not None for name in ("structured_outputs", *_WORDS))
 
 
 @lru_cache(MAX_CHECKED)
@@ -142,10 +139,10 @@ Given = list[tuple[str, str]]
 def _from_format(request: GenerationRequest) -> Given:
     form, param = request.response_format, "response_format"
     if isinstance(form, JsonObjectFormat):
-        return [_json({"type": "object"}, param)]
+        return [(_json({"type": "object"}, param), param)]
     if isinstance(form, JsonSchemaFormat):
-        schema = form.json_schema.schema_
-        return [_json({} if schema is None else schema, f"{param}.json_schema.schema")]
+        schema, param = form.json_schema.schema_, f"{param}.json_schema.schema"
+        return [(_json({} if schema is None else schema, param), param)]
     return []
 
 
@@ -153,56 +150,49 @@ def _from_object(request: GenerationRequest) -> Given:
     asked, param = request.structured_outputs, "structured_outputs"
     if asked is None:
         return []
-    spaces, given = not asked.disable_any_whitespace, []
-    if asked.json_ is not None:
-        given.append(_json(asked.json_, f"{param}.json", spaces=spaces))
-    if asked.json_object:
-        given.append(_json({"type": "object"}, f"{param}.json_object", spaces=spaces))
-    given += _regex(asked.regex, f"{param}.regex")
-    given += _choice(asked.choice, f"{param}.choice")
-    given += _grammar(asked.grammar, f"{param}.grammar")
+    spaces = not asked.disable_any_whitespace
+    schemas = {"json": asked.json_, "json_object": {"type": "object"} if asked.json_object else None}
+    names = {name: f"{param}.{name}" for name in schemas}
+    given = [
+        (_json(schema, names[name], spaces=spaces), names[name])
+        for name, schema in schemas.items()
+        if schema is not None
+    ]
+    given += _read(asked, {"regex": _regex, "choice": _choice, "grammar": _lark}, f"{param}.")
     if not given:
         message = f"{param!r} says nothing: give one of json, json_object, regex, choice, grammar"
         raise RequestError(message, param=param)
     return given
 
 
-def _from_words(request: GenerationRequest) -> Given:
-    schemas = {"guided_json": request.guided_json, "json_schema": request.json_schema}
+def _read(owner: Any, readers: Mapping[str, Callable[[Any, str], str]], prefix: str = "") -> Given:
+    """Of the fields that have such a value."""
+    values = {name: getattr(owner, name) for name in readers}
     return [
-        *(_json(schema, param) for param, schema in schemas.items() if schema is not None),
-        *_regex(request.guided_regex, "guided_regex"),
-        *_regex(request.regex, "regex"),
-        *_choice(request.guided_choice, "guided_choice"),
-        *_grammar(request.guided_grammar, "guided_grammar"),
-        *_grammar(request.ebnf, "ebnf"),
+        (readers[name](value, prefix + name), prefix + name)
+        for name, value in values.items()
+        if value is not None
     ]
 
 
-def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
+def _json(schema: Any, param: str, *, spaces: bool = True) -> str:
     sandbox.note(param)
     try:
-        return matcher_type(param).grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing())), param
+        return matcher_type(param).grammar_from_lark(schema_lark(schema, FREE if spaces else Spacing()))
     except SchemaError as error:
         raise unfollowed(param, error) from None
 
 
-def _regex(regex: str | None, param: str) -> Given:
-    return [] if regex is None else [(matcher_type(param).grammar_from_regex(regex), param)]
+def _regex(regex: str, param: str) -> str:
+    return matcher_type(param).grammar_from_regex(regex)
 
 
-def _choice(choices: tuple[str, ...] | None, param: str) -> Given:
-    return [] if choices is None else [(matcher_type(param).grammar_from_lark(_any_of(choices)), param)]
-
-
-def _grammar(grammar: str | None, param: str) -> Given:
-    return [] if grammar is None else [(_lark(grammar, param), param)]
-
-
-def _any_of(choices: tuple[str, ...]) -> str:
-    """Lark for one of these texts, as one word of its lexer: of so many rules the parser would refuse to keep track.
+def _choice(choices: tuple[str, ...], param: str) -> str:
+    """One of these texts, as one word of Lark's lexer: of so many rules the parser would refuse to keep track.
     JSON's string escapes are Lark's; it takes some signs only so."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+    return matcher_type(param).grammar_from_lark(
+        "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
+    )
 
 
 def _lark(grammar: str, param: str) -> str:
@@ -223,3 +213,15 @@ def _lark(grammar: str, param: str) -> str:
     except Exception as error:  # the library raises bare exceptions of several types
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None
+
+
+_WORDS: dict[str, Callable[[Any, str], str]] = {
+    "guided_json": _json,
+    "json_schema": _json,
+    "guided_regex": _regex,
+    "regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _lark,
+    "ebnf": _lark,
+}
+"""Fields of a request that are nothing but a grammar in some form."""

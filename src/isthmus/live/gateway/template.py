@@ -16,8 +16,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.core.errors import ModelError, RequestError
-from isthmus.live.gateway.contents import NOTHING, Content, Contents, Nothing, with_text
-from isthmus.live.gateway.tools.words import in_words, with_short_ids, with_written_arguments
+from isthmus.live.gateway.contents import (
+    NOTHING,
+    Contents,
+    MessageContent,
+    Nothing,
+    in_words,
+    with_short_ids,
+    with_text,
+    with_written_arguments,
+)
 from isthmus.model_files import ModelFiles, chat_templates, special_tokens
 
 # Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
@@ -182,7 +190,7 @@ def _continued(template: _Source, messages: list[dict[str, Any]], context: Mappi
     content = messages[-1].get("content")
     if content is None or content == [] or isinstance(content, Nothing):
         raise RequestError(_NOT_CONTINUED, param="continue_final_message")
-    marked: Content
+    marked: MessageContent
     if isinstance(content, str):
         text, marked = content, content + _HERE
     else:

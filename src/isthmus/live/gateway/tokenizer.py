@@ -1,12 +1,14 @@
-"""Text to tokens and back, from a model's files."""
+"""Text to tokens and back, from a model's files, and what these say about generation."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +18,59 @@ from tokenizers import AddedToken, Tokenizer
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.extras import missing
 from isthmus.live.gateway.detokenizer import MAX_PENDING, Detokenizer
-from isthmus.live.gateway.generation import GenerationDefaults, load_generation
 from isthmus.live.gateway.template import ChatTemplate, load_template
-from isthmus.model_files import added_tokens, open_files
+from isthmus.model_files import ModelFiles, added_tokens, open_files, read_ends
 from isthmus.model_files.grammar_limits import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """`eos`: token ids that end an answer. The rest holds where a request says nothing; OpenAI's defaults."""
+
+    eos: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+
+def load_generation(files: ModelFiles) -> GenerationDefaults:
+    """Reads generation_config.json and what names the end tokens; all may be absent. End tokens that are ignored are
+    logged.
+
+    Raises ModelError when one of them is not JSON or holds a value of the wrong type.
+    """
+    generation, where = files.object("generation_config.json"), files.where("generation_config.json")
+    eos, ignored = read_ends(files)
+    for line in ignored:
+        log.warning(line)
+    repetition_penalty = _number(generation, "repetition_penalty", where, otherwise=1.0)
+    if not repetition_penalty:
+        raise ModelError(f"{where}: repetition_penalty must be above 0")
+    if generation.get("do_sample") is not True:
+        return GenerationDefaults(eos=eos, repetition_penalty=repetition_penalty)
+    return GenerationDefaults(
+        eos=eos,
+        temperature=_number(generation, "temperature", where, otherwise=1.0),
+        top_p=_number(generation, "top_p", where, otherwise=1.0),
+        top_k=int(_number(generation, "top_k", where, otherwise=0)),
+        repetition_penalty=repetition_penalty,
+    )
+
+
+def _number(config: dict[str, Any], name: str, where: str, *, otherwise: float) -> float:
+    value = config.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ModelError(f"{where}: {name} must be a number of at least 0, found {value!r}")
+    return float(value)
+
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")

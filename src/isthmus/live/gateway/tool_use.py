@@ -9,16 +9,15 @@ from typing import Any
 
 from isthmus import sandbox
 from isthmus.core.errors import ConfigError, RequestError
+from isthmus.live.gateway.messages import AllowedFunctions, NamedFunction, functions
 from isthmus.live.gateway.requests import ChatRequest, TemplateFields
 from isthmus.live.gateway.schemas.reading import SchemaError
 from isthmus.live.gateway.structured import check_grammar, is_constrained, matcher_type, unfollowed
 from isthmus.live.gateway.template import ChatTemplate
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
-from isthmus.live.gateway.tool_fields import AllowedFunctions, NamedFunction, functions
-from isthmus.live.gateway.tools.events import Content, Event
-from isthmus.live.gateway.tools.formats import FORMATS, Format, recognised
-from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, Asked
-from isthmus.live.gateway.tools.schemas import Schemas
+from isthmus.live.gateway.tools import FORMATS, Format, recognised
+from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, AnswerForm, Schemas
+from isthmus.live.gateway.tools.parser import Content, Finding
 from isthmus.model_files.grammar_limits import GrammarLimits
 
 AUTO = "auto"
@@ -59,7 +58,7 @@ class CallReader:
     def num_calls(self) -> int:
         return 0 if self._is_content else self._parser.num_calls
 
-    def push(self, text: str, *, last: bool) -> Sequence[Event]:
+    def push(self, text: str, *, last: bool) -> Sequence[Finding]:
         """What `text` settles; `last`: with it the answer ends."""
         events = [] if self._is_content else [*self._parser.push(text), *(self._parser.flush() if last else ())]
         if self._undecided is not None:
@@ -89,14 +88,14 @@ def call_grammar(
     """
     named = request.tool_choice.name if isinstance(request.tool_choice, NamedFunction) else None
     otherwise = "" if use.forced else answer
-    alone = Asked(several=False, forced=True, token_of=tokenizer.special_token)
+    alone = AnswerForm(several=False, forced=True, token_of=tokenizer.special_token)
     chosen = [
         (f"tools[{at}].function.parameters", tool.function, use.strict or use.forced or tool.function.strict)
         for at, tool in enumerate(request.tools or ())
         if named in (None, tool.function.name)
     ]
 
-    def written(schemas: Schemas, asked: Asked = alone) -> str:
+    def written(schemas: Schemas, asked: AnswerForm = alone) -> str:
         return matcher_type("tools").grammar_from_lark(use.format.grammar(schemas, asked))
 
     schemas, ones = {}, {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.core.types import Reuse
-from isthmus.live.gateway.choice import Choice, Delta
+from isthmus.live.gateway.choice import Choice, Delta, Score
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.problems import problem_json
 
@@ -71,14 +71,20 @@ class ChunkDialect(ABC):
         """Choices of which something was sent."""
 
     @abstractmethod
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event before [DONE], with no choices."""
+    def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
+        """One event, with `usage` where the client asked for it."""
 
     def end(self, usage: Usage) -> bytes:
-        return (self.usage_event(usage) if self._writing.counts else b"") + DONE
+        return (self._event([], usage) if self._writing.counts else b"") + DONE
 
     def failure(self, error: Exception) -> bytes:
         return event(problem_json(error)) + DONE
+
+    def _prompt_logprobs(self, choice: Choice, whole: Delta) -> PromptScores | UnsetType:
+        most = self._writing.prompt_logprobs
+        if most is None:
+            return UNSET
+        return prompt_scores(choice.job.tokens, whole, most, self._token_bytes)
 
 
 def event(data: bytes) -> bytes:
@@ -106,11 +112,6 @@ def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
         similar_tokens=sum(each.similar for each in reused),
         recomputed_tokens=sum(each.recomputed for each in reused),
     )
-
-
-def usage_field(prepared: PreparedRequest, usage: Usage | None) -> Usage | UnsetType | None:
-    """Of a streamed event: absent, unless the client asked for usage."""
-    return usage if prepared.writing.counts else UNSET
 
 
 class PromptScore(msgspec.Struct, frozen=True):
@@ -150,3 +151,26 @@ def token_text(raw: bytes, prefix: str = "") -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+def scored(score: Score, token_bytes: TokenBytes, *, as_ids: bool) -> TokenLogprob:
+    """`as_ids`: tokens are named by their ids."""
+
+    def entry(token: int, logprob: float) -> TopLogprob:
+        raw = token_bytes(token)
+        text = f"token_id:{token}" if as_ids else token_text(raw)
+        return TopLogprob(text, finite(logprob), list(raw))
+
+    chosen = entry(score.token, score.logprobs.chosen)
+    top = [entry(token, logprob) for token, logprob in score.logprobs.top]
+    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)

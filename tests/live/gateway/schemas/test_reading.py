@@ -20,7 +20,7 @@ from isthmus.live.gateway.schemas.reading import (
     MAPS,
     NUMBERS,
     SINGLE,
-    Schema,
+    ReadSchema,
     SchemaError,
     is_exact,
 )
@@ -155,7 +155,7 @@ def test_references_of_all_forms(reference: str) -> None:
 @pytest.mark.parametrize("reference", ["#/nowhere", "#/$defs/0", "#nowhere", "http://x/y", "#/type"])
 def test_a_reference_to_nothing(reference: str) -> None:
     with pytest.raises(SchemaError, match="there is no such schema"):
-        Schema({"type": "null", "$ref": reference, "$defs": {}})
+        ReadSchema({"type": "null", "$ref": reference, "$defs": {}})
 
 
 WORDS = sorted(
@@ -183,7 +183,7 @@ ENDLESS: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required"
 )
 def test_a_schema_that_no_finite_value_fits(schema: Any) -> None:
     with pytest.raises(SchemaError, match="requires itself"):
-        Schema(schema)
+        ReadSchema(schema)
 
 
 def test_a_part_that_no_finite_value_fits_is_left_out() -> None:
@@ -225,7 +225,7 @@ def test_patterns_of_schemas_that_are_combined() -> None:
         "allOf": [{"properties": {"a": {}}}, {"patternProperties": {"^a$": {}}, "additionalProperties": False}]
     }
     with pytest.raises(SchemaError, match="fits only names"):
-        Schema(schema)
+        ReadSchema(schema)
 
 
 def test_patterns_that_python_does_not_read() -> None:

@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from isthmus.live.gateway.schemas.reading import SchemaError
-from isthmus.live.gateway.tools.formats import FORMATS
-from isthmus.live.gateway.tools.lark import Asked, Rules, parameters
+from isthmus.live.gateway.tools import FORMATS
+from isthmus.live.gateway.tools.lark import AnswerForm, CallRules, parameters
 
 from .. import folder
 from .test_parsers import calls_of, content_of, parse
@@ -52,7 +52,7 @@ def grammar(
     name: str, schemas: Any = SCHEMAS, *, special: list[str], several: bool = False, forced: bool = True
 ) -> str:
     _, ids = tokenizer(special)
-    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, Asked(several, forced, ids.get)))
+    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, AnswerForm(several, forced, ids.get)))
 
 
 TOLD = {"description": "x" * 50, "title": "T", "default": 1, "examples": [2], "$comment": "c"}
@@ -111,7 +111,6 @@ def follows(
     return matcher.consume_tokens([*tokens, folder.EOS])
 
 
-PARIS = '{"city": "Paris", "days": 2}'
 ALLOWED = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": @}\n</tool_call>',
     "llama3": '{"name": "get_weather", "parameters": @}',
@@ -289,7 +288,7 @@ def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
 )
 def test_only_properties_that_are_named(schema: dict[str, Any], arguments: str, fits: bool) -> None:
     reader, ids = tokenizer([])
-    rules = Rules(Asked(several=False, forced=True, token_of=ids.get))
+    rules = CallRules(AnswerForm(several=False, forced=True, token_of=ids.get))
     matcher = LLMatcher(reader, LLMatcher.grammar_from_lark(rules.text(rules.json(parameters(schema)))))
     assert not matcher.is_error(), matcher.get_error()
     assert matcher.consume_tokens([*folder.byte_tokens(arguments), folder.EOS]) == fits

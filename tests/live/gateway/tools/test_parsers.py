@@ -6,14 +6,15 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
-from isthmus.live.gateway.tools.formats import FORMATS
+from isthmus.live.gateway.tools import FORMATS
+from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Finding, merged
 
 SCHEMAS: dict[str, Any] = {
     "now": {},
@@ -42,267 +43,19 @@ class Recorded:
 
 
 CODE = 'def f(x):\n\treturn "<b>" + {x}  # é 😀\n'
-PARIS = {"city": "Paris", "days": 2}
-TRICKY = {"city": 'a "quoted" } ] </tool_call> \\', "days": -1.5e3, "at": {"x": [1, {"y": None}], "z": []}}
-
 RECORDED = {
-    # Hermes, Qwen 2.5 and 3, SmolLM2
-    "hermes": Recorded(
-        "hermes",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>',
-        (("get_weather", PARIS),),
-    ),
-    "hermes-text-before": Recorded(
-        "hermes",
-        'Let me check < that.\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        (("now", {}),),
-        "Let me check < that.",
-    ),
-    "hermes-thinking": Recorded(
-        "hermes",
-        '<think>\nI need it.\n</think>\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n',
-        (("now", {}),),
-        "<think>\nI need it.\n</think>",
-    ),
-    "hermes-parallel": Recorded(
-        "hermes",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-        (("get_weather", PARIS), ("now", {})),
-    ),
-    "hermes-list": Recorded(
-        "hermes",
-        '<tool_call>[\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}},\n'
-        '{"name": "now"}\n]</tool_call>',
-        (("get_weather", PARIS), ("now", {})),
-    ),
-    "hermes-arguments-first": Recorded(
-        "hermes",
-        '<tool_call>\n{"arguments": ' + json.dumps(TRICKY) + ', "name": "get_weather"}\n</tool_call>',
-        (("get_weather", TRICKY),),
-    ),
-    "hermes-tricky": Recorded(
-        "hermes",
-        '<tool_call>{"name":"get_weather","arguments":' + json.dumps(TRICKY, indent=2) + "}</tool_call>",
-        (("get_weather", TRICKY),),
-    ),
-    "hermes-as-string": Recorded(
-        "hermes",
-        '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(json.dumps(PARIS)) + "}</tool_call>",
-        (("get_weather", PARIS),),
-    ),
-    "hermes-a-string": Recorded(
-        "hermes", '<tool_call>{"name": "now", "arguments": "hello"}</tool_call>', (("now", "hello"),)
-    ),
-    "hermes-escaped-name": Recorded(
-        "hermes", '<tool_call>{"name": "n\\u006fw", "arguments": null}</tool_call>', (("now", {}),)
-    ),
-    "hermes-no-end": Recorded(
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now", "arguments": {"a": 1}}',
-        (("now", {}), ("now", {"a": 1})),
-    ),
-    "hermes-a-brace-short": Recorded(
-        "hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>', (("now", {}),)
-    ),
-    "hermes-text-after": Recorded(
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": {}}</tool_call>\nDone.',
-        (("now", {}),),
-        "\nDone.",
-    ),
-    "hermes-no-call": Recorded("hermes", "  Just text </tool_call> {}\n", (), "  Just text </tool_call> {}\n"),
-    "hermes-no-json": Recorded("hermes", "<tool_call>now()</tool_call>", (), "<tool_call>now()</tool_call>"),
-    "hermes-no-name": Recorded(
-        "hermes", '<tool_call>{"arguments": {}}</tool_call>', (), '<tool_call>{"arguments": {}}</tool_call>'
-    ),
-    "hermes-marks-in-marks": Recorded(
-        "hermes",
-        'a <tool_c <tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>',
-        (("now", {}),),
-        "a <tool_c <tool_call>",
-    ),
-    "hermes-bad-brackets": Recorded(
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": {"a": [1}}</tool_call>',
-        (("now", '{"a": [1'),),
-        "}}",
-    ),
-    "hermes-cut-in-name": Recorded("hermes", '<tool_call>{"name": "no', (), '<tool_call>{"name": "no'),
-    "hermes-cut-in-arguments": Recorded(
-        "hermes",
-        '<tool_call>{"name": "write", "arguments": {"path": "a\\',
-        (("write", '{"path": "a\\'),),
-    ),
-    "hermes-cut-at-end": Recorded(
-        "hermes", '<tool_call>{"name": "now", "arguments": {}}\n</tool_', (("now", {}),)
-    ),
-    "hermes-half-a-pair": Recorded(
-        "hermes",
-        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-        (),
-        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-    ),
-    "hermes-half-a-pair-in-a-string": Recorded(
-        "hermes",
-        r'<tool_call>{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>',
-        (("now", '{"a": "\ud800"}'),),
-    ),
-    # Llama 3
-    "llama3": Recorded(
-        "llama3",
-        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}',
-        (("get_weather", PARIS),),
-    ),
-    "llama3-typed": Recorded(
-        "llama3",
-        '\n\n{"type": "function", "name": "get_weather", "parameters": {"city": "Paris", "days": 2}}',
-        (("get_weather", PARIS),),
-    ),
-    "llama3-several": Recorded(
-        "llama3",
-        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}; {"name": "now", "parameters": {}}',
-        (("get_weather", PARIS), ("now", {})),
-    ),
-    "llama3-tag": Recorded(
-        "llama3", '<|python_tag|>{"name": "other", "parameters": {"a": "b"}}', (("other", {"a": "b"}),)
-    ),
-    "llama3-tags": Recorded(
-        "llama3",
-        '<|python_tag|>{"name": "now", "arguments": {}};<|python_tag|>{"name": "now", "parameters": {}}',
-        (("now", {}), ("now", {})),
-    ),
-    "llama3-list": Recorded(
-        "llama3",
-        '[{"name": "now", "parameters": {}}, {"name": "now", "parameters": {"a": 1}}]',
-        (("now", {}), ("now", {"a": 1})),
-    ),
-    "llama3-json-answer": Recorded(
-        "llama3",
-        '{"name": "Alice", "parameters": {"age": 3}}',
-        (),
-        '{"name": "Alice", "parameters": {"age": 3}}',
-    ),
-    "llama3-json-answer-2": Recorded("llama3", '{"name": "now"}', (), '{"name": "now"}'),
-    "llama3-text": Recorded(
-        "llama3",
-        'Here: {x} {"name": "now", "parameters": {}} Is {that} all?',
-        (("now", {}),),
-        "Here: {x} Is {that} all?",
-    ),
-    "llama3-braces": Recorded(
-        "llama3",
-        '{{"name": "now", "parameters": {}}; [1, {"name": "now", "parameters": {}}]',
-        (("now", {}), ("now", {})),
-        "{; [1,]",
-    ),
-    "llama3-code": Recorded("llama3", "<|python_tag|>print(1 < 2)", (), "<|python_tag|>print(1 < 2)"),
-    # Mistral
-    "mistral": Recorded(
-        "mistral",
-        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}, "id": "D681PevKs"}]',
-        (("get_weather", PARIS),),
-    ),
-    "mistral-several": Recorded(
-        "mistral",
-        'Sure [1].[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": '
-        + json.dumps(TRICKY)
-        + "}]",
-        (("now", {}), ("get_weather", TRICKY)),
-        "Sure [1].",
-    ),
-    "mistral-args": Recorded(
-        "mistral",
-        '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[ARGS]{}',
-        (("get_weather", PARIS), ("now", {})),
-    ),
-    "mistral-call-id": Recorded(
-        "mistral",
-        '[TOOL_CALLS]get_weather[CALL_ID]AbCdEf123[ARGS]{"city": "Paris", "days": 2}',
-        (("get_weather", PARIS),),
-    ),
-    "mistral-bare-args": Recorded(
-        "mistral", '[TOOL_CALLS]get_weather{"city": "Paris", "days": 2}', (("get_weather", PARIS),)
-    ),
-    "mistral-no-call": Recorded("mistral", "[TOOL_CALLS] none [TOOL", (), "[TOOL_CALLS] none [TOOL"),
-    "mistral-no-name": Recorded("mistral", "[TOOL_CALLS][ARGS]{}", (), "[TOOL_CALLS][ARGS]{}"),
-    # Qwen3-Coder
-    "qwen_coder": Recorded(
-        "qwen_coder",
-        "I'll look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
-        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
-        (("get_weather", PARIS),),
-        "I'll look.",
-    ),
-    "qwen_coder-code": Recorded(
-        "qwen_coder",
-        f"<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n<parameter=text>\n{CODE}\n</parameter>\n"
-        "</function>\n</tool_call>",
-        (("write", {"path": "a.py", "text": CODE}),),
-    ),
-    "qwen_coder-kinds": Recorded(
-        "qwen_coder",
-        "<tool_call>\n<function=get_weather>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=units>\nnull\n"
-        '</parameter>\n<parameter=at>\n{"x": [1]}\n</parameter>\n<parameter=days>\nsoon\n</parameter>\n'
-        "<parameter=city>\n12\n</parameter>\n<parameter=new>\n</parameter>\n</function>\n</tool_call>",
-        (
-            (
-                "get_weather",
-                {"exact": True, "units": None, "at": {"x": [1]}, "days": "soon", "city": "12", "new": ""},
-            ),
-        ),
-    ),
-    "qwen_coder-several": Recorded(
-        "qwen_coder",
-        "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n"
-        "<parameter=city>Paris</parameter>\n<parameter=days>2</parameter></function>\n</tool_call>\n",
-        (("now", {}), ("get_weather", PARIS)),
-    ),
-    "qwen_coder-bare": Recorded("qwen_coder", "<function=now>\n</function>\n</tool_call>", (("now", {}),)),
-    "qwen_coder-json": Recorded(
-        "qwen_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', (("now", {}),)
-    ),
-    "qwen_coder-forgotten-ends": Recorded(
-        "qwen_coder",
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</function>\n</tool_call>",
-        (("get_weather", PARIS),),
-    ),
-    "qwen_coder-marks-in-text": Recorded(
-        "qwen_coder",
-        "<function=write>\n<parameter=text>\na <parameter=b> </function>\n </para </parameter>\n</function>",
-        (("write", {"text": "a <parameter=b> </function>\n </para "}),),
-    ),
-    "qwen_coder-no-name": Recorded(
-        "qwen_coder",
-        "<tool_call>\n<function=now\n</function>\n</tool_call>\n<function=now>\n</function>",
-        (("now", {}),),
-        "<tool_call>\n<function=now\n</function>\n</tool_call>",
-    ),
-    "qwen_coder-broken": Recorded(
-        "qwen_coder",
-        "<function=write>\n<parameter=path>\na\n</parameter>\nhm</tool_call>",
-        (("write", {"path": "a"}),),
-        "\nhm",
-    ),
-    "qwen_coder-cut-in-text": Recorded(
-        "qwen_coder", "<function=write>\n<parameter=path>\na\nb\n</par", (("write", '{"path": "a\\nb\\n</par'),)
-    ),
-    "qwen_coder-cut-in-number": Recorded(
-        "qwen_coder", "<function=get_weather>\n<parameter=days>\n12", (("get_weather", '{"days": 12'),)
-    ),
-    "qwen_coder-no-function": Recorded(
-        "qwen_coder", "<tool_call>\nnow\n</tool_call>", (), "<tool_call>\nnow\n</tool_call>"
-    ),
+    row.pop("name"): Recorded(calls=tuple(map(tuple, row.pop("calls"))), **row)
+    for row in json.loads((Path(__file__).parent.parent / "tables" / "calls.json").read_text())
 }
 
 
-def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Event]:
+def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Finding]:
     """All events, as if they had come at once."""
     parser = FORMATS[format_name].parser(schemas)
-    return joined([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
+    return merged([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
 
 
-def calls_of(events: Sequence[Event]) -> tuple[tuple[str, Any], ...]:
+def calls_of(events: Sequence[Finding]) -> tuple[tuple[str, Any], ...]:
     names = [event.name for event in events if isinstance(event, CallBegun)]
     assert [event.index for event in events if isinstance(event, CallBegun)] == list(range(len(names)))
     written = [
@@ -311,7 +64,7 @@ def calls_of(events: Sequence[Event]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, _json_or_text(text)) for name, text in zip(names, written, strict=True))
 
 
-def content_of(events: Sequence[Event]) -> str:
+def content_of(events: Sequence[Finding]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 

@@ -20,7 +20,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.live.gateway import fields as f
+from isthmus.live.gateway.contents import MessageContent
 from isthmus.live.gateway.fields import Marked, Unread, only
+from isthmus.live.gateway.messages import WholeContent
 
 
 @dataclass(frozen=True)
@@ -41,48 +43,9 @@ class _OrText:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-class TextPart(Marked):
-    type: Literal["input_text", "text"]
-    text: str = Field(description="a string")
-
-
-class OutputTextPart(Marked):
-    """Of an answer that is sent back. Only its text is the model's."""
-
-    type: Literal["output_text"]
-    text: str = Field(description="a string")
-    annotations: list[Any] | None = Field(default=None, description="a list")
-    logprobs: list[Any] | None = Field(default=None, description="a list")
-    parsed: Annotated[Any, Unread] = None
-    """As OpenAI's client read it."""
-
-
-class RefusalPart(Marked):
-    type: Literal["refusal"]
-    refusal: str = Field(description="a string")
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-_PARTS = "a string, or a list of parts like {type: input_text, text: ...}"
-# fail_fast: one error is enough, and a body can hold a million wrong items.
-Parts = Annotated[
-    list[Annotated[TextPart | OutputTextPart | RefusalPart, Field(discriminator="type")]],
-    Field(fail_fast=True, description=_PARTS),
-    _OrText(lambda text: {"type": "input_text", "text": text}),
-]
-InputParts = Annotated[
-    list[TextPart],
-    Field(fail_fast=True, description=_PARTS),
-    _OrText(lambda text: {"type": "input_text", "text": text}),
-]
-
-
-def _content(parts: Sequence[TextPart | OutputTextPart | RefusalPart]) -> str | list[dict[str, str]]:
-    texts = [part.text for part in parts]
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+def _content(content: MessageContent) -> MessageContent:
+    """One part alone as a text."""
+    return content[0]["text"] if isinstance(content, list) and len(content) == 1 else content
 
 
 class _Item(Marked):
@@ -105,7 +68,7 @@ class MessageItem(_Item):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="one of user, assistant, system, developer"
     )
-    content: Parts
+    content: WholeContent
     phase: Annotated[Any, only("commentary", "final_answer")] = None
     end_turn: Annotated[Any, Unread] = None
 
@@ -136,7 +99,7 @@ class FunctionCallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str | None = f.text()
-    output: InputParts
+    output: WholeContent
     name: str | None = f.label()
     namespace: str | None = f.label()
     caller: dict[str, Any] | None = f.free_object()
@@ -148,7 +111,7 @@ class FunctionCallOutputItem(_Item):
         return self
 
 
-Other = Literal[
+OtherItemType = Literal[
     "additional_tools", "code_interpreter_call", "compaction", "compaction_summary", "compaction_trigger",
     "computer_call", "computer_call_output", "configuration_update", "context_compaction", "file_search_call",
     "ghost_snapshot", "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call",
@@ -162,7 +125,7 @@ class OtherItem(BaseModel):
     answer says so."""
 
     model_config = ConfigDict(frozen=True)
-    type: Other
+    type: OtherItemType
 
 
 CALLS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
@@ -198,7 +161,7 @@ def _as_known(value: Any) -> Any:
 
 
 # What is dropped alone is no input.
-_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(Other)]}}}}}
+_SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(OtherItemType)]}}}}}
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 Input = Annotated[
     list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_as_known)]],
@@ -231,7 +194,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     return messages
 
 
-def left_out(items: Sequence[Item]) -> list[str]:
+def items_left_out(items: Sequence[Item]) -> list[str]:
     """Each kind of item that the prompt is without."""
     return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
 

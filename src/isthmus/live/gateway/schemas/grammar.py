@@ -17,7 +17,7 @@ from isthmus.live.gateway.schemas.ranges import Bound, terminal, written
 from isthmus.live.gateway.schemas.reading import (
     NUMBERS,
     Node,
-    Schema,
+    ReadSchema,
     SchemaError,
     finite_number,
     is_exact,
@@ -63,7 +63,7 @@ FREE = Spacing(r"[\x20\x0A\x0D\x09]{1,16}")
 """Not without end: a small model would put out nothing else."""
 
 
-class Rules:
+class LarkRules:
     """Lark text, rule by rule. What stands between JSON's parts is cut into words as the library does: where another
     grammar may come in the same place, the lexer takes the longest word of either."""
 
@@ -128,7 +128,7 @@ class Rules:
     def json(self, schema: Node) -> str:
         """JSON that follows `schema`. Equal schemas share a rule. Raises SchemaError."""
         try:
-            return _Json(self, Schema(schema)).rule()
+            return _Json(self, ReadSchema(schema)).rule()
         except RecursionError:
             raise SchemaError("it nests too deep") from None
 
@@ -148,7 +148,7 @@ class Rules:
 
 def schema_lark(schema: Node, spacing: Spacing) -> str:
     """Lark of an answer that follows `schema`. Raises SchemaError."""
-    rules = Rules(spacing)
+    rules = LarkRules(spacing)
     start = rules.json(schema)
     return "\n".join((f"start: {start}", *rules.lines()))
 
@@ -166,7 +166,7 @@ def lark_as_read(lark: str) -> str:
             schema, at = _DECODER.raw_decode(lark, found.end())
         except (ValueError, ArithmeticError, RecursionError):
             raise SchemaError("behind '%json' stands no JSON") from None
-        rules = Rules(Spacing(_ANY_SPACE), prefix=f"isthmus_json{len(pieces)}_")
+        rules = LarkRules(Spacing(_ANY_SPACE), prefix=f"isthmus_json{len(pieces)}_")
         start = rules.json(schema)
         lines = list(rules.lines())
         if len(lines) == 1:
@@ -189,7 +189,7 @@ _LEXED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/|%
 class _Json:
     """JSON of one schema."""
 
-    def __init__(self, rules: Rules, schema: Schema) -> None:
+    def __init__(self, rules: LarkRules, schema: ReadSchema) -> None:
         self._rules, self._schema = rules, schema
         self._defined: dict[str, str] = {}
         self._changed = self._what_changes()

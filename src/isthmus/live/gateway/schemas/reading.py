@@ -86,7 +86,7 @@ class SchemaError(Exception):
     """Why a schema cannot be followed, in one line."""
 
 
-class Schema:
+class ReadSchema:
     """A schema that was read. `root`: without annotations; each `$ref` in it is `#/$defs/NAME` of `definitions`, of
     which the root itself may be one. `given`: what the source says to the library (`x-guidance`); `options`: what is
     to be said."""

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from isthmus.live.gateway.schemas.grammar import FREE, literal
+from isthmus.live.gateway.tools.lark import (
+    AnswerForm,
+    CallRules,
+    Schemas,
+    answer,
+    json_calls,
+    parameters,
+    repeated,
+)
 from isthmus.live.gateway.tools.parser import SPACE, CallParser, MalformedError, Reading
 
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -165,3 +175,108 @@ def _decoded(text: str) -> str:
     decoded = str(json.loads(text, strict=False))
     decoded.encode()
     return decoded
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(JsonCallParser):
+    markers: tuple[str, ...] = (OPEN, CLOSE)
+
+    def read_call(self) -> Reading[None]:
+        mark = yield from self.content_until(*self.markers)
+        if mark != CLOSE:
+            yield from self.body(mark)
+        elif self.num_calls:
+            self.drop()  # the end of a call
+        else:
+            self.spill()
+
+    def body(self, mark: str) -> Reading[None]:
+        """What stands behind `mark`."""
+        yield from self.calls()
+
+
+def hermes_grammar(schemas: Schemas, asked: AnswerForm) -> str:
+    """Calls of these functions as Qwen's templates show them, each on lines of its own."""
+    rules = CallRules(asked)
+    body = json_calls(rules, schemas, "arguments")
+    return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
+
+
+TAG = "<|python_tag|>"
+_SEPARATORS = re.compile(r"[; \t\r\n]*")
+
+
+class Llama3Parser(JsonCallParser):
+    markers = (TAG,)
+
+    def read(self) -> Reading[None]:
+        mark = ""
+        yield from self.span(SPACE)
+        while True:
+            try:
+                while (yield from self.peek()) in "{[":
+                    yield from self.calls(known=mark != TAG)
+                    yield from self.span(_SEPARATORS)
+            except MalformedError:
+                self.spill()
+            mark = yield from self.content_until(TAG, before="{")
+            yield from self.span(SPACE)
+
+
+def llama3_grammar(schemas: Schemas, asked: AnswerForm) -> str:
+    """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
+    is forced, an answer that begins like one is one."""
+    rules = (
+        CallRules(asked, FREE) if asked.otherwise else CallRules(asked)
+    )  # the other answer may be JSON, spaced so
+    call = json_calls(rules, schemas, "parameters")
+    if asked.forced and not asked.otherwise:
+        return rules.text(call)
+    tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+    if asked.otherwise:
+        return rules.text(call + tagged)
+    other = rules.rule(r"/[^{](?s:.*)/")
+    return rules.text(f"({call}{tagged} | {other})?")
+
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[^\s\[\]{}\"]*")
+
+
+class MistralParser(JsonCallParser):
+    markers = (CALLS, ARGS, CALL_ID)
+
+    def read_call(self) -> Reading[None]:
+        yield from self.content_until(CALLS)
+        yield from self.span(SPACE)
+        if (yield from self.peek()) in "[{":
+            yield from self.calls()
+        else:
+            yield from self._named()
+
+    def _named(self) -> Reading[None]:
+        name = yield from self.span(_NAME)
+        yield from self.span(SPACE)
+        while (yield from self.peek()) == "[":
+            if (yield from self.word(ARGS, CALL_ID)) == CALL_ID:
+                yield from self.span(_NAME)
+            yield from self.span(SPACE)
+        if not name or (yield from self.peek()) != "{":
+            raise MalformedError
+        self.begin(name)
+        yield from self.streamed(self.value())
+
+
+def mistral_grammar(schemas: Schemas, asked: AnswerForm) -> str:
+    """Calls of these functions, with names before the arguments if the model has the token for it."""
+    rules = CallRules(asked)
+    if asked.token_of(ARGS) is None:
+        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
+        return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
+    named = [
+        f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
+        for name, schema in schemas.items()
+    ]
+    return answer(rules, CALLS, rules.any_of(named), "", asked)

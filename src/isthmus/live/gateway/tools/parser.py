@@ -13,10 +13,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
-from isthmus.live.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
-from isthmus.live.gateway.tools.schemas import Schemas
+from isthmus.live.gateway.tools.lark import Schemas
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer that belongs to no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """The call with this index, counted from 0; its arguments come after."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The next piece of the latest call's arguments, which together are JSON as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Finding = Content | CallBegun | Arguments
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same with neighbours that are pieces of the same text as one."""
+    made: list[Finding] = []
+    for _, neighbours in groupby(findings, lambda each: (type(each), getattr(each, "index", 0))):
+        first, *more = neighbours
+        if not isinstance(first, CallBegun) and more:
+            first = replace(first, text="".join(getattr(each, "text", "") for each in (first, *more)))
+        made.append(first)
+    return made
+
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -42,17 +81,17 @@ class CallParser:
         self._text = ""
         self._at = 0  # of `_text`: what is before it has been taken
         self._held: list[str] = []
-        self._found: list[Event] = []
+        self._found: list[Finding] = []
         self._reading = self.read()
         next(self._reading)
 
-    def push(self, text: str) -> Sequence[Event]:
+    def push(self, text: str) -> Sequence[Finding]:
         """What `text` settles."""
         self._text, self._at = text, 0
         next(self._reading)
         return self._settled()
 
-    def flush(self) -> Sequence[Event]:
+    def flush(self) -> Sequence[Finding]:
         """What is still held, at the end of the answer. Behind a call that is no content, but white space, half a mark
         or the head of a further call that was cut off."""
         if self.num_calls:
@@ -60,12 +99,20 @@ class CallParser:
         self.spill()
         return self._settled()
 
-    def _settled(self) -> Sequence[Event]:
+    def _settled(self) -> Sequence[Finding]:
         found, self._found = self._found, []
-        return joined(found)
+        return merged(found)
 
     def read(self) -> Reading[None]:
         """Reads the answer; never ends."""
+        while True:
+            try:
+                yield from self.read_call()
+            except MalformedError:
+                self.spill()
+
+    def read_call(self) -> Reading[None]:
+        """Reads content, and the call or calls behind it. Raises MalformedError: what is held then is content."""
         raise NotImplementedError
 
     # What formats read with. Each takes what it reads into what is held, unless it says otherwise.

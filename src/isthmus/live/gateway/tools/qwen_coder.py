@@ -14,19 +14,22 @@ from typing import Any
 
 from isthmus.live.gateway.schemas.grammar import literal
 from isthmus.live.gateway.schemas.reading import FORMATS, SchemaError
-from isthmus.live.gateway.tools.events import Event
-from isthmus.live.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from isthmus.live.gateway.tools.lark import ANY_ARGUMENTS, TEXT, Asked, Rules, answer
-from isthmus.live.gateway.tools.parser import SPACE, MalformedError, Reading
-from isthmus.live.gateway.tools.schemas import (
+from isthmus.live.gateway.tools.json_calls import CLOSE, OPEN, HermesParser
+from isthmus.live.gateway.tools.lark import (
+    ANY_ARGUMENTS,
     STRING,
+    TEXT,
+    AnswerForm,
+    CallRules,
     Schemas,
+    answer,
     as_json,
     kinds_of,
     properties_of,
     required_of,
     resolved,
 )
+from isthmus.live.gateway.tools.parser import SPACE, Finding, MalformedError, Reading
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -40,7 +43,7 @@ class QwenCoderParser(HermesParser):
     _value_ends: Callable[[], None] | None = None
     """What becomes of a value that is being read."""
 
-    def flush(self) -> Sequence[Event]:
+    def flush(self) -> Sequence[Finding]:
         if self._value_ends:
             self._value_ends()
             self.drop()
@@ -137,10 +140,10 @@ _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
 
 
-def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
+def qwen_coder_grammar(schemas: Schemas, asked: AnswerForm) -> str:
     """Calls of these functions, parameters in the order of the schema. Raises SchemaError: text within marks
     cannot be held to all that a schema can say of a string."""
-    rules = Rules(asked)
+    rules = CallRules(asked)
     functions = []
     for name, schema in schemas.items():
         inner = " ".join(_parameters_of(rules, schema))
@@ -148,7 +151,7 @@ def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
     return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
-def _parameters_of(rules: Rules, schema: Mapping[str, Any]) -> Sequence[str]:
+def _parameters_of(rules: CallRules, schema: Mapping[str, Any]) -> Sequence[str]:
     if schema is ANY_ARGUMENTS:
         return [rules.rule(TEXT, options=f"[suffix={literal(END_FUNCTION)}]")]
     root = resolved(schema, schema)
@@ -166,7 +169,7 @@ def _parameters_of(rules: Rules, schema: Mapping[str, Any]) -> Sequence[str]:
     return [*found, literal(END_FUNCTION)]
 
 
-def _value_of(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _value_of(rules: CallRules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     end = f"\n{END_PARAMETER}\n"
     kinds = kinds_of(schema, root)
     if "string" not in kinds:

@@ -44,3 +44,10 @@ def native_kernels() -> Kernels:
 @pytest.fixture(params=["plain", "native"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return PlainKernels() if request.param == "plain" else request.getfixturevalue("native_kernels")
+
+
+@pytest.fixture
+def selected(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Engines compute with these."""
+    monkeypatch.setattr("isthmus.live.engine.kernels.select", lambda device: kernels)
+    return kernels

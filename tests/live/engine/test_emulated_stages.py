@@ -68,15 +68,6 @@ def test_stages_answer_what_is_expected_of_the_whole(
     assert answer == expected_tokens(RECIPE, prompt, 4, salt=salt)
 
 
-def test_requests_of_a_batch_do_not_mix() -> None:
-    prompts = [PROMPT, PROMPT[:5], [*PROMPT[:10], 0]]
-    tables = [(0, 1, 2, 3, 4), (5, 6), (7, 8, 9)]
-    chunks = [Chunk(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)]
-    chunks[1] = Chunk(prompts[1], 0, tables[1], False)
-    found = tokens_of(engines_of(3), *chunks)
-    assert found == [expected_tokens(RECIPE, prompts[at], 1)[0] for at in (0, 2)]
-
-
 def test_stages_name_blocks_like_the_whole_model_and_hold_only_their_layers() -> None:
     for engine, num_layers in zip(engines_of(2), (3, 2), strict=True):
         assert (engine.revision, engine.layout) == (RECIPE.revision, RECIPE.layout)

@@ -119,15 +119,6 @@ def test_tokens_are_those_of_the_model_that_the_format_says(made: Made, kind: st
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_logits_are_bit_by_bit_those_of_the_plain_folder(made: Made, kind: str) -> None:
-    found, expected = (
-        logits_by_position(load(folder), PROMPT, list(range(12)), chunk=70)[69]
-        for folder in made("llama", kind)
-    )
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
 def test_in_bfloat16_whole_numbers_stay_quantised(made: Made, kind: str) -> None:
     """Where their columns are in whole groups of 32, in order; and they are the numbers that they were, but for the
     rounding of offsets."""

@@ -88,16 +88,6 @@ def test_parts_anywhere_sum_to_attention(
         assert largest_error(out, expected) < LIMITS[dtype] and not lse.isnan().any()
 
 
-def test_what_is_not_a_merge_shows() -> None:
-    """Averaged parts, and logarithms to base 2 taken for natural ones."""
-    q, kv = randn(2, 4, 32, seed=1), randn(100, 2, 2, 32, seed=2)
-    expected, _ = attention(q, kv, visible(2, 100, None), 32**-0.5)
-    parts = [partial(q, each, scale=32**-0.5) for each in kv.split([70, 30])]
-    assert largest_error(sum(out for out, _ in parts) / 2, expected) > 0.01
-    base_2 = [(out, lse / torch.log(torch.tensor(2.0))) for out, lse in parts]
-    assert largest_error(merge(base_2)[0], expected) > 0.005
-
-
 def engine_of(folder: Path, num_blocks: int = 24) -> Engine:
     probe = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 22))
     live = probe.memory.layout.state_bytes * 2
@@ -235,43 +225,6 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
             assert sum(others.received) == num_layers * len(sizes) * 4 * 17 * 4
     assert len(request.held) == len(sizes) and sum(held.num_tokens for held in request.held) >= 8 * SIZE
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
-
-
-@pytest.mark.parametrize("which", [0, 5, 6], ids=["llama", "qwen3_next", "deepseek_v3"])
-def test_queries_go_before_kv(which: int, made: dict[int, Path]) -> None:
-    """In every layer: who has KV attends to it before that of the new token is told to be there, or sums are waited
-    for."""
-    others, order = Others({"h": engine_of(made[which])}), list[tuple[str, int]]()
-    request = Request(engine_of(made[which]), others, tokens_of(80), 22)
-    request.compute(80)
-    request.move(("h",), 3)
-    ask, answer = others.ask, others.answer
-    others.ask = lambda layer, *rest: (order.append(("asked", layer)), ask(layer, *rest))[1]  # type: ignore[method-assign]
-    others.answer = lambda layer, *rest: (order.append(("answered", layer)), answer(layer, *rest))[1]  # type: ignore[method-assign]
-    chunk = Chunk((7,), 80, request.blocks, True, slot=1, holdings=tuple(request.held))
-    home = request.home
-    home.forward(home.build([chunk]), lambda layer: order.append(("kv", layer)), elsewhere=others)
-    layers = range(home.layout.num_layers)
-    assert order[::3] == [("asked", layer) for layer in layers]
-    assert set(order) == {(what, layer) for layer in layers for what in ("asked", "answered", "kv")}
-
-
-def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
-    """Of a token and layer: its queries there, as many numbers and one a head back."""
-    folder, found = made[0], set()
-    for length in (40, 200):
-        others = Others({"h": engine_of(folder)})
-        request = Request(engine_of(folder), others, tokens_of(length), 22)
-        request.compute(length)
-        request.move(("h",), 2)
-        request.move(("h",), length)
-        request.tokens.append(7)
-        request.compute(1)
-        num_layers, heads, dim = request.home.layout.num_layers, 4, 16
-        assert others.sent == [heads * dim * 4] * num_layers
-        assert others.received == [heads * (dim + 1) * 4] * num_layers
-        found.add((tuple(others.sent), tuple(others.received)))
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize("change", [-4, 4, -1])

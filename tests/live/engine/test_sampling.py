@@ -167,19 +167,6 @@ def test_some_token_always_stays() -> None:
     assert tokens_reached(logits, Sampling(top_k=1, top_p=1e-9, min_p=1.0)) == {1}
 
 
-def test_without_filters_every_token_may_come() -> None:
-    assert tokens_reached(torch.zeros(8), Sampling()) == set(range(8))
-    assert tokens_reached(torch.zeros(8), Sampling(top_k=100)) == set(range(8))
-
-
-def test_frequencies_follow_the_softmax_at_the_temperature() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    for temperature in (0.7, 1.0, 2.0):
-        tokens = [choose(logits, Sampling(temperature=temperature, seed=seed)) for seed in range(600)]
-        observed = torch.bincount(torch.tensor(tokens), minlength=4) / len(tokens)
-        assert float((observed - (logits / temperature).softmax(0)).abs().max()) < 0.07
-
-
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = torch.tensor([1e4, -1e4, 1e4 - 1.0, 0.0])
     for seed in range(50):
@@ -331,13 +318,6 @@ def test_a_draw_depends_on_seed_and_index_alone_whatever_the_batch() -> None:
     for seed in range(5):
         order = permutation(12, seed)[: 3 + seed]
         assert sample(logits[order], [rows[at] for at in order])[0] == [alone[at] for at in order]
-
-
-def test_another_seed_or_index_draws_anew() -> None:
-    logits = torch.zeros(1000)
-    by_seed = {choose(logits, Sampling(seed=seed)) for seed in range(100)}
-    by_index = {choose(logits, Sampling(seed=0), tuple(range(index))) for index in range(100)}
-    assert len(by_seed) > 80 and len(by_index) > 80
 
 
 def test_what_was_generated_does_not_matter_without_penalties_only_how_much() -> None:

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.core.types import Sampling, TokenLogprobs
 from isthmus.live.engine import sampling
-from isthmus.live.engine.batch import Scored
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Chunk, Hidden, Row, split_layers
-from isthmus.live.engine.sampling import parts_of, score
+from isthmus.live.engine.sampling import score
 from tests.models import reference_logits
 from tests.soak import matrix
 
@@ -168,24 +165,3 @@ def test_no_more_than_all_tokens_are_told() -> None:
     [found] = score(randn(1, 6), [4], 20)
     assert sorted(token for token, _ in found.top) == list(range(6))
     assert dict(found.top)[4] == found.chosen and found.top[found.rank - 1][0] == 4
-
-
-@settings(max_examples=200)
-@given(st.lists(st.integers(1, 300), max_size=4), st.integers(0, 20), st.integers(1, 5000), st.integers(1, 999))
-def test_parts_are_the_whole_within_the_limits(
-    lengths: list[int], num_top: int, max_logits: int, max_entries: int
-) -> None:
-    whole = [
-        Scored(index, 7 * index, index + 1, range(length), num_top) for index, length in enumerate(lengths)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "MAX_LOGITS", max_logits)
-        patch.setattr(sampling, "MAX_ENTRIES", max_entries)
-        parts = list(parts_of(whole, 50))
-    for part in parts:
-        count = len(part.targets)
-        assert count == 1 or (50 * count <= max_logits and (1 + num_top) * count <= max_entries)
-    rows = [(p.index, p.first + at, p.position + at, t) for p in parts for at, t in enumerate(p.targets)]
-    assert rows == [
-        (w.index, w.first + at, w.position + at, t) for w in whole for at, t in enumerate(w.targets)
-    ]

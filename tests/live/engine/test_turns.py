@@ -257,6 +257,7 @@ def test_what_stays_one_batch(folders: dict[str, Path]) -> None:
     assert splits(run.batch) and splits(build([away, home]))
     assert not splits(run.batch, on_layer=id) and not splits(run.batch, before_layer=id)
     assert not splits(build([home, home])) and not splits(build([away])) and not splits(build([away, prompt]))
+    assert not splits(build([away, replace(home, samples=False)]))
     assert [each.stop - each.start for each in rows_of(7, 4)] == [1, 2, 2, 2]
     assert [each.stop - each.start for each in rows_of(2, 4)] == [1, 1]
 

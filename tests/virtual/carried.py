@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.cost.transfer import NONE, codec_speeds
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.node.letters import Want
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.node import SimNode

@@ -13,7 +13,6 @@ from enum import Enum, auto
 from typing import Any
 
 from isthmus.core.attempts import Assembly, Entry, MemoryUsed, RequestFailed, key_of
-from isthmus.core.node.attempt import Extent
 from isthmus.core.node.events import (
     Begin,
     Cut,
@@ -27,6 +26,7 @@ from isthmus.core.node.events import (
     Shorten,
     Wake,
 )
+from isthmus.core.node.extent import Extent
 from isthmus.core.reuse import Packing
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId, Role

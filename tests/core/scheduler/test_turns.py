@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.scheduler import Limits, Sequence
-from isthmus.core.scheduler.queues import Turns
+from isthmus.core.scheduler.turns import Turns
 from isthmus.core.types import RequestId, Tenant
 
 SIZE = 4

@@ -15,7 +15,7 @@ from typing import Any
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node import events
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.node.letters import Enough, Granted, Landed, Want
 from isthmus.core.types import BlockName, NodeId, RequestId
 from isthmus.live.engine.emulated import EmulatedMemory

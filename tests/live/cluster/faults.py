@@ -25,7 +25,7 @@ from rich.table import Table
 
 from isthmus.core.errors import ConfigError
 from isthmus.core.node import events
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.types import RequestId, Span
 from isthmus.live.engine import codecs
 from isthmus.live.store import Store

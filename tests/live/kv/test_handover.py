@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.kv import handover

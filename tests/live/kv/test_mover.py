@@ -14,7 +14,7 @@ import pytest
 from isthmus.core.blocks import state_names
 from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.node.letters import Enough, Granted, Landed, Vacate, Want
 from isthmus.core.scheduler import Preempted, Saved
 from isthmus.core.types import BlockName, RequestId, Span, Tier

@@ -16,7 +16,7 @@ from isthmus.core.attempts import Forget as Forget
 from isthmus.core.attempts import Move as Move
 from isthmus.core.attempts import Report, Share
 from isthmus.core.attempts import Return as Return
-from isthmus.core.node.attempt import Extent
+from isthmus.core.node.extent import Extent
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
 from isthmus.core.scheduler import Adopt as Adopt

@@ -23,10 +23,11 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.blocks import state_names
 from isthmus.core.node import events, letters
-from isthmus.core.node.attempt import Attempt, extent_of
+from isthmus.core.node.attempt import Attempt
 from isthmus.core.node.attempts import Attempts
 from isthmus.core.node.away import Away
 from isthmus.core.node.donors import Donors
+from isthmus.core.node.extent import extent_of
 from isthmus.core.node.fetches import Fetches
 from isthmus.core.node.guests import Guests
 from isthmus.core.node.usage import Usage

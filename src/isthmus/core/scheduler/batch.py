@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 
 from isthmus.core.scheduler.events import Limits, Piece, Run
 from isthmus.core.scheduler.pool import Pool
-from isthmus.core.scheduler.queues import Turns
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, Sequence
+from isthmus.core.scheduler.turns import Turns
 
 PLACED = (COMPUTING, DECODING, DEPARTING)
 Entry = tuple[int, int, Sequence]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from isthmus.core.types import Reused
-from isthmus.live.engine.assembling import PackedRows
 from isthmus.live.engine.interface import Chunk
+from isthmus.live.engine.packed import PackedRows
 from isthmus.live.engine.remote import Rows, rows_of
 from isthmus.live.engine.states import LiveStates, Recurrence, steps
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isthmus.core.errors import ModelError
 from isthmus.live.engine.batch import Chunk
-from isthmus.live.engine.engine import Engine
+from isthmus.live.engine.engine import Engine, EngineOptions
 
 NAN = float("nan")
 
@@ -94,6 +98,23 @@ def answer_of(engine: Engine, prompt: list[int], count: int) -> list[int]:
         known = [int(logits.argmax())]
         answer += known
     return answer
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of a folder with one file of weights."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def refusal(path: Path) -> str:
+    """The one line that says why an engine takes no such model, with the path."""
+    with pytest.raises(ModelError) as caught:
+        Engine(path, EngineOptions(device="cpu", kv_bytes=1 << 22))
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
 
 
 def changed(content: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus.core.errors import ModelError
@@ -21,7 +19,7 @@ from isthmus.live.engine.spec import kv_layout, read_spec
 from tests.models import reference_logits
 
 from .hybrids import FAMILIES, save_tiny
-from .support import changed, relative_error, tokens_of
+from .support import changed, edit, relative_error, tokens_of
 
 QWEN = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -244,13 +242,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_each_variant_of_a_family_is_computed(tmp_path: Path, variant: str) -> None:
     family, overrides = VARIANTS[variant]
     agrees(save_tiny(family, tmp_path / variant, **overrides))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def test_the_published_name_of_kimis_dense_mlp_is_taken(tmp_path: Path) -> None:

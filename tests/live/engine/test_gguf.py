@@ -28,7 +28,7 @@ from isthmus.model_files.header import KINDS, read_header
 from tests.gguf_files import Tensors, packed, write_gguf
 from tests.models import LLAMA3, YARN, make_model, reference_logits
 
-from .support import answer_of, largest_error, logits_by_position, relative_error, tokens_of
+from .support import answer_of, largest_error, logits_by_position, refusal, relative_error, tokens_of
 
 KINDS_MADE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 KINDS_DRAWN = ["Q4_K", "Q5_K", "Q6_K"]
@@ -227,14 +227,6 @@ def test_names_are_the_library_s(arch: MODEL_ARCH, made: Made) -> None:
 
 
 # ---- refusals, each in one line that names the file
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        load(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from isthmus.live.engine.interface import Chunk, Row, runs_of
 from tests.models import reference_logits, reference_tokens
 from tests.soak import matrix
 
-from .hybrids import FAMILIES, save_tiny
+from .conftest import FolderOf
+from .hybrids import FAMILIES
 from .support import permutation, poison, relative_error, tokens_of
 
 RECURRENT = ("qwen3_next", "kimi_linear")
@@ -30,18 +31,6 @@ EACH = pytest.mark.parametrize("family", FAMILIES)
 EACH_RECURRENT = pytest.mark.parametrize("family", RECURRENT)
 EngineOf = Callable[[str], Engine]
 AnswerOf = Callable[[str], list[int]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = save_tiny(family, root / family)
-        return made[family]
-
-    return folder
 
 
 def open_engine(folder: Path, **options: object) -> Engine:
@@ -59,12 +48,12 @@ def poison_all(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine_of(tiny: Callable[[str], Path]) -> EngineOf:
+def engine_of(folder_of: FolderOf) -> EngineOf:
     made: dict[str, Engine] = {}
 
     def engine(family: str) -> Engine:
         if family not in made:
-            made[family] = open_engine(tiny(family))
+            made[family] = open_engine(folder_of(family))
         poison_all(made[family])
         return made[family]
 
@@ -72,9 +61,9 @@ def engine_of(tiny: Callable[[str], Path]) -> EngineOf:
 
 
 @pytest.fixture(scope="module")
-def answer_of(tiny: Callable[[str], Path]) -> AnswerOf:
+def answer_of(folder_of: FolderOf) -> AnswerOf:
     """What transformers answers to PROMPT."""
-    return functools.cache(lambda family: reference_tokens(tiny(family), PROMPT, ANSWER))
+    return functools.cache(lambda family: reference_tokens(folder_of(family), PROMPT, ANSWER))
 
 
 def step(engine: Engine, chunks: Sequence[Chunk]) -> dict[int, int]:
@@ -120,14 +109,16 @@ def test_greedy_answers_are_those_of_transformers(
 
 
 @EACH
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "error", "cuts"), [("float32", 1e-4, (0, 1, 2, 5, 64, 65, 90)), ("bfloat16", 0.1, (0, 64, 90))]
+)
 @pytest.mark.usefixtures("selected")
 def test_logits_at_every_position_are_those_of_transformers(
-    tiny: Callable[[str], Path], family: str, dtype: str, error: float
+    folder_of: FolderOf, family: str, dtype: str, error: float, cuts: tuple[int, ...]
 ) -> None:
-    engine, expected = open_engine(tiny(family), dtype=dtype), reference_logits(tiny(family), PROMPT)
+    engine, expected = open_engine(folder_of(family), dtype=dtype), reference_logits(folder_of(family), PROMPT)
     blocks = permutation(NUM_BLOCKS)
-    for start, stop in ((0, 1), (1, 2), (2, 5), (5, 64), (64, 65), (65, 90)):
+    for start, stop in pairwise(cuts):
         chunk = Chunk(PROMPT[start:stop], start, blocks, True)
         logits = engine.forward(engine.build([chunk]))[0]
         assert relative_error(logits, expected[stop - 1]) < error, stop
@@ -135,18 +126,18 @@ def test_logits_at_every_position_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
 def test_a_long_prefix_is_expanded_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     monkeypatch.setattr(mixers, "EXPANDED_TOKENS", 7)
     engine, blocks = engine_of(family), permutation(NUM_BLOCKS)
     engine.forward(engine.build([Chunk(PROMPT[:45], 0, blocks, False)]))
     logits = engine.forward(engine.build([Chunk(PROMPT[45:], 45, blocks, True)]))[0]
-    assert relative_error(logits, reference_logits(tiny(family), PROMPT)[-1]) < 1e-4
+    assert relative_error(logits, reference_logits(folder_of(family), PROMPT)[-1]) < 1e-4
 
 
 @EACH
 def test_requests_of_one_batch_do_not_disturb_each_other(
-    tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     """Decodes, short chunks and long ones side by side, requests coming and going, in a hurry for slots."""
     engine, table = engine_of(family), permutation(NUM_BLOCKS, seed=9)
@@ -173,7 +164,7 @@ def test_requests_of_one_batch_do_not_disturb_each_other(
             for at, token in step(engine, [chunks[at] for at in order]).items():
                 answers[whose[order[at]]].append(token)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer == reference_tokens(tiny(family), prompt, 7)
+        assert answer == reference_tokens(folder_of(family), prompt, 7)
 
 
 # ---- snapshots
@@ -212,7 +203,7 @@ def test_a_snapshot_inside_a_chunk_restored_elsewhere_goes_on_alike(
 
 @EACH_RECURRENT
 def test_a_snapshot_of_a_decode_is_taken_once_and_its_batch_goes_on(
-    tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     """Beside another request, whose tokens come first in the flat order."""
     engine, taken = engine_of(family), blocks_of(engine_of(family), 30)
@@ -229,7 +220,7 @@ def test_a_snapshot_of_a_decode_is_taken_once_and_its_batch_goes_on(
         for index, token in zip(batch.order, tokens, strict=True):
             answers[index].append(token)
         batch.advance(tokens)
-    expected = [reference_tokens(tiny(family), prompt, ANSWER) for prompt in prompts]
+    expected = [reference_tokens(folder_of(family), prompt, ANSWER) for prompt in prompts]
     assert answers == expected
     assert decode(engine, expected[0][1], 91, tables[0], 3, ANSWER - 1, restore=taken) == expected[0][1:]
 
@@ -260,9 +251,9 @@ def move(source: Engine, target: Engine, layer: int, one: tuple[int, int], other
 
 @EACH
 def test_a_prompt_handed_over_is_answered_as_if_nothing_had_moved(
-    tiny: Callable[[str], Path], answer_of: AnswerOf, engine_of: EngineOf, family: str
+    folder_of: FolderOf, answer_of: AnswerOf, engine_of: EngineOf, family: str
 ) -> None:
-    source, target = engine_of(family), open_engine(tiny(family))
+    source, target = engine_of(family), open_engine(folder_of(family))
     state = blocks_of(source, 20)
     wanted = ((90, state),) if state else ()
     chunks = [
@@ -403,28 +394,28 @@ def test_the_layout_says_what_a_token_and_a_sequence_keep(engine_of: EngineOf, f
 
 
 @EACH_RECURRENT
-def test_live_states_take_their_memory_from_that_of_the_kv(tiny: Callable[[str], Path], family: str) -> None:
-    layout = open_engine(tiny(family)).layout
+def test_live_states_take_their_memory_from_that_of_the_kv(folder_of: FolderOf, family: str) -> None:
+    layout = open_engine(folder_of(family)).layout
     least = 8 * layout.state_bytes + layout.least_blocks * layout.block_bytes
-    engine = open_engine(tiny(family), max_sequences=8, kv_bytes=least + 3 * layout.block_bytes)
+    engine = open_engine(folder_of(family), max_sequences=8, kv_bytes=least + 3 * layout.block_bytes)
     assert engine.num_blocks == 3 + layout.least_blocks
     assert engine.states is not None and engine.states.max_sequences == 8
     with pytest.raises(StartError, match=f"8 sequences .*at least {least}$"):
-        open_engine(tiny(family), max_sequences=8, kv_bytes=least - 1)
+        open_engine(folder_of(family), max_sequences=8, kv_bytes=least - 1)
 
 
 @EACH_RECURRENT
-def test_stages_of_a_model_with_recurrent_layers_are_refused(tiny: Callable[[str], Path], family: str) -> None:
+def test_stages_of_a_model_with_recurrent_layers_are_refused(folder_of: FolderOf, family: str) -> None:
     with pytest.raises(ConfigError, match="recurrent layers"):
-        open_engine(tiny(family), layers=(0, 2))
+        open_engine(folder_of(family), layers=(0, 2))
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
 def test_latent_attention_works_in_stages_bit_for_bit(
-    tiny: Callable[[str], Path], engine_of: EngineOf, cuts: tuple[int, ...]
+    folder_of: FolderOf, engine_of: EngineOf, cuts: tuple[int, ...]
 ) -> None:
     whole = engine_of("deepseek_v3")
-    stages = [open_engine(tiny("deepseek_v3"), layers=at) for at in pairwise(cuts)]
+    stages = [open_engine(folder_of("deepseek_v3"), layers=at) for at in pairwise(cuts)]
     assert {engine.revision for engine in stages} == {whole.revision}
     for start, stop in ((0, 50), (50, 89), (89, 90)):
         chunks = [Chunk(PROMPT[start:stop], start, range(6), True)]

@@ -17,10 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from isthmus.core.errors import ModelError
 from isthmus.core.models import Fields, read_quantisation
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.products import matrices
@@ -28,11 +27,11 @@ from isthmus.live.engine.quantised import stored
 from isthmus.live.engine.spec import read_spec
 from isthmus.live.engine.tiles import Tiled, plain
 from isthmus.live.engine.weights import load_weights
-from tests.models import check_greedy, make_model, reference_logits
+from tests.models import check_greedy, reference_logits
 from tests.quantised_files import FORMATS, compressed, gptq, pack, quantise
 
-from .hybrids import save_tiny
-from .support import answer_of, logits_by_position, relative_error, tokens_of
+from .conftest import FolderOf
+from .support import answer_of, edit, logits_by_position, refusal, relative_error, tokens_of
 
 PROMPT, NUM_TOKENS = tokens_of(70), 24
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -51,22 +50,13 @@ Made = Callable[[str, str], tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Folders of a model of a family, quantised, and with the numbers that this says; read only."""
-
-    @lru_cache
-    def source(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        if family in ("llama", "qwen3"):
-            make_model(folder, family)
-        else:
-            save_tiny(family, folder)
-        return folder
 
     @lru_cache
     def made(family: str, kind: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
-        quantise(source(family), kind, folder / "quantised", folder / "said")
+        quantise(folder_of(family), kind, folder / "quantised", folder / "said")
         return folder / "quantised", folder / "said"
 
     return made
@@ -82,26 +72,11 @@ def load(folder: Path, dtype: str = "float32") -> Engine:
     return Engine(folder, EngineOptions(device="cpu", kv_bytes=1 << 22, dtype=dtype))
 
 
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
 def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] |= fields
     path.write_text(json.dumps(config))
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    message = str(caught.value)
-    assert str(folder) in message and "\n" not in message
-    return message
 
 
 # ---- the numbers

@@ -20,10 +20,10 @@ from isthmus.live.engine.emulated import EmulatedEngine, expected_tokens
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.live.engine.recipe import Recipe, layout_of
-from tests.live.engine.hybrids import save_tiny
 from tests.live.engine.test_emulated import CURVE
-from tests.models import check_greedy, make_model
+from tests.models import check_greedy
 
+from .conftest import FolderOf
 from .support import attention, largest_error, poison, randn, tokens_of, visible
 
 SIZE = 16
@@ -148,38 +148,25 @@ class Request:
         self.tokens.append(int(self.compute(1).argmax()))
 
 
-FAMILIES = [
-    ("llama", {}),  # GQA
-    ("llama", {"num_key_value_heads": 4}),  # MHA
-    ("llama", {"num_key_value_heads": 1}),
-    ("mistral", {"sliding_window": 40}),
-    ("qwen3", {}),
-    ("qwen3_next", {}),
-    ("deepseek_v3", {}),
-    ("kimi_linear", {}),
+CASES = [
+    "llama",
+    "llama-mha",
+    "llama-mqa",
+    "mistral-window",
+    "qwen3",
+    "qwen3_next",
+    "deepseek_v3",
+    "kimi_linear",
 ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    found = {}
-    for at, (family, overrides) in enumerate(FAMILIES):
-        folder = tmp_path_factory.mktemp("model")
-        if family in ("qwen3_next", "deepseek_v3", "kimi_linear"):
-            save_tiny(family, folder, **overrides)
-        else:
-            make_model(folder, family, **overrides)
-        found[at] = folder
-    return found
-
-
-@pytest.mark.parametrize("which", range(len(FAMILIES)), ids=lambda at: f"{FAMILIES[at][0]}{at}")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("holders", [1, 2, 4])
-def test_tokens_are_those_of_one_engine(which: int, holders: int, made: dict[int, Path]) -> None:
+def test_tokens_are_those_of_one_engine(case: str, holders: int, folder_of: FolderOf) -> None:
     """While the prompt is computed in chunks, and while it decodes; the parts are uneven."""
-    folder = made[which]
+    folder = folder_of(case)
     others = Others({f"h{at}": engine_of(folder) for at in range(holders)})
-    prompt = tokens_of(203, seed=which)
+    prompt = tokens_of(203, seed=CASES.index(case))
     request = Request(engine_of(folder), others, prompt, 22)
     draw = torch.Generator().manual_seed(holders)
     names = list(others.engines)
@@ -198,14 +185,17 @@ def test_tokens_are_those_of_one_engine(which: int, holders: int, made: dict[int
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
 
 
-SHARED = [(0, (2,)), (1, (2,)), (1, (4,)), (1, (2, 1)), (3, (2,)), (4, (2, 1, 1)), (5, (2,))]
+SHARED = [
+    ("llama", (2,)), ("llama-mha", (2,)), ("llama-mha", (4,)), ("llama-mha", (2, 1)), ("mistral-window", (2,)),
+    ("qwen3", (2, 1, 1)), ("qwen3_next", (2,)),
+]  # fmt: skip
 """Which model, and how many share each holding."""
 
 
-@pytest.mark.parametrize(("which", "sizes"), SHARED)
-def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int, Path]) -> None:
+@pytest.mark.parametrize(("case", "sizes"), SHARED)
+def test_holders_share_heads(case: str, sizes: tuple[int, ...], folder_of: FolderOf) -> None:
     """One holding after the other, each shared by so many; queries of their heads alone are sent."""
-    folder, prompt = made[which], tokens_of(203, seed=which)
+    folder, prompt = folder_of(case), tokens_of(203, seed=CASES.index(case))
     names = [tuple(f"h{at}{part}" for part in range(size)) for at, size in enumerate(sizes)]
     others = Others({holder: engine_of(folder) for holders in names for holder in holders})
     request, last = Request(engine_of(folder), others, prompt, 22), len(names) - 1
@@ -219,7 +209,7 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
         others.sent.clear()
         others.received.clear()
         request.decode()
-        if which in (0, 1):  # 4 heads of 16 numbers
+        if case in ("llama", "llama-mha"):  # 4 heads of 16 numbers
             num_layers = request.home.layout.num_layers
             assert sum(others.sent) == num_layers * len(sizes) * 4 * 16 * 4
             assert sum(others.received) == num_layers * len(sizes) * 4 * 17 * 4
@@ -228,9 +218,9 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
 
 
 @pytest.mark.parametrize("change", [-4, 4, -1])
-def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -> None:
-    others = Others({"h": engine_of(made[0])})
-    request = Request(engine_of(made[0]), others, tokens_of(41), 22)
+def test_an_answer_of_another_size_is_none(change: int, folder_of: FolderOf) -> None:
+    others = Others({"h": engine_of(folder_of("llama"))})
+    request = Request(engine_of(folder_of("llama")), others, tokens_of(41), 22)
     request.compute(40)
     request.move(("h",), 1)
     answer = others.answer
@@ -246,10 +236,10 @@ def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 1, -1])
-@pytest.mark.parametrize("which", [0, 3])
-def test_queries_of_other_rows_are_refused(which: int, num_bytes: int, made: dict[int, Path]) -> None:
+@pytest.mark.parametrize("case", ["llama", "mistral-window"])
+def test_queries_of_other_rows_are_refused(case: str, num_bytes: int, folder_of: FolderOf) -> None:
     """Too few would be read past their end. `num_bytes`: fewer than that for negative ones."""
-    engine = engine_of(made[which])
+    engine = engine_of(folder_of(case))
     row = engine.spec.layers[0].mixer
     assert isinstance(row, Attention)
     whole = 4 * row.num_heads * row.head_dim
@@ -260,9 +250,9 @@ def test_queries_of_other_rows_are_refused(which: int, num_bytes: int, made: dic
     assert engine.attend(0, asked, memoryview(bytearray(4 * whole))).nbytes == 4 * (whole + 4 * row.num_heads)
 
 
-def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) -> None:
+def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> None:
     """Beside one whose KV is all at home; over the end of a block."""
-    folder = made[3]
+    folder = folder_of("mistral-window")
     home, others = engine_of(folder, 40), Others({"h": engine_of(folder)})
     prompts = [tokens_of(60, seed=1), tokens_of(47, seed=2)]
     away = Request(home, others, prompts[0], 8)

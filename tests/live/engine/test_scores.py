@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.models import reference_logits
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .hybrids import save_tiny
 from .support import permutation, poison, randn, tokens_of
 
 NUM_BLOCKS, SIZE, TOP = 40, 16, 5
@@ -38,13 +36,6 @@ CASES = [
     "deepseek_v3",
 ]
 Found = dict[int, TokenLogprobs]
-
-
-@pytest.fixture(scope="module")
-def folder(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("scores")
-    hybrid = functools.cache(lambda case: save_tiny(case, root / case))
-    return lambda case: hybrid(case) if "_" in case else folder_of(case)
 
 
 def engine_of(folder: Path, layers: tuple[int, int] | None = None) -> Engine:
@@ -100,8 +91,8 @@ def check(found: Found, prompt: Sequence[int], logits_TV: Tensor, num_top: int =
 
 
 @matrix("case, size", CASES, [1, 2, 7, 8, 9, 16, 31, 64, 149, 150, 512])
-def test_they_are_those_of_transformers(folder: Callable[[str], Path], case: str, size: int) -> None:
-    check(all_of(engine_of(folder(case)), PROMPT, size), PROMPT, reference_logits(folder(case), PROMPT))
+def test_they_are_those_of_transformers(folder_of: FolderOf, case: str, size: int) -> None:
+    check(all_of(engine_of(folder_of(case)), PROMPT, size), PROMPT, reference_logits(folder_of(case), PROMPT))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isthmus.core.errors import ModelError
 from isthmus.live.engine.engine import Engine, EngineOptions
 
 from .conftest import FolderOf
+from .support import edit, refusal
 
 INDEX = "model.safetensors.index.json"
 
@@ -32,21 +32,6 @@ def sharded(folder_of: FolderOf, tmp_path: Path) -> Path:
 
 def load(folder: Path, dtype: str | None = None) -> Engine:
     return Engine(folder, EngineOptions(dtype=dtype, device="cpu", kv_bytes=1 << 17))
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    message = str(caught.value)
-    assert str(folder) in message and "\n" not in message
-    return message
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, **fields: object) -> None:

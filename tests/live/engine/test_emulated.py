@@ -200,15 +200,6 @@ def test_sampling_parameters_change_nothing() -> None:
     assert engine.step(batch, [Row(hot, ())]) == ([prefilled(engine)], [None])
 
 
-def test_layers_are_announced_in_order_with_their_kv_in_place() -> None:
-    engine, seen = engine_of(), list[tuple[int, bytes]]()
-    batch = engine.build([Chunk(PROMPT[:4], 0, (3,), True)])
-    engine.step(batch, [Row(GREEDY, ())], lambda n: seen.append((n, bytes(engine.memory.export(n, 12, 16)))))
-    assert [layer for layer, _ in seen] == [0, 1]
-    assert seen == [(layer, bytes(engine.memory.export(layer, 12, 16))) for layer in range(2)]
-    assert any(seen[0][1]) and any(seen[1][1])
-
-
 class GoneError(Exception):
     """A prefix that was to be loaded is not there."""
 

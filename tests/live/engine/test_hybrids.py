@@ -296,23 +296,6 @@ def test_a_snapshot_kept_in_an_arena_is_the_same_state(
 
 
 @EACH_RECURRENT
-def test_a_state_that_was_not_restored_shows(answer_of: AnswerOf, engine_of: EngineOf, family: str) -> None:
-    """The tests above could not pass by attention alone."""
-    engine, state = engine_of(family), blocks_of(engine_of(family), 20)
-    expected = answer_of(family)
-    step(
-        engine, [Chunk(PROMPT, 0, range(6), True, slot=2, snapshots=((64, state), (90, blocks_of(engine, 30))))]
-    )
-    assert engine.states is not None
-    engine.states.zero([4])
-    assert decode(engine, expected[0], 90, range(7), 4, ANSWER) != expected
-    wrong = decode(engine, expected[0], 90, range(7), 4, ANSWER, restore=state)
-    assert wrong != expected
-    right = decode(engine, expected[0], 90, range(7), 4, ANSWER, restore=blocks_of(engine, 30))
-    assert right == expected
-
-
-@EACH_RECURRENT
 def test_a_prompt_begins_with_an_empty_state_whatever_its_slot_held(
     answer_of: AnswerOf, engine_of: EngineOf, family: str
 ) -> None:

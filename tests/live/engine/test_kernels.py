@@ -343,12 +343,6 @@ def test_few_rows_meet_bfloat16_weights_without_rounding_the_activations(
     assert largest_error(out, x.double() @ weight.double().T) <= 1e-5
 
 
-def test_a_large_product_is_shared_among_threads_without_a_change(form: Form) -> None:
-    x, weight = randn(9, 256, seed=1, dtype=form.dtype), randn(515, 256, seed=2, dtype=form.stored)
-    out = form.kernels.linear(x, weight, None)
-    assert largest_error(out, x.double() @ weight.double().T) <= TOLERANCE[form.stored]
-
-
 # ---- add_rms_norm
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,36 +23,10 @@ from tests.live.engine.test_emulated import CURVE
 from tests.models import check_greedy
 
 from .conftest import FolderOf
-from .support import attention, largest_error, poison, randn, tokens_of, visible
+from .support import Others, attention, largest_error, poison, randn, tokens_of, visible
 
 SIZE = 16
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-class Others:
-    """Engines that are asked in this process, and what was said to them."""
-
-    def __init__(self, engines: dict[str, Engine | EmulatedEngine]) -> None:
-        self.engines = engines
-        self.blocks: list[dict[str, Sequence[int]]] = []  # of each chunk, at each holder
-        self._asked: list[tuple[int, Asking, bytes]] = []
-        self.sent: list[int] = []
-        self.received: list[int] = []
-
-    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        self._asked.append((layer, asking, bytes(q)))
-        self.sent.append(q.nbytes)
-
-    def answer(self, layer: int, asking: Asking) -> memoryview:
-        at = next(at for at, each in enumerate(self._asked) if each[:2] == (layer, asking))
-        _, _, q = self._asked.pop(at)
-        asked = [
-            Asked(self.blocks[index][asking.holder], rows, num_tokens, first, position)
-            for index, rows, num_tokens, first, position in asking.chunks
-        ]
-        answer = self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
-        self.received.append(answer.nbytes)
-        return answer
 
 
 def split(total: int, draw: st.DataObject, parts: int) -> list[int]:
@@ -105,7 +78,7 @@ class Request:
         self.blocks, self.computed = list(range(num_blocks)), 0
         self.held: list[Held] = []
         self.there: dict[str, list[int]] = {}
-        others.blocks = [self.there]
+        others.tables = [self.there]
 
     def move(self, holders: tuple[str, ...], count: int) -> None:
         """Copies the next `count` blocks that are computed and full: to one holder, or a part of the heads to each."""
@@ -165,7 +138,7 @@ CASES = [
 def test_tokens_are_those_of_one_engine(case: str, holders: int, folder_of: FolderOf) -> None:
     """While the prompt is computed in chunks, and while it decodes; the parts are uneven."""
     folder = folder_of(case)
-    others = Others({f"h{at}": engine_of(folder) for at in range(holders)})
+    others = Others({f"h{at}": engine_of(folder) for at in range(holders)}, [{}])
     prompt = tokens_of(203, seed=CASES.index(case))
     request = Request(engine_of(folder), others, prompt, 22)
     draw = torch.Generator().manual_seed(holders)
@@ -197,7 +170,7 @@ def test_holders_share_heads(case: str, sizes: tuple[int, ...], folder_of: Folde
     """One holding after the other, each shared by so many; queries of their heads alone are sent."""
     folder, prompt = folder_of(case), tokens_of(203, seed=CASES.index(case))
     names = [tuple(f"h{at}{part}" for part in range(size)) for at, size in enumerate(sizes)]
-    others = Others({holder: engine_of(folder) for holders in names for holder in holders})
+    others = Others({holder: engine_of(folder) for holders in names for holder in holders}, [{}])
     request, last = Request(engine_of(folder), others, prompt, 22), len(names) - 1
     for at, count in enumerate((61, 5, 70, 67)):
         logits = request.compute(count)
@@ -219,7 +192,7 @@ def test_holders_share_heads(case: str, sizes: tuple[int, ...], folder_of: Folde
 
 @pytest.mark.parametrize("change", [-4, 4, -1])
 def test_an_answer_of_another_size_is_none(change: int, folder_of: FolderOf) -> None:
-    others = Others({"h": engine_of(folder_of("llama"))})
+    others = Others({"h": engine_of(folder_of("llama"))}, [{}])
     request = Request(engine_of(folder_of("llama")), others, tokens_of(41), 22)
     request.compute(40)
     request.move(("h",), 1)
@@ -253,7 +226,7 @@ def test_queries_of_other_rows_are_refused(case: str, num_bytes: int, folder_of:
 def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> None:
     """Beside one whose KV is all at home; over the end of a block."""
     folder = folder_of("mistral-window")
-    home, others = engine_of(folder, 40), Others({"h": engine_of(folder)})
+    home, others = engine_of(folder, 40), Others({"h": engine_of(folder)}, [{}])
     prompts = [tokens_of(60, seed=1), tokens_of(47, seed=2)]
     away = Request(home, others, prompts[0], 8)
     first = int(away.compute(60).argmax())
@@ -261,7 +234,7 @@ def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> N
     own = list(range(10, 18))
     [logits] = home.forward(home.build([Chunk(prompts[1], 0, own, True)]))
     tokens = [[first], [int(logits.argmax())]]
-    others.blocks = [{}, away.there]
+    others.tables = [{}, away.there]
     chunks = [
         Chunk(tokens[1], 47, own, True, True),
         Chunk(tokens[0], 60, away.blocks, True, True, holdings=tuple(away.held)),
@@ -280,8 +253,8 @@ def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> N
 def test_the_emulated_engine_reads_what_lies_elsewhere() -> None:
     recipe = Recipe("r", layout_of(4), 1000)
     home, other = (EmulatedEngine(recipe, compile_cost(CURVE), 16, max_length=100) for _ in range(2))
-    others, prompt = Others({"h": other}), list(range(19))
-    others.blocks = [{"h": [3, 1]}]
+    others, prompt = Others({"h": other}, [{}]), list(range(19))
+    others.tables = [{"h": [3, 1]}]
     rows = [Row(Sampling(), [])]
     home.step(home.build([Chunk(prompt[:8], 0, [0, 1], False)]), [])
     for layer in range(recipe.layout.num_layers):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,67 +18,18 @@ from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import Batch
 from isthmus.live.engine.choice import SELDOM
 from isthmus.live.engine.engine import Engine, EngineOptions
-from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
+from isthmus.live.engine.interface import Chunk, Held, HolderLost, Row
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing
 from isthmus.live.engine.turns import Turns, rows_of
 from tests.models import check_greedy
-from tests.served import LIMIT_S
 
 from .conftest import FolderOf
-from .support import poison, tokens_of
+from .support import Others, poison, tokens_of
 
 SIZE, BLOCKS, STEPS = 16, 8, 20
 LENGTHS = (60, 33, 48, 90, 17, 75, 64)
 CASES = ["llama", "mistral-window", "qwen3", "qwen3_next", "deepseek_v3", "kimi_linear"]
-Event = tuple[str, int, int, str]
-"""What, in which layer, for which first chunk, by which thread."""
-
-
-class Others:
-    """Engines that attend in threads of their own, from when they are asked. `late`: runs before each of their answers;
-    `gone`: who does not answer from which layer on."""
-
-    def __init__(self, engines: dict[str, Engine], tables: list[dict[str, list[int]]]) -> None:
-        self.engines, self.tables = engines, tables
-        # One for each question on its way: what waits for all must not keep the last of them from being asked.
-        self.threads = ThreadPoolExecutor(4 * len(tables), "holder")
-        self.asked: dict[tuple[int, Asking], Future[memoryview]] = {}
-        self.log: list[Event] = []
-        self.late: Callable[[int], object] = lambda layer: None
-        self._changed, self._asking = threading.Condition(), defaultdict[int, set[int]](set)
-        self.gone: tuple[str, int] | None = None
-
-    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        self._note("ask", layer, asking)
-        self.asked[layer, asking] = self.threads.submit(self._attend, layer, asking, bytes(q))
-
-    def answer(self, layer: int, asking: Asking) -> memoryview:
-        if self.gone is not None and asking.holder == self.gone[0] and layer >= self.gone[1]:
-            raise HolderLost(asking.holder, "gone")
-        answer = self.asked.pop((layer, asking)).result()
-        self._note("answer", layer, asking)
-        return answer
-
-    def _note(self, what: str, layer: int, asking: Asking) -> None:
-        with self._changed:
-            self.log.append((what, layer, asking.chunks[0][0], threading.current_thread().name))
-            self._asking[layer] |= {index for index, *_ in asking.chunks}
-            self._changed.notify_all()
-
-    def await_all(self, layer: int) -> None:
-        """Until every chunk that has KV here has asked in a layer."""
-        asking = {index for index, tables in enumerate(self.tables) if tables}
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._asking[layer] == asking, LIMIT_S)
-
-    def _attend(self, layer: int, asking: Asking, q: bytes) -> memoryview:
-        self.late(layer)
-        asked = [
-            Asked(self.tables[index][asking.holder], rows, num_tokens, first, position)
-            for index, rows, num_tokens, first, position in asking.chunks
-        ]
-        return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
 
 
 def engine_of(folder: Path, batches: int = 1) -> Engine:

@@ -78,10 +78,20 @@ def visible(num_queries: int, num_keys: int, causal_from: int | None, window: in
     return torch.tensor(rows, dtype=torch.bool).view(num_queries, num_keys)
 
 
+def engine_of(folder: Path, **options: Any) -> Engine:
+    """In float32 on the CPU, unless said otherwise; whoever reads memory before it is written shows it."""
+    given = {"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22, "max_sequences": 4} | options
+    engine = Engine(folder, EngineOptions(**given))
+    poison(engine)
+    return engine
+
+
 def poison(engine: Engine) -> None:
-    """Fills the KV memory with NaN: whoever reads a slot before it is written shows it."""
+    """Fills KV and live states with NaN."""
     for layer in engine.memory.layers:
         layer.fill_(NAN)
+    if engine.states is not None:
+        engine.states._live_SLX.fill_(NAN)
 
 
 def logits_by_position(

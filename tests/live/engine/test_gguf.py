@@ -17,7 +17,6 @@ from torch import Tensor
 
 from benchmarks.models import gguf_reference
 from isthmus.core.errors import ModelError
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.gguf import GROUPED
 from isthmus.live.engine.products import matrices
 from isthmus.live.engine.spec import read_spec
@@ -28,7 +27,7 @@ from isthmus.model_files.header import KINDS, read_header
 from tests.gguf_files import Tensors, packed, write_gguf
 from tests.models import LLAMA3, YARN, make_model, reference_logits
 
-from .support import answer_of, largest_error, logits_by_position, refusal, relative_error, tokens_of
+from .support import answer_of, engine_of, largest_error, logits_by_position, refusal, relative_error, tokens_of
 
 KINDS_MADE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 KINDS_DRAWN = ["Q4_K", "Q5_K", "Q6_K"]
@@ -52,13 +51,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made
 
 
-def load(path: Path, **options: Any) -> Engine:
-    return Engine(path, EngineOptions(**({"device": "cpu", "kv_bytes": 1 << 22, "dtype": "float32"} | options)))
-
-
 def check(path: Path) -> None:
     """The tokens that the engine answers are the likeliest by the reference, and its logits are the reference's."""
-    engine = load(path)
+    engine = engine_of(path)
     answer = answer_of(engine, PROMPT, NUM_TOKENS)
     known = PROMPT + answer[:-1]
     with torch.inference_mode():
@@ -86,7 +81,7 @@ def test_in_bfloat16_weights_stay_quantised(made: Made, kind: str) -> None:
     for tied in (False, True):
         small = {"hidden_size": 256, "intermediate_size": 256}  # too few weights to be timed and widened
         path = made("llama", kind, **small, tie_word_embeddings=tied, initializer_range=0.05)
-        engine = load(path, dtype=None)
+        engine = engine_of(path, dtype=None)
         assert engine.model._weights.head is not None
         held = list(matrices((engine.model._weights.layers, engine.model._weights.head)))
         assert [type(weight) for weight in held] == [Tiled] * len(held)
@@ -140,7 +135,7 @@ def test_what_transformers_leaves_out(
 
 def check_like_folder(path: Path, folder: Path) -> None:
     expected = reference_logits(folder, PROMPT)
-    found = logits_by_position(load(path), PROMPT, list(range(12)), chunk=23)
+    found = logits_by_position(engine_of(path), PROMPT, list(range(12)), chunk=23)
     for position, logits in found.items():
         assert largest_error(logits, expected[position]) < 2e-5
 
@@ -167,21 +162,24 @@ def test_weights_are_widened_to_bfloat16_unless_all_matrices_are_float32(made: M
     assert read_spec(made("llama")).dtype == "float32"
     for kind in ("F16", "BF16", "Q8_0"):
         assert read_spec(made("llama", kind)).dtype == "bfloat16"
-    assert load(made("llama", "Q8_0"), dtype=None).layout.dtype == "bfloat16"
+    assert engine_of(made("llama", "Q8_0"), dtype=None).layout.dtype == "bfloat16"
 
 
 def test_the_revision_is_that_of_the_bytes(made: Made, tmp_path: Path) -> None:
     path = made("llama", "Q4_0")
-    revision = load(path).revision
+    revision = engine_of(path).revision
     copy = tmp_path / "other-name.gguf"
     copy.write_bytes(path.read_bytes())
     assert (
-        load(copy).revision == load(path, dtype=None).revision == load(path, layers=(1, 2)).revision == revision
+        engine_of(copy).revision
+        == engine_of(path, dtype=None).revision
+        == engine_of(path, layers=(1, 2)).revision
+        == revision
     )
     changed = bytearray(path.read_bytes())
     changed[-40] ^= 1
     copy.write_bytes(changed)
-    assert load(copy).revision != revision != load(made("llama", "Q4_1")).revision
+    assert engine_of(copy).revision != revision != engine_of(made("llama", "Q4_1")).revision
 
 
 def test_a_stage_holds_its_own_layers_alone(made: Made) -> None:
@@ -310,7 +308,7 @@ def test_an_unknown_type(folder: Path, tmp_path: Path) -> None:
 
 def test_a_folder_with_one_file_and_with_several(made: Made, tmp_path: Path) -> None:
     path = made("llama", "Q8_0")
-    assert load(path.parent).revision == load(path).revision
+    assert engine_of(path.parent).revision == engine_of(path).revision
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(path.read_bytes())
     assert "several GGUF files; name one: a.gguf, b.gguf" in refusal(tmp_path)

@@ -13,11 +13,12 @@ import torch
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.core.types import Sampling
 from isthmus.live.engine import mixers
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Chunk, Row, runs_of
 from tests.models import reference_logits, reference_tokens
 from tests.soak import matrix
 
+from . import support
 from .conftest import FolderOf
 from .hybrids import FAMILIES
 from .support import permutation, poison, relative_error, tokens_of
@@ -34,17 +35,9 @@ AnswerOf = Callable[[str], list[int]]
 
 
 def open_engine(folder: Path, **options: object) -> Engine:
-    """All its memory NaN, its live states too: whoever reads anything before it is written shows it."""
-    given = {"device": "cpu", "block_size": SIZE, "kv_bytes": 1 << 21, "max_sequences": SLOTS} | options
-    engine = Engine(folder, EngineOptions(**given))
-    poison_all(engine)
-    return engine
-
-
-def poison_all(engine: Engine) -> None:
-    poison(engine)
-    if engine.states is not None:
-        engine.states._live_SLX.fill_(float("nan"))
+    return support.engine_of(
+        folder, **({"block_size": SIZE, "kv_bytes": 1 << 21, "max_sequences": SLOTS} | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def engine_of(folder_of: FolderOf) -> EngineOf:
     def engine(family: str) -> Engine:
         if family not in made:
             made[family] = open_engine(folder_of(family))
-        poison_all(made[family])
+        poison(made[family])
         return made[family]
 
     return engine
@@ -338,7 +331,7 @@ def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated
         batch, lambda layer: calls.append(("on", layer)), lambda layer: calls.append(("before", layer))
     )
     assert calls == [("before", 0), ("before", 1), ("on", 0), ("on", 1)]
-    poison_all(engine)
+    poison(engine)
     step(engine, [Chunk(PROMPT[:64], 0, range(6), False, slot=2, snapshots=((64, state),))])
     assert torch.equal(engine.forward(engine.build(chunks())), found)
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.core.models import Fields, read_quantisation
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.products import matrices
 from isthmus.live.engine.quantised import stored
 from isthmus.live.engine.spec import read_spec
@@ -31,7 +30,7 @@ from tests.models import check_greedy, reference_logits
 from tests.quantised_files import FORMATS, compressed, gptq, pack, quantise
 
 from .conftest import FolderOf
-from .support import answer_of, edit, logits_by_position, refusal, relative_error, tokens_of
+from .support import answer_of, edit, engine_of, logits_by_position, refusal, relative_error, tokens_of
 
 PROMPT, NUM_TOKENS = tokens_of(70), 24
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -68,10 +67,6 @@ def broken(made: Made, tmp_path: Path) -> Callable[[str], Path]:
     return lambda kind: shutil.copytree(made("llama", kind)[0], tmp_path / kind)
 
 
-def load(folder: Path, dtype: str = "float32") -> Engine:
-    return Engine(folder, EngineOptions(device="cpu", kv_bytes=1 << 22, dtype=dtype))
-
-
 def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -85,7 +80,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_tokens_are_those_of_the_model_that_the_format_says(made: Made, kind: str) -> None:
     quantised, said = made("qwen3" if kind.startswith("gptq") else "llama", kind)
-    engine = load(quantised)
+    engine = engine_of(quantised)
     answer = answer_of(engine, PROMPT, NUM_TOKENS)
     check_greedy(said, PROMPT, answer)
     expected = reference_logits(said, PROMPT)
@@ -127,7 +122,8 @@ def test_in_bfloat16_whole_numbers_stay_quantised(made: Made, kind: str) -> None
 def test_experts_and_latent_and_recurrent_layers_are_widened_too(made: Made, family: str, kind: str) -> None:
     quantised, said = made(family, kind)
     found, expected = (
-        logits_by_position(load(folder), PROMPT, list(range(12)), chunk=70)[69] for folder in (quantised, said)
+        logits_by_position(engine_of(folder), PROMPT, list(range(12)), chunk=70)[69]
+        for folder in (quantised, said)
     )
     assert torch.equal(found, expected)
 
@@ -136,7 +132,7 @@ def test_the_older_name_of_the_field_is_read_too(broken: Callable[[str], Path], 
     folder = broken("packed-4")
     path = folder / "config.json"
     path.write_text(path.read_text().replace("quantization_config", "compression_config"))
-    assert load(folder).revision == load(made("llama", "packed-4")[0]).revision
+    assert engine_of(folder).revision == engine_of(made("llama", "packed-4")[0]).revision
 
 
 class _Tensors(dict[str, Tensor]):
@@ -218,23 +214,23 @@ def widened(method: str, tensors: dict[str, Tensor], like: Tensor, **fields: Any
 )
 def test_any_changed_tensor_changes_the_revision(broken: Callable[[str], Path], kind: str, name: str) -> None:
     folder = broken(kind)
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit(folder, lambda tensors: tensors.update({name: tensors[name].flip(-1)}))
-    assert load(folder).revision != before
+    assert engine_of(folder).revision != before
 
 
 def test_another_reading_of_the_same_tensors_changes_the_revision(broken: Callable[[str], Path]) -> None:
     folder = broken("gptq-4")
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit_config(folder, checkpoint_format="gptq_v2")
-    assert load(folder).revision != before
+    assert engine_of(folder).revision != before
 
 
 def test_scales_of_activations_do_not_count(broken: Callable[[str], Path]) -> None:
     folder = broken("fp8-one")
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit(folder, lambda tensors: tensors.update({f"{Q_PROJ}.input_scale": torch.full((1,), 7.0)}))
-    assert load(folder).revision == before
+    assert engine_of(folder).revision == before
 
 
 @pytest.mark.parametrize("kind", ["fp8", "packed-4", "gptq-4", "awq"])
@@ -244,7 +240,7 @@ def test_a_stage_has_the_revision_of_the_whole(made: Made, kind: str) -> None:
     stage = load_weights(
         folder, read_spec(folder), dtype=plain, activations=plain, device=torch.device("cpu"), layers=(1, 2)
     )
-    assert stage.revision == load(folder).revision
+    assert stage.revision == engine_of(folder).revision
 
 
 # ---- refusals

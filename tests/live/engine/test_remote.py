@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,14 +14,14 @@ from isthmus.core.models import Attention
 from isthmus.core.types import Sampling
 from isthmus.live.engine.attention import merge, partial
 from isthmus.live.engine.emulated import EmulatedEngine, expected_tokens
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.live.engine.recipe import Recipe, layout_of
 from tests.live.engine.test_emulated import CURVE
 from tests.models import check_greedy
 
 from .conftest import FolderOf
-from .support import Others, attention, largest_error, poison, randn, tokens_of, visible
+from .support import Others, attention, engine_of, largest_error, randn, tokens_of, visible
 
 SIZE = 16
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -59,15 +57,6 @@ def test_parts_anywhere_sum_to_attention(
         two = merge((pieces[at], two))
     for out, lse in (one, two):
         assert largest_error(out, expected) < LIMITS[dtype] and not lse.isnan().any()
-
-
-def engine_of(folder: Path, num_blocks: int = 24) -> Engine:
-    probe = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 22))
-    live = probe.memory.layout.state_bytes * 2
-    kv_bytes = num_blocks * probe.memory.layout.block_bytes + live
-    engine = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=kv_bytes, max_sequences=2))
-    poison(engine)
-    return engine
 
 
 class Request:
@@ -226,7 +215,7 @@ def test_queries_of_other_rows_are_refused(case: str, num_bytes: int, folder_of:
 def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> None:
     """Beside one whose KV is all at home; over the end of a block."""
     folder = folder_of("mistral-window")
-    home, others = engine_of(folder, 40), Others({"h": engine_of(folder)}, [{}])
+    home, others = engine_of(folder), Others({"h": engine_of(folder)}, [{}])
     prompts = [tokens_of(60, seed=1), tokens_of(47, seed=2)]
     away = Request(home, others, prompts[0], 8)
     first = int(away.compute(60).argmax())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from isthmus.core.types import Sampling, TokenLogprobs
 from isthmus.live.engine import sampling
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Chunk, Hidden, Row, split_layers
 from isthmus.live.engine.sampling import score
 from tests.models import reference_logits
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .support import permutation, poison, randn, tokens_of
+from .support import engine_of, permutation, randn, tokens_of
 
 NUM_BLOCKS, SIZE, TOP = 40, 16, 5
 PROMPT = tokens_of(150, seed=21)
@@ -36,12 +35,6 @@ CASES = [
     "deepseek_v3",
 ]
 Found = dict[int, TokenLogprobs]
-
-
-def engine_of(folder: Path, layers: tuple[int, int] | None = None) -> Engine:
-    engine = Engine(folder, EngineOptions(device="cpu", layers=layers, kv_bytes=1 << 22, max_sequences=4))
-    poison(engine)
-    return engine
 
 
 def chunks_of(prompt: Sequence[int], size: int, blocks: Sequence[int] = BLOCKS) -> list[Chunk]:
@@ -136,7 +129,7 @@ def test_beside_others_who_do_not_ask_and_who_are_answered_as_ever(folder_of: Fo
 def test_the_last_stage_scores_what_one_engine_does(folder_of: FolderOf, case: str) -> None:
     whole, stages = (
         engine_of(folder_of(case)),
-        [engine_of(folder_of(case), each) for each in split_layers(3, 3)],
+        [engine_of(folder_of(case), layers=each) for each in split_layers(3, 3)],
     )
     for chunk in chunks_of(PROMPT, 41):
         hidden = None

@@ -18,21 +18,17 @@ from tests.models import MODEL_CASES
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .support import permutation, poison, tokens_of
+from .support import engine_of, permutation, tokens_of
 
 NUM_BLOCKS = 40
 GREEDY = Row(Sampling(temperature=0.0), ())
 
 
 def engines_of(folder: Path, stages: int, dtype: str = "float32") -> list[Engine]:
-    found = []
-    for layers in split_layers(3, stages):
-        engine = Engine(
-            folder, EngineOptions(dtype=dtype, device="cpu", layers=layers, kv_bytes=NUM_BLOCKS << 17)
-        )
-        poison(engine)
-        found.append(engine)
-    return found
+    return [
+        engine_of(folder, dtype=dtype, layers=layers, kv_bytes=NUM_BLOCKS << 17)
+        for layers in split_layers(3, stages)
+    ]
 
 
 def crossed(hidden: Hidden) -> Hidden:

@@ -17,7 +17,6 @@ from isthmus.core.cost.turns import replica_of
 from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import Batch
 from isthmus.live.engine.choice import SELDOM
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Chunk, Held, HolderLost, Row
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing
@@ -25,30 +24,22 @@ from isthmus.live.engine.turns import Turns, rows_of
 from tests.models import check_greedy
 
 from .conftest import FolderOf
-from .support import Others, poison, tokens_of
+from .support import Others, engine_of, tokens_of
 
 SIZE, BLOCKS, STEPS = 16, 8, 20
 LENGTHS = (60, 33, 48, 90, 17, 75, 64)
 CASES = ["llama", "mistral-window", "qwen3", "qwen3_next", "deepseek_v3", "kimi_linear"]
 
 
-def engine_of(folder: Path, batches: int = 1) -> Engine:
-    layout = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 24)).layout
-    kv_bytes = BLOCKS * len(LENGTHS) * layout.block_bytes + len(LENGTHS) * layout.state_bytes
-    options = EngineOptions(
-        device="cpu", dtype="float32", kv_bytes=kv_bytes, max_sequences=len(LENGTHS), batches=batches
-    )
-    engine = Engine(folder, options)
-    poison(engine)
-    return engine
-
-
 class Run:
     """Several prompts computed at home, the first blocks of most then moved to two holders; and a batch of decodes."""
 
     def __init__(self, folder: Path, batches: int, lengths: Sequence[int] = LENGTHS) -> None:
-        self.home = engine_of(folder, batches)
-        self.others = Others({name: engine_of(folder) for name in ("one", "two")}, [{} for _ in lengths])
+        options = {"kv_bytes": 1 << 24, "max_sequences": len(LENGTHS)}
+        self.home = engine_of(folder, batches=batches, **options)
+        self.others = Others(
+            {name: engine_of(folder, **options) for name in ("one", "two")}, [{} for _ in lengths]
+        )
         self.prompts = [tokens_of(length, seed=length) for length in lengths]
         chunks = [self._prompt(index) for index in range(len(lengths))]
         self.batch = self.home.build(chunks)

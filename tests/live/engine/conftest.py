@@ -10,6 +10,8 @@ from isthmus.live.engine.kernels import Kernels, native
 from isthmus.live.engine.kernels.plain import PlainKernels
 from tests.models import MODEL_CASES, make_model
 
+from .hybrids import FAMILIES, save_tiny
+
 FolderOf = Callable[[str], Path]
 
 
@@ -20,12 +22,15 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """The folder of a model case, made when first asked for. Read only: copy it to change it."""
+    """The folder of a model case or of a family of `hybrids.py`, made when first asked for. Read only: copy it to
+    change it."""
     root = tmp_path_factory.mktemp("models")
 
     def folder_of(case: str) -> Path:
         folder = root / case
-        if not folder.exists():
+        if not folder.exists() and case in FAMILIES:
+            save_tiny(case, folder)
+        elif not folder.exists():
             family, overrides = MODEL_CASES[case]
             make_model(folder, family, **overrides)
         return folder
@@ -44,3 +49,10 @@ def native_kernels() -> Kernels:
 @pytest.fixture(params=["plain", "native"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return PlainKernels() if request.param == "plain" else request.getfixturevalue("native_kernels")
+
+
+@pytest.fixture
+def selected(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Engines compute with these."""
+    monkeypatch.setattr("isthmus.live.engine.kernels.select", lambda device: kernels)
+    return kernels

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isthmus.core.errors import ModelError
 from isthmus.live.engine.batch import Chunk
-from isthmus.live.engine.engine import Engine
+from isthmus.live.engine.emulated import EmulatedEngine
+from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.interface import Asked, Asking, HolderLost
+from tests.served import LIMIT_S
 
 NAN = float("nan")
 
@@ -68,10 +78,20 @@ def visible(num_queries: int, num_keys: int, causal_from: int | None, window: in
     return torch.tensor(rows, dtype=torch.bool).view(num_queries, num_keys)
 
 
+def engine_of(folder: Path, **options: Any) -> Engine:
+    """In float32 on the CPU, unless said otherwise; whoever reads memory before it is written shows it."""
+    given = {"device": "cpu", "dtype": "float32", "kv_bytes": 1 << 22, "max_sequences": 4} | options
+    engine = Engine(folder, EngineOptions(**given))
+    poison(engine)
+    return engine
+
+
 def poison(engine: Engine) -> None:
-    """Fills the KV memory with NaN: whoever reads a slot before it is written shows it."""
+    """Fills KV and live states with NaN."""
     for layer in engine.memory.layers:
         layer.fill_(NAN)
+    if engine.states is not None:
+        engine.states._live_SLX.fill_(NAN)
 
 
 def logits_by_position(
@@ -96,6 +116,79 @@ def answer_of(engine: Engine, prompt: list[int], count: int) -> list[int]:
     return answer
 
 
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of a folder with one file of weights."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def refusal(path: Path) -> str:
+    """The one line that says why an engine takes no such model, with the path."""
+    with pytest.raises(ModelError) as caught:
+        Engine(path, EngineOptions(device="cpu", kv_bytes=1 << 22))
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
 def changed(content: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """`content` with some fields replaced; a field given as None is removed."""
     return {key: value for key, value in (content | fields).items() if value is not None}
+
+
+Event = tuple[str, int, int, str]
+"""What, in which layer, for which first chunk, by which thread."""
+
+
+class Others:
+    """Engines that attend in threads of their own, from when they are asked. `tables`: of each chunk, its blocks at
+    each of them. `late`: runs before each of their answers; `gone`: who does not answer from which layer on. `sent` and
+    `received`: bytes of each question and answer."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine | EmulatedEngine], tables: list[dict[str, list[int]]]
+    ) -> None:
+        self.engines, self.tables = engines, tables
+        # One for each question on its way: what waits for all must not keep the last of them from being asked.
+        self.threads = ThreadPoolExecutor(4 * len(tables), "holder")
+        self.asked: dict[tuple[int, Asking], Future[memoryview]] = {}
+        self.log: list[Event] = []
+        self.sent, self.received = list[int](), list[int]()
+        self.late: Callable[[int], object] = lambda layer: None
+        self._changed, self._asking = threading.Condition(), defaultdict[int, set[int]](set)
+        self.gone: tuple[str, int] | None = None
+
+    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
+        self._note("ask", layer, asking)
+        self.sent.append(q.nbytes)
+        self.asked[layer, asking] = self.threads.submit(self._attend, layer, asking, bytes(q))
+
+    def answer(self, layer: int, asking: Asking) -> memoryview:
+        if self.gone is not None and asking.holder == self.gone[0] and layer >= self.gone[1]:
+            raise HolderLost(asking.holder, "gone")
+        answer = self.asked.pop((layer, asking)).result()
+        self._note("answer", layer, asking)
+        self.received.append(answer.nbytes)
+        return answer
+
+    def _note(self, what: str, layer: int, asking: Asking) -> None:
+        with self._changed:
+            self.log.append((what, layer, asking.chunks[0][0], threading.current_thread().name))
+            self._asking[layer] |= {index for index, *_ in asking.chunks}
+            self._changed.notify_all()
+
+    def await_all(self, layer: int) -> None:
+        """Until every chunk that has KV here has asked in a layer."""
+        asking = {index for index, tables in enumerate(self.tables) if tables}
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._asking[layer] == asking, LIMIT_S)
+
+    def _attend(self, layer: int, asking: Asking, q: bytes) -> memoryview:
+        self.late(layer)
+        asked = [
+            Asked(self.tables[index][asking.holder], rows, num_tokens, first, position)
+            for index, rows, num_tokens, first, position in asking.chunks
+        ]
+        return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -140,34 +140,38 @@ def test_a_snapshot_is_the_state_at_its_position(slot: int) -> None:
     assert resumed(engine, STATE, slot) == expected_tokens(RECIPE, PROMPT, 6)
 
 
-def test_a_restore_that_is_left_out_shows() -> None:
-    engine = engine_of()
-    prefixed(engine)
-    assert none_right(resumed(engine, (), slot=1))
+def foreign(engine: EmulatedEngine, prompt: Sequence[int], salt: str = "") -> tuple[int, ...]:
+    """A snapshot at the same position that another request took, in blocks of its own."""
+    chunk = replace(chunk_of(prompt, 0, SNAPSHOT_AT), blocks=(10, 6, 1), salt=salt)
+    step(engine, replace(chunk, snapshots=((SNAPSHOT_AT, OTHER),)))
+    return OTHER
 
 
-def test_a_restore_that_is_left_out_shows_where_a_foreign_state_is_live() -> None:
-    engine = engine_of()
-    prefixed(engine)
+def later(engine: EmulatedEngine) -> tuple[int, ...]:
+    step(engine, replace(chunk_of(PROMPT, SNAPSHOT_AT, 13), snapshots=((13, OTHER),)))
+    return OTHER
+
+
+def none_where_another_is_live(engine: EmulatedEngine) -> tuple[int, ...]:
     step(engine, Chunk([5, 6, 7], 0, (19,), True, slot=1))
-    assert none_right(resumed(engine, (), slot=1))
+    return ()
 
 
-def test_a_foreign_snapshot_shows() -> None:
-    """Taken at the same position of a prompt that differs in its first token."""
+WRONG: dict[str, Callable[[EmulatedEngine], tuple[int, ...]]] = {
+    "none": lambda engine: (),
+    "none where another is live": none_where_another_is_live,
+    "of a prompt that differs in its first token": lambda engine: foreign(engine, [0, *PROMPT[1:]]),
+    "of another tenant": lambda engine: foreign(engine, PROMPT, "theirs"),
+    "after its position": later,
+    "blocks in another order": lambda engine: (STATE[1], STATE[0], STATE[2]),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_restore_shows(wrong: str) -> None:
     engine = engine_of()
-    foreign = replace(chunk_of([0, *PROMPT[1:]], 0, SNAPSHOT_AT), blocks=(10, 6, 1), snapshots=((12, OTHER),))
-    step(engine, foreign)
     prefixed(engine)
-    assert none_right(resumed(engine, OTHER))
-
-
-def test_a_snapshot_of_a_foreign_tenant_shows() -> None:
-    engine = engine_of()
-    theirs = replace(chunk_of(PROMPT, 0, SNAPSHOT_AT), blocks=(10, 6, 1), salt="theirs")
-    step(engine, replace(theirs, snapshots=((SNAPSHOT_AT, OTHER),)))
-    prefixed(engine)
-    assert none_right(resumed(engine, OTHER))
+    assert none_right(resumed(engine, WRONG[wrong](engine)))
 
 
 @pytest.mark.parametrize("at", [1, 4, 8, 11])
@@ -175,19 +179,6 @@ def test_a_snapshot_of_another_position_shows(at: int) -> None:
     engine = engine_of()
     prefixed(engine, at=at)
     assert none_right(resumed(engine, STATE))
-
-
-def test_a_snapshot_after_its_position_shows() -> None:
-    engine = engine_of()
-    prefixed(engine)
-    step(engine, replace(chunk_of(PROMPT, SNAPSHOT_AT, 13), snapshots=((13, OTHER),)))
-    assert none_right(resumed(engine, OTHER))
-
-
-def test_blocks_of_a_snapshot_in_another_order_show() -> None:
-    engine = engine_of()
-    prefixed(engine)
-    assert none_right(resumed(engine, (STATE[1], STATE[0], STATE[2])))
 
 
 @given(st.integers(0, 8 * RECIPE.layout.state_bytes - 1))

@@ -85,20 +85,6 @@ def test_only_the_slots_of_the_tokens_are_written(engine: Engine) -> None:
         assert whole.nonzero().flatten().tolist() == sorted(written)
 
 
-@pytest.mark.parametrize("count", [3, 30])
-def test_on_layer_is_called_in_order_when_the_kv_of_that_layer_is_in_place(engine: Engine, count: int) -> None:
-    poison(engine)
-    seen: list[tuple[int, torch.Tensor]] = []
-    batch = engine.build([Chunk(tokens_of(count), 0, [3, 4], True)])
-    engine.forward(
-        batch, lambda layer: seen.append((layer, engine.memory.layers[layer][48 : 48 + count].clone()))
-    )
-    assert [layer for layer, _ in seen] == [0, 1, 2]
-    for layer, kv in seen:
-        assert not kv.isnan().any()
-        assert torch.equal(kv, engine.memory.layers[layer][48 : 48 + count])
-
-
 # ---- before_layer
 
 
@@ -181,19 +167,3 @@ def test_a_prefix_may_come_layer_by_layer_while_the_rest_is_computed(folder_of: 
         batch = target.build([Chunk(tokens[48:], 48, [9, 2, 0, 5], True)])
         found = target.forward(batch, before_layer=lambda layer: loads[layer].result())
     assert torch.equal(found, expected)
-
-
-def test_kv_computed_in_one_engine_serves_another(folder_of: FolderOf, engine: Engine) -> None:
-    """What disaggregation rests on: prefill here, move the bytes, decode there."""
-    tokens = tokens_of(38)
-    expected = engine.forward(engine.build([Chunk(tokens, 0, [7, 1, 30], True)]))
-    other = Engine(folder_of("llama"), options())
-    poison(other)
-    for layer in range(3):
-        for source, target in ((7, 9), (1, 2), (30, 0)):
-            first, stop = target * 16, target * 16 + 16
-            landing = other.memory.landing(layer, first, stop)
-            landing[:] = engine.memory.export(layer, source * 16, source * 16 + 16)
-            other.memory.land(layer, first, stop, landing)
-    found = other.forward(other.build([Chunk(tokens[-1:], 37, [9, 2, 0], True)]))
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from isthmus.live.engine.experts import Mixture, Mlp, Routing, by_sigmoid, by_softmax, choose, mix, run_experts
+from isthmus.live.engine.experts import Mixture, Mlp, Routing, choose, mix, run_experts
 from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import PlainKernels
 from tests.live.engine.support import largest_error, randn
@@ -119,37 +119,6 @@ def test_a_mixture_equals_the_reference(case: str, num_tokens: int, kernels: Ker
     assert largest_error(found, expected) < 5e-6
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_the_choice_equals_the_reference(case: str) -> None:
-    reference, mixture = CASES[case]()
-    x = randn(50, HIDDEN, seed=3)
-    with torch.no_grad():
-        _, weights, experts = reference.gate(x)
-    found, found_weights = choose(mixture, x, PlainKernels())
-    dense = torch.zeros(50, EXPERTS)
-    assert torch.equal(dense.scatter(1, found, 1.0), dense.scatter(1, experts, 1.0))
-    assert largest_error(dense.scatter(1, found, found_weights), dense.scatter(1, experts, weights)) < 1e-6
-
-
-def test_the_bias_chooses_but_does_not_weigh() -> None:
-    routing = Routing(top_k=2, scores="sigmoid", normalise=False)
-    experts, weights = by_sigmoid(torch.zeros(1, 4), torch.tensor([0.0, 0.3, 0.0, 0.2]), routing)
-    assert (experts.tolist(), weights.tolist()) == ([[1, 3]], [[0.5, 0.5]])
-
-
-def test_a_group_counts_by_its_two_best() -> None:
-    """The best expert of all stands alone in its group, and is not chosen."""
-    logits = torch.tensor([[9.0, -9, -9, -9, 2, 2, -9, -9, 1, 1, 1, 1]])
-    routing = Routing(top_k=3, scores="sigmoid", groups=3, top_groups=1)
-    experts, _ = by_sigmoid(logits, torch.zeros(12), routing)
-    assert set(experts[0].tolist()) < {4, 5, 6, 7}
-
-
-def test_weights_that_are_normalised_sum_to_the_scale() -> None:
-    _, weights = by_softmax(randn(6, 9), Routing(top_k=4, scores="softmax", normalise=True, scale=1.5))
-    assert largest_error(weights.sum(-1), torch.full((6,), 1.5)) < 1e-6
-
-
 class Counting(PlainKernels):
     """Counts rows that went through matrix products, by the product."""
 
@@ -171,12 +140,6 @@ def test_only_experts_that_are_chosen_run_and_only_for_their_tokens(num_tokens: 
     counts = choice[0].flatten().bincount().tolist()
     assert kernels.rows == [count for count in counts if count for _ in range(2)]
     assert sum(kernels.rows) == 2 * 5 * num_tokens
-
-
-def test_a_batch_is_the_same_every_time() -> None:
-    _, mixture = qwen3_next()
-    x, kernels = randn(40, HIDDEN), PlainKernels()
-    assert torch.equal(mix(mixture, x, kernels), mix(mixture, x, kernels))
 
 
 def test_a_mixture_without_a_shared_expert_in_bfloat16() -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus.core.errors import ModelError
 from isthmus.core.models import Attention, Delta, Dense, Experts, LatentAttention, ModelSpec
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Chunk
 from isthmus.live.engine.spec import kv_layout, read_spec
 from tests.models import reference_logits
 
 from .hybrids import FAMILIES, save_tiny
-from .support import changed, relative_error, tokens_of
+from .support import changed, edit, engine_of, relative_error, tokens_of
 
 QWEN = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -197,20 +194,16 @@ def test_latent_queries_without_a_rank_are_told_by_a_null(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spec_gives_the_layout_of_the_engine(tmp_path: Path, family: str) -> None:
-    engine = open_engine(save_tiny(family, tmp_path))
+    engine = engine_of(save_tiny(family, tmp_path))
     assert kv_layout(read_spec(tmp_path), "float32", 16) == engine.layout
 
 
 # ---- tensors
 
 
-def open_engine(folder: Path) -> Engine:
-    return Engine(folder, EngineOptions(device="cpu", kv_bytes=1 << 21, max_sequences=4))
-
-
 def agrees(folder: Path) -> None:
     """The last logits of a prompt in two chunks are those of transformers."""
-    prompt, engine = tokens_of(60, seed=7), open_engine(folder)
+    prompt, engine = tokens_of(60, seed=7), engine_of(folder)
     engine.forward(engine.build([Chunk(prompt[:20], 0, range(4), False)]))
     logits = engine.forward(engine.build([Chunk(prompt[20:], 20, range(4), True)]))[0]
     assert relative_error(logits, reference_logits(folder, prompt)[-1]) < 1e-4
@@ -246,16 +239,9 @@ def test_each_variant_of_a_family_is_computed(tmp_path: Path, variant: str) -> N
     agrees(save_tiny(family, tmp_path / variant, **overrides))
 
 
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_the_published_name_of_kimis_dense_mlp_is_taken(tmp_path: Path) -> None:
     folder = save_tiny("kimi_linear", tmp_path / "saved")
-    before = open_engine(folder)
+    before = engine_of(folder)
     other = shutil.copytree(folder, tmp_path / "published")
 
     def rename(tensors: dict[str, Tensor]) -> None:
@@ -264,7 +250,7 @@ def test_the_published_name_of_kimis_dense_mlp_is_taken(tmp_path: Path) -> None:
             tensors[at.format("mlp")] = tensors.pop(at.format("block_sparse_moe"))
 
     edit(other, rename)
-    after, chunk = open_engine(other), Chunk(tokens_of(30), 0, range(2), True)
+    after, chunk = engine_of(other), Chunk(tokens_of(30), 0, range(2), True)
     assert torch.equal(after.forward(after.build([chunk])), before.forward(before.build([chunk])))
 
 
@@ -283,15 +269,15 @@ def test_the_published_name_of_kimis_dense_mlp_is_taken(tmp_path: Path) -> None:
 )
 def test_a_missing_misshapen_or_changed_tensor_shows(tmp_path: Path, family: str, name: str) -> None:
     folder = save_tiny(family, tmp_path / family)
-    revision = open_engine(folder).revision
+    revision = engine_of(folder).revision
     edit(folder, lambda tensors: tensors[name].add_(0.25))
-    assert open_engine(folder).revision != revision
+    assert engine_of(folder).revision != revision
     edit(folder, lambda tensors: tensors.update({name: tensors[name][..., :-1].contiguous()}))
     with pytest.raises(ModelError, match=f"{name} has shape"):
-        open_engine(folder)
+        engine_of(folder)
     edit(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ModelError, match=f"no tensor '{name}'"):
-        open_engine(folder)
+        engine_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +296,6 @@ def test_a_config_that_computes_something_else_changes_the_revision(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     folder = save_tiny(family, tmp_path)
-    before, path = open_engine(folder).revision, folder / "config.json"
+    before, path = engine_of(folder).revision, folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    assert open_engine(folder).revision != before
+    assert engine_of(folder).revision != before

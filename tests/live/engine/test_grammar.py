@@ -70,15 +70,6 @@ def row_of(text: str, outputs: list[int] | None = None) -> Row:
 # ---- what may come next
 
 
-def test_what_matches_and_nothing_else_may_come_next_and_then_the_end() -> None:
-    grammars, row = Grammars(BYTES, VOCABULARY), row_of(LLMatcher.grammar_from_regex("ab?c"))
-    assert next_tokens(grammars, row) == [ord("a")]
-    row.outputs.append(ord("a"))  # type: ignore[attr-defined]
-    assert next_tokens(grammars, row) == [ord("b"), ord("c")]
-    row.outputs.append(ord("c"))  # type: ignore[attr-defined]
-    assert next_tokens(grammars, row) == [END] and not grammars.objection(row)
-
-
 def test_a_row_that_comes_with_outputs_goes_on_as_one_that_made_them() -> None:
     """As after the death of a node, in every place of the answer; the same step may come twice."""
     text, outputs = grammar(PERSON), list[int]()
@@ -135,22 +126,30 @@ def test_masks_of_many_rows_are_those_of_each() -> None:
 # ---- what cannot be followed
 
 
+def objection(grammars: Grammars, row: Row, vocabulary: int = VOCABULARY) -> str:
+    """To what is asked for first."""
+    next_tokens(grammars, row, vocabulary)
+    return grammars.objection(row)
+
+
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "outputs", "reason"),
     [
-        ("{nonsense", "key must be a string"),
-        ("start: undefined", "undefined"),
-        (LLMatcher.grammar_from_json_schema({"type": "no such type"}), "no such type"),
-        (LLMatcher.grammar_from_regex("x" * 200_000), "longer than"),
-        (LLMatcher.grammar_from_json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "recursion"),
+        ("{nonsense", [], "key must be a string"),
+        ("start: undefined", [], "undefined"),
+        (LLMatcher.grammar_from_json_schema({"type": "no such type"}), [], "no such type"),
+        (LLMatcher.grammar_from_regex("x" * 200_000), [], "longer than"),
+        (LLMatcher.grammar_from_json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), [], "recursion"),
+        ('start: "a" B\nB: /b/ & /c/', [ord("a")], "nothing that is allowed can come next"),
+        (grammar(PERSON), [ord("{"), ord("x")], "doesn't satisfy the grammar"),
     ],
 )
-def test_a_grammar_that_does_not_compile_is_objected_to(text: str, reason: str) -> None:
-    grammars, row = Grammars(BYTES, VOCABULARY), row_of(text)
-    next_tokens(grammars, row)
-    objection = grammars.objection(row)
-    assert objection.startswith("the grammar cannot be followed: ") and reason in objection
-    assert "\n" not in objection and len(objection) < 300
+def test_what_does_not_compile_or_ends_nowhere_or_does_not_match_is_objected_to(
+    text: str, outputs: list[int], reason: str
+) -> None:
+    found = objection(Grammars(BYTES, VOCABULARY), row_of(text, outputs))
+    assert found.startswith("the grammar cannot be followed: ") and reason in found
+    assert "\n" not in found and len(found) < 300
 
 
 def test_rules_may_nest_as_deep_as_a_text_has_room_for() -> None:
@@ -173,36 +172,18 @@ def test_a_grammar_that_takes_too_much_is_objected_to_in_the_midst_and_for_good(
     assert grammars.objection(row) == reason and "it takes more than 5 ms for each token" in reason
 
 
-def test_a_grammar_that_ends_nowhere_is_objected_to_in_plain_words() -> None:
-    grammars, row = Grammars(BYTES, VOCABULARY), row_of('start: "a" B\nB: /b/ & /c/', [ord("a")])
-    next_tokens(grammars, row)
-    assert grammars.objection(row) == "the grammar cannot be followed: nothing that is allowed can come next"
-
-
-def test_outputs_that_do_not_match_are_objected_to() -> None:
-    grammars, row = Grammars(BYTES, VOCABULARY), row_of(grammar(PERSON), [ord("{"), ord("x")])
-    next_tokens(grammars, row)
-    assert "doesn't satisfy the grammar" in grammars.objection(row)
-
-
 def test_without_a_tokenizer_or_an_end_token_there_are_no_grammars(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    row, nowhere = row_of(grammar(PERSON)), Grammars(None, VOCABULARY)
-    next_tokens(nowhere, row)
-    assert "this engine has no tokenizer" in nowhere.objection(row)
-    endless = Grammars(tmp_path, VOCABULARY)
-    next_tokens(endless, row)
-    assert "names no token that ends an answer" in endless.objection(row)
+    row = row_of(grammar(PERSON))
+    assert "this engine has no tokenizer" in objection(Grammars(None, VOCABULARY), row)
+    assert "names no token that ends an answer" in objection(Grammars(tmp_path, VOCABULARY), row)
     (tmp_path / "config.json").write_text('{"eos_token_id": 257}')
     for model, vocab_size in ((tmp_path, VOCABULARY), (BYTES, 100)):
-        wrong = Grammars(model, vocab_size)
-        next_tokens(wrong, row, vocab_size)
-        assert "tokenizer cannot be used for grammars" in wrong.objection(row)
+        found = objection(Grammars(model, vocab_size), row, vocab_size)
+        assert "tokenizer cannot be used for grammars" in found
     (tmp_path / "tokenizer.json").unlink()
-    without = Grammars(tmp_path, VOCABULARY)
-    next_tokens(without, row)
-    assert "tokenizer.json: no such file" in without.objection(row)
+    assert "tokenizer.json: no such file" in objection(Grammars(tmp_path, VOCABULARY), row)
 
 
 # ---- what is kept
@@ -265,9 +246,8 @@ def test_where_the_library_breaks_its_process_only_that_grammar_is_objected_to(s
 
 
 def test_what_takes_too_long_to_compile_is_objected_to() -> None:
-    grammars, row = Grammars(BYTES, VOCABULARY, GrammarLimits(cpu_s=0.01)), row_of(LARGE)
-    next_tokens(grammars, row)
-    assert "it takes too long" in grammars.objection(row)
+    grammars = Grammars(BYTES, VOCABULARY, GrammarLimits(cpu_s=0.01))
+    assert "it takes too long" in objection(grammars, row_of(LARGE))
 
 
 def test_where_no_process_can_be_started_rows_end_and_the_next_may_go_on(

@@ -12,14 +12,15 @@ import torch
 
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.core.types import Sampling
-from isthmus.live.engine import kernels, mixers
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine import mixers
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Chunk, Row, runs_of
-from isthmus.live.engine.kernels.plain import PlainKernels
 from tests.models import reference_logits, reference_tokens
 from tests.soak import matrix
 
-from .hybrids import FAMILIES, save_tiny
+from . import support
+from .conftest import FolderOf
+from .hybrids import FAMILIES
 from .support import permutation, poison, relative_error, tokens_of
 
 RECURRENT = ("qwen3_next", "kimi_linear")
@@ -33,49 +34,29 @@ EngineOf = Callable[[str], Engine]
 AnswerOf = Callable[[str], list[int]]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = save_tiny(family, root / family)
-        return made[family]
-
-    return folder
-
-
 def open_engine(folder: Path, **options: object) -> Engine:
-    """All its memory NaN, its live states too: whoever reads anything before it is written shows it."""
-    given = {"device": "cpu", "block_size": SIZE, "kv_bytes": 1 << 21, "max_sequences": SLOTS} | options
-    engine = Engine(folder, EngineOptions(**given))
-    poison_all(engine)
-    return engine
-
-
-def poison_all(engine: Engine) -> None:
-    poison(engine)
-    if engine.states is not None:
-        engine.states._live_SLX.fill_(float("nan"))
+    return support.engine_of(
+        folder, **({"block_size": SIZE, "kv_bytes": 1 << 21, "max_sequences": SLOTS} | options)
+    )
 
 
 @pytest.fixture(scope="module")
-def engine_of(tiny: Callable[[str], Path]) -> EngineOf:
+def engine_of(folder_of: FolderOf) -> EngineOf:
     made: dict[str, Engine] = {}
 
     def engine(family: str) -> Engine:
         if family not in made:
-            made[family] = open_engine(tiny(family))
-        poison_all(made[family])
+            made[family] = open_engine(folder_of(family))
+        poison(made[family])
         return made[family]
 
     return engine
 
 
 @pytest.fixture(scope="module")
-def answer_of(tiny: Callable[[str], Path]) -> AnswerOf:
+def answer_of(folder_of: FolderOf) -> AnswerOf:
     """What transformers answers to PROMPT."""
-    return functools.cache(lambda family: reference_tokens(tiny(family), PROMPT, ANSWER))
+    return functools.cache(lambda family: reference_tokens(folder_of(family), PROMPT, ANSWER))
 
 
 def step(engine: Engine, chunks: Sequence[Chunk]) -> dict[int, int]:
@@ -121,55 +102,35 @@ def test_greedy_answers_are_those_of_transformers(
 
 
 @EACH
-@pytest.mark.parametrize("name", ["plain", "native"])
+@pytest.mark.parametrize(
+    ("dtype", "error", "cuts"), [("float32", 1e-4, (0, 1, 2, 5, 64, 65, 90)), ("bfloat16", 0.1, (0, 64, 90))]
+)
+@pytest.mark.usefixtures("selected")
 def test_logits_at_every_position_are_those_of_transformers(
-    monkeypatch: pytest.MonkeyPatch,
-    native_kernels: kernels.Kernels,
-    tiny: Callable[[str], Path],
-    family: str,
-    name: str,
+    folder_of: FolderOf, family: str, dtype: str, error: float, cuts: tuple[int, ...]
 ) -> None:
-    chosen = native_kernels if name == "native" else PlainKernels()
-    monkeypatch.setattr(kernels, "select", lambda device: chosen)
-    engine, expected = open_engine(tiny(family)), reference_logits(tiny(family), PROMPT)
+    engine, expected = open_engine(folder_of(family), dtype=dtype), reference_logits(folder_of(family), PROMPT)
     blocks = permutation(NUM_BLOCKS)
-    for start, stop in ((0, 1), (1, 2), (2, 5), (5, 64), (64, 65), (65, 90)):
+    for start, stop in pairwise(cuts):
         chunk = Chunk(PROMPT[start:stop], start, blocks, True)
         logits = engine.forward(engine.build([chunk]))[0]
-        assert relative_error(logits, expected[stop - 1]) < 1e-4, stop
+        assert relative_error(logits, expected[stop - 1]) < error, stop
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
 def test_a_long_prefix_is_expanded_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     monkeypatch.setattr(mixers, "EXPANDED_TOKENS", 7)
     engine, blocks = engine_of(family), permutation(NUM_BLOCKS)
     engine.forward(engine.build([Chunk(PROMPT[:45], 0, blocks, False)]))
     logits = engine.forward(engine.build([Chunk(PROMPT[45:], 45, blocks, True)]))[0]
-    assert relative_error(logits, reference_logits(tiny(family), PROMPT)[-1]) < 1e-4
-
-
-@EACH
-@pytest.mark.parametrize("name", ["plain", "native"])
-def test_in_bfloat16_logits_are_near(
-    monkeypatch: pytest.MonkeyPatch,
-    native_kernels: kernels.Kernels,
-    tiny: Callable[[str], Path],
-    family: str,
-    name: str,
-) -> None:
-    chosen = native_kernels if name == "native" else PlainKernels()
-    monkeypatch.setattr(kernels, "select", lambda device: chosen)
-    engine, expected = open_engine(tiny(family), dtype="bfloat16"), reference_logits(tiny(family), PROMPT)
-    engine.forward(engine.build([Chunk(PROMPT[:64], 0, range(9), False)]))
-    logits = engine.forward(engine.build([Chunk(PROMPT[64:], 64, range(9), True)]))[0]
-    assert relative_error(logits, expected[-1]) < 0.1
+    assert relative_error(logits, reference_logits(folder_of(family), PROMPT)[-1]) < 1e-4
 
 
 @EACH
 def test_requests_of_one_batch_do_not_disturb_each_other(
-    tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     """Decodes, short chunks and long ones side by side, requests coming and going, in a hurry for slots."""
     engine, table = engine_of(family), permutation(NUM_BLOCKS, seed=9)
@@ -196,7 +157,7 @@ def test_requests_of_one_batch_do_not_disturb_each_other(
             for at, token in step(engine, [chunks[at] for at in order]).items():
                 answers[whose[order[at]]].append(token)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer == reference_tokens(tiny(family), prompt, 7)
+        assert answer == reference_tokens(folder_of(family), prompt, 7)
 
 
 # ---- snapshots
@@ -235,7 +196,7 @@ def test_a_snapshot_inside_a_chunk_restored_elsewhere_goes_on_alike(
 
 @EACH_RECURRENT
 def test_a_snapshot_of_a_decode_is_taken_once_and_its_batch_goes_on(
-    tiny: Callable[[str], Path], engine_of: EngineOf, family: str
+    folder_of: FolderOf, engine_of: EngineOf, family: str
 ) -> None:
     """Beside another request, whose tokens come first in the flat order."""
     engine, taken = engine_of(family), blocks_of(engine_of(family), 30)
@@ -252,7 +213,7 @@ def test_a_snapshot_of_a_decode_is_taken_once_and_its_batch_goes_on(
         for index, token in zip(batch.order, tokens, strict=True):
             answers[index].append(token)
         batch.advance(tokens)
-    expected = [reference_tokens(tiny(family), prompt, ANSWER) for prompt in prompts]
+    expected = [reference_tokens(folder_of(family), prompt, ANSWER) for prompt in prompts]
     assert answers == expected
     assert decode(engine, expected[0][1], 91, tables[0], 3, ANSWER - 1, restore=taken) == expected[0][1:]
 
@@ -283,9 +244,9 @@ def move(source: Engine, target: Engine, layer: int, one: tuple[int, int], other
 
 @EACH
 def test_a_prompt_handed_over_is_answered_as_if_nothing_had_moved(
-    tiny: Callable[[str], Path], answer_of: AnswerOf, engine_of: EngineOf, family: str
+    folder_of: FolderOf, answer_of: AnswerOf, engine_of: EngineOf, family: str
 ) -> None:
-    source, target = engine_of(family), open_engine(tiny(family))
+    source, target = engine_of(family), open_engine(folder_of(family))
     state = blocks_of(source, 20)
     wanted = ((90, state),) if state else ()
     chunks = [
@@ -325,23 +286,6 @@ def test_a_snapshot_kept_in_an_arena_is_the_same_state(
     batch.recurrence.begin(engine.memory)
     assert torch.equal(engine.states._live_SLX[4].flatten(), numbers)
     assert engine.step(batch, [GREEDY])[0] == answer_of(family)[:1]
-
-
-@EACH_RECURRENT
-def test_a_state_that_was_not_restored_shows(answer_of: AnswerOf, engine_of: EngineOf, family: str) -> None:
-    """The tests above could not pass by attention alone."""
-    engine, state = engine_of(family), blocks_of(engine_of(family), 20)
-    expected = answer_of(family)
-    step(
-        engine, [Chunk(PROMPT, 0, range(6), True, slot=2, snapshots=((64, state), (90, blocks_of(engine, 30))))]
-    )
-    assert engine.states is not None
-    engine.states.zero([4])
-    assert decode(engine, expected[0], 90, range(7), 4, ANSWER) != expected
-    wrong = decode(engine, expected[0], 90, range(7), 4, ANSWER, restore=state)
-    assert wrong != expected
-    right = decode(engine, expected[0], 90, range(7), 4, ANSWER, restore=blocks_of(engine, 30))
-    assert right == expected
 
 
 @EACH_RECURRENT
@@ -387,9 +331,25 @@ def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated
         batch, lambda layer: calls.append(("on", layer)), lambda layer: calls.append(("before", layer))
     )
     assert calls == [("before", 0), ("before", 1), ("on", 0), ("on", 1)]
-    poison_all(engine)
+    poison(engine)
     step(engine, [Chunk(PROMPT[:64], 0, range(6), False, slot=2, snapshots=((64, state),))])
     assert torch.equal(engine.forward(engine.build(chunks())), found)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["a slot of two", "no such slot", "before", "behind", "twice", "too few blocks"]
+)
+def test_what_no_scheduler_may_ask_is_caught(engine_of: EngineOf, wrong: str) -> None:
+    engine = engine_of("qwen3_next")
+    state, other = blocks_of(engine, 20), blocks_of(engine, 30)
+    taken = {
+        "before": ((1, state),), "behind": ((6, state),), "twice": ((3, state), (3, other)),
+        "too few blocks": ((3, (1,)),),
+    }  # fmt: skip
+    slot = SLOTS if wrong == "no such slot" else 0
+    chunk = Chunk(PROMPT[1:5], 1, range(6), False, slot=slot, snapshots=taken.get(wrong, ()))
+    with pytest.raises(AssertionError):
+        engine.build([chunk, chunk] if wrong == "a slot of two" else [chunk])
 
 
 # ---- sizes and stages
@@ -410,28 +370,28 @@ def test_the_layout_says_what_a_token_and_a_sequence_keep(engine_of: EngineOf, f
 
 
 @EACH_RECURRENT
-def test_live_states_take_their_memory_from_that_of_the_kv(tiny: Callable[[str], Path], family: str) -> None:
-    layout = open_engine(tiny(family)).layout
+def test_live_states_take_their_memory_from_that_of_the_kv(folder_of: FolderOf, family: str) -> None:
+    layout = open_engine(folder_of(family)).layout
     least = 8 * layout.state_bytes + layout.least_blocks * layout.block_bytes
-    engine = open_engine(tiny(family), max_sequences=8, kv_bytes=least + 3 * layout.block_bytes)
+    engine = open_engine(folder_of(family), max_sequences=8, kv_bytes=least + 3 * layout.block_bytes)
     assert engine.num_blocks == 3 + layout.least_blocks
     assert engine.states is not None and engine.states.max_sequences == 8
     with pytest.raises(StartError, match=f"8 sequences .*at least {least}$"):
-        open_engine(tiny(family), max_sequences=8, kv_bytes=least - 1)
+        open_engine(folder_of(family), max_sequences=8, kv_bytes=least - 1)
 
 
 @EACH_RECURRENT
-def test_stages_of_a_model_with_recurrent_layers_are_refused(tiny: Callable[[str], Path], family: str) -> None:
+def test_stages_of_a_model_with_recurrent_layers_are_refused(folder_of: FolderOf, family: str) -> None:
     with pytest.raises(ConfigError, match="recurrent layers"):
-        open_engine(tiny(family), layers=(0, 2))
+        open_engine(folder_of(family), layers=(0, 2))
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
 def test_latent_attention_works_in_stages_bit_for_bit(
-    tiny: Callable[[str], Path], engine_of: EngineOf, cuts: tuple[int, ...]
+    folder_of: FolderOf, engine_of: EngineOf, cuts: tuple[int, ...]
 ) -> None:
     whole = engine_of("deepseek_v3")
-    stages = [open_engine(tiny("deepseek_v3"), layers=at) for at in pairwise(cuts)]
+    stages = [open_engine(folder_of("deepseek_v3"), layers=at) for at in pairwise(cuts)]
     assert {engine.revision for engine in stages} == {whole.revision}
     for start, stop in ((0, 50), (50, 89), (89, 90)):
         chunks = [Chunk(PROMPT[start:stop], start, range(6), True)]

@@ -12,7 +12,7 @@ from isthmus.core.blocks import KVLayout
 from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.engine.kernels import Kernels
-from isthmus.live.engine.kv import TORCH_DTYPES, KVMemory
+from isthmus.live.engine.kv import KVMemory
 
 CPU = torch.device("cpu")
 
@@ -29,18 +29,14 @@ def tables(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 
 @settings(max_examples=300)
 @given(tables())
-def test_runs_cover_exactly_the_positions_in_order(table: tuple[list[int], int, int, int]) -> None:
+def test_runs_cover_the_positions_in_order_and_are_as_few_as_the_blocks_allow(
+    table: tuple[list[int], int, int, int],
+) -> None:
     blocks, size, start, stop = table
     runs = list(runs_of(blocks, size, start, stop))
     slots = [slot for first, last in runs for slot in range(first, last)]
     assert slots == [blocks[at // size] * size + at % size for at in range(start, stop)]
     assert all(first < last for first, last in runs)
-
-
-@settings(max_examples=300)
-@given(tables())
-def test_runs_are_as_few_as_the_blocks_allow(table: tuple[list[int], int, int, int]) -> None:
-    runs = list(runs_of(*table))
     assert all(left[1] != right[0] for left, right in pairwise(runs))
 
 
@@ -86,15 +82,6 @@ def test_what_is_exported_lands_elsewhere_byte_for_byte_and_nowhere_else(dtype: 
         found = target.layers[layer]
         assert raw(found[2:9]) == raw(source.layers[layer][5:12])
         assert not found[:2].any() and not found[9:].any()
-
-
-def test_memory_starts_as_zeros_in_the_layout_of_its_blocks() -> None:
-    memory = memory_of("bfloat16", fill=False)
-    assert memory.num_blocks == 5
-    for layer in memory.layers:
-        assert layer.shape == (20, 2, 3, 6) and layer.dtype == TORCH_DTYPES["bfloat16"]
-        assert not layer.any()
-    assert sum(layer.nbytes for layer in memory.layers) == 5 * memory.layout.block_bytes
 
 
 # ---- blocks in bulk

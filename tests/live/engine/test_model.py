@@ -13,7 +13,6 @@ from torch import Tensor
 from isthmus.live.engine import kernels
 from isthmus.live.engine.batch import Chunk
 from isthmus.live.engine.engine import Engine, EngineOptions
-from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import PlainKernels
 from tests.models import MODEL_CASES, reference_logits, reference_tokens
 from tests.soak import matrix
@@ -107,14 +106,6 @@ def test_a_long_prompt_in_chunks_is_right(folder_of: FolderOf, case: str) -> Non
         assert_logits(whole | logits_by_position(engine, prompt, blocks, 1, start=2997), expected_TV)
 
 
-@CASES
-def test_chunked_equals_one_shot(engines: Callable[[str], Engine], case: str) -> None:
-    one_shot = logits_by_position(engines(case), PROMPT, TABLES["contiguous"], 512)[299]
-    for chunk in (7, 64):
-        chunked = logits_by_position(engines(case), PROMPT, TABLES["shuffled"], chunk)[299]
-        assert relative_error(chunked, one_shot) <= 2e-5
-
-
 # ---- many requests
 
 
@@ -198,40 +189,24 @@ def test_greedy_answers_are_those_of_transformers(
 # ---- kernels and types
 
 
-def use(monkeypatch: pytest.MonkeyPatch, chosen: Kernels) -> None:
-    monkeypatch.setattr(kernels, "select", lambda device: chosen)
-
-
 @CASES
-def test_plain_kernels_give_the_logits_of_native_ones(
-    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, native_kernels: Kernels, expected: Logits, case: str
+def test_plain_kernels_give_the_logits_too(
+    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, expected: Logits, case: str
 ) -> None:
-    found = {}
-    for chosen in (native_kernels, PlainKernels()):
-        use(monkeypatch, chosen)
-        engine = engine_of(folder_of(case))
-        assert engine.kernels is chosen
-        found[chosen.name] = {
-            **logits_by_position(engine, PROMPT[:100], TABLES["shuffled"], 64),
-            **logits_by_position(engine, PROMPT[:103], TABLES["shuffled"], 1, start=100),
-            **logits_by_position(engine, PROMPT, TABLES["shuffled"], 150, start=103),
-        }
-        assert_logits(found[chosen.name], expected(case))
-    for at, logits in found["native"].items():
-        assert relative_error(found[PlainKernels.name][at], logits) <= 2e-5
+    plain = PlainKernels()
+    monkeypatch.setattr(kernels, "select", lambda device: plain)
+    engine = engine_of(folder_of(case))
+    assert engine.kernels is plain
+    for chunk, start, stop in ((64, 0, 100), (1, 100, 103), (150, 103, 300)):
+        found = logits_by_position(engine, PROMPT[:stop], TABLES["shuffled"], chunk, start=start)
+        assert_logits(found, expected(case))
 
 
-@pytest.mark.parametrize("name", ["native", "plain"])
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2", "qwen3", "llama-tied"])
+@pytest.mark.usefixtures("selected")
 def test_bfloat16_is_no_worse_than_transformers_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-    folder_of: FolderOf,
-    native_kernels: Kernels,
-    expected: Logits,
-    case: str,
-    name: str,
+    folder_of: FolderOf, expected: Logits, case: str
 ) -> None:
-    use(monkeypatch, native_kernels if name == "native" else PlainKernels())
     engine = engine_of(folder_of(case), dtype="bfloat16")
     found = logits_by_position(engine, PROMPT[:64], TABLES["shuffled"], 32)
     found |= logits_by_position(engine, PROMPT[:80], TABLES["shuffled"], 1, start=64)

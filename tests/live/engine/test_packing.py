@@ -105,15 +105,6 @@ def test_native_splits_as_plain_does_and_joining_restores(
         assert (joined == raw).all()
 
 
-def test_the_last_plane_is_the_exponent() -> None:
-    for dtype, width in (("float32", 4), ("bfloat16", 2)):
-        raw = drawn("normal", Grid(dtype, 1, 1, 256), 0)
-        planes = [np.empty(256 * size, np.uint8) for size in PLANES[width]]
-        PLAIN.split(width, raw, planes)
-        values = raw.view(np.uint32) if width == 4 else raw.view(np.uint16).astype(np.uint32) << 16
-        assert (planes[-1] == values >> 23 & 0xFF).all()
-
-
 def test_without_a_compiler_numpy_does_it_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus.live.engine import products
-from isthmus.live.engine.products import HEAD_ROWS, LEAST_WEIGHTS, ROWS, Products, described, matrices
+from isthmus.live.engine.products import HEAD_ROWS, LEAST_WEIGHTS, ROWS, Products, described
 from isthmus.live.engine.tiles import GROUP, Tiled, Weight, grouped, plain
 from tests.served import LIMIT_S
 
@@ -178,20 +177,3 @@ def test_a_choice_is_told_in_words() -> None:
         == "9x9 float32: a to 2, b to 32, c beyond"
     )
     assert described("9x9 float32", ["a"] * 8) == "9x9 float32: a"
-
-
-def test_the_matrices_of_nested_weights() -> None:
-    @dataclass(frozen=True)
-    class Inner:
-        weight: Tensor
-        bias: Tensor | None = None
-
-    @dataclass(frozen=True)
-    class Outer:
-        layers: tuple[Inner, ...]
-        norm: Tensor
-        name: str = "x"
-
-    one, other = torch.zeros(2, 3), torch.zeros(4, 5)
-    found = list(matrices(Outer((Inner(one), Inner(other, torch.zeros(4))), torch.zeros(3))))
-    assert [each is expected for each, expected in zip(found, (one, other), strict=True)] == [True, True]

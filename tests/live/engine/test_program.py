@@ -5,51 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from isthmus.core.models.graph import ATTEND, Graph, Operator
-from isthmus.core.models.slices import Slice, slices_of
-from isthmus.live.engine import program
-from isthmus.live.engine.engine import Engine, EngineOptions
-from isthmus.live.engine.interface import Chunk
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Program, through
-
-from .conftest import FolderOf
-from .support import tokens_of
-
-
-def forward(folder: Path) -> Tensor:
-    engine = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 20))
-    return engine.forward(engine.build([Chunk(tokens_of(20), 0, range(2), True)]))
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (lambda each: msgspec.structs.replace(each, carried=()), "'0.x'"),
-        (lambda each: msgspec.structs.replace(each, first=each.first[1:]), "'0.normed'"),
-        (lambda each: msgspec.structs.replace(each, first=each.first[::-1]), "'0.normed'"),
-    ],
-)
-def test_a_wrong_slice_is_a_wrong_pass(
-    broken: Callable[[Slice], Slice], message: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_of("llama")
-    forward(folder)
-    monkeypatch.setattr(
-        program,
-        "slices_of",
-        lambda graph: [broken(each) if each.attention else each for each in slices_of(graph)],
-    )
-    with pytest.raises(KeyError, match=message):
-        forward(folder)
 
 
 class Watched:

@@ -17,22 +17,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from isthmus.core.errors import ModelError
 from isthmus.core.models import Fields, read_quantisation
-from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.products import matrices
 from isthmus.live.engine.quantised import stored
 from isthmus.live.engine.spec import read_spec
 from isthmus.live.engine.tiles import Tiled, plain
 from isthmus.live.engine.weights import load_weights
-from tests.models import check_greedy, make_model, reference_logits
+from tests.models import check_greedy, reference_logits
 from tests.quantised_files import FORMATS, compressed, gptq, pack, quantise
 
-from .hybrids import save_tiny
-from .support import answer_of, logits_by_position, relative_error, tokens_of
+from .conftest import FolderOf
+from .support import answer_of, edit, engine_of, logits_by_position, refusal, relative_error, tokens_of
 
 PROMPT, NUM_TOKENS = tokens_of(70), 24
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -51,22 +49,13 @@ Made = Callable[[str, str], tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Folders of a model of a family, quantised, and with the numbers that this says; read only."""
-
-    @lru_cache
-    def source(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        if family in ("llama", "qwen3"):
-            make_model(folder, family)
-        else:
-            save_tiny(family, folder)
-        return folder
 
     @lru_cache
     def made(family: str, kind: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
-        quantise(source(family), kind, folder / "quantised", folder / "said")
+        quantise(folder_of(family), kind, folder / "quantised", folder / "said")
         return folder / "quantised", folder / "said"
 
     return made
@@ -78,30 +67,11 @@ def broken(made: Made, tmp_path: Path) -> Callable[[str], Path]:
     return lambda kind: shutil.copytree(made("llama", kind)[0], tmp_path / kind)
 
 
-def load(folder: Path, dtype: str = "float32") -> Engine:
-    return Engine(folder, EngineOptions(device="cpu", kv_bytes=1 << 22, dtype=dtype))
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
 def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] |= fields
     path.write_text(json.dumps(config))
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    message = str(caught.value)
-    assert str(folder) in message and "\n" not in message
-    return message
 
 
 # ---- the numbers
@@ -110,21 +80,12 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_tokens_are_those_of_the_model_that_the_format_says(made: Made, kind: str) -> None:
     quantised, said = made("qwen3" if kind.startswith("gptq") else "llama", kind)
-    engine = load(quantised)
+    engine = engine_of(quantised)
     answer = answer_of(engine, PROMPT, NUM_TOKENS)
     check_greedy(said, PROMPT, answer)
     expected = reference_logits(said, PROMPT)
     for position, logits in logits_by_position(engine, PROMPT, list(range(12)), chunk=31).items():
         assert relative_error(logits, expected[position]) < 1e-5
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_logits_are_bit_by_bit_those_of_the_plain_folder(made: Made, kind: str) -> None:
-    found, expected = (
-        logits_by_position(load(folder), PROMPT, list(range(12)), chunk=70)[69]
-        for folder in made("llama", kind)
-    )
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -161,7 +122,8 @@ def test_in_bfloat16_whole_numbers_stay_quantised(made: Made, kind: str) -> None
 def test_experts_and_latent_and_recurrent_layers_are_widened_too(made: Made, family: str, kind: str) -> None:
     quantised, said = made(family, kind)
     found, expected = (
-        logits_by_position(load(folder), PROMPT, list(range(12)), chunk=70)[69] for folder in (quantised, said)
+        logits_by_position(engine_of(folder), PROMPT, list(range(12)), chunk=70)[69]
+        for folder in (quantised, said)
     )
     assert torch.equal(found, expected)
 
@@ -170,7 +132,7 @@ def test_the_older_name_of_the_field_is_read_too(broken: Callable[[str], Path], 
     folder = broken("packed-4")
     path = folder / "config.json"
     path.write_text(path.read_text().replace("quantization_config", "compression_config"))
-    assert load(folder).revision == load(made("llama", "packed-4")[0]).revision
+    assert engine_of(folder).revision == engine_of(made("llama", "packed-4")[0]).revision
 
 
 class _Tensors(dict[str, Tensor]):
@@ -252,23 +214,23 @@ def widened(method: str, tensors: dict[str, Tensor], like: Tensor, **fields: Any
 )
 def test_any_changed_tensor_changes_the_revision(broken: Callable[[str], Path], kind: str, name: str) -> None:
     folder = broken(kind)
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit(folder, lambda tensors: tensors.update({name: tensors[name].flip(-1)}))
-    assert load(folder).revision != before
+    assert engine_of(folder).revision != before
 
 
 def test_another_reading_of_the_same_tensors_changes_the_revision(broken: Callable[[str], Path]) -> None:
     folder = broken("gptq-4")
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit_config(folder, checkpoint_format="gptq_v2")
-    assert load(folder).revision != before
+    assert engine_of(folder).revision != before
 
 
 def test_scales_of_activations_do_not_count(broken: Callable[[str], Path]) -> None:
     folder = broken("fp8-one")
-    before = load(folder).revision
+    before = engine_of(folder).revision
     edit(folder, lambda tensors: tensors.update({f"{Q_PROJ}.input_scale": torch.full((1,), 7.0)}))
-    assert load(folder).revision == before
+    assert engine_of(folder).revision == before
 
 
 @pytest.mark.parametrize("kind", ["fp8", "packed-4", "gptq-4", "awq"])
@@ -278,7 +240,7 @@ def test_a_stage_has_the_revision_of_the_whole(made: Made, kind: str) -> None:
     stage = load_weights(
         folder, read_spec(folder), dtype=plain, activations=plain, device=torch.device("cpu"), layers=(1, 2)
     )
-    assert stage.revision == load(folder).revision
+    assert stage.revision == engine_of(folder).revision
 
 
 # ---- refusals

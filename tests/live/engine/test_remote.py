@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,43 +14,17 @@ from isthmus.core.models import Attention
 from isthmus.core.types import Sampling
 from isthmus.live.engine.attention import merge, partial
 from isthmus.live.engine.emulated import EmulatedEngine, expected_tokens
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.live.engine.recipe import Recipe, layout_of
-from tests.live.engine.hybrids import save_tiny
 from tests.live.engine.test_emulated import CURVE
-from tests.models import check_greedy, make_model
+from tests.models import check_greedy
 
-from .support import attention, largest_error, poison, randn, tokens_of, visible
+from .conftest import FolderOf
+from .support import Others, attention, engine_of, largest_error, randn, tokens_of, visible
 
 SIZE = 16
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-class Others:
-    """Engines that are asked in this process, and what was said to them."""
-
-    def __init__(self, engines: dict[str, Engine | EmulatedEngine]) -> None:
-        self.engines = engines
-        self.blocks: list[dict[str, Sequence[int]]] = []  # of each chunk, at each holder
-        self._asked: list[tuple[int, Asking, bytes]] = []
-        self.sent: list[int] = []
-        self.received: list[int] = []
-
-    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        self._asked.append((layer, asking, bytes(q)))
-        self.sent.append(q.nbytes)
-
-    def answer(self, layer: int, asking: Asking) -> memoryview:
-        at = next(at for at, each in enumerate(self._asked) if each[:2] == (layer, asking))
-        _, _, q = self._asked.pop(at)
-        asked = [
-            Asked(self.blocks[index][asking.holder], rows, num_tokens, first, position)
-            for index, rows, num_tokens, first, position in asking.chunks
-        ]
-        answer = self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
-        self.received.append(answer.nbytes)
-        return answer
 
 
 def split(total: int, draw: st.DataObject, parts: int) -> list[int]:
@@ -88,25 +59,6 @@ def test_parts_anywhere_sum_to_attention(
         assert largest_error(out, expected) < LIMITS[dtype] and not lse.isnan().any()
 
 
-def test_what_is_not_a_merge_shows() -> None:
-    """Averaged parts, and logarithms to base 2 taken for natural ones."""
-    q, kv = randn(2, 4, 32, seed=1), randn(100, 2, 2, 32, seed=2)
-    expected, _ = attention(q, kv, visible(2, 100, None), 32**-0.5)
-    parts = [partial(q, each, scale=32**-0.5) for each in kv.split([70, 30])]
-    assert largest_error(sum(out for out, _ in parts) / 2, expected) > 0.01
-    base_2 = [(out, lse / torch.log(torch.tensor(2.0))) for out, lse in parts]
-    assert largest_error(merge(base_2)[0], expected) > 0.005
-
-
-def engine_of(folder: Path, num_blocks: int = 24) -> Engine:
-    probe = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 22))
-    live = probe.memory.layout.state_bytes * 2
-    kv_bytes = num_blocks * probe.memory.layout.block_bytes + live
-    engine = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=kv_bytes, max_sequences=2))
-    poison(engine)
-    return engine
-
-
 class Request:
     """One that is computed at home, with KV that moves to others in whole blocks, from the front."""
 
@@ -115,7 +67,7 @@ class Request:
         self.blocks, self.computed = list(range(num_blocks)), 0
         self.held: list[Held] = []
         self.there: dict[str, list[int]] = {}
-        others.blocks = [self.there]
+        others.tables = [self.there]
 
     def move(self, holders: tuple[str, ...], count: int) -> None:
         """Copies the next `count` blocks that are computed and full: to one holder, or a part of the heads to each."""
@@ -158,38 +110,25 @@ class Request:
         self.tokens.append(int(self.compute(1).argmax()))
 
 
-FAMILIES = [
-    ("llama", {}),  # GQA
-    ("llama", {"num_key_value_heads": 4}),  # MHA
-    ("llama", {"num_key_value_heads": 1}),
-    ("mistral", {"sliding_window": 40}),
-    ("qwen3", {}),
-    ("qwen3_next", {}),
-    ("deepseek_v3", {}),
-    ("kimi_linear", {}),
+CASES = [
+    "llama",
+    "llama-mha",
+    "llama-mqa",
+    "mistral-window",
+    "qwen3",
+    "qwen3_next",
+    "deepseek_v3",
+    "kimi_linear",
 ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    found = {}
-    for at, (family, overrides) in enumerate(FAMILIES):
-        folder = tmp_path_factory.mktemp("model")
-        if family in ("qwen3_next", "deepseek_v3", "kimi_linear"):
-            save_tiny(family, folder, **overrides)
-        else:
-            make_model(folder, family, **overrides)
-        found[at] = folder
-    return found
-
-
-@pytest.mark.parametrize("which", range(len(FAMILIES)), ids=lambda at: f"{FAMILIES[at][0]}{at}")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("holders", [1, 2, 4])
-def test_tokens_are_those_of_one_engine(which: int, holders: int, made: dict[int, Path]) -> None:
+def test_tokens_are_those_of_one_engine(case: str, holders: int, folder_of: FolderOf) -> None:
     """While the prompt is computed in chunks, and while it decodes; the parts are uneven."""
-    folder = made[which]
-    others = Others({f"h{at}": engine_of(folder) for at in range(holders)})
-    prompt = tokens_of(203, seed=which)
+    folder = folder_of(case)
+    others = Others({f"h{at}": engine_of(folder) for at in range(holders)}, [{}])
+    prompt = tokens_of(203, seed=CASES.index(case))
     request = Request(engine_of(folder), others, prompt, 22)
     draw = torch.Generator().manual_seed(holders)
     names = list(others.engines)
@@ -208,16 +147,19 @@ def test_tokens_are_those_of_one_engine(which: int, holders: int, made: dict[int
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
 
 
-SHARED = [(0, (2,)), (1, (2,)), (1, (4,)), (1, (2, 1)), (3, (2,)), (4, (2, 1, 1)), (5, (2,))]
+SHARED = [
+    ("llama", (2,)), ("llama-mha", (2,)), ("llama-mha", (4,)), ("llama-mha", (2, 1)), ("mistral-window", (2,)),
+    ("qwen3", (2, 1, 1)), ("qwen3_next", (2,)),
+]  # fmt: skip
 """Which model, and how many share each holding."""
 
 
-@pytest.mark.parametrize(("which", "sizes"), SHARED)
-def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int, Path]) -> None:
+@pytest.mark.parametrize(("case", "sizes"), SHARED)
+def test_holders_share_heads(case: str, sizes: tuple[int, ...], folder_of: FolderOf) -> None:
     """One holding after the other, each shared by so many; queries of their heads alone are sent."""
-    folder, prompt = made[which], tokens_of(203, seed=which)
+    folder, prompt = folder_of(case), tokens_of(203, seed=CASES.index(case))
     names = [tuple(f"h{at}{part}" for part in range(size)) for at, size in enumerate(sizes)]
-    others = Others({holder: engine_of(folder) for holders in names for holder in holders})
+    others = Others({holder: engine_of(folder) for holders in names for holder in holders}, [{}])
     request, last = Request(engine_of(folder), others, prompt, 22), len(names) - 1
     for at, count in enumerate((61, 5, 70, 67)):
         logits = request.compute(count)
@@ -229,7 +171,7 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
         others.sent.clear()
         others.received.clear()
         request.decode()
-        if which in (0, 1):  # 4 heads of 16 numbers
+        if case in ("llama", "llama-mha"):  # 4 heads of 16 numbers
             num_layers = request.home.layout.num_layers
             assert sum(others.sent) == num_layers * len(sizes) * 4 * 16 * 4
             assert sum(others.received) == num_layers * len(sizes) * 4 * 17 * 4
@@ -237,47 +179,10 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("which", [0, 5, 6], ids=["llama", "qwen3_next", "deepseek_v3"])
-def test_queries_go_before_kv(which: int, made: dict[int, Path]) -> None:
-    """In every layer: who has KV attends to it before that of the new token is told to be there, or sums are waited
-    for."""
-    others, order = Others({"h": engine_of(made[which])}), list[tuple[str, int]]()
-    request = Request(engine_of(made[which]), others, tokens_of(80), 22)
-    request.compute(80)
-    request.move(("h",), 3)
-    ask, answer = others.ask, others.answer
-    others.ask = lambda layer, *rest: (order.append(("asked", layer)), ask(layer, *rest))[1]  # type: ignore[method-assign]
-    others.answer = lambda layer, *rest: (order.append(("answered", layer)), answer(layer, *rest))[1]  # type: ignore[method-assign]
-    chunk = Chunk((7,), 80, request.blocks, True, slot=1, holdings=tuple(request.held))
-    home = request.home
-    home.forward(home.build([chunk]), lambda layer: order.append(("kv", layer)), elsewhere=others)
-    layers = range(home.layout.num_layers)
-    assert order[::3] == [("asked", layer) for layer in layers]
-    assert set(order) == {(what, layer) for layer in layers for what in ("asked", "answered", "kv")}
-
-
-def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
-    """Of a token and layer: its queries there, as many numbers and one a head back."""
-    folder, found = made[0], set()
-    for length in (40, 200):
-        others = Others({"h": engine_of(folder)})
-        request = Request(engine_of(folder), others, tokens_of(length), 22)
-        request.compute(length)
-        request.move(("h",), 2)
-        request.move(("h",), length)
-        request.tokens.append(7)
-        request.compute(1)
-        num_layers, heads, dim = request.home.layout.num_layers, 4, 16
-        assert others.sent == [heads * dim * 4] * num_layers
-        assert others.received == [heads * (dim + 1) * 4] * num_layers
-        found.add((tuple(others.sent), tuple(others.received)))
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize("change", [-4, 4, -1])
-def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -> None:
-    others = Others({"h": engine_of(made[0])})
-    request = Request(engine_of(made[0]), others, tokens_of(41), 22)
+def test_an_answer_of_another_size_is_none(change: int, folder_of: FolderOf) -> None:
+    others = Others({"h": engine_of(folder_of("llama"))}, [{}])
+    request = Request(engine_of(folder_of("llama")), others, tokens_of(41), 22)
     request.compute(40)
     request.move(("h",), 1)
     answer = others.answer
@@ -293,10 +198,10 @@ def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 1, -1])
-@pytest.mark.parametrize("which", [0, 3])
-def test_queries_of_other_rows_are_refused(which: int, num_bytes: int, made: dict[int, Path]) -> None:
+@pytest.mark.parametrize("case", ["llama", "mistral-window"])
+def test_queries_of_other_rows_are_refused(case: str, num_bytes: int, folder_of: FolderOf) -> None:
     """Too few would be read past their end. `num_bytes`: fewer than that for negative ones."""
-    engine = engine_of(made[which])
+    engine = engine_of(folder_of(case))
     row = engine.spec.layers[0].mixer
     assert isinstance(row, Attention)
     whole = 4 * row.num_heads * row.head_dim
@@ -307,10 +212,10 @@ def test_queries_of_other_rows_are_refused(which: int, num_bytes: int, made: dic
     assert engine.attend(0, asked, memoryview(bytearray(4 * whole))).nbytes == 4 * (whole + 4 * row.num_heads)
 
 
-def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) -> None:
+def test_a_batch_of_decodes_advances_with_kv_elsewhere(folder_of: FolderOf) -> None:
     """Beside one whose KV is all at home; over the end of a block."""
-    folder = made[3]
-    home, others = engine_of(folder, 40), Others({"h": engine_of(folder)})
+    folder = folder_of("mistral-window")
+    home, others = engine_of(folder), Others({"h": engine_of(folder)}, [{}])
     prompts = [tokens_of(60, seed=1), tokens_of(47, seed=2)]
     away = Request(home, others, prompts[0], 8)
     first = int(away.compute(60).argmax())
@@ -318,7 +223,7 @@ def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) ->
     own = list(range(10, 18))
     [logits] = home.forward(home.build([Chunk(prompts[1], 0, own, True)]))
     tokens = [[first], [int(logits.argmax())]]
-    others.blocks = [{}, away.there]
+    others.tables = [{}, away.there]
     chunks = [
         Chunk(tokens[1], 47, own, True, True),
         Chunk(tokens[0], 60, away.blocks, True, True, holdings=tuple(away.held)),
@@ -337,8 +242,8 @@ def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) ->
 def test_the_emulated_engine_reads_what_lies_elsewhere() -> None:
     recipe = Recipe("r", layout_of(4), 1000)
     home, other = (EmulatedEngine(recipe, compile_cost(CURVE), 16, max_length=100) for _ in range(2))
-    others, prompt = Others({"h": other}), list(range(19))
-    others.blocks = [{"h": [3, 1]}]
+    others, prompt = Others({"h": other}, [{}]), list(range(19))
+    others.tables = [{"h": [3, 1]}]
     rows = [Row(Sampling(), [])]
     home.step(home.build([Chunk(prompt[:8], 0, [0, 1], False)]), [])
     for layer in range(recipe.layout.num_layers):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,3 @@ def test_the_table_is_that_of_transformers(tmp_path: Path, variant: str, head_di
     table = cos_sin_table(read_spec(tmp_path).rope, NUM_POSITIONS)
     assert table.shape == (NUM_POSITIONS, head_dim) and table.dtype == torch.float32
     assert float((table - expected).abs().max()) <= 1e-6
-
-
-def test_the_variants_differ() -> None:
-    """Else the comparison above could pass with one formula for all."""
-    assert len({json.dumps(options, sort_keys=True) for options in VARIANTS.values()}) == len(VARIANTS)
-
-
-def test_a_longer_table_starts_with_the_shorter_one(tmp_path: Path) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
-    config |= {"vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "rope_parameters": YARN}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    rope = read_spec(tmp_path).rope
-    assert torch.equal(cos_sin_table(rope, 500)[:100], cos_sin_table(rope, 100))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.core.types import Sampling, TokenLogprobs
 from isthmus.live.engine import sampling
-from isthmus.live.engine.batch import Scored
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Chunk, Hidden, Row, split_layers
-from isthmus.live.engine.sampling import parts_of, score
+from isthmus.live.engine.sampling import score
 from tests.models import reference_logits
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .hybrids import save_tiny
-from .support import permutation, poison, randn, tokens_of
+from .support import engine_of, permutation, randn, tokens_of
 
 NUM_BLOCKS, SIZE, TOP = 40, 16, 5
 PROMPT = tokens_of(150, seed=21)
@@ -41,19 +35,6 @@ CASES = [
     "deepseek_v3",
 ]
 Found = dict[int, TokenLogprobs]
-
-
-@pytest.fixture(scope="module")
-def folder(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("scores")
-    hybrid = functools.cache(lambda case: save_tiny(case, root / case))
-    return lambda case: hybrid(case) if "_" in case else folder_of(case)
-
-
-def engine_of(folder: Path, layers: tuple[int, int] | None = None) -> Engine:
-    engine = Engine(folder, EngineOptions(device="cpu", layers=layers, kv_bytes=1 << 22, max_sequences=4))
-    poison(engine)
-    return engine
 
 
 def chunks_of(prompt: Sequence[int], size: int, blocks: Sequence[int] = BLOCKS) -> list[Chunk]:
@@ -103,8 +84,8 @@ def check(found: Found, prompt: Sequence[int], logits_TV: Tensor, num_top: int =
 
 
 @matrix("case, size", CASES, [1, 2, 7, 8, 9, 16, 31, 64, 149, 150, 512])
-def test_they_are_those_of_transformers(folder: Callable[[str], Path], case: str, size: int) -> None:
-    check(all_of(engine_of(folder(case)), PROMPT, size), PROMPT, reference_logits(folder(case), PROMPT))
+def test_they_are_those_of_transformers(folder_of: FolderOf, case: str, size: int) -> None:
+    check(all_of(engine_of(folder_of(case)), PROMPT, size), PROMPT, reference_logits(folder_of(case), PROMPT))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -148,7 +129,7 @@ def test_beside_others_who_do_not_ask_and_who_are_answered_as_ever(folder_of: Fo
 def test_the_last_stage_scores_what_one_engine_does(folder_of: FolderOf, case: str) -> None:
     whole, stages = (
         engine_of(folder_of(case)),
-        [engine_of(folder_of(case), each) for each in split_layers(3, 3)],
+        [engine_of(folder_of(case), layers=each) for each in split_layers(3, 3)],
     )
     for chunk in chunks_of(PROMPT, 41):
         hidden = None
@@ -168,24 +149,3 @@ def test_no_more_than_all_tokens_are_told() -> None:
     [found] = score(randn(1, 6), [4], 20)
     assert sorted(token for token, _ in found.top) == list(range(6))
     assert dict(found.top)[4] == found.chosen and found.top[found.rank - 1][0] == 4
-
-
-@settings(max_examples=200)
-@given(st.lists(st.integers(1, 300), max_size=4), st.integers(0, 20), st.integers(1, 5000), st.integers(1, 999))
-def test_parts_are_the_whole_within_the_limits(
-    lengths: list[int], num_top: int, max_logits: int, max_entries: int
-) -> None:
-    whole = [
-        Scored(index, 7 * index, index + 1, range(length), num_top) for index, length in enumerate(lengths)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "MAX_LOGITS", max_logits)
-        patch.setattr(sampling, "MAX_ENTRIES", max_entries)
-        parts = list(parts_of(whole, 50))
-    for part in parts:
-        count = len(part.targets)
-        assert count == 1 or (50 * count <= max_logits and (1 + num_top) * count <= max_entries)
-    rows = [(p.index, p.first + at, p.position + at, t) for p in parts for at, t in enumerate(p.targets)]
-    assert rows == [
-        (w.index, w.first + at, w.position + at, t) for w in whole for at, t in enumerate(w.targets)
-    ]

@@ -40,17 +40,6 @@ def kinds(piece: Slice) -> list[str]:
     return [each.kind for each in piece.first] + sent[0] + [each.kind for each in piece.rest] + sent[1]
 
 
-def graph(text: str, sizes: str, gives: str = "y") -> Graph:
-    """From lines like "q = project h"."""
-    operators = []
-    for line in text.strip().splitlines():
-        left, right = line.split("=")
-        kind, *takes = right.split()
-        operators.append(Operator(kind, 0, tuple(takes), tuple(left.split())))
-    pairs = [each.split(":") for each in sizes.split()]
-    return Graph(tuple(operators), tuple([(name, int(size)) for name, size in pairs]), tuple(gives.split()))
-
-
 # ---- the engine's models
 
 
@@ -99,49 +88,6 @@ def test_layers_of_a_stage_are_its_own() -> None:
 
 
 # ---- other layers
-
-
-PARALLEL = """
-h = norm x
-q = query h
-k v = keys h
-a = attend q k v
-o = output a
-m = mlp h
-y = add x o m
-"""
-
-
-@pytest.mark.parametrize(("branch", "carried"), [(5, ("x", "m")), (64, ("x", "m")), (99, ("x", "h"))])
-def test_of_parallel_halves_the_lighter_end_of_the_branch_is_carried(
-    branch: int, carried: tuple[str, ...]
-) -> None:
-    """As in GPT-J: the MLP takes what attention takes. Its result is carried if that is no more than what it takes."""
-    found = graph(PARALLEL, f"x:64 h:64 q:64 k:32 v:32 a:64 o:64 m:{branch} y:64")
-    piece, _ = slices_of(found)
-    assert piece.carried == carried
-    assert kinds(piece)[:3] == ["norm", "query", "send q"] and kinds(piece)[-1] == "send kv"
-    assert ("mlp" in kinds(piece)) is ("m" in carried)
-
-
-def test_a_branch_that_can_be_added_first_costs_nothing_more() -> None:
-    text = PARALLEL.replace("y = add x o m", "r = add x m\ny = sum r o")
-    piece, last = slices_of(graph(text, "x:64 h:64 q:64 k:32 v:32 a:64 o:64 m:64 r:64 y:64"))
-    assert piece.carried == ("r",) and kinds(last) == ["output", "sum"]
-
-
-def test_queries_of_low_rank_come_before_keys_and_values() -> None:
-    text = """
-    k = keys x
-    v = values x
-    down = narrow x
-    q = widen down
-    a = attend q k v
-    y = add x a
-    """
-    piece, last = slices_of(graph(text, "x:8 k:8 v:8 down:2 q:8 a:8 y:8"))
-    assert kinds(piece) == ["narrow", "widen", "send q", "keys", "values", "send kv"]
-    assert piece.carried == ("x",) and kinds(last) == ["add"]
 
 
 # ---- all graphs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,31 +11,24 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError, ProtocolError, StartError
 from isthmus.core.types import Sampling
-from isthmus.live.engine import kernels
 from isthmus.live.engine.batch import Batch, Chunk
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Hidden, Row, split_layers
-from isthmus.live.engine.kernels.plain import PlainKernels
-from tests.models import MODEL_CASES, reference_tokens
+from tests.models import MODEL_CASES
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .support import permutation, poison, tokens_of
+from .support import engine_of, permutation, tokens_of
 
 NUM_BLOCKS = 40
 GREEDY = Row(Sampling(temperature=0.0), ())
-CASES = pytest.mark.parametrize("case", MODEL_CASES)
 
 
 def engines_of(folder: Path, stages: int, dtype: str = "float32") -> list[Engine]:
-    found = []
-    for layers in split_layers(3, stages):
-        engine = Engine(
-            folder, EngineOptions(dtype=dtype, device="cpu", layers=layers, kv_bytes=NUM_BLOCKS << 17)
-        )
-        poison(engine)
-        found.append(engine)
-    return found
+    return [
+        engine_of(folder, dtype=dtype, layers=layers, kv_bytes=NUM_BLOCKS << 17)
+        for layers in split_layers(3, stages)
+    ]
 
 
 def crossed(hidden: Hidden) -> Hidden:
@@ -82,35 +74,10 @@ def test_logits_and_kv_are_those_of_one_engine_bit_for_bit(
     assert_same_bits(*engines_of(folder, 1), engines_of(folder, num_stages))
 
 
-@pytest.mark.parametrize("name", ["native", "plain"])
 @pytest.mark.parametrize("case", ["llama-tied", "qwen3-bias-yarn-window"])
-def test_in_bfloat16_too(
-    monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf, native_kernels: kernels.Kernels, case: str, name: str
-) -> None:
-    chosen = native_kernels if name == "native" else PlainKernels()
-    monkeypatch.setattr(kernels, "select", lambda device: chosen)
+@pytest.mark.usefixtures("selected")
+def test_in_bfloat16_too(folder_of: FolderOf, case: str) -> None:
     assert_same_bits(*engines_of(folder_of(case), 1, "bfloat16"), engines_of(folder_of(case), 3, "bfloat16"))
-
-
-@CASES
-def test_greedy_answers_through_stages_are_those_of_transformers(folder_of: FolderOf, case: str) -> None:
-    """Chunks of a prompt, then decodes, in blocks that differ from stage to stage."""
-    stages, prompt, count = engines_of(folder_of(case), 2), tokens_of(45, seed=4), 12
-    tables = [permutation(NUM_BLOCKS, seed=seed) for seed in range(2)]
-    answer: list[int] = []
-    for start, stop in pairwise((0, 20, 45)):
-        chunks = [Chunk(prompt[start:stop], start, table, stop == 45) for table in tables]
-        batches = [engine.build([chunk]) for engine, chunk in zip(stages, chunks, strict=True)]
-        hidden = crossed(stages[0].relay(batches[0]))
-        answer += stages[1].step(batches[1], [GREEDY] if stop == 45 else [], hidden=hidden)[0]
-    batches = [
-        engine.build([Chunk(answer, 45, table, True)]) for engine, table in zip(stages, tables, strict=True)
-    ]
-    while len(answer) < count:
-        answer += logits_of(stages, batches).argmax(dim=-1).tolist()
-        for batch in batches:
-            batch.advance(answer[-1:])
-    assert answer == reference_tokens(folder_of(case), prompt, count)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied-shards"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.engine.choice import RARELY, SELDOM, Team
+from isthmus.live.engine.choice import RARELY, SELDOM, Choice, Team
 
 
 class Machine:
@@ -79,9 +79,20 @@ def test_trials_become_rare() -> None:
     assert 1 <= taken[-2 * RARELY :].count(1) <= 3
 
 
-def test_one_thread_is_never_changed() -> None:
-    machine = Machine(wake_s=0.0)
-    assert set(machine.run(team_of(machine, 1), 3, 1000)) == {1}
+def trials(choice: Choice, steps: int) -> set[int]:
+    """The steps that were tried with another number, none of which was better."""
+    found = set()
+    for step in range(steps):
+        number = choice.next()
+        if number != choice.number:
+            found.add(step)
+        choice.took(number, 1.0 + (number != choice.number))
+    return found
+
+
+def test_two_choices_do_not_try_in_the_same_step() -> None:
+    one, other = trials(Choice(4, 4), 4000), trials(Choice(2, 1, SELDOM // 2), 4000)
+    assert len(one) > 20 and len(other) > 20 and not one & other
 
 
 def test_all_threads_for_anything_else() -> None:

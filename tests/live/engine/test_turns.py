@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,94 +17,29 @@ from isthmus.core.cost.turns import replica_of
 from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import Batch
 from isthmus.live.engine.choice import SELDOM
-from isthmus.live.engine.engine import Engine, EngineOptions
-from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
+from isthmus.live.engine.interface import Chunk, Held, HolderLost, Row
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing
 from isthmus.live.engine.turns import Turns, rows_of
-from tests.live.engine.hybrids import save_tiny
-from tests.models import check_greedy, make_model
-from tests.served import LIMIT_S
+from tests.models import check_greedy
 
-from .support import poison, tokens_of
+from .conftest import FolderOf
+from .support import Others, engine_of, tokens_of
 
 SIZE, BLOCKS, STEPS = 16, 8, 20
 LENGTHS = (60, 33, 48, 90, 17, 75, 64)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 40},
-    "qwen3": {},
-    "qwen3_next": {},
-    "deepseek_v3": {},
-    "kimi_linear": {},
-}
-Event = tuple[str, int, int, str]
-"""What, in which layer, for which first chunk, by which thread."""
-
-
-class Others:
-    """Engines that attend in threads of their own, from when they are asked. `late`: runs before each of their answers;
-    `gone`: who does not answer from which layer on."""
-
-    def __init__(self, engines: dict[str, Engine], tables: list[dict[str, list[int]]]) -> None:
-        self.engines, self.tables = engines, tables
-        # One for each question on its way: what waits for all must not keep the last of them from being asked.
-        self.threads = ThreadPoolExecutor(4 * len(tables), "holder")
-        self.asked: dict[tuple[int, Asking], Future[memoryview]] = {}
-        self.log: list[Event] = []
-        self.late: Callable[[int], object] = lambda layer: None
-        self._changed, self._asking = threading.Condition(), defaultdict[int, set[int]](set)
-        self.gone: tuple[str, int] | None = None
-
-    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        self._note("ask", layer, asking)
-        self.asked[layer, asking] = self.threads.submit(self._attend, layer, asking, bytes(q))
-
-    def answer(self, layer: int, asking: Asking) -> memoryview:
-        if self.gone is not None and asking.holder == self.gone[0] and layer >= self.gone[1]:
-            raise HolderLost(asking.holder, "gone")
-        answer = self.asked.pop((layer, asking)).result()
-        self._note("answer", layer, asking)
-        return answer
-
-    def _note(self, what: str, layer: int, asking: Asking) -> None:
-        with self._changed:
-            self.log.append((what, layer, asking.chunks[0][0], threading.current_thread().name))
-            self._asking[layer] |= {index for index, *_ in asking.chunks}
-            self._changed.notify_all()
-
-    def await_all(self, layer: int) -> None:
-        """Until every chunk that has KV here has asked in a layer."""
-        asking = {index for index, tables in enumerate(self.tables) if tables}
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._asking[layer] == asking, LIMIT_S)
-
-    def _attend(self, layer: int, asking: Asking, q: bytes) -> memoryview:
-        self.late(layer)
-        asked = [
-            Asked(self.tables[index][asking.holder], rows, num_tokens, first, position)
-            for index, rows, num_tokens, first, position in asking.chunks
-        ]
-        return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
-
-
-def engine_of(folder: Path, batches: int = 1) -> Engine:
-    layout = Engine(folder, EngineOptions(device="cpu", dtype="float32", kv_bytes=1 << 24)).layout
-    kv_bytes = BLOCKS * len(LENGTHS) * layout.block_bytes + len(LENGTHS) * layout.state_bytes
-    options = EngineOptions(
-        device="cpu", dtype="float32", kv_bytes=kv_bytes, max_sequences=len(LENGTHS), batches=batches
-    )
-    engine = Engine(folder, options)
-    poison(engine)
-    return engine
+CASES = ["llama", "mistral-window", "qwen3", "qwen3_next", "deepseek_v3", "kimi_linear"]
 
 
 class Run:
     """Several prompts computed at home, the first blocks of most then moved to two holders; and a batch of decodes."""
 
     def __init__(self, folder: Path, batches: int, lengths: Sequence[int] = LENGTHS) -> None:
-        self.home = engine_of(folder, batches)
-        self.others = Others({name: engine_of(folder) for name in ("one", "two")}, [{} for _ in lengths])
+        options = {"kv_bytes": 1 << 24, "max_sequences": len(LENGTHS)}
+        self.home = engine_of(folder, batches=batches, **options)
+        self.others = Others(
+            {name: engine_of(folder, **options) for name in ("one", "two")}, [{} for _ in lengths]
+        )
         self.prompts = [tokens_of(length, seed=length) for length in lengths]
         chunks = [self._prompt(index) for index in range(len(lengths))]
         self.batch = self.home.build(chunks)
@@ -153,39 +85,27 @@ class Run:
         self.batch.advance(found)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for family, overrides in FAMILIES.items():
-        found[family] = tmp_path_factory.mktemp(family)
-        if family in ("qwen3_next", "deepseek_v3", "kimi_linear"):
-            save_tiny(family, found[family], **overrides)
-        else:
-            make_model(found[family], family, **overrides)
-    return found
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_one_batch(family: str, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", CASES)
+def test_tokens_are_those_of_one_batch(family: str, folder_of: FolderOf) -> None:
     expected = None
     for batches in (1, 2, 3, 4):
-        run = Run(folders[family], batches)
+        run = Run(folder_of(family), batches)
         for _ in range(STEPS):
             run.step()
         assert expected is None or run.tokens == expected
         expected = run.tokens
         assert {thread for *_, thread in run.others.log} == threads_of(batches)
     for prompt, tokens in zip(run.prompts, run.tokens, strict=True):
-        check_greedy(folders[family], prompt, tokens)
+        check_greedy(folder_of(family), prompt, tokens)
 
 
 def threads_of(batches: int) -> set[str]:
     return {"MainThread"} if batches < 3 else {f"replica-{at}_0" for at in range(batches - 1)}
 
 
-def test_two_take_turns_at_each_attention(folders: dict[str, Path]) -> None:
+def test_two_take_turns_at_each_attention(folder_of: FolderOf) -> None:
     """The answer for one is waited for when the other's questions are on their way."""
-    run = Run(folders["llama"], 2, (40, 50))
+    run = Run(folder_of("llama"), 2, (40, 50))
     run.step()
     order = list(dict.fromkeys([each[:3] for each in run.others.log]))  # two holders are asked each time
     turns = [[("answer", layer - 1, batch), ("ask", layer, batch)] for layer in range(1, 3) for batch in (0, 1)]
@@ -194,9 +114,9 @@ def test_two_take_turns_at_each_attention(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("batches", [2, 3, 4])
-def test_answers_may_wait_for_the_questions_of_all(batches: int, folders: dict[str, Path]) -> None:
+def test_answers_may_wait_for_the_questions_of_all(batches: int, folder_of: FolderOf) -> None:
     """None waits for its sums before the others' queries of that layer are sent."""
-    expected, run = Run(folders["llama"], 1), Run(folders["llama"], batches)
+    expected, run = Run(folder_of("llama"), 1), Run(folder_of("llama"), batches)
     run.others.late = run.others.await_all
     run.step()
     expected.step()
@@ -204,8 +124,8 @@ def test_answers_may_wait_for_the_questions_of_all(batches: int, folders: dict[s
 
 
 @pytest.mark.parametrize("batches", [3, 4])
-def test_each_slice_runs_on_the_replica_of_the_schedule(batches: int, folders: dict[str, Path]) -> None:
-    run = Run(folders["llama"], batches, (40,) * batches)
+def test_each_slice_runs_on_the_replica_of_the_schedule(batches: int, folder_of: FolderOf) -> None:
+    run = Run(folder_of("llama"), batches, (40,) * batches)
     run.step()
     for what, layer, batch, thread in run.others.log:
         at = replica_of(batch, layer + (what == "answer"), batches)
@@ -213,9 +133,9 @@ def test_each_slice_runs_on_the_replica_of_the_schedule(batches: int, folders: d
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])
-def test_a_lost_holder_ends_the_step_and_not_the_engine(batches: int, folders: dict[str, Path]) -> None:
-    expected = Run(folders["llama"], 1)
-    run = Run(folders["llama"], batches)
+def test_a_lost_holder_ends_the_step_and_not_the_engine(batches: int, folder_of: FolderOf) -> None:
+    expected = Run(folder_of("llama"), 1)
+    run = Run(folder_of("llama"), batches)
     for _ in range(3):
         expected.step()
         run.others.gone = "one", 1
@@ -227,9 +147,9 @@ def test_a_lost_holder_ends_the_step_and_not_the_engine(batches: int, folders: d
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_queries_are_sent_before_keys_and_values(family: str, folders: dict[str, Path]) -> None:
+def test_queries_are_sent_before_keys_and_values(family: str, folder_of: FolderOf) -> None:
     """And where they are products of their own, before these are even computed: what is kept may come late."""
-    run = Run(folders[family], 1, (40,))
+    run = Run(folder_of(family), 1, (40,))
     log = run.others.log
 
     def note(what: str) -> Callable[[int], None]:
@@ -243,9 +163,9 @@ def test_queries_are_sent_before_keys_and_values(family: str, folders: dict[str,
         assert events == [*first, "kv", "answer"]
 
 
-def test_what_stays_one_batch(folders: dict[str, Path]) -> None:
+def test_what_stays_one_batch(folder_of: FolderOf) -> None:
     """One that waits for nobody, has prompts in it or a single row, or is followed layer by layer."""
-    run, turns = Run(folders["llama"], 4), Turns(4, time.perf_counter)
+    run, turns = Run(folder_of("llama"), 4), Turns(4, time.perf_counter)
 
     def splits(batch: Batch, **fields: Any) -> bool:
         return turns.splits(Pass(batch, run.home.memory, **fields))
@@ -257,12 +177,13 @@ def test_what_stays_one_batch(folders: dict[str, Path]) -> None:
     assert splits(run.batch) and splits(build([away, home]))
     assert not splits(run.batch, on_layer=id) and not splits(run.batch, before_layer=id)
     assert not splits(build([home, home])) and not splits(build([away])) and not splits(build([away, prompt]))
+    assert not splits(build([away, replace(home, samples=False)]))
     assert [each.stop - each.start for each in rows_of(7, 4)] == [1, 2, 2, 2]
     assert [each.stop - each.start for each in rows_of(2, 4)] == [1, 1]
 
 
-def test_states_stay_whole_until_they_only_step(folders: dict[str, Path]) -> None:
-    run, turns = Run(folders["qwen3_next"], 2), Turns(2, time.perf_counter)
+def test_states_stay_whole_until_they_only_step(folder_of: FolderOf) -> None:
+    run, turns = Run(folder_of("qwen3_next"), 2), Turns(2, time.perf_counter)
     chunk = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
     blocks = tuple(range(run.home.layout.state_blocks))
     for first, splits in (
@@ -292,9 +213,9 @@ class Paced:
 
 
 @pytest.mark.parametrize(("others_s", "batches"), [(0.1, 1), (3.0, 2)])
-def test_two_take_turns_where_that_is_quicker(others_s: float, batches: int, folders: dict[str, Path]) -> None:
+def test_two_take_turns_where_that_is_quicker(others_s: float, batches: int, folder_of: FolderOf) -> None:
     """Layers take a second however few rows they are for, so two batches pay where others take longer."""
-    run, program = Run(folders["llama"], 1), Paced(1.0, others_s)
+    run, program = Run(folder_of("llama"), 1), Paced(1.0, others_s)
     turns, x_TN = Turns(None, lambda: program.now_s), torch.zeros(len(LENGTHS), 2)
     asked = Pass(run.batch, run.home.memory, elsewhere=run.others)
     found = []

@@ -304,6 +304,8 @@ class Pair:
                 placed.check()
             for sent in side.sent:
                 assert len(sent.heard) <= 1
+            waiting = sum(sent.size + len(sent.sending.header) for sent in side.sent if not sent.heard)
+            assert 0 <= side.session.stat().queued_bytes <= waiting, "what nobody waits for is queued"
         for sender, receiver in (self.sides, self.sides[::-1]):
             numbers = [number for number, _ in receiver.delivered]
             assert len(numbers) == len(set(numbers)), "something was delivered twice"

@@ -100,13 +100,6 @@ def test_however_the_wire_is_cut_the_same_frames_come(items: list[Item], data: s
     assert inbox.frames == [(header, payload) for header, payload, _ in items]
 
 
-def test_byte_by_byte_is_a_cut_too() -> None:
-    items = [item(b"a", b""), item(b"b", b"payload", (2, 2, 5)), item(b"", b""), item(b"c", b"12")]
-    inbox = Inbox(items)
-    inbox.feed(b"".join(frame(header, payload) for header, payload, _ in items), lambda: 1)
-    assert inbox.frames == [(header, payload) for header, payload, _ in items]
-
-
 def test_a_frame_comes_as_soon_as_its_last_byte_does() -> None:
     wire = frame(b"a", b"payload")
     inbox = Inbox()
@@ -159,14 +152,6 @@ def test_a_payload_taken_back_is_told_from_a_good_one() -> None:
     inbox = Inbox()
     inbox.feed(frame(b"a", b"1") + frame(b"b", b"2", VOID) + frame(b"c"), lambda: 7)
     assert inbox.verdicts == [True, False, True]
-
-
-def test_a_large_header_leaves_no_large_buffer() -> None:
-    inbox = Inbox()
-    header = b"x" * (10 * STAGING)
-    inbox.feed(frame(header) + frame(b"after"), lambda: 1 << 30)
-    assert [got for got, _ in inbox.frames] == [header, b"after"]
-    assert len(inbox.reader.buffers()[0]) == STAGING
 
 
 def reading(wire: bytes) -> Inbox:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.live.messenger import Network, Session, TcpNetwork, TlsFiles
-from isthmus.live.messenger.line import MAX_PAYLOAD, Answerer, Asker, LineLost, rest_of
+from isthmus.live.messenger.line import MAX_PAYLOAD, Answerer, Asker, LineLost
 from isthmus.live.messenger.streams import PlainStream
 from tests.certificates import make_certificate
 from tests.memory_network import MemoryNetwork
@@ -75,7 +75,7 @@ async def session(
             assert not thread.is_alive()
 
 
-def test_questions_are_answered_in_their_order(net: Network) -> None:
+async def test_questions_are_answered_in_their_order(net: Network) -> None:
     def ask(line: Asker) -> None:
         asked = [line.ask(b"%d" % at, memoryview(b"x" * at)) for at in range(5)]
         nothing = line.ask(b"nothing", memoryview(b""))
@@ -84,32 +84,26 @@ def test_questions_are_answered_in_their_order(net: Network) -> None:
             answer = line.answer(asked[at])
             assert answer is not None and bytes(answer) == b"%d" % at + b"x" * at
 
-    async def work() -> None:
-        async with session(net) as (ours, _, _):
+    async with session(net) as (ours, _, _):
+        line = await ours.line(LIMIT_S)
+        await asyncio.to_thread(ask, line)
+        stat = ours.stat()
+        assert stat.bytes_out > line.bytes_out == 6 * 12 + 5 + 7 + 10 and line.bytes_in == 6 * 8 + 5 + 10
+
+
+async def test_bytes_of_lines_that_ended_count_still(net: Network) -> None:
+    async with session(net) as (ours, _, theirs):
+        told = [(0, 0, 0)]
+        for _ in range(3):
             line = await ours.line(LIMIT_S)
-            await asyncio.to_thread(ask, line)
-            stat = ours.stat()
-            assert stat.bytes_out > line.bytes_out == 6 * 12 + 5 + 7 + 10 and line.bytes_in == 6 * 8 + 5 + 10
-
-    asyncio.run(work())
-
-
-def test_bytes_of_lines_that_ended_count_still(net: Network) -> None:
-    async def work() -> None:
-        async with session(net) as (ours, _, theirs):
-            told = [(0, 0, 0)]
-            for _ in range(3):
-                line = await ours.line(LIMIT_S)
-                await asyncio.to_thread(lambda: line.answer(line.ask(b"q" * 1000, memoryview(b""))))  # noqa: B023
-                here, there = ours.stat(), theirs.stat()
-                told.append((here.bytes_in, here.bytes_out, there.bytes_in))
-                assert all(now >= before + 1000 for before, now in zip(told[-2], told[-1], strict=True))
-                line.hang_up()
-
-    asyncio.run(work())
+            await asyncio.to_thread(lambda: line.answer(line.ask(b"q" * 1000, memoryview(b""))))  # noqa: B023
+            here, there = ours.stat(), theirs.stat()
+            told.append((here.bytes_in, here.bytes_out, there.bytes_in))
+            assert all(now >= before + 1000 for before, now in zip(told[-2], told[-1], strict=True))
+            line.hang_up()
 
 
-def test_much_goes_both_ways_at_once(net: Network) -> None:
+async def test_much_goes_both_ways_at_once(net: Network) -> None:
     """More than the sockets hold: who asks reads while it writes."""
     data = memoryview(os.urandom(3 << 20))
 
@@ -119,14 +113,11 @@ def test_much_goes_both_ways_at_once(net: Network) -> None:
             answer = line.answer(question)
             assert answer is not None and answer[:1] == b"%d" % at and answer[1:] == data
 
-    async def work() -> None:
-        async with session(net) as (ours, _, _):
-            await asyncio.to_thread(ask, await ours.line(LIMIT_S))
-
-    asyncio.run(work())
+    async with session(net) as (ours, _, _):
+        await asyncio.to_thread(ask, await ours.line(LIMIT_S))
 
 
-def test_several_threads_ask(net: Network) -> None:
+async def test_several_threads_ask(net: Network) -> None:
     """Each gets its own answers, whoever reads them; more is under way than the sockets hold."""
     data = os.urandom(1 << 19)
 
@@ -141,15 +132,14 @@ def test_several_threads_ask(net: Network) -> None:
                 head = b"%d %d %d" % (name, at, each)
                 assert answer[: len(head)] == head and answer[len(head) :] == data[: 7 << at % 17]
 
-    async def work() -> None:
-        async with session(net) as (ours, _, _):
-            line = await ours.line(LIMIT_S)
-            await asyncio.gather(*[asyncio.to_thread(ask, line, name) for name in range(4)])
-
-    asyncio.run(work())
+    async with session(net) as (ours, _, _):
+        line = await ours.line(LIMIT_S)
+        await asyncio.gather(*[asyncio.to_thread(ask, line, name) for name in range(4)])
 
 
-def test_threads_that_wait_all_hear_of_the_end(net: Network) -> None:
+@pytest.mark.parametrize("end", ["here", "there"])
+async def test_a_line_ends_with_its_session(net: Network, end: str) -> None:
+    """All who wait hear of it, on both sides."""
     waits = threading.Semaphore(0)
 
     def silent(line: Answerer) -> None:
@@ -161,55 +151,25 @@ def test_threads_that_wait_all_hear_of_the_end(net: Network) -> None:
         line.hang_up()
 
     def ask(line: Asker) -> None:
-        with pytest.raises(LineLost, match="hung up"):
-            line.answer(line.ask(b"question", memoryview(b"")))
-
-    async def work() -> None:
-        async with session(net, silent) as (ours, here, _):
-            line = await ours.line(LIMIT_S)
-            asking = [asyncio.create_task(asyncio.to_thread(ask, line)) for _ in range(3)]
-            for _ in asking:
-                await asyncio.to_thread(waits.acquire, timeout=LIMIT_S)
-            ours.abort("it is over")
-            await here.until(lambda: here.reasons)
-            await asyncio.gather(*asking)
-
-    asyncio.run(work())
-
-
-@pytest.mark.parametrize("end", ["here", "there"])
-def test_a_line_ends_with_its_session(net: Network, end: str) -> None:
-    """Whoever waits hears of it, on both sides."""
-    waits = threading.Event()
-
-    def silent(line: Answerer) -> None:
-        line.next()
-        waits.set()
-        with pytest.raises(LineLost):
-            line.next()
-        line.hang_up()
-
-    def ask(line: Asker) -> None:
         with pytest.raises(LineLost, match=r"hung up|reset by peer"):
             line.answer(line.ask(b"question", memoryview(b"")))
         with pytest.raises(LineLost):
             line.answer(line.ask(b"another", memoryview(b"")))
 
-    async def work() -> None:
-        async with session(net, silent) as (ours, here, theirs):
-            asking = asyncio.create_task(asyncio.to_thread(ask, line := await ours.line(LIMIT_S)))
-            await asyncio.to_thread(waits.wait, LIMIT_S)
-            (ours if end == "here" else theirs).abort("it is over")
-            await here.until(lambda: here.reasons)
-            await asking
-            assert line.is_over
-            with pytest.raises(ConnectionError):
-                await ours.line(LIMIT_S)
+    async with session(net, silent) as (ours, here, theirs):
+        line = await ours.line(LIMIT_S)
+        asking = [asyncio.create_task(asyncio.to_thread(ask, line)) for _ in range(3)]
+        for _ in asking:
+            await asyncio.to_thread(waits.acquire, timeout=LIMIT_S)
+        (ours if end == "here" else theirs).abort("it is over")
+        await here.until(lambda: here.reasons)
+        await asyncio.gather(*asking)
+        assert line.is_over
+        with pytest.raises(ConnectionError):
+            await ours.line(LIMIT_S)
 
-    asyncio.run(work())
 
-
-def test_who_is_silent_for_too_long_is_given_up(net: Network) -> None:
+async def test_who_is_silent_for_too_long_is_given_up(net: Network) -> None:
     over = threading.Event()
 
     def silent(line: Answerer) -> None:
@@ -222,22 +182,16 @@ def test_who_is_silent_for_too_long_is_given_up(net: Network) -> None:
             line.answer(question)
         over.set()
 
-    async def work() -> None:
-        async with session(net, silent) as (ours, _, _):
-            await asyncio.to_thread(ask, await ours.line(0.05))
-
-    asyncio.run(work())
+    async with session(net, silent) as (ours, _, _):
+        await asyncio.to_thread(ask, await ours.line(0.05))
 
 
-def test_lines_are_taken_by_who_answers_alone(net: Network) -> None:
-    async def work() -> None:
-        async with session(net, None) as (ours, _, theirs):
-            with pytest.raises(ConnectionError, match="answers on a line"):
-                await ours.line(LIMIT_S)
-            with pytest.raises(ConnectionError):
-                await theirs.line(LIMIT_S)
-
-    asyncio.run(work())
+async def test_lines_are_taken_by_who_answers_alone(net: Network) -> None:
+    async with session(net, None) as (ours, _, theirs):
+        with pytest.raises(ConnectionError, match="answers on a line"):
+            await ours.line(LIMIT_S)
+        with pytest.raises(ConnectionError):
+            await theirs.line(LIMIT_S)
 
 
 @pytest.mark.parametrize("said", [struct.pack("<Q", MAX_PAYLOAD + 1), struct.pack("<Q", 1) + b"ab"])
@@ -264,9 +218,3 @@ def test_a_question_too_long_is_the_end() -> None:
         with pytest.raises(LineLost, match="too long"):
             line.next()
         line.hang_up()
-
-
-def test_what_is_left_of_pieces() -> None:
-    views = [memoryview(b"abc"), memoryview(b""), memoryview(b"de")]
-    for count in range(6):
-        assert b"".join(rest_of(views, count)) == b"abcde"[count:]

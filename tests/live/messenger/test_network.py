@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -19,6 +19,8 @@ import uvloop
 from isthmus.core.errors import ProtocolError
 from isthmus.live.messenger import (
     Greetings,
+    MemoryNetwork,
+    Network,
     Priority,
     Session,
     TcpNetwork,
@@ -41,7 +43,7 @@ from isthmus.live.messenger.greeting import (
     refusal,
 )
 from isthmus.live.messenger.inbox import Close
-from isthmus.live.messenger.network import Listener
+from isthmus.live.messenger.network import Listener, Server
 from isthmus.live.messenger.ports import STANDARD
 from isthmus.live.messenger.streams import PlainStream, Stream, TlsStream
 from isthmus.live.messenger.tcp import drain
@@ -115,20 +117,28 @@ class Owner:
 
 
 @asynccontextmanager
-async def session(
-    here: Owner, there: Owner, types: object = Message, network: TcpNetwork = PLAIN
-) -> AsyncIterator[Session]:
+async def session(here: Owner, there: Owner, network: Network = PLAIN) -> AsyncIterator[Session]:
     """A session whose listening side is `there`; it is closed, on both sides, at the end."""
     server, port = await network.listen("127.0.0.1", 0, Message, lambda: there)
-    joined = await network.connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
+    joined = await network.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
     try:
         yield joined
     finally:
         joined.close()
         await here.until(lambda: here.reasons)
         await there.until(lambda: there.reasons)
-        server.close()
+        await closed(server)
+
+
+async def closed(server: Server) -> None:
+    server.close()
+    if isinstance(server, Listener):
         await server.wait_closed()
+
+
+@pytest.fixture(params=["tcp", "memory"])
+def net(request: pytest.FixtureRequest) -> Network:
+    return PLAIN if request.param == "tcp" else MemoryNetwork()
 
 
 _factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
@@ -145,140 +155,129 @@ def on_loop(work: Coroutine[None, None, None]) -> None:
         runner.run(work)
 
 
-def running(work: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        faults: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-        await work()
-        assert faults == []
+def running(work: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """A test on the loop of `_each_loop`, in which no callback may fail."""
 
-    on_loop(main())
+    @functools.wraps(work)
+    def test(*args: object, **kwargs: object) -> None:
+        async def main() -> None:
+            faults: list[dict] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+            await work(*args, **kwargs)
+            assert faults == []
 
+        on_loop(main())
 
-def test_messages_come_in_order_both_ways() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner(lambda session, message: session.send(message))
-        async with session(here, there) as joined:
-            sent = [Note(f"number {number}") for number in range(500)]
-            for message in sent:
-                joined.send(message)
-            await here.until(lambda: len(here.messages) == 500)
-            assert here.messages == there.messages == sent
-            assert joined.bytes_in == joined.bytes_out
-
-    running(work)
+    return test
 
 
-def test_64_mib_arrive_intact_both_ways_at_once() -> None:
-    async def work() -> None:
-        size = 64 << 20
-        data = (hashlib.sha256(b"seed").digest() * (size // 32 // 2)) + bytes(size // 2)
-        thirds = (size // 3, size - size // 3)
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("hello"))
-            await there.until(lambda: there.messages)
-            assert there.session is not None
-            view = memoryview(data)
-            joined.send(Parcel(thirds), view[:1000], view[1000:])
-            there.session.send(Parcel((size,)), view)
-            joined.send(Note("after"), priority=Priority.NORMAL)
-            await there.until(lambda: len(there.messages) == 3)
-            await here.until(lambda: here.messages)
-            assert b"".join(there.payloads[0]) == data
-            assert [len(piece) for piece in there.payloads[0]] == list(thirds)
-            assert here.payloads[0][0] == data
-            assert there.messages[2] == Note("after")
-
-    running(work)
+@running
+async def test_messages_come_in_order_both_ways(net: Network) -> None:
+    here, there = Owner(), Owner(lambda session, message: session.send(message))
+    async with session(here, there, net) as joined:
+        sent = [Note(f"number {number}") for number in range(500)]
+        for message in sent:
+            joined.send(message)
+        assert not there.messages, "never inside send"
+        await here.until(lambda: len(here.messages) == 500)
+        assert here.messages == there.messages == sent
+        assert joined.bytes_in == joined.bytes_out
 
 
-def test_an_empty_payload_is_no_payload() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("a"), memoryview(b""))
-            joined.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
-            await there.until(lambda: len(there.messages) == 2)
-            assert b"".join(there.payloads[0]) == b"123"
-
-    running(work)
-
-
-def test_closing_here_is_told_once_on_both_sides() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("last words"))
-            joined.close("enough")
-            joined.close("again")
-            assert joined.closed
-            await here.until(lambda: here.reasons)
-            await there.until(lambda: there.reasons)
-        assert here.reasons == ["enough"]
-        assert there.reasons == ["closed by the peer: enough"]
-        assert there.messages == [Note("last words")]
-
-    running(work)
+@running
+async def test_64_mib_arrive_intact_both_ways_at_once(net: Network) -> None:
+    size = 64 << 20
+    data = (hashlib.sha256(b"seed").digest() * (size // 32 // 2)) + bytes(size // 2)
+    thirds = (size // 3, size - size // 3)
+    here, there = Owner(), Owner()
+    async with session(here, there, net) as joined:
+        joined.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        assert there.session is not None
+        view = memoryview(data)
+        joined.send(Parcel(thirds), view[:1000], view[1000:])
+        there.session.send(Parcel((size,)), view)
+        joined.send(Note("after"), priority=Priority.NORMAL)
+        await there.until(lambda: len(there.messages) == 3)
+        await here.until(lambda: here.messages)
+        assert b"".join(there.payloads[0]) == data
+        assert [len(piece) for piece in there.payloads[0]] == list(thirds)
+        assert here.payloads[0][0] == data
+        assert there.messages[2] == Note("after")
 
 
-def test_closing_there_is_told_once_on_both_sides() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner(lambda session, _: session.close("not today"))
-        async with session(here, there) as joined:
-            joined.send(Note("hello"))
-            await here.until(lambda: here.reasons)
-            assert joined.closed
-        assert here.reasons == ["closed by the peer: not today"]
-        assert there.reasons == ["not today"]
-
-    running(work)
+@running
+async def test_an_empty_payload_is_no_payload(net: Network) -> None:
+    here, there = Owner(), Owner()
+    async with session(here, there, net) as joined:
+        joined.send(Note("a"), memoryview(b""))
+        joined.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
+        await there.until(lambda: len(there.messages) == 2)
+        assert b"".join(there.payloads[0]) == b"123"
 
 
-def test_an_aborted_session_is_told_once_on_both_sides() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("hello"))
-            await there.until(lambda: there.messages)
-            assert there.session is not None
-            there.session.abort("enough")
-            there.session.abort("again")
-            await here.until(lambda: here.reasons)
-        assert len(here.reasons) == 1 and here.reasons[0]
-        assert there.reasons == ["enough"]
+@running
+async def test_closing_here_is_told_once_on_both_sides(net: Network) -> None:
+    here, there = Owner(), Owner()
+    async with session(here, there, net) as joined:
+        joined.send(Note("last words"))
+        joined.close("enough")
+        joined.close("again")
+        assert joined.closed
+        await here.until(lambda: here.reasons)
+        await there.until(lambda: there.reasons)
+    assert here.reasons == ["enough"]
+    assert there.reasons == ["closed by the peer: enough"]
+    assert there.messages == [Note("last words")]
 
-    running(work)
+
+@running
+async def test_closing_there_is_told_once_on_both_sides(net: Network) -> None:
+    here, there = Owner(), Owner(lambda session, _: session.close("not today"))
+    async with session(here, there, net) as joined:
+        joined.send(Note("hello"))
+        await here.until(lambda: here.reasons)
+        assert joined.closed
+    assert here.reasons == ["closed by the peer: not today"]
+    assert there.reasons == ["not today"]
+
+
+@running
+async def test_an_aborted_session_is_told_once_on_both_sides(net: Network) -> None:
+    here, there = Owner(), Owner()
+    async with session(here, there, net) as joined:
+        joined.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        assert there.session is not None
+        there.session.abort("enough")
+        there.session.abort("again")
+        await here.until(lambda: here.reasons)
+    assert len(here.reasons) == 1 and here.reasons[0]
+    assert there.reasons == ["enough"]
 
 
 DEEP = msgspec.Raw(b"\x82\xa4type\xa4Note\xa1x" + b"\x91" * 3000 + b"\x01")
 
 
-@pytest.mark.parametrize("stranger", [Stranger("hello"), {"no": "type"}, 17, DEEP])
-def test_a_message_of_an_unknown_type_ends_the_session(stranger: object) -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("before"))
-            joined.send(stranger)
-            joined.send(Note("after"))
-            await there.until(lambda: there.reasons)
-        assert there.messages == [Note("before")]
-        assert len(there.reasons) == 1 and "could not be read" in there.reasons[0]
-
-    running(work)
-
-
-def test_a_payload_where_none_belongs_ends_the_session() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.send(Note("smuggler"), memoryview(b"goods"))
-            await there.until(lambda: there.reasons)
-        assert there.messages == []
-        assert there.reasons == ["a Note carries no payload"]
-
-    running(work)
+@pytest.mark.parametrize(
+    ("wrong", "payload", "complaint"),
+    [
+        *[(each, b"", "could not be read") for each in (Stranger("hello"), {"no": "type"}, 17, DEEP)],
+        (Note("smuggler"), b"goods", "a Note carries no payload"),
+    ],
+)
+@running
+async def test_what_does_not_belong_ends_the_session(
+    wrong: object, payload: bytes, complaint: str, net: Network
+) -> None:
+    here, there = Owner(), Owner()
+    async with session(here, there, net) as joined:
+        joined.send(Note("before"))
+        joined.send(wrong, memoryview(payload))
+        joined.send(Note("after"), priority=Priority.NORMAL)
+        await there.until(lambda: there.reasons)
+    assert there.messages == [Note("before")]
+    assert len(there.reasons) == 1 and complaint in there.reasons[0]
 
 
 def frame_of(kind: Kind, body: object) -> bytes:
@@ -339,60 +338,52 @@ async def greet(
     return sent, (await read_frame(reader))[1]
 
 
-def test_a_session_has_each_of_its_connections_once_and_not_too_many(
+@running
+async def test_a_session_has_each_of_its_connections_once_and_not_too_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever knows its name could otherwise take a connection's place, or use up the listener's sockets."""
     monkeypatch.setattr(network, "MAX_CONNECTIONS", 3)
-
-    async def work() -> None:
-        there, name = Owner(), b"n" * 16
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
-        answers, writers = [], []
-        for lane in (0, 0, 1, 1, 2, 3):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writers.append(writer)
-            said = hello_of(name, first=not answers, lane=lane)
-            _, answer = await asyncio.wait_for(greet(reader, writer, said), LIMIT_S)
-            answers.append(b"too many" in answer)
-        assert answers == [False, True, False, True, False, True]
-        (tcp,) = server._ports.values()
-        assert tcp.session is not None and sorted(lane.number for lane in tcp.session.lanes) == [0, 1, 2]
-        for writer in writers:
-            writer.close()
-        await there.until(lambda: there.reasons)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    there, name = Owner(), b"n" * 16
+    server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
+    answers, writers = [], []
+    for lane in (0, 0, 1, 1, 2, 3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        said = hello_of(name, first=not answers, lane=lane)
+        _, answer = await asyncio.wait_for(greet(reader, writer, said), LIMIT_S)
+        answers.append(b"too many" in answer)
+    assert answers == [False, True, False, True, False, True]
+    (tcp,) = server._ports.values()
+    assert tcp.session is not None and sorted(lane.number for lane in tcp.session.lanes) == [0, 1, 2]
+    for writer in writers:
+        writer.close()
+    await there.until(lambda: there.reasons)
+    await closed(server)
 
 
 @pytest.mark.parametrize("said", GREETINGS.values(), ids=GREETINGS.keys())
-def test_who_begins_wrongly_is_turned_away_with_one_line(
+@running
+async def test_who_begins_wrongly_is_turned_away_with_one_line(
     said: tuple[bytes, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The listener goes on, and no owner hears of it."""
-
-    async def work() -> None:
-        there = Owner()
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(said[0])
-        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
-        writer.close()
-        assert said[1].encode() in answer
-        assert len(caplog.records) == 1 and said[1] in caplog.text
-        here = Owner()
-        joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
-        joined.send(Note("hello"))
-        await there.until(lambda: there.messages)
-        joined.close()
-        await there.until(lambda: there.reasons)
-        assert len(there.reasons) == 1
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    there = Owner()
+    server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said[0])
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+    writer.close()
+    assert said[1].encode() in answer
+    assert len(caplog.records) == 1 and said[1] in caplog.text
+    here = Owner()
+    joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+    joined.send(Note("hello"))
+    await there.until(lambda: there.messages)
+    joined.close()
+    await there.until(lambda: there.reasons)
+    assert len(there.reasons) == 1
+    await closed(server)
 
 
 CHALLENGE = frame_of(Kind.CHALLENGE, Challenge(NONCE))
@@ -410,28 +401,25 @@ CHALLENGE = frame_of(Kind.CHALLENGE, Challenge(NONCE))
         (b"", "ended before it began"),
     ],
 )
-def test_who_answers_wrongly_is_no_peer(answer: bytes, complaint: str) -> None:
-    async def work() -> None:
-        served = asyncio.Event()
+@running
+async def test_who_answers_wrongly_is_no_peer(answer: bytes, complaint: str) -> None:
+    served = asyncio.Event()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read(10)
-            writer.write(answer)
-            writer.write_eof()
-            with contextlib.suppress(ConnectionError):  # the dialler hung up with something unread
-                await reader.read()
-            writer.close()
-            served.set()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(answer)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):  # the dialler hung up with something unread
+            await reader.read()
+        writer.close()
+        served.set()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(OSError, match=complaint):
-            await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-        await asyncio.wait_for(served.wait(), LIMIT_S)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(OSError, match=complaint):
+        await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+    await asyncio.wait_for(served.wait(), LIMIT_S)
+    await closed(server)
 
 
 @asynccontextmanager
@@ -447,94 +435,82 @@ async def listening(network: TcpNetwork) -> AsyncIterator[tuple[Listener, int, l
     try:
         yield server, port, owners
     finally:
-        server.close()
-        await server.wait_closed()
+        await closed(server)
 
 
 CLUSTER = TcpNetwork(secret=b"the cluster's")
 
 
 @pytest.mark.parametrize("said", [{"lane": 1}, {"is_line": True}], ids=["lane", "line"])
-def test_what_would_join_a_session_that_is_not_there_is_turned_away(said: dict[str, Any]) -> None:
-    async def work() -> None:
-        async with listening(CLUSTER) as (server, port, owners):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            _, answer = await greet(reader, writer, hello_of(first=False, **said), b"the cluster's")
-            assert b"this session is not known here" in answer
-            writer.close()
-            assert not owners and not server._ports
-
-    running(work)
+@running
+async def test_what_would_join_a_session_that_is_not_there_is_turned_away(said: dict[str, Any]) -> None:
+    async with listening(CLUSTER) as (server, port, owners):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, answer = await greet(reader, writer, hello_of(first=False, **said), b"the cluster's")
+        assert b"this session is not known here" in answer
+        writer.close()
+        assert not owners and not server._ports
 
 
 @pytest.mark.parametrize("secret", [b"", b"guessed", b"the cluster's "])
-def test_without_the_secret_nothing_begins(secret: bytes) -> None:
-    async def work() -> None:
-        async with listening(CLUSTER) as (server, port, owners):
-            with pytest.raises(ConnectionRefusedError, match="its cluster token is wrong"):
-                await TcpNetwork(secret=secret).connect(
-                    f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S
-                )
-            assert not owners and not server._ports
-
-    running(work)
+@running
+async def test_without_the_secret_nothing_begins(secret: bytes) -> None:
+    async with listening(CLUSTER) as (server, port, owners):
+        with pytest.raises(ConnectionRefusedError, match="its cluster token is wrong"):
+            await TcpNetwork(secret=secret).connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        assert not owners and not server._ports
 
 
-def test_a_listener_without_the_secret_is_no_peer() -> None:
+@running
+async def test_a_listener_without_the_secret_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes everybody."""
 
     class Anybody(greeting.Listening):
         def check(self, prefix: Prefix, header: bytes) -> None:
             """Whoever it is."""
 
-    async def work() -> None:
-        async with listening(TcpNetwork(secret=b"guessed")) as (_, port, owners):
-            with pytest.raises(ConnectionError, match="the listener does not know this cluster's token"):
-                await CLUSTER.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-            for one in owners:
-                await one.until(lambda one=one: one.reasons)
-
-    with mock.patch.object(greeting, "Listening", Anybody):
-        running(work)
+    monkeypatch.setattr(greeting, "Listening", Anybody)
+    async with listening(TcpNetwork(secret=b"guessed")) as (_, port, owners):
+        with pytest.raises(ConnectionError, match="the listener does not know this cluster's token"):
+            await CLUSTER.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        for one in owners:
+            await one.until(lambda one=one: one.reasons)
 
 
 @pytest.mark.parametrize("kind", ["session", "lane", "line"])
-def test_a_greeting_that_was_recorded_opens_nothing(kind: str) -> None:
+@running
+async def test_a_greeting_that_was_recorded_opens_nothing(kind: str) -> None:
     """Neither while its session is open nor later; and who knows its name, but not the secret, joins no session."""
-
-    async def work() -> None:
-        async with listening(CLUSTER) as (server, port, owners):
-            first = await asyncio.open_connection("127.0.0.1", port)
-            sent, answer = await greet(*first, hello_of(), b"the cluster's")
-            assert msgspec.msgpack.decode(answer, type=Welcome).version
-            (tcp,) = server._ports.values()
-            assert tcp.session is not None
-            tcp.session.answer_lines(lambda line: line.hang_up())
-            said = {
-                "session": hello_of(),
-                "lane": hello_of(first=False, lane=1),
-                "line": hello_of(is_line=True),
-            }
-            if kind != "session":
-                more = await asyncio.open_connection("127.0.0.1", port)
-                sent, answer = await greet(
-                    *more, msgspec.structs.replace(said[kind], first=False), b"the cluster's"
-                )
-                more[1].close()
-            assert b"wrong" not in answer
-            for still_open in (True, False):
-                if not still_open:
-                    tcp.session.abort("over")
-                    await owners[0].until(lambda: owners[0].reasons)
-                for again in (sent, [Dialling(said[kind], b"guessed").begin(), sent[1]]):
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.write(b"".join(again))
-                    assert b"its cluster token is wrong" in await asyncio.wait_for(reader.read(), LIMIT_S)
-                    writer.close()
-            first[1].close()
-            assert len(owners) == 1 and not owners[0].messages and not server._ports
-
-    running(work)
+    async with listening(CLUSTER) as (server, port, owners):
+        first = await asyncio.open_connection("127.0.0.1", port)
+        sent, answer = await greet(*first, hello_of(), b"the cluster's")
+        assert msgspec.msgpack.decode(answer, type=Welcome).version
+        (tcp,) = server._ports.values()
+        assert tcp.session is not None
+        tcp.session.answer_lines(lambda line: line.hang_up())
+        said = {
+            "session": hello_of(),
+            "lane": hello_of(first=False, lane=1),
+            "line": hello_of(is_line=True),
+        }
+        if kind != "session":
+            more = await asyncio.open_connection("127.0.0.1", port)
+            sent, answer = await greet(
+                *more, msgspec.structs.replace(said[kind], first=False), b"the cluster's"
+            )
+            more[1].close()
+        assert b"wrong" not in answer
+        for still_open in (True, False):
+            if not still_open:
+                tcp.session.abort("over")
+                await owners[0].until(lambda: owners[0].reasons)
+            for again in (sent, [Dialling(said[kind], b"guessed").begin(), sent[1]]):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"".join(again))
+                assert b"its cluster token is wrong" in await asyncio.wait_for(reader.read(), LIMIT_S)
+                writer.close()
+        first[1].close()
+        assert len(owners) == 1 and not owners[0].messages and not server._ports
 
 
 def kept(server: Listener) -> int:
@@ -553,67 +529,66 @@ MANY = {
 
 
 @pytest.mark.parametrize("said", MANY.values(), ids=MANY)
-def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(said: list[tuple[int, int]]) -> None:
+@running
+async def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(
+    said: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """40 of them at once, from somebody who knows the secret; their headers are sent but for the last byte."""
-
-    async def work() -> None:
-        seen = [0]
-        async with listening(TcpNetwork(greetings=Greetings(LIMIT_S, most=64))) as (server, port, owners):
-
-            async def stranger(number: int) -> bytes:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                await greet(reader, writer, hello_of(number.to_bytes(16, "little")))
-                with contextlib.suppress(ConnectionError):
-                    for seq, size in said:
-                        header = bytes(size)
-                        writer.write(prefix_of(Kind.DATA, header, seq=seq) + header[: None if seq else -1])
-                        await writer.drain()
-                        seen.append(kept(server))
-                last = b""
-                with contextlib.suppress(ConnectionError):
-                    last = await reader.read()
-                writer.close()
-                return last
-
-            last = await asyncio.wait_for(asyncio.gather(*map(stranger, range(40))), LIMIT_S)
-            for one in owners:
-                await one.until(lambda one=one: one.reasons)
-            assert not server._ports and kept(server) == 0
-        assert len(owners) == 40 and not any(one.messages or one.placed for one in owners)
-        assert max(seen) <= 40 * (66 << 10)
-        if not said:
-            assert all(b"limits.greeting_s" in each for each in last)
 
     def impatient(*arguments: Any, first_s: float) -> Session:
         return Session(*arguments, first_s=first_s if said else 0.01)
 
-    with mock.patch.object(network, "Session", impatient):
-        running(work)
+    monkeypatch.setattr(network, "Session", impatient)
+    seen = [0]
+    async with listening(TcpNetwork(greetings=Greetings(LIMIT_S, most=64))) as (server, port, owners):
+
+        async def stranger(number: int) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            await greet(reader, writer, hello_of(number.to_bytes(16, "little")))
+            with contextlib.suppress(ConnectionError):
+                for seq, size in said:
+                    header = bytes(size)
+                    writer.write(prefix_of(Kind.DATA, header, seq=seq) + header[: None if seq else -1])
+                    await writer.drain()
+                    seen.append(kept(server))
+            last = b""
+            with contextlib.suppress(ConnectionError):
+                last = await reader.read()
+            writer.close()
+            return last
+
+        last = await asyncio.wait_for(asyncio.gather(*map(stranger, range(40))), LIMIT_S)
+        for one in owners:
+            await one.until(lambda one=one: one.reasons)
+        assert not server._ports and kept(server) == 0
+    assert len(owners) == 40 and not any(one.messages or one.placed for one in owners)
+    assert max(seen) <= 40 * (66 << 10)
+    if not said:
+        assert all(b"limits.greeting_s" in each for each in last)
 
 
-def test_later_connections_take_the_place_of_those_that_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@running
+async def test_later_connections_take_the_place_of_those_that_say_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """300 of them use up no descriptors and fill no log, and who has something to say is heard."""
-
-    async def work() -> None:
-        network = TcpNetwork(greetings=Greetings(LIMIT_S, most=8))
-        async with listening(network) as (server, port, owners):
-            silent = []
-            for _ in range(300):
-                silent.append(await asyncio.open_connection("127.0.0.1", port))
-                await until(lambda: len(server._tasks) <= 8)
-            here = Owner()
-            joined = await network.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
-            joined.send(Note("hello"))
-            await until(lambda: owners and owners[0].messages)
-            for reader, _ in silent[:290]:
-                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
-            joined.close()
-            await here.until(lambda: here.reasons)
-            for _, writer in silent:
-                writer.close()
-            assert len(owners) == 1
-
-    running(work)
+    network = TcpNetwork(greetings=Greetings(LIMIT_S, most=8))
+    async with listening(network) as (server, port, owners):
+        silent = []
+        for _ in range(300):
+            silent.append(await asyncio.open_connection("127.0.0.1", port))
+            await until(lambda: len(server._tasks) <= 8)
+        here = Owner()
+        joined = await network.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+        joined.send(Note("hello"))
+        await until(lambda: owners and owners[0].messages)
+        for reader, _ in silent[:290]:
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        joined.close()
+        await here.until(lambda: here.reasons)
+        for _, writer in silent:
+            writer.close()
+        assert len(owners) == 1
     assert "made room for later ones" in caplog.text and len(caplog.records) < 20
 
 
@@ -660,124 +635,92 @@ def test_a_socket_drains_until_its_peer_ends(secured: bool, monkeypatch: pytest.
         on_loop(work())
 
 
-def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
+@running
+async def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
     """Before anything of its greeting ran."""
-
-    async def work() -> None:
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            server._accept(server._sockets[0])
-            server.close()
-            await server.wait_closed()
-            client.settimeout(LIMIT_S)
-            assert client.recv(1) == b""
-
-    running(work)
+    server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        server._accept(server._sockets[0])
+        await closed(server)
+        client.settimeout(LIMIT_S)
+        assert client.recv(1) == b""
 
 
-def test_sending_after_the_end_is_harmless() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with session(here, there) as joined:
-            joined.close()
-            joined.send(Note("too late"))
-            await there.until(lambda: there.reasons)
-            await here.until(lambda: here.reasons)
-            joined.send(Parcel((1,)), memoryview(b"x"))
-        assert there.messages == []
-        assert joined.bytes_out == 0
+@running
+async def test_each_session_gets_its_own_handler(net: Network) -> None:
+    owners: list[Owner] = []
 
-    running(work)
+    def owner() -> Owner:
+        owners.append(Owner(lambda session, message: session.send(message)))
+        return owners[-1]
 
-
-def test_each_session_gets_its_own_handler() -> None:
-    async def work() -> None:
-        owners: list[Owner] = []
-
-        def owner() -> Owner:
-            owners.append(Owner(lambda session, message: session.send(message)))
-            return owners[-1]
-
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, owner)
-        mine = [Owner(), Owner()]
-        for number, one in enumerate(mine):
-            joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
-            joined.send(Note(str(number)))
-            await one.until(lambda one=one: one.messages)
-            assert joined.peer == f"127.0.0.1:{port}"
-            joined.close()
-            await one.until(lambda one=one: one.reasons)
-        assert [owner.messages for owner in owners] == [[Note("0")], [Note("1")]]
-        for one in owners:
-            await one.until(lambda one=one: one.reasons)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    server, port = await net.listen("127.0.0.1", 0, Message, owner)
+    mine = [Owner(), Owner()]
+    for number, one in enumerate(mine):
+        joined = await net.connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
+        joined.send(Note(str(number)))
+        await one.until(lambda one=one: one.messages)
+        assert joined.peer == f"127.0.0.1:{port}"
+        joined.close()
+        await one.until(lambda one=one: one.reasons)
+    assert [owner.messages for owner in owners] == [[Note("0")], [Note("1")]]
+    assert len({owner.session.peer for owner in owners if owner.session is not None}) == 2
+    for one in owners:
+        await one.until(lambda one=one: one.reasons)
+    await closed(server)
 
 
-def test_nobody_listening_is_an_oserror() -> None:
-    async def work() -> None:
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
-        server.close()
-        await server.wait_closed()
-        with pytest.raises(OSError):
-            await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-
-    running(work)
+@running
+async def test_nobody_listening_is_an_oserror(net: Network) -> None:
+    server, port = await net.listen("127.0.0.1", 0, Message, Owner)
+    await closed(server)
+    with pytest.raises(OSError):
+        await net.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
 
 
-def test_a_taken_port_is_an_oserror() -> None:
-    async def work() -> None:
-        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
-        with pytest.raises(OSError):
-            await PLAIN.listen("127.0.0.1", port, Message, Owner)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+@running
+async def test_a_taken_port_is_an_oserror(net: Network) -> None:
+    server, port = await net.listen("127.0.0.1", 0, Message, Owner)
+    with pytest.raises(OSError):
+        await net.listen("127.0.0.1", port, Message, Owner)
+    await closed(server)
 
 
-def test_a_fault_of_the_owner_ends_the_session_and_is_not_hidden() -> None:
-    async def work() -> None:
-        faults: list[dict] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+@running
+async def test_a_fault_of_the_owner_ends_the_session_and_is_not_hidden(net: Network) -> None:
+    faults: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
 
-        def fail(session: Session, message: Message) -> None:
-            raise ZeroDivisionError("a bug")
+    def fail(session: Session, message: Message) -> None:
+        raise ZeroDivisionError("a bug")
 
-        here, there = Owner(), Owner(fail)
-        async with session(here, there) as joined:
-            joined.send(Note("hello"))
-            await here.until(lambda: here.reasons)
-        assert there.reasons == ["a fault on this side: ZeroDivisionError: a bug"]
-        assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
-        asyncio.get_running_loop().set_exception_handler(None)
-
-    on_loop(work())
+    here, there = Owner(), Owner(fail)
+    async with session(here, there, net) as joined:
+        joined.send(Note("hello"))
+        await here.until(lambda: here.reasons)
+    assert there.reasons == ["a fault on this side: ZeroDivisionError: a bug"]
+    assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
 
 
-def test_room_is_told_when_little_waits_and_when_all_is_over() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with proxied(here, there, PLAIN) as (joined, proxy):
-            await joined.room()
-            proxy.stall()
-            joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
-            waiting = asyncio.ensure_future(joined.room())
-            await until(lambda: joined.stat().queued_bytes < 64 << 20)
-            assert not waiting.done()
-            proxy.flow()
-            await asyncio.wait_for(waiting, LIMIT_S)
-            assert joined.stat().queued_bytes < 1 << 20
-            proxy.stall()
-            joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
-            waiting = asyncio.ensure_future(joined.room())
-            await asyncio.sleep(0)
-            joined.abort("enough")
-            await asyncio.wait_for(waiting, LIMIT_S)
-
-    running(work)
+@running
+async def test_room_is_told_when_little_waits_and_when_all_is_over() -> None:
+    here, there = Owner(), Owner()
+    async with proxied(here, there, PLAIN) as (joined, proxy):
+        await joined.room()
+        proxy.stall()
+        joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
+        waiting = asyncio.ensure_future(joined.room())
+        await until(lambda: joined.stat().queued_bytes < 64 << 20)
+        assert not waiting.done()
+        proxy.flow()
+        await asyncio.wait_for(waiting, LIMIT_S)
+        assert joined.stat().queued_bytes < 1 << 20
+        proxy.stall()
+        joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
+        waiting = asyncio.ensure_future(joined.room())
+        await asyncio.sleep(0)
+        joined.abort("enough")
+        await asyncio.wait_for(waiting, LIMIT_S)
 
 
 # Several connections, lost and made again.
@@ -796,10 +739,6 @@ class Proxy:
     async def open(self) -> int:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
-
-    @property
-    def num_open(self) -> int:
-        return len(self._writers)
 
     def cut(self, which: int) -> None:
         for writer in self._writers[which]:
@@ -858,8 +797,7 @@ async def proxied(here: Owner, there: Owner, network: TcpNetwork) -> AsyncIterat
         joined.abort("the test is over")
         await here.until(lambda: here.reasons)
         await proxy.close()
-        server.close()
-        await server.wait_closed()
+        await closed(server)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -873,112 +811,45 @@ def pattern(number: int, size: int) -> bytes:
 
 
 @pytest.mark.parametrize(("connections", "resume_s"), [(4, 0.0), (1, LIMIT_S), (3, LIMIT_S)])
-def test_connections_that_are_cut_cost_nothing_but_time(connections: int, resume_s: float) -> None:
+@running
+async def test_connections_that_are_cut_cost_nothing_but_time(connections: int, resume_s: float) -> None:
     """Nothing is lost, doubled or out of order; with one connection the session resumes."""
-
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        network = TcpNetwork(connections, terms=Terms(resume_s=resume_s))
-        async with proxied(here, there, network) as (joined, proxy):
-            await until(lambda: joined.stat().lanes == connections)
-            size, num = 1 << 20, 30
-            payloads = [pattern(number, size) for number in range(num)]
-            done: list[bool] = []
-            for number in range(num):
-                joined.send(Parcel((size,)), memoryview(payloads[number]), done=done.append)
-                if number % 10 == 5:
-                    await until(lambda number=number: len(there.messages) >= number - 4)
-                    proxy.cut(0)
-            await there.until(lambda: len(there.messages) == num)
-            await until(lambda: len(done) == num)
-            assert done == [True] * num
-            assert sorted(bytes(payload[0]) for payload in there.payloads) == sorted(payloads)
-            assert not here.reasons and not there.reasons and not there.voids
-            await until(lambda: joined.stat().lanes == connections)
-            assert joined.stat().lanes_lost >= 1
-
-    running(work)
+    here, there = Owner(), Owner()
+    network = TcpNetwork(connections, terms=Terms(resume_s=resume_s))
+    async with proxied(here, there, network) as (joined, proxy):
+        await until(lambda: joined.stat().lanes == connections)
+        size, num = 1 << 20, 30
+        payloads = [pattern(number, size) for number in range(num)]
+        done: list[bool] = []
+        for number in range(num):
+            joined.send(Parcel((size,)), memoryview(payloads[number]), done=done.append)
+            if number % 10 == 5:
+                await until(lambda number=number: len(there.messages) >= number - 4)
+                proxy.cut(0)
+        await there.until(lambda: len(there.messages) == num)
+        await until(lambda: len(done) == num)
+        assert done == [True] * num
+        assert sorted(bytes(payload[0]) for payload in there.payloads) == sorted(payloads)
+        assert not here.reasons and not there.reasons and not there.voids
+        await until(lambda: joined.stat().lanes == connections)
+        assert joined.stat().lanes_lost >= 1
 
 
-def test_a_session_that_lost_all_its_connections_ends_when_none_comes_back() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        network = TcpNetwork(2, terms=Terms(resume_s=0.05))
-        async with proxied(here, there, network) as (joined, proxy):
-            await until(lambda: joined.stat().lanes == 2)
-            sent: list[bool] = []
-            proxy.stall()
-            joined.send(Parcel((9 << 20,)), memoryview(bytes(9 << 20)), done=sent.append)
-            await asyncio.sleep(0)
-            await proxy.close()
-            await here.until(lambda: here.reasons)
-            await there.until(lambda: there.reasons)
-            assert sent == [False]
-            assert len(here.reasons) == len(there.reasons) == 1
-            assert len(there.voids) == len(there.payloads)
-
-    running(work)
-
-
-def test_a_payload_taken_back_frees_both_sides() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with proxied(here, there, PLAIN) as (joined, proxy):
-            joined.send(Note("first"))
-            await there.until(lambda: there.messages)
-            proxy.stall()
-            data, heard = bytearray(64 << 20), list[bool]()
-            sending = joined.send(Parcel((64 << 20,)), memoryview(data), done=heard.append)
-            await until(lambda: 0 < joined.stat().queued_bytes < 64 << 20)
-            sending.cancel()
-            sending.cancel()
-            assert heard == [False]
-            assert joined.stat().queued_bytes == 0
-            proxy.flow()
-            joined.send(Parcel((4,)), memoryview(b"next"))
-            await there.until(lambda: len(there.messages) == 2)
-            assert there.messages[1] == Parcel((4,))
-            assert there.voids in ([], [Parcel((64 << 20,))])
-
-    running(work)
-
-
-def test_a_payload_that_is_refused_stops_coming() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        async with proxied(here, there, PLAIN) as (joined, _):
-            heard: list[bool] = []
-            joined.send(Parcel((64 << 20,)), memoryview(bytearray(64 << 20)), done=heard.append)
-            await until(lambda: there.payloads)
-            assert there.session is not None
-            assert there.session.refuse(there.placed[0])
-            assert not there.session.refuse(there.placed[0])
-            await until(lambda: heard)
-            assert heard == [False]
-            joined.send(Parcel((4,)), memoryview(b"next"))
-            await there.until(lambda: there.messages)
-            assert there.messages == [Parcel((4,))] and there.voids == []
-
-    running(work)
-
-
-def test_capabilities_are_what_both_sides_have() -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner()
-        mine = TcpNetwork(terms=Terms(capabilities=("zstd", "quantised")))
-        theirs = TcpNetwork(terms=Terms(capabilities=("quantised", "other")))
-        server, port = await theirs.listen("127.0.0.1", 0, Message, lambda: there)
-        joined = await mine.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
-        assert joined.capabilities == ("quantised",)
-        joined.send(Note("hello"))
-        await there.until(lambda: there.messages)
-        assert there.session is not None and there.session.capabilities == ("quantised",)
-        joined.close()
-        await here.until(lambda: here.reasons)
-        await there.until(lambda: there.reasons)
-        server.close()
-
-    running(work)
+@running
+async def test_capabilities_are_what_both_sides_have() -> None:
+    here, there = Owner(), Owner()
+    mine = TcpNetwork(terms=Terms(capabilities=("zstd", "quantised")))
+    theirs = TcpNetwork(terms=Terms(capabilities=("quantised", "other")))
+    server, port = await theirs.listen("127.0.0.1", 0, Message, lambda: there)
+    joined = await mine.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+    assert joined.capabilities == ("quantised",)
+    joined.send(Note("hello"))
+    await there.until(lambda: there.messages)
+    assert there.session is not None and there.session.capabilities == ("quantised",)
+    joined.close()
+    await here.until(lambda: here.reasons)
+    await there.until(lambda: there.reasons)
+    server.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -10,14 +10,16 @@ from isthmus.live.messenger.running import STEP_NS, TICK_S, RunningClock, Runnin
 from tests.virtual import ManualLoop
 
 
-def running(work: Callable[[ManualLoop], Awaitable[None]]) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, ManualLoop)
-        await work(loop)
+def running(work: Callable[[ManualLoop], Coroutine[None, None, None]]) -> Callable[[], None]:
+    """A test on a loop that tells its time."""
 
-    with asyncio.Runner(loop_factory=ManualLoop) as runner:
-        runner.run(main())
+    def test() -> None:
+        with asyncio.Runner(loop_factory=ManualLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, ManualLoop)
+            runner.run(work(loop))
+
+    return test
 
 
 def test_a_clock_goes_on_with_time_but_not_while_nobody_ticks() -> None:
@@ -34,47 +36,40 @@ def test_a_clock_goes_on_with_time_but_not_while_nobody_ticks() -> None:
     assert not clock.tick() and clock.now_ns() == told_ns + STEP_NS + STEP_NS // 2
 
 
-def test_a_timer_is_due_in_its_time() -> None:
-    async def work(loop: ManualLoop) -> None:
-        called: list[float] = []
-        for delay_s in (0.01, TICK_S, 5.0, 5.1):
-            RunningTimer(loop, delay_s, lambda: called.append(loop.time()))
-        RunningTimer(loop, 5.0, lambda: called.append(-1)).cancel()
-        await asyncio.sleep(10)
-        assert called == [0.01, TICK_S, 5.0, 5.1]
-
-    running(work)
+@running
+async def test_a_timer_is_due_in_its_time(loop: ManualLoop) -> None:
+    called: list[float] = []
+    for delay_s in (0.01, TICK_S, 5.0, 5.1):
+        RunningTimer(loop, delay_s, lambda: called.append(loop.time()))
+    RunningTimer(loop, 5.0, lambda: called.append(-1)).cancel()
+    await asyncio.sleep(10)
+    assert called == [0.01, TICK_S, 5.0, 5.1]
 
 
-def test_a_timer_waits_for_time_in_which_the_loop_ran() -> None:
+@running
+async def test_a_timer_waits_for_time_in_which_the_loop_ran(loop: ManualLoop) -> None:
     """And for what came while it stood still to be read, however little was left."""
-
-    async def work(loop: ManualLoop) -> None:
-        called: list[float] = []
-        for delay_s in (0.3, 5.0):
-            RunningTimer(loop, delay_s, lambda: called.append(loop.time()))
-        await asyncio.sleep(0.26)
-        loop.stand_still(60)
-        await asyncio.sleep(0)
-        assert not called
-        await asyncio.sleep(10)
-        first, second = called
-        assert 60.26 + TICK_S <= first < 61
-        assert 60 + 5.0 - STEP_NS / NS_PER_S <= second <= 60 + 5.0 + TICK_S
-
-    running(work)
+    called: list[float] = []
+    for delay_s in (0.3, 5.0):
+        RunningTimer(loop, delay_s, lambda: called.append(loop.time()))
+    await asyncio.sleep(0.26)
+    loop.stand_still(60)
+    await asyncio.sleep(0)
+    assert not called
+    await asyncio.sleep(10)
+    first, second = called
+    assert 60.26 + TICK_S <= first < 61
+    assert 60 + 5.0 - STEP_NS / NS_PER_S <= second <= 60 + 5.0 + TICK_S
 
 
-def test_a_wait_ends_in_its_time_and_no_earlier_because_the_loop_stood_still() -> None:
-    async def work(loop: ManualLoop) -> None:
-        with pytest.raises(TimeoutError):
-            async with running_timeout(5.0):
-                await asyncio.sleep(60)
-        assert loop.time() == 5.0
+@running
+async def test_a_wait_ends_in_its_time_and_no_earlier_because_the_loop_stood_still(loop: ManualLoop) -> None:
+    with pytest.raises(TimeoutError):
         async with running_timeout(5.0):
-            await asyncio.sleep(1.0)
-            loop.stand_still(60)
-            await asyncio.sleep(2.0)
-        await asyncio.sleep(60)
-
-    running(work)
+            await asyncio.sleep(60)
+    assert loop.time() == 5.0
+    async with running_timeout(5.0):
+        await asyncio.sleep(1.0)
+        loop.stand_still(60)
+        await asyncio.sleep(2.0)
+    await asyncio.sleep(60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,26 +58,6 @@ def test_the_next_turn_goes_on_with_the_next_connection() -> None:
     assert pumped({"a": (size,) * 2, "b": (size,) * 2}, turns=4) == list("abab")
 
 
-class Tuned:
-    """A socket between two addresses, and the options that were set."""
-
-    def __init__(self, here: str, there: str) -> None:
-        self._here, self._there = here, there
-        self.options: dict[tuple[int, int], Any] = {}
-
-    def setblocking(self, flag: bool) -> None:
-        self.blocks = flag
-
-    def setsockopt(self, level: int, name: int, value: Any) -> None:
-        self.options[level, name] = value
-
-    def getpeername(self) -> tuple[str, int]:
-        return self._there, 1
-
-    def getsockname(self) -> tuple[str, int]:
-        return self._here, 2
-
-
 @pytest.mark.parametrize(
     ("here", "there", "is_local"),
     [
@@ -90,11 +70,12 @@ class Tuned:
 def test_only_within_a_host_the_kernels_choice_of_congestion_control_is_overruled(
     here: str, there: str, is_local: bool
 ) -> None:
-    tuned = Tuned(here, there)
-    tune(tuned)  # type: ignore[arg-type]
-    set_to = tuned.options.get((socket.IPPROTO_TCP, socket.TCP_CONGESTION))
-    assert set_to == (b"cubic" if is_local else None)
-    assert not tuned.blocks
-    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_NODELAY] == 1
-    assert tuned.options[socket.SOL_SOCKET, socket.SO_KEEPALIVE] == 1
-    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT] == 60_000
+    tuned = Mock()
+    tuned.getsockname.return_value, tuned.getpeername.return_value = (here, 2), (there, 1)
+    tune(tuned)
+    options = {call.args[:2]: call.args[2] for call in tuned.setsockopt.call_args_list}
+    assert options.get((socket.IPPROTO_TCP, socket.TCP_CONGESTION)) == (b"cubic" if is_local else None)
+    tuned.setblocking.assert_called_once_with(False)
+    assert options[socket.IPPROTO_TCP, socket.TCP_NODELAY] == 1
+    assert options[socket.SOL_SOCKET, socket.SO_KEEPALIVE] == 1
+    assert options[socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT] == 60_000

@@ -14,7 +14,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.live.messenger import Greetings, Identity, Session, TcpNetwork, TlsFiles
 from tests.certificates import make_certificate
 
-from .test_network import LIMIT_S, Message, Note, Owner, Parcel, pattern, running, session
+from .test_network import LIMIT_S, Message, Note, Owner, Parcel, closed, pattern, running, session
 
 Files = dict[str, str]
 
@@ -66,124 +66,87 @@ def trusting(tls: dict[str, Files], wrong: str) -> Files:
     return tls["trusts the expired" if wrong == "expired" else "ours"]
 
 
-@pytest.mark.parametrize("wrong", [None, *WRONG])
-def test_a_server_takes_nobody_with_a_wrong_certificate(wrong: str | None, tls: dict[str, Files]) -> None:
-    async def work() -> None:
-        there = Owner()
-        serving = network(trusting(tls, wrong or "none"))
-        dialling = TcpNetwork(credentials=Careless(tls[wrong] if wrong else None))
-        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
-        with pytest.raises(OSError):
-            await dialling.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-        server.close()
-        await server.wait_closed()
-        assert there.session is None and not server._ports, "it said Hello and was heard"
+async def nothing_is_said(serving: TcpNetwork, dialling: TcpNetwork, error: type[OSError] = OSError) -> None:
+    """The dialler fails, and the server hears no Hello."""
+    there = Owner()
+    server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
+    with pytest.raises(error):
+        await dialling.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+    await closed(server)
+    assert there.session is None and not server._ports
 
-    running(work)
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+@running
+async def test_a_server_takes_nobody_with_a_wrong_certificate(wrong: str | None, tls: dict[str, Files]) -> None:
+    shown = tls[wrong] if wrong else None
+    await nothing_is_said(network(trusting(tls, wrong or "none")), TcpNetwork(credentials=Careless(shown)))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_nobody_speaks_to_a_server_with_a_wrong_certificate(wrong: str, tls: dict[str, Files]) -> None:
-    async def work() -> None:
-        there = Owner()
-        serving, dialling = TcpNetwork(credentials=Careless(tls[wrong])), network(trusting(tls, wrong))
-        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await dialling.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-        server.close()
-        await server.wait_closed()
-        assert there.session is None and not server._ports
-
-    running(work)
+@running
+async def test_nobody_speaks_to_a_server_with_a_wrong_certificate(wrong: str, tls: dict[str, Files]) -> None:
+    serving, dialling = TcpNetwork(credentials=Careless(tls[wrong])), network(trusting(tls, wrong))
+    await nothing_is_said(serving, dialling, ssl.SSLCertVerificationError)
 
 
 @pytest.mark.parametrize("side", ["dialling", "serving"])
-def test_the_careless_are_taken_with_the_right_certificate(side: str, tls: dict[str, Files]) -> None:
+@running
+async def test_the_careless_are_taken_with_the_right_certificate(side: str, tls: dict[str, Files]) -> None:
     """It is the certificate that the others were turned away for."""
-
-    async def work() -> None:
-        there, serving, dialling = Owner(), network(tls["ours"]), network(tls["ours"])
-        if side == "dialling":
-            dialling = TcpNetwork(credentials=Careless(tls["ours"]))
-        else:
-            serving = TcpNetwork(credentials=Careless(tls["ours"]))
-        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
-        here = Owner()
-        joined = await dialling.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
-        joined.send(Note("hello"))
-        await there.until(lambda: there.messages)
-        joined.close()
-        await here.until(lambda: here.reasons)
-        await there.until(lambda: there.reasons)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    here, there = Owner(), Owner()
+    networks = {side: network(tls["ours"]) for side in ("dialling", "serving")}
+    networks[side] = TcpNetwork(credentials=Careless(tls["ours"]))
+    server, port = await networks["serving"].listen("127.0.0.1", 0, Message, lambda: there)
+    joined = await networks["dialling"].connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+    joined.send(Note("hello"))
+    await there.until(lambda: there.messages)
+    joined.close()
+    await here.until(lambda: here.reasons)
+    await there.until(lambda: there.reasons)
+    await closed(server)
 
 
 @pytest.mark.parametrize("old", ["dialling", "serving"])
-def test_what_is_older_than_tls_1_3_is_refused_by_either_side(old: str, tls: dict[str, Files]) -> None:
-    async def work() -> None:
-        there, networks = Owner(), {side: network(tls["ours"]) for side in ("dialling", "serving")}
-        networks[old] = TcpNetwork(credentials=Careless(tls["ours"], ssl.TLSVersion.TLSv1_2))
-        server, port = await networks["serving"].listen("127.0.0.1", 0, Message, lambda: there)
-        with pytest.raises(OSError):
-            await networks["dialling"].connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-        server.close()
-        await server.wait_closed()
-        assert there.session is None and not server._ports
-
-    running(work)
+@running
+async def test_what_is_older_than_tls_1_3_is_refused_by_either_side(old: str, tls: dict[str, Files]) -> None:
+    networks = {side: network(tls["ours"]) for side in ("dialling", "serving")}
+    networks[old] = TcpNetwork(credentials=Careless(tls["ours"], ssl.TLSVersion.TLSv1_2))
+    await nothing_is_said(**networks)
 
 
 @pytest.mark.parametrize("plain", ["dialling", "serving"])
-def test_there_is_no_way_round_tls(plain: str, tls: dict[str, Files]) -> None:
-    async def work() -> None:
-        there, networks = Owner(), {side: network(tls["ours"]) for side in ("dialling", "serving")}
-        networks[plain] = TcpNetwork()
-        server, port = await networks["serving"].listen("127.0.0.1", 0, Message, lambda: there)
-        with pytest.raises(OSError):
-            await networks["dialling"].connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
-        server.close()
-        await server.wait_closed()
-        assert there.session is None and not server._ports
-
-    running(work)
+@running
+async def test_there_is_no_way_round_tls(plain: str, tls: dict[str, Files]) -> None:
+    networks = {side: network(tls["ours"]) for side in ("dialling", "serving")}
+    await nothing_is_said(**(networks | {plain: TcpNetwork()}))
 
 
 @pytest.mark.parametrize("secured", [True, False])
-def test_who_says_nothing_is_not_waited_for(secured: bool, tls: dict[str, Files]) -> None:
+@running
+async def test_who_says_nothing_is_not_waited_for(secured: bool, tls: dict[str, Files]) -> None:
     """Neither to shake hands nor to say Hello."""
-
-    async def work() -> None:
-        serving = TcpNetwork(
-            credentials=TlsFiles(**tls["ours"]) if secured else None, greetings=Greetings(0.05)
-        )
-        server, port = await serving.listen("127.0.0.1", 0, Message, Owner)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(LIMIT_S):
-            assert await reader.read() == b""
-        writer.close()
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    serving = TcpNetwork(credentials=TlsFiles(**tls["ours"]) if secured else None, greetings=Greetings(0.05))
+    server, port = await serving.listen("127.0.0.1", 0, Message, Owner)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(LIMIT_S):
+        assert await reader.read() == b""
+    writer.close()
+    await closed(server)
 
 
-def test_the_same_over_tls(tls: dict[str, Files]) -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner(lambda session, message: session.send(Note(str(type(message).__name__))))
-        async with session(here, there, network=network(tls["ours"], 2)) as joined:
-            payloads = [pattern(number, 3 << 20) for number in range(4)]
-            for payload in payloads:
-                view = memoryview(payload)
-                joined.send(Parcel((1 << 20, 2 << 20)), view[:10], view[10:5000], view[5000:])
-            joined.send(Note("small"))
-            await there.until(lambda: len(there.messages) == 5)
-            await here.until(lambda: len(here.messages) == 5)
-            assert sorted(b"".join(pieces) for pieces in there.payloads) == sorted(payloads)
-
-    running(work)
+@running
+async def test_the_same_over_tls(tls: dict[str, Files]) -> None:
+    here, there = Owner(), Owner(lambda session, message: session.send(Note(str(type(message).__name__))))
+    async with session(here, there, network=network(tls["ours"], 2)) as joined:
+        payloads = [pattern(number, 3 << 20) for number in range(4)]
+        for payload in payloads:
+            view = memoryview(payload)
+            joined.send(Parcel((1 << 20, 2 << 20)), view[:10], view[10:5000], view[5000:])
+        joined.send(Note("small"))
+        await there.until(lambda: len(there.messages) == 5)
+        await here.until(lambda: len(here.messages) == 5)
+        assert sorted(b"".join(pieces) for pieces in there.payloads) == sorted(payloads)
 
 
 def test_tls_files_that_are_wrong_are_named(tls: dict[str, Files], tmp_path: Path) -> None:
@@ -200,7 +163,8 @@ def test_tls_files_that_are_wrong_are_named(tls: dict[str, Files], tmp_path: Pat
             TlsFiles(**(ours | wrong))
 
 
-def test_files_that_change_are_read_again_while_sessions_go_on(
+@running
+async def test_files_that_change_are_read_again_while_sessions_go_on(
     tls: dict[str, Files], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half of a change, a certificate before its key, is reported and does no harm."""
@@ -211,33 +175,29 @@ def test_files_that_change_are_read_again_while_sessions_go_on(
             shutil.copy(tls[name][part], tmp_path / "draft")
             (tmp_path / "draft").rename(files[part])
 
-    async def work() -> None:
-        copy("ours", *files)
-        owners: list[Owner] = []
+    copy("ours", *files)
+    owners: list[Owner] = []
 
-        def entering() -> Owner:
-            owners.append(Owner())
-            return owners[-1]
+    def entering() -> Owner:
+        owners.append(Owner())
+        return owners[-1]
 
-        server, port = await network(files).listen("127.0.0.1", 0, Message, entering)
+    server, port = await network(files).listen("127.0.0.1", 0, Message, entering)
 
-        async def connect(name: str) -> Session:
-            return await network(tls[name]).connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+    async def connect(name: str) -> Session:
+        return await network(tls[name]).connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
 
-        first = await connect("ours")
-        copy("another authority", "certificate")
-        half = await connect("ours")
-        assert "new connections go on with what was read before" in caplog.text
-        copy("another authority", "key", "authority")
-        with pytest.raises(OSError):
-            await connect("ours")
-        other = await connect("another authority")
-        for each, there in zip((first, half, other), owners, strict=True):
-            each.send(Note("still here"))
-            await there.until(lambda there=there: there.messages)
-            each.close()
-            await there.until(lambda there=there: there.reasons)
-        server.close()
-        await server.wait_closed()
-
-    running(work)
+    first = await connect("ours")
+    copy("another authority", "certificate")
+    half = await connect("ours")
+    assert "new connections go on with what was read before" in caplog.text
+    copy("another authority", "key", "authority")
+    with pytest.raises(OSError):
+        await connect("ours")
+    other = await connect("another authority")
+    for each, there in zip((first, half, other), owners, strict=True):
+        each.send(Note("still here"))
+        await there.until(lambda there=there: there.messages)
+        each.close()
+        await there.until(lambda there=there: there.reasons)
+    await closed(server)

@@ -34,15 +34,6 @@ def handle_of(arena: Arena) -> ArenaHandle:
     return arena.handle
 
 
-def test_slots_and_slices_are_where_they_should_be() -> None:
-    arena = Arena(SMALL, 4)
-    assert arena.capacity_bytes == len(arena.memory) == 4 * 300
-    arena.slice(2, 1)[:] = b"x" * 100
-    assert bytes(arena.memory[2 * 300 + 100 : 2 * 300 + 200]) == b"x" * 100
-    assert bytes(arena.slot(2)).count(b"x") == 100
-    arena.close()
-
-
 def test_another_process_reads_without_a_copy_through_us() -> None:
     arena = Arena(SMALL, 2)
     arena.slice(1, 2)[:] = b"y" * 100

@@ -147,36 +147,12 @@ def write(directory: BlockDirectory, count: int = 9) -> list[int]:
     return [block.name for block in batch]
 
 
-def test_demoting_a_shadow_frees_its_slot_at_once() -> None:
-    directory = filled(1, Places(1), 1)
-    assert write(directory) == [1]
-    assert directory.demote(1, can_write=False) and directory.slots.num_empty == 1
-
-
 def test_demoted_blocks_are_written_first_and_take_the_oldest_shadows_place() -> None:
     directory = filled(4, Places(2), 1, 2, 3, 4)
     assert write(directory) == [1, 2]
     directory.demote(4, can_write=True)
     assert write(directory) == [4]
     assert list(directory.shadows) == [2] and list(directory.unwritten) == [3, 1]
-
-
-def test_a_demoted_block_without_a_place_is_lost() -> None:
-    directory = filled(2, Places(1), 1, 2)
-    directory.demote(1, can_write=True)
-    assert write(directory) == [1]
-    directory.demote(2, can_write=True)
-    assert directory.start_writing(9) == ([], [2]) and 2 not in directory.blocks
-
-
-def test_a_block_dropped_while_it_is_written_frees_its_place_at_the_end() -> None:
-    places = Places(1)
-    directory = filled(1, places, 1)
-    directory.start_writing(1)
-    directory.drop(1)
-    assert directory.slots.num_empty == 0 and places.num_used == 1
-    directory.end_writing(written=True)
-    assert directory.slots.num_empty == 1 and places.num_used == 0
 
 
 def test_other_bytes_of_a_block_make_its_record_useless() -> None:
@@ -196,11 +172,6 @@ def test_a_second_copy_gives_its_slot_back() -> None:
     assert directory.slots.num_empty == 1 and directory.blocks[1].seals == (b"",)
 
 
-def test_only_a_reserved_slot_can_be_committed() -> None:
-    with pytest.raises(AssertionError, match="was not reserved"):
-        BlockDirectory(1, None).commit(1, None, 0, (b"",))
-
-
 @pytest.mark.parametrize("under_way", [False, True])
 def test_what_is_committed_again_before_it_is_on_the_ssd_is_in_dram_by_decision(under_way: bool) -> None:
     directory = BlockDirectory(2, Places(2))
@@ -215,10 +186,3 @@ def test_what_is_committed_again_before_it_is_on_the_ssd_is_in_dram_by_decision(
         directory.end_writing(written=True)
     assert directory.blocks[1].slot == first
     directory.check(int(under_way))
-
-
-def test_demoted_blocks_are_written_first_and_no_more_than_asked_for() -> None:
-    directory = filled(6, Places(6), 1, 2, 3, 4, 5, 6)
-    for name in (1, 2):
-        directory.demote(name, can_write=True)
-    assert write(directory, 3) == [1, 2, 3] and write(directory, 2) == [4, 5]

@@ -52,19 +52,6 @@ def test_written_records_are_read_and_found_again(shape: Shape, direct: bool, tm
     log.close()
 
 
-@SHAPES
-def test_neighbours_are_read_in_one_call(shape: Shape, tmp_path: Path) -> None:
-    log = Log(tmp_path, shape, 1 << 24, b"")
-    log.write([entry(log, name) for name in range(GROUP + 2)])
-    intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
-    assert log.read_run(GROUP - 1, intos) == (shape is LARGE)  # as far as they lie together
-    intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
-    count = log.read_run(0, intos)
-    assert count == (4 if shape is LARGE else 0)  # others have padding in between
-    assert [bytes(into) for into in intos[:count]] == [content(name, shape) for name in range(count)]
-    log.close()
-
-
 @pytest.mark.parametrize("num_blocks", [1, 2, 7])
 def test_files_are_never_larger_than_the_capacity(num_blocks: int, tmp_path: Path) -> None:
     capacity = log_bytes(LARGE, num_blocks, tmp_path)
@@ -208,21 +195,3 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="cannot be used"):
         Log(tmp_path / "file", SMALL, 1 << 20, b"")
-
-
-@SHAPES
-def test_a_truncated_file_gives_what_is_whole(shape: Shape, tmp_path: Path) -> None:
-    capacity = log_bytes(shape, 4, tmp_path)
-    log = Log(tmp_path, shape, capacity, b"")
-    log.write([entry(log, name) for name in range(4)])
-    log.close()
-    (path,) = tmp_path.glob("blocks-*")
-    for end in (capacity - shape.slice_bytes, log.format.file_bytes(2), log.format.file_bytes(1) - 1, 10, 0):
-        os.truncate(path, end)
-        log = Log(tmp_path, shape, capacity, b"")
-        there = [name for name in range(4) if log.format.payload_offset(name) + shape.block_bytes <= end]
-        assert [name for name in range(4) if log.read(name, 0, room(shape))] == there
-        intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
-        assert shape is not LARGE or log.read_run(0, intos) == len(there)
-        assert len(log.scan()) == min(4, end // log.format.header_bytes)
-        log.close()

@@ -37,7 +37,3 @@ def test_blocks_without_a_head_stay_out() -> None:
 def test_the_latest_record_of_a_name_counts() -> None:
     found = [record(0, 1, None, 8), record(1, 1, None, 3), record(2, 2, 7, 4), record(3, 2, 1, 5)]
     assert whole_chains(found) == [found[0], found[3]]
-
-
-def test_nothing_found() -> None:
-    assert whole_chains([]) == []

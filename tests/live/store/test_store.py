@@ -10,9 +10,9 @@ import pytest
 
 from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store import Files, PeerArena, Pinned, Shape
+from isthmus.live.store import Files, PeerArena, Pinned, Shape, aligned_buffer
 from isthmus.live.store.reader import Fault
-from isthmus.live.store.record import RecordFormat
+from isthmus.live.store.record import GROUP, RecordFormat
 from tests.live.store.support import (
     LARGE,
     ODD,
@@ -74,6 +74,22 @@ def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
         for name, into in zip(asked, intos, strict=True):
             assert name == 1000 or into == content(name, shape)
         assert store.get_many([]) == []
+
+
+@pytest.mark.parametrize(("count", "num_reads"), [(GROUP, 1), (2 * GROUP, 2)])
+def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, tmp_path: Path) -> None:
+    """As far as they lie together, in whatever order they are asked for."""
+    files, names, size = FaultyFiles(), list(range(count)), LARGE.block_bytes
+    with opened(LARGE, count, tmp_path, files=files) as store:
+        put(store, *names)
+        store.flush()
+        store.demote(names)
+        files.calls.clear()
+        buffer = aligned_buffer(count * size)
+        asked = Random(1).sample([(name, buffer[name * size : (name + 1) * size]) for name in names], count)
+        assert all(store.get_many(asked))
+        assert bytes(buffer) == b"".join(content(name, LARGE) for name in names)
+        assert files.calls.count("read") == num_reads
 
 
 def test_a_large_block_is_read_in_parts_and_each_is_checked(tmp_path: Path) -> None:

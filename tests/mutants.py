@@ -33,7 +33,7 @@ from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
 QUICK = {
-    "cluster": "donors head pipeline recorder reports runs stage streams trust virtual",
+    "cluster": "donors head in_memory pipeline recorder runs stage streams trust virtual",
     "kv": "cache faults fetches handover hosting",
     "peers": "link_monitor sessions",
 }

@@ -644,7 +644,7 @@ async def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(world: Wo
 @cached
 async def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(world: World) -> None:
     """Somebody else's read of it found damage: its node knows that it is gone."""
-    node, gate = world.here, Gate("read")
+    node, gate = world.here, Gate("give what was read")
     on_disk(node)
     node.store.before = gate
     node.do(events.Read(KEY, NAMES[5:6]))

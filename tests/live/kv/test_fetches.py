@@ -33,6 +33,7 @@ from tests.live.kv.world import (
     NETWORKS,
     OTHER,
     THIRD,
+    HarmfulNetwork,
     Liar,
     World,
     layer_of,
@@ -431,6 +432,20 @@ async def test_two_frames_under_way_never_share_a_place_and_one_given_up_may_com
     await world.quiet()
     assert "are not what must come next" in world.here.of(events.Gone)[0].reason
     await world.here.fetch_ended()
+
+
+@played(alone=True, network=lambda: HarmfulNetwork(piece=0))
+async def test_nothing_is_taken_of_a_fetch_that_is_over(world: World) -> None:
+    """Though it comes with what ended it, in one piece."""
+    liar = await asked(world)
+    for link in world.network.links:
+        link.freeze()
+    world.here.at_message = lambda: world.here.do(events.EndFetch(KEY))
+    liar.say(Ended(KEY, 0))
+    liar.say(*given_of(0, 0, 1))
+    world.network.thaw()
+    await world.quiet()
+    assert "are not what must come next" in liar.reasons[0]
 
 
 @played(alone=True)

@@ -7,6 +7,7 @@ home and `there` the holder.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from isthmus.core.attempts import Share
 from isthmus.core.node import events
 from isthmus.core.types import RequestId
 from isthmus.live.engine.interface import Asking, HolderLost
+from isthmus.live.messenger import LineLost
 from isthmus.live.peers.messages import Attend, Shipment
 from tests.live.kv.world import (
     KEY,
@@ -367,6 +369,19 @@ async def test_nobody_attends_to_what_is_not_whole_or_another_share(world: World
     assert await attends(liar, KEY, 1) == [True] and world.here.mover.gauges()["attention_answered_total"] == 2
 
 
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(0, 1), (1, 0)])
+@played(alone=True, **two_heads)
+async def test_a_question_of_nothing_ends_its_line(world: World, num_rows: int, num_tokens: int) -> None:
+    liar = await held(world, 5, 1)
+    asker = await liar.sessions[0].line(60)
+    head = msgspec.msgpack.encode(Attend(1, 0, ((KEY, num_rows, num_tokens, 40, 12),), 2))
+    question = await asyncio.to_thread(asker.ask, head, memoryview(b"queries!"))
+    with pytest.raises(LineLost):
+        await asyncio.to_thread(asker.answer, question)
+    asker.hang_up()
+    await has(liar, 2)
+
+
 async def asked(world: World, asking: Asking, remote: object = None) -> str:
     """What comes of a question of `here`; nothing if it is answered."""
     world.here.do(events.OpenLine(OTHER))
@@ -382,6 +397,47 @@ async def asked(world: World, asking: Asking, remote: object = None) -> str:
 
 def asking_of(num_tokens: int) -> Asking:
     return Asking(OTHER, ((0, 1, num_tokens, 40, 12),), HALF.part, HALF.parts)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@played(**lines)
+async def test_several_attempts_of_one_home_are_apart_at_one_holder(world: World, which: int) -> None:
+    """Of each as much as came of it is attended to, in one question for both; and what one gives back is its own."""
+    here, there, keys = world.here, world.there, [KEY, NEXT]
+    for number, data in enumerate(BLOCKS):
+        here.write(number, data)
+    for at, key in enumerate(keys):
+        there.do(events.Host(key, OTHER, HALF, (2 * at, 2 * at + 1)))
+        here.do(events.Ship(key, OTHER, 0, (5, 1, 7)[: 3 - 2 * at], HALF))
+    await world.quiet()
+
+    async def both(*nums_tokens: int) -> str:
+        chunks = tuple([(at, 1, num_tokens, 40, 12) for at, num_tokens in enumerate(nums_tokens)])
+        return await asked(world, Asking(OTHER, chunks, HALF.part, HALF.parts), here.mover.holders.remote(keys))
+
+    assert not await both(3 * SIZE, SIZE)
+    assert await both(SIZE, SIZE + 1) == await both(3 * SIZE + 1, 1) == "it has no KV of this attempt"
+    there.do(events.Trim(keys[which], 0))
+    assert await both(SIZE, SIZE) == "it has no KV of this attempt"
+    there.do(events.Unhost(keys[which]))
+    other = [(1 - which, 1, SIZE, 40, 12)]
+    asking = Asking(OTHER, tuple(other), HALF.part, HALF.parts)
+    assert not await asked(world, asking, here.mover.holders.remote(keys))
+    gauges = here.mover.gauges()
+    assert [gauges[f"attention_{what}_total"] for what in ("asked", "bytes_asked", "bytes_answered")] == [
+        5,
+        40,
+        16,
+    ]
+
+
+@played(answer_s=0.3, **lines)
+async def test_a_holder_that_says_nothing_is_lost(world: World) -> None:
+    await ready(world)
+    go_on = threading.Event()
+    world.there.attends = lambda q: (go_on.wait(60), q)[1]
+    assert await asked(world, asking_of(1))
+    go_on.set()
 
 
 async def ready(world: World, blocks: Sequence[int] = (5, 1)) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.node import events
 from isthmus.core.node.extent import Extent
@@ -28,8 +30,9 @@ from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.engine.interface import KVBytes
 from isthmus.live.kv.cache import EngineCache
 from isthmus.live.kv.mover import KVMover
-from isthmus.live.messenger import MemoryNetwork, Network, Sending, Server, Session, TcpNetwork
+from isthmus.live.messenger import MemoryNetwork, Network, Sending, Server, Session, TcpNetwork, Terms
 from isthmus.live.messenger.memory import Link
+from isthmus.live.messenger.terms import STANDARD
 from isthmus.live.peers.messages import PROTOCOL, PeerHello, PeerMessage
 from isthmus.live.peers.sessions import Peers
 from isthmus.live.store import Arena, Log, Shape, Store
@@ -93,8 +96,9 @@ class HarmfulNetwork(MemoryNetwork):
         at: int | None = None,
         seed: object = 0,
         piece: int = PIECE,  # 0: it comes whole
+        terms: Terms = STANDARD,
     ) -> None:
-        super().__init__(connections=connections)
+        super().__init__(connections=connections, terms=terms)
         self.piece = piece
         self.fault, self.at, self.random = fault, at, Random(str(seed))
         self.then: Callable[[], object] = bool
@@ -220,7 +224,9 @@ class WatchedStore(Store):
 
     def read(self, name: BlockName, *more: Any) -> bool:
         self.before("read", name)
-        return super().read(name, *more)
+        found = super().read(name, *more)
+        self.before("give what was read", name)
+        return found
 
     def drop(self, names: Sequence[BlockName]) -> None:
         self.before("drop", names)
@@ -248,6 +254,7 @@ class Node:
         first_layer: int = 0,
         stage: int = 0,
         max_staged: int | None = None,
+        answer_s: float = LIMIT_S,
     ) -> None:
         self.layout = layout
         self.memory: Any = memory or WatchedMemory(layout, blocks)
@@ -271,6 +278,7 @@ class Node:
         self.placed: list[PeerMessage] = []
         self.at_place: Callable[[], object] = bool
         self.at_message: Callable[[], object] = bool
+        self.attends: Callable[[memoryview], memoryview] = lambda q: q
         self.tokens: dict[RequestId, int] = {}
         self.reasons: list[str] = []
         self.failed = ""
@@ -280,14 +288,14 @@ class Node:
         self.tasks: set[asyncio.Task[None]] = set()
         self.mover = KVMover(
             memory=self.memory,
-            attends=lambda layer, asked, q, parts: q,
+            attends=lambda layer, asked, q, parts: self.attends(q),
             first_layer=first_layer,
             cache=self.cache,
             peers=self.peers,
             tell=self._told,
             spawn=self._spawn,
             shares_memory=shares,
-            answer_s=30.0,
+            answer_s=answer_s,
             received=self.tokens.__setitem__,
         )
         self.mover.open(asyncio.get_running_loop())
@@ -662,6 +670,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "memory": HarmfulNetwork,
     "tcp": TcpNetwork,
     "several connections": lambda: TcpNetwork(connections=3),
+    "a small window": lambda: HarmfulNetwork(terms=msgspec.structs.replace(STANDARD, window=1 << 10)),
 }
 
 

@@ -33,8 +33,8 @@ from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
 QUICK = {
-    "cluster": "donors head pipeline recorder reports runs stage streams trust virtual",
-    "kv": "cache fetches handover loans mover",
+    "cluster": "donors head in_memory pipeline recorder runs stage streams trust virtual",
+    "kv": "cache faults fetches handover hosting",
     "peers": "link_monitor sessions",
 }
 EXECUTORS = [f"tests/live/{room}/test_{name}.py" for room, names in QUICK.items() for name in names.split()]

@@ -12,10 +12,10 @@ import pytest
 from isthmus.cli.models import bytes_folder
 from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
-from tests.served import refused, serve
+from tests.live.cluster.kit import CURVE, RECIPE
+from tests.served import serve
 
 EMULATED = ("--engine", "emulated", "--hardware", "h200")
-RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -70,8 +70,7 @@ def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
 )
 def test_overload_is_429_with_a_time_to_come_back(admission: str, limit: str, stage: str) -> None:
     """Refused at arrival by its own limit; and after the prefill, with nothing sent yet, by `baseline`."""
-    curve = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.01}
-    engine = {"kind": "emulated", "cost": curve}
+    engine = {"kind": "emulated", "cost": CURVE | {"decode_fixed_s": 0.01}}
     with inside({"engine": engine, "scheduling": {"admission": admission}}) as served:
         for stream in (False, True):
             asked = {"model": served.model, "prompt": [int(stream)] * 3000, "max_tokens": 5, "stream": stream}
@@ -81,21 +80,6 @@ def test_overload_is_429_with_a_time_to_come_back(admission: str, limit: str, st
             assert reply.json()["error"]["code"] == "overloaded"
             assert served.http.post("/v1/completions", json=asked).status_code == 200
         assert f'isthmus_requests_refused_total{{stage="{stage}"}} 2.0' in served.http.get("/metrics").text
-
-
-def test_what_cannot_be_emulated_says_so_in_one_line(tmp_path: Path) -> None:
-    code, line = refused("--engine", "emulated", "--port", "0")
-    assert code != 0 and "engine.hardware" in line and "h200" in line
-    code, line = refused("--engine", "emulated", "--hardware", "h20x", "--port", "0")
-    assert code != 0 and "h20x" in line and "h200" in line
-    code, line = refused("--engine", "imagined", "--port", "0")
-    assert code != 0 and "engine.kind" in line
-    config = tmp_path / "isthmus.yaml"
-    config.write_text(f"engine: {{kind: emulated, cost: {tmp_path / 'nothing.yaml'}}}\n")
-    code, line = refused("--config", str(config), "--port", "0")
-    assert code != 0 and "nothing.yaml: cannot be read" in line
-    code, line = refused(*EMULATED, "--model", str(tmp_path), "--port", "0")
-    assert code != 0 and "config.json" in line
 
 
 LLAMA_70B = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.inside import inside
-from tests.live.cluster.test_exact_tokens import check, prompts_of
+from tests.live.cluster.kit import prompt_of as prompt_of
 from tests.models import check_greedy, make_model
 from tests.served import Client
 
@@ -39,11 +38,6 @@ def deployment(
         "policy": "mooncake",
         "cache": {"dram": 1000 * BLOCK_BYTES, **cache},
     }
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
 
 
 class Chat:
@@ -103,57 +97,3 @@ def test_dram_the_next_turn_and_ssd_after_a_restart(model: Path, tmp_path: Path)
             "the newest answer is on the decode node's SSD alone"
         )
         assert served.total("cache_seal_mismatches_total") == 0
-
-
-@pytest.mark.parametrize(("share", "num_decode"), [("host", 2), ("none", 1)], ids=["2P2D-lent", "2P1D-fetched"])
-def test_prefill_nodes_share_one_pool(share: str, num_decode: int, model: Path) -> None:
-    """They use each other's blocks and the decode nodes', where they lie or over TCP."""
-    config = deployment(model, roles={"prefill": 2, "decode": num_decode}, share=share)
-    shared = prompt_of(5, 1000)
-    chats = [Chat(model, shared + prompt_of(seed, 90)) for seed in range(20, 32)]
-    with inside(config) as served, ThreadPoolExecutor(len(chats)) as pool:
-        assert chats[0].turn(served) == 0
-        with served.held():
-            turns = pool.map(lambda chat: chat.turn(served), chats[1:])
-            served.wait_until_asked(len(chats) - 1)
-        assert max(turns) == 992
-        computed = served.gauge("tokens_computed_total")
-        assert min(computed["prefill-0"], computed["prefill-1"]) > 0, "so many at once are for both"
-        quiet = chats[0]
-        served.wait_until(lambda: _decoded_blocks(served) >= quiet.num_kept // 16, "answers are kept")
-        kept = quiet.num_kept
-        assert quiet.turn(served, prompt_of(6, 30)) == kept
-        list(pool.map(lambda chat: chat.turn(served, prompt_of(7, 30)), chats[1:]))
-        check(served, model, prompts_of(8))
-        crossed = {"host": "kv_bytes_borrowed_total", "none": "kv_bytes_fetched_total"}[share]
-        served.wait_until(lambda: served.total(crossed) > 0, "blocks cross between nodes")
-
-
-def _decoded_blocks(served: Client) -> float:
-    return sum(
-        count for node, count in served.gauge("cache_memory_blocks").items() if node.startswith("decode")
-    )
-
-
-def test_eviction_under_pressure(model: Path, tmp_path: Path) -> None:
-    """Caches of 48 blocks over 80, and KV memory for two of the prompts, while these have 150 blocks in all."""
-    tiers = {"dram": 48 * BLOCK_BYTES, "ssd": 80 * 4096 * 4, "folder": str(tmp_path / "blocks")}
-    config = deployment(model, roles={"prefill": 1, "decode": 1}, kv_memory=64 * BLOCK_BYTES, **tiers)
-    draw = random.Random(9)
-    bases = [prompt_of(seed, draw.randrange(50, 400)) for seed in range(40, 48)]
-    prompts = [draw.choice(bases) + prompt_of(seed, draw.randrange(40)) for seed in range(50, 90)]
-    with inside(config) as served, ThreadPoolExecutor(6) as pool:
-        first, again = (
-            list(pool.map(lambda prompt: served.tokens(prompt, NUM_TOKENS), prompts)) for _ in range(2)
-        )
-        assert first == again
-        served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "evictions from DRAM")
-        served.wait_until(lambda: served.total("cache_disk_evictions_total") > 0, "evictions from the SSD")
-        served.wait_until(
-            lambda: max(served.gauge("cache_memory_blocks").values()) <= 42,
-            "what was evicted stays away: 7/8 of 48",
-        )
-        assert served.total("cache_seal_mismatches_total") == 0
-        assert served.total("prefix_cache_hits_total") > 0
-    for prompt, answer in zip(prompts, first, strict=True):
-        check_greedy(model, prompt, answer)

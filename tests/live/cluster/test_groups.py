@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,43 +14,18 @@ import httpx
 import pytest
 
 from isthmus.cli.models import bytes_folder
-from isthmus.live.engine.emulated import Recipe, expected_tokens, recipe_of
+from isthmus.live.engine.emulated import recipe_of
 from tests.inside import inside
+from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, prompt_of
 from tests.models import check_greedy, make_model
-from tests.served import LIMIT_S, Client, node_pid, refused, serve, streamed
+from tests.served import Client
 
-CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 LENGTHS = (1, 2, 15, 16, 17, 48, 64, 255, 256, 257, 900, 3000)
 
 
-def deployment(*, stages: int = 2, decodes: int = 1, **sections: Any) -> dict[str, Any]:
+def deployment(*, stages: int = 2, curve: dict[str, Any] = CURVE, **sections: Any) -> dict[str, Any]:
     """One group of emulated stages."""
-    roles = {"prefill": {"count": stages, "pipeline": stages}, "decode": decodes}
-    engine = {"kind": "emulated", "cost": CURVE, "token_budget": 256} | sections.pop("engine", {})
-    return {"roles": roles, "engine": engine, **sections}
-
-
-def recipe(stages: int = 2) -> Recipe:
-    return recipe_of(bytes_folder(), bytes_folder(), 16, layers=max(2, stages))
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
-
-
-def ask(served: Client, prompt: list[int], count: int = 20, *, stages: int = 2) -> int:
-    """Checks an answer; returns how many of its prompt's tokens were cached."""
-    found = served.complete(prompt, count, ignore_eos=True)
-    assert found["choices"][0]["token_ids"] == expected_tokens(recipe(stages), prompt, count)
-    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def idle(served: Client) -> bool:
-    """Every node has all its KV memory back."""
-    return served.gauge("kv_blocks") == served.gauge("kv_blocks_available") and not any(
-        served.gauge("node_requests_running").values()
-    )
+    return emulated(curve, roles={"prefill": {"count": stages, "pipeline": stages}, "decode": 1}, **sections)
 
 
 def alike(served: Client) -> bool:
@@ -65,14 +37,15 @@ def alike(served: Client) -> bool:
 @pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "64MiB"}), (3, {"dram": "64MiB"})])
 def test_every_answer_is_exact(stages: int, cache: dict[str, Any]) -> None:
     prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
+    recipe = recipe_of(bytes_folder(), bytes_folder(), 16, layers=max(2, stages))
     with inside(deployment(stages=stages, cache=cache)) as served:
         assert len(served.processes) == stages + 1
         with ThreadPoolExecutor(len(prompts)) as pool:
-            assert not any(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
-            assert ask(served, prompt_of(100, 700), 1, stages=stages) == 0, (
+            assert not any(pool.map(lambda prompt: ask(served, prompt, recipe=recipe), prompts))
+            assert ask(served, prompt_of(100, 700), 1, recipe=recipe) == 0, (
                 "an answer of one token, with no decode"
             )
-            cached = list(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
+            cached = list(pool.map(lambda prompt: ask(served, prompt, recipe=recipe), prompts))
         assert cached[-1] >= 2992, "the longest prompt was computed again"
         last = f"prefill-0.{stages - 1}"
         served.wait_until(
@@ -102,38 +75,8 @@ def test_tokens_of_a_real_model_are_exact(tmp_path: Path) -> None:
 # What goes wrong.
 
 
-def slow(**engine: Any) -> dict[str, Any]:
-    """Prompts take a while, and so do answers."""
-    return {"engine": {"cost": CURVE | {"prefill_token_s": 2e-4, "decode_fixed_s": 0.004}} | engine}
-
-
-@pytest.mark.parametrize("victim", ["prefill-0", "prefill-0.1"])
-def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
-    """kill -9 while one prompt is computed, others wait, and one answer is under way."""
-    with serve(tmp_path, deployment(**slow())) as served:
-        short, prompts = prompt_of(1, 20), [prompt_of(seed, 3000) for seed in (2, 3, 4)]
-        with ThreadPoolExecutor(4) as pool:
-            answering = threading.Event()
-            answer = pool.submit(streamed, served, short, 300, answering)
-            assert answering.wait(LIMIT_S)
-            started = served.gauge("pipeline_runs_total")["prefill-0"]
-            process = node_pid(served.children().values(), victim)
-            os.kill(process, signal.SIGSTOP)
-            asked = [pool.submit(ask, served, prompt) for prompt in prompts]
-            served.wait_until_asked(4, [answer, *asked])  # nobody takes what comes when the group is gone
-            os.kill(process, signal.SIGCONT)
-            served.wait_until(
-                lambda: served.gauge("pipeline_runs_total")["prefill-0"] > started + 1, "a prompt is computed"
-            )
-            os.kill(process, signal.SIGKILL)
-            for each in asked:
-                each.result()
-            assert answer.result() == expected_tokens(recipe(), short, 300, stop_tokens=(257,))
-        served.wait_until(lambda: idle(served), "all blocks are free again")
-
-
 def test_cancelled_prompts_leave_nothing_behind() -> None:
-    with inside(deployment(cache={"dram": "64MiB"}, **slow())) as served:
+    with inside(deployment(cache={"dram": "64MiB"}, curve=STEADY)) as served:
         for seed in range(6):
             body = {"model": served.model, "prompt": prompt_of(seed, 3000), "max_tokens": 20}
             with served.held(), pytest.raises(httpx.ReadTimeout):
@@ -195,14 +138,3 @@ def test_damage_in_one_stage_costs_time_and_no_token(
         ask(served, STORED)
         assert ask(served, STORED) == 1599, "it was not stored again"
         served.wait_until(lambda: alike(served), "all stages keep the same blocks")
-
-
-def test_what_makes_no_group_says_so_in_one_line(tmp_path: Path) -> None:
-    for roles, words in (
-        ({"prefill": {"count": 3, "pipeline": 2}, "decode": 1}, "3 nodes make no groups of 2"),
-        ({"prefill": 1, "decode": {"count": 2, "pipeline": 2}}, "roles.decode.pipeline"),
-    ):
-        config = tmp_path / "isthmus.yaml"
-        config.write_text(json.dumps({"roles": roles, "engine": {"kind": "emulated", "cost": CURVE}}))
-        code, line = refused("--config", str(config), "--port", "0")
-        assert code != 0 and words in line

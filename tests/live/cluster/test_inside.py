@@ -13,7 +13,7 @@ from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.kv.loans import Lease
 from tests import inside as room
 from tests.inside import Inside, inside
-from tests.live.cluster.test_pool import BLOCK_BYTES, RECIPE, ask, deployment, prompt_of
+from tests.live.cluster.kit import BLOCK_BYTES, RECIPE, ask, pooled, prompt_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_a_block_on_disk_that_is_believed_to_be_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefixIndex, "demote", PrefixIndex.store)
-    config = deployment(
+    config = pooled(
         cache={"dram": 50 * BLOCK_BYTES, "ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}
     )
     draw = random.Random(7)
@@ -44,7 +44,7 @@ def test_a_block_on_disk_that_is_believed_to_be_in_memory(
 
 def test_a_lease_that_nobody_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "release", lambda self: None)
-    with pytest.raises(AssertionError, match="slots pinned"), inside(deployment()) as served:
+    with pytest.raises(AssertionError, match="slots pinned"), inside(pooled()) as served:
         first = prompt_of(1, 400)
         ask(served, first, 100)
         served.wait_until(

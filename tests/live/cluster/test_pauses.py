@@ -13,7 +13,8 @@ import pytest
 
 from isthmus.core.conductor import NodeLeft
 from isthmus.live.engine.emulated import expected_tokens
-from tests.live.cluster.test_deaths import CURVE, RECIPE, heard
+from tests.live.cluster.kit import RECIPE, STEADY
+from tests.live.cluster.test_deaths import heard
 from tests.served import serve, streamed
 
 SILENCE_S = 3.0
@@ -39,7 +40,7 @@ def test_a_pause_costs_no_node_no_cache_and_no_answer(who: str, pause_s: float, 
     flight = tmp_path / "flight.jsonl"
     sections = {
         "roles": {"prefill": 2, "decode": 2},
-        "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
+        "engine": {"kind": "emulated", "cost": STEADY, "token_budget": 256},
         "cache": {"dram": "64MiB"},
         "limits": {"silence_s": SILENCE_S, "link_s": SILENCE_S},
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -11,74 +10,23 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.served import reserved_port
-from isthmus.cli.models import bytes_folder
-from isthmus.live.engine.emulated import expected_tokens, recipe_of
+from isthmus.live.engine.emulated import expected_tokens
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.served import LIMIT_S, Client, given_up, node_pid, refused, serve
-
-RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
-CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
-
-SLOW = {**CURVE, "prefill_token_s": 4e-4}
-"""Computing 1,600 tokens takes 0.64 s, fetching them next to nothing: fetches are what the conductor orders."""
-
-BLOCK_BYTES = 16 * 2048
-"""Of the model that is emulated."""
-
-
-def deployment(**sections: Any) -> dict[str, Any]:
-    """Emulated nodes with a cache of 1,000 blocks."""
-    return {
-        "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
-        "cache": {"dram": 1000 * BLOCK_BYTES, **sections.pop("cache", {})},
-        **sections,
-    }
-
-
-def written(folder: Path, settings: dict[str, Any]) -> str:
-    """As a configuration file."""
-    path = folder / "isthmus.yaml"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
-
-
-def ask(served: Client, prompt: list[int], count: int = 20, **fields: Any) -> int:
-    """Checks an answer; returns how many of its prompt's tokens were cached."""
-    found = served.complete(prompt, count, ignore_eos=True, **fields)
-    assert found["choices"][0]["token_ids"] == expected_tokens(RECIPE, prompt, count)
-    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
-    with inside(deployment()) as served:
-        first = prompt_of(1, 400)
-        assert ask(served, first, 100) == 0
-        served.wait_until(
-            lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
-        )
-        served.check_idle()  # and the conductor knows
-        answer = expected_tokens(RECIPE, first, 100)
-        assert ask(served, first + answer + prompt_of(2, 50)) == 496
-        served.wait_until(lambda: served.total("kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
+from tests.live.cluster.kit import BLOCK_BYTES, LONG, RECIPE, ask, pooled, prompt_of
+from tests.served import LIMIT_S, given_up, node_pid, serve
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["lent", "fetched"])
 def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
     """`mooncake` fetches from the one that has it."""
     share = {"share": "host" if shared else "none"}
-    config = deployment(
-        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
+    config = pooled(
+        LONG,
         roles={"prefill": 2, "decode": 2},
         policy="mooncake",
         cache=share,
@@ -98,8 +46,8 @@ def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> N
         )
 
 
-def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
-    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
+def test_blocks_outlive_the_cluster_and_damaged_ones_cost_time_and_no_token(tmp_path: Path) -> None:
+    config = pooled(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
     prompt = prompt_of(4, 1600)
     with inside(config) as served:
         assert ask(served, prompt) == 0
@@ -109,20 +57,11 @@ def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
         served.check_idle()  # and the conductor knows
         assert ask(served, prompt) == 1599
         assert served.total("seal_mismatches_total") == 0
-
-
-def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
-    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
-    prompt = prompt_of(5, 1600)
-    with inside(config) as served:
-        ask(served, prompt)
-        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
     damage = random.Random(6)
     for path in sorted((tmp_path / "blocks").rglob("*")):
         if path.is_file() and path.stat().st_size > 4096:
             data = bytearray(path.read_bytes())
-            written = [at for at, byte in enumerate(data) if byte]
-            for at in damage.sample(written, 40):
+            for at in damage.sample([at for at, byte in enumerate(data) if byte], 40):
                 data[at] ^= 1 << damage.randrange(8)
             path.write_bytes(data)
     with inside(config) as served:
@@ -134,7 +73,7 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
 def test_eviction_under_pressure(tmp_path: Path) -> None:
     """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
     for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
-        config = deployment(roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
+        config = pooled(roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
         draw = random.Random(7)
         prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
         with inside(config) as served, ThreadPoolExecutor(6) as pool:
@@ -145,7 +84,7 @@ def test_eviction_under_pressure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["lossless", "int8"])
 def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
     """The conductor believes in a link of 1 Mbit/s. What int8 leaves of a digest tells another token."""
-    config = deployment(
+    config = pooled(
         network={"node_gbps": 0.001, "compression": form},
         cache={"share": "none"},
         roles={"prefill": 2, "decode": 1},
@@ -162,9 +101,9 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("whose", ["operator's", "head's"])
 def test_all_sessions_over_tls(whose: str, tmp_path: Path) -> None:
     """Head, hand-over and fetch; and somebody who speaks no TLS is not let in."""
-    config = deployment(
+    config = pooled(
+        LONG,
         tls=make_certificate(tmp_path, "ours") if whose == "operator's" else {"folder": str(tmp_path / "kept")},
-        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
         cache={"share": "none"},
@@ -182,16 +121,10 @@ def test_all_sessions_over_tls(whose: str, tmp_path: Path) -> None:
         assert ask(served, shared) > 0
 
 
-def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
-    config = deployment(tls={"certificate": "a.crt"})
-    code, line = refused("--config", written(tmp_path, config), "--port", "0")
-    assert code != 0 and "tls" in line and "authority" in line
-
-
 def test_a_node_whose_folder_went_bad_comes_back_on_dram_alone(tmp_path: Path) -> None:
     """A file in its place: while the node runs, nothing happens; killed, it is started again without its SSD."""
     folder, prompt = tmp_path / "blocks", prompt_of(9, 1600)
-    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(folder)})
+    config = pooled(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(folder)})
     with serve(tmp_path, config) as served:
         assert ask(served, prompt) == 0
         served.wait_until(lambda: served.gauge("cache_disk_blocks")["prefill-0"] >= 100, "written behind")
@@ -212,9 +145,3 @@ def test_a_node_whose_folder_went_bad_comes_back_on_dram_alone(tmp_path: Path) -
     assert (folder / "prefill-0").read_text() == "somebody's"
     code, line = given_up("--config", str(tmp_path / "serve.yaml"), "--port", "0")
     assert code != 0 and f"SSD tier in {folder}/prefill-0 cannot be used" in line
-
-
-def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
-    config = deployment(cache={"ssd": "1GiB"})
-    code, line = given_up("--config", written(tmp_path, config), "--port", "0")
-    assert code != 0 and "cache.folder" in line

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -13,23 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from isthmus.cli.models import bytes_folder
 from isthmus.config import Config
 from isthmus.facts import places_of, shaped
 from isthmus.live.cluster.node import NodeProcess
-from isthmus.live.engine.emulated import expected_tokens, recipe_of
+from isthmus.live.engine.emulated import expected_tokens
 from tests.inside import Inside, inside
+from tests.live.cluster.kit import RECIPE, emulated
 from tests.models import make_model
-from tests.served import LIMIT_S, POLL_S, alive, command, given_up, node_pid, refused, serve, streamed
-
-RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
-CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
-EMULATED: dict[str, Any] = {"engine": {"kind": "emulated", "cost": CURVE}}
+from tests.served import POLL_S, alive, command, serve, streamed
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Inside) -> None:
 
 
 def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
-    with serve(tmp_path, EMULATED | {"limits": {"drain_s": 90}}) as served:
+    with serve(tmp_path, emulated(limits={"drain_s": 90})) as served:
         children = list(served.children().values())
         with ThreadPoolExecutor(1) as pool:
             answering = threading.Event()
@@ -134,7 +127,7 @@ def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
 
 def test_children_leave_when_the_launcher_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with pytest.raises(AssertionError), serve(tmp_path, EMULATED) as served:
+    with pytest.raises(AssertionError), serve(tmp_path, emulated()) as served:
         children = list(served.children().values())
         served.process.kill()
         served.process.wait()
@@ -143,38 +136,9 @@ def test_children_leave_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert log.read_text() == "gone"
 
 
-def test_a_killed_node_costs_no_token(model: Path) -> None:
-    """In the middle of eight answers, some still in prefill: each is complete and exact, though its sums were begun on
-    one node and ended on another. `test_deaths.py` has other victims, and processes that are killed."""
-    killed, steps = threading.Event(), count()
-
-    def wait(process: NodeProcess) -> None:
-        """No answer ends before the node does."""
-        if process.node.node.startswith("decode") and next(steps) > 50:
-            assert killed.wait(LIMIT_S)
-
-    prompts = [[index, 2, 3, 4] * 150 for index in range(8)]
-    settings = {
-        "model": str(model),
-        "engine": {"token_budget": 16},
-        "roles": {"prefill": 1, "decode": 2},
-        "cache": {"dram": "64MiB"},
-    }
-    with inside(settings) as served:
-        expected = [served.tokens(prompt, 150, cache_salt="before") for prompt in prompts]
-        with served.stepping(wait), ThreadPoolExecutor(8) as pool:
-            answering = threading.Event()
-            answers = [pool.submit(streamed, served, prompt, 150, answering) for prompt in prompts]
-            answering.wait()
-            served.kill("decode-0")
-            killed.set()
-            assert [answer.result() for answer in answers] == expected
-        assert served.tokens(prompts[0], 150) == expected[0]
-
-
 def test_a_recording_replays_with_identical_decisions(tmp_path: Path) -> None:
     recording = tmp_path / "flight.jsonl"
-    settings = EMULATED | {"record": str(recording), "roles": {"prefill": 2, "decode": 1}}
+    settings = emulated(record=str(recording), roles={"prefill": 2, "decode": 1})
     with inside(settings) as served, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: served.tokens([n] * 50, 20), range(12)))
     good = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
@@ -192,60 +156,10 @@ def test_a_recording_replays_with_identical_decisions(tmp_path: Path) -> None:
     assert f"line {at + 1} differs" in bad.stdout
 
 
-def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path) -> None:
-    code, line = given_up("--model", str(tmp_path / "nothing"))
-    assert code != 0
-    assert "no such folder" in line
-    bert = tmp_path / "bert"
-    bert.mkdir()
-    (bert / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
-    code, line = refused("--model", str(bert))
-    assert code != 0
-    assert "BertForMaskedLM" in line
-    assert "LlamaForCausalLM" in line
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        code, line = refused("--model", str(model), "--port", str(taken.getsockname()[1]))
-    assert code != 0
-    assert "in use" in line
-    code, line = refused("--model", str(model), "--kv-memory", "100000TiB", "--port", "0")
-    assert code != 0
-    assert "are available" in line
-    code, line = refused("--model", str(model), "--kv-memory", "1KiB", "--port", "0")
-    assert code != 0
-    assert "fewer than 2 blocks" in line
-
-
-def test_weights_that_are_not_safetensors_are_refused(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "pickled"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model / name).read_bytes())
-    (folder / "pytorch_model.bin").write_bytes(b"\x80")
-    code, line = given_up("--model", str(folder), "--port", "0")
-    assert code != 0
-    assert "pytorch_model.bin" in line
-
-
 def test_no_node_means_503_and_health_says_so() -> None:
-    with inside(EMULATED | {"limits": {"rejoin_s": 0.1}}) as served:
+    with inside(emulated(limits={"rejoin_s": 0.1})) as served:
         assert served.http.get("/health").status_code == 200
         served.kill("decode-0")
         served.wait_until(lambda: served.http.get("/health").status_code == 503, "unhealthy")
         asked = {"model": served.model, "prompt": [1], "max_tokens": 2}
         assert served.http.post("/v1/completions", json=asked).status_code == 503
-
-
-def test_a_node_that_died_is_started_again(tmp_path: Path) -> None:
-    def pid() -> int:
-        with contextlib.suppress(AssertionError, OSError):
-            return node_pid(served.children().values(), "decode-0")
-        return died
-
-    with serve(tmp_path, EMULATED) as served:
-        died = node_pid(served.children().values(), "decode-0")
-        os.kill(died, signal.SIGKILL)
-        served.wait_until(lambda: pid() != died, "another process")
-        served.wait_until(lambda: served.http.get("/health").status_code == 200, "healthy again")
-        assert len(served.tokens([1, 2], 3)) == 3

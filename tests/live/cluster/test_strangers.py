@@ -16,7 +16,7 @@ from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.messenger import Terms
 from isthmus.live.messenger.frames import PREFIX_BYTES, Kind, parse_prefix, prefix_of
 from isthmus.live.messenger.greeting import NONCE_BYTES, Dialling, hello
-from tests.live.cluster.test_deaths import CURVE, RECIPE
+from tests.live.cluster.kit import RECIPE, STEADY
 from tests.served import LIMIT_S, serve
 
 GREETINGS, NUM_STRANGERS = 8, 90
@@ -85,7 +85,7 @@ def test_strangers_cost_a_cluster_nothing(knock: Callable[[socket.socket], None]
     limits = {"greeting_s": 2.0, "greetings": GREETINGS}
     sections = {
         "roles": {"prefill": 1, "decode": 1},
-        "engine": {"kind": "emulated", "cost": CURVE},
+        "engine": {"kind": "emulated", "cost": STEADY},
         "limits": limits,
     }
     prompt = [3 * at % 256 for at in range(100)]

@@ -15,7 +15,8 @@ from isthmus.core.conductor import Route
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.cluster.streams import Stream
 from tests.inside import inside
-from tests.live.cluster.test_deaths import CURVE, entries
+from tests.live.cluster.kit import STEADY
+from tests.live.cluster.test_deaths import entries
 from tests.models import EOS, make_model
 from tests.schemas import breaking, object_schema, validate
 from tests.served import LIMIT_S, Client, streamed
@@ -93,7 +94,7 @@ def test_an_answer_is_the_same_and_whole_when_its_decode_node_dies(tmp_path: Pat
 
 
 def emulated(**roles: Any) -> dict[str, Any]:
-    curve = CURVE | {"decode_fixed_s": 1e-4, "prefill_token_s": 1e-5}
+    curve = STEADY | {"decode_fixed_s": 1e-4, "prefill_token_s": 1e-5}
     return {"roles": roles, "engine": {"kind": "emulated", "cost": curve, "token_budget": 64}}
 
 

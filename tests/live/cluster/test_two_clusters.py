@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -15,16 +13,14 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.models import bytes_folder
 from isthmus.live.cluster.recorder import replay
-from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
-from tests.served import Client, children_of, command, node_pid, refused, serve
+from tests.live.cluster.kit import CURVE, RECIPE, ask, prompt_of, written
+from tests.served import Client, children_of, command, node_pid, serve
 
 from .test_joining import port as port
 
-CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.001}
-RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
+QUICK = CURVE | {"prefill_token_s": 1e-5}
 SHORT, LONG = 100, 4000
 EAST = {"roles": {"prefill": 1, "decode": 1}}
 WEST = {"roles": {"prefill": 1}}
@@ -35,29 +31,10 @@ def deployment(*, clusters: dict[str, Any] | None = None, gbps: float = 1.0, **s
     return {
         "clusters": clusters or {"east": EAST, "west": WEST},
         "links": [{"between": ["west", "east"], "gbps": gbps, "rtt_ms": 10}],
-        "engine": {"kind": "emulated", "cost": CURVE, "kv_memory": "64MiB"},
+        "engine": {"kind": "emulated", "cost": QUICK, "kv_memory": "64MiB"},
         "offload": {"threshold": 1000, "control": "none", "period_s": 0.1},
         "cache": {"dram": "64MiB"},
     } | sections
-
-
-def written(folder: Path, settings: dict[str, Any]) -> str:
-    """As a configuration file."""
-    path = folder / "two.yaml"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
-
-
-def ask(served: Client, prompt: list[int], count: int = 20) -> int:
-    """Checks an answer; returns how many of its prompt's tokens were cached."""
-    found = served.complete(prompt, count, ignore_eos=True)
-    assert found["choices"][0]["token_ids"] == expected_tokens(RECIPE, prompt, count)
-    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def offload(served: Client) -> dict[str, Any]:
@@ -163,21 +140,6 @@ def test_a_link_that_is_cut_in_the_middle_of_transfers_fails_no_request(
         served.wait_until(lambda: offload(served)["threshold"] == 1000, "offloading is on again")
         ask(served, prompt_of(200, 1500))
         assert offload(served)["requests"] == cut + 1
-
-
-@pytest.mark.parametrize(
-    ("clusters", "complaint"),
-    [
-        (
-            {"east": EAST, "west": {}, "north": WEST},
-            "clusters.north: its prefill nodes need decode nodes there or in",
-        ),
-        ({"east": WEST, "west": WEST}, "no request could be served"),
-    ],
-)
-def test_clusters_that_cannot_serve(clusters: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    code, line = refused("--config", written(tmp_path, deployment(clusters=clusters)))
-    assert code != 0 and complaint in line
 
 
 def test_a_short_cut_that_sessions_outlive_costs_no_attempt(tmp_path: Path) -> None:

@@ -1,837 +1,724 @@
-"""A store and KV memory, without an engine: loads layer by layer, saves, and what is wanted meanwhile."""
+"""A node's cached blocks: into the engine layer by layer, from there to the store, and between its tiers."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.blocks import seal
+from isthmus.core.blocks import KVLayout
+from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
-from isthmus.core.types import BlockName, NodeId, RequestId, Span, Tier
-from isthmus.live.engine import codecs
-from isthmus.live.engine.emulated import EmulatedMemory
-from isthmus.live.engine.interface import KVBytes
-from isthmus.live.engine.kv import KVMemory
-from isthmus.live.kv import cache
-from isthmus.live.kv.cache import EngineCache, Loading, PrefixMissing, Staging, chains_of
-from isthmus.live.kv.fetches import Fetching
-from isthmus.live.peers import wire
-from isthmus.live.peers.messages import Given
-from isthmus.live.store import Log, Shape, Store
-from tests.live.cluster.fault_peers import LAYOUT, kv_block, put_chain, store_of
+from isthmus.core.scheduler import Preempted, Saved
+from isthmus.core.types import BlockName, RequestId, Tier
+from isthmus.live.kv.cache import AHEAD, LOADERS, Loading, PrefixMissing, chains_of
+from isthmus.live.kv.mover import KVMover
+from isthmus.live.peers.messages import Given, Pull
+from tests.live.kv.test_fetches import asked, give, given_of
+from tests.live.kv.world import BLOCKS, KEY, LAYOUT, NAMES, OTHER, Node, World, layer_of, played, until
 
-SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
-NAMES = [bytes([number]) * 16 for number in range(10)]
-BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
-NUM_BLOCKS = 16
-LAST = LAYOUT.num_layers - 1
-WAIT_S = 60
+SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
+NEXT = RequestId("b#1")
+
+Test = Callable[..., Coroutine[Any, Any, None]]
 
 
-class Kit:
-    """A cache; `lost`: what it was told is gone."""
-
-    def __init__(self, memory: KVBytes, store: Store) -> None:
-        self.memory, self.store = memory, store
-        self.lost: list[BlockName] = []
-        self.cache = EngineCache(memory, store, self.lost.extend)
-
-    def block(self, number: int) -> bytes:
-        size = LAYOUT.block_size
-        parts = [self.memory.export(at, number * size, (number + 1) * size) for at in range(LAYOUT.num_layers)]
-        return b"".join(map(bytes, parts))
-
-    def write(self, number: int, data: bytes) -> None:
-        size = LAYOUT.slice_bytes
-        for layer in range(LAYOUT.num_layers):
-            self.memory.fill(layer, [number], memoryview(data), [layer * size])
-
-    def stored(self, name: BlockName) -> bytes | None:
-        into = memoryview(bytearray(LAYOUT.block_bytes))
-        return bytes(into) if self.store.get(name, into) else None
-
-    def put_on_disk(self, count: int) -> None:
-        """The first blocks, in no slot."""
-        put_chain(self.store, NAMES[:count], BLOCKS[:count])
-        self.store.flush()
-        self.store.demote(NAMES[:count])
-
-    def close(self) -> None:
-        self.check()
-        self.cache.close()
-        self.store.close()
-
-    def settle(self) -> None:
-        """What was asked for so far about keeping is done, and what is being read is here or given back."""
-        self.cache.kept().result(WAIT_S)
-        reading = [coming for _, coming in list(self.cache._reading.values())]  # also what is saved meanwhile
-        wait([*self.cache._coming.values(), *reading], WAIT_S)
-        self.cache.kept().result(WAIT_S)
-
-    def save(
-        self,
-        names: Sequence[BlockName],
-        blocks: Sequence[int],
-        staged: Sequence[Staging] = (),
-        num_sunk: int = 0,
-    ) -> list[Any]:
-        """Which of them found no room."""
-        done, missing = threading.Event(), list[Any]()
-
-        def saved(lost: Sequence[BlockName]) -> None:
-            missing.extend(lost)
-            done.set()
-
-        self.cache.save(names, [None, *names[:-1]], blocks, num_sunk, staged, saved)
-        assert done.wait(WAIT_S)
-        self.settle()
-        return missing
-
-    def check(self) -> None:
-        """Nothing is pinned, reserved, or in a slot nobody knows of."""
-        self.settle()
-        assert self.store.flush(WAIT_S)
-        self.store.check()
-        stat = self.store.stat()
-        assert (stat.num_pinned, stat.num_reserved) == (0, 0)
-        assert stat.memory.used_bytes == stat.memory.num_blocks * LAYOUT.block_bytes
-        assert not self.cache._coming, "somebody would wait for what is there already"
-
-
-def memory_of(kind: str) -> KVBytes:
-    if kind == "emulated":
-        return EmulatedMemory(LAYOUT, NUM_BLOCKS)
-    return KVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
-
-
-@pytest.fixture(params=["emulated", "engine"])
-def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
-    log = Log(tmp_path / "log", SHAPE, 1 << 20, b"test")
-    made = Kit(memory_of(request.param), store_of(LAYOUT, 10, log))
-    yield made
-    made.close()
-
-
-def over(load: Loading) -> None:
-    assert load.over.wait(WAIT_S), "a load does not end"
-
-
-def loaded(load: Loading, num_blocks: int) -> None:
-    """All layers of its first blocks are there, and nothing more comes."""
-    load.wait(LAST, num_blocks)
-    over(load)
-
-
-def ends_after(load: Loading, num_blocks: int) -> None:
-    """Only so many of its blocks are there, and nothing more comes."""
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, len(load.names))
-    assert raised.value.num_blocks == num_blocks
-    loaded(load, num_blocks)
+def cached(test: Test | None = None, **how: Any) -> Any:
+    """In a world of one node with a disk, of whose slots five may hold what is read ahead."""
+    how = {"slots": 5 * AHEAD, "alone": True, "disk": True} | how
+    return played(**how)(test) if test is not None else played(**how)
 
 
 class Gate:
-    """Calls of a method that wait until they are let go on."""
+    """Holds up what is about to be done (`fill` or `save` of memory, `read` of the store) until it may go on; `done`:
+    what was begun."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> None:
-        self.began, self._open, self._call = threading.Event(), threading.Event(), getattr(target, name)
-        monkeypatch.setattr(target, name, self._wait)
-        self.go_on = self._open.set
+    def __init__(self, what: str, fails: BaseException | None = None) -> None:
+        self.began, self.done, self._open, self._what = threading.Event(), list[Any](), threading.Event(), what
+        self.go_on, self._fails = self._open.set, fails
 
-    def _wait(self, *arguments: Any) -> Any:
+    def __call__(self, what: str, which: Any) -> None:
+        if what != self._what:
+            return
+        self.done.append(which)
         self.began.set()
-        assert self._open.wait(WAIT_S)
-        return self._call(*arguments)
+        assert self._open.wait(60)
+        if self._fails is not None:
+            raise self._fails
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.began.wait, 60)
+
+
+def opened(what: str, fails: BaseException | None = None) -> Gate:
+    gate = Gate(what, fails)
+    gate.go_on()
+    return gate
+
+
+async def settled(node: Node) -> None:
+    """All that was decided so far is done, and what was being read ahead is here or given back."""
+    await asyncio.wrap_future(node.cache.kept())
+    pinned = await asyncio.to_thread(node.cache.pin, NAMES[:10])
+    node.store.unpin([each for each in pinned if each is not None])
+    await asyncio.wrap_future(node.cache.kept())
+
+
+def load(
+    node: Node, stop: int, blocks: Sequence[int] | None = None, key: RequestId = KEY, **how: Any
+) -> Loading:
+    node.do(events.Load(key, NAMES[:stop], tuple(blocks or range(stop)), SIZE * stop, **how))
+    found = node.mover.load_of(key)
+    assert found is not None
+    return found
+
+
+async def loaded(load: Loading, num_blocks: int) -> None:
+    """All layers of its first blocks are there, and nothing more comes."""
+    if num_blocks < len(load.names):
+        with pytest.raises(PrefixMissing) as raised:
+            await asyncio.to_thread(load.wait, LAST, len(load.names))
+        assert raised.value.num_blocks == num_blocks
+    await asyncio.to_thread(load.wait, LAST, num_blocks)
+    assert await asyncio.to_thread(load.over.wait, 60)
+
+
+def blocks(node: Node, numbers: Sequence[int]) -> list[bytes]:
+    return [node.block(number) for number in numbers]
+
+
+def tiers(node: Node, stop: int) -> list[Tier | None]:
+    return [node.store.tier(name) for name in NAMES[:stop]]
+
+
+def compute(node: Node, start: int, stop: int) -> None:
+    """The engine has these blocks, under their own numbers."""
+    for number in range(start, stop):
+        node.write(number, BLOCKS[number])
+
+
+def save(node: Node, start: int, stop: int, num_sunk: int = 0, key: RequestId = KEY) -> None:
+    head = NAMES[start - 1] if start else None
+    node.do(events.Save(key, NAMES[start:stop], head, tuple(range(start, stop)), num_sunk))
+
+
+async def saved(node: Node, start: int, stop: int, num_sunk: int = 0) -> list[BlockName]:
+    """Saves them. Which found no room."""
+    before, lost = len(node.of(Saved)), len(node.of(events.Lost))
+    save(node, start, stop, num_sunk)
+    await node.told(Saved, before + 1)
+    await settled(node)
+    return [name for fact in node.of(events.Lost)[lost:] for name in fact.names]
+
+
+# Any order of decisions.
+
+ACTS = st.tuples(
+    st.sampled_from(["save", "drop", "demote", "promote", "load", "read", "stage"]),
+    st.integers(0, 5),
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(ACTS, max_size=25))
+@cached
+async def test_whatever_is_decided_the_store_has_it_and_loads_read_it(
+    world: World, acts: list[tuple[str, int, int]]
+) -> None:
+    """Actions follow each other at once; only loads are waited for, of what is there by the node's own books."""
+    node, have, number = world.here, dict[int, Tier](), 0
+    compute(node, 0, 9)
+    for act, first, count in acts:
+        span = range(first, min(6, first + count))
+        here = [at for at in span if at in have]
+        names = tuple([NAMES[at] for at in here])
+        if act == "save" and all(at in have for at in range(first)):
+            save(node, span.start, span.stop)
+            have |= dict.fromkeys(span, Tier.MEMORY)
+        elif act == "stage":
+            staging = node.mover.stage(KEY, NAMES[first : span.stop], list(span))
+            for layer in range(count if staging is not None else 0):
+                node.mover.save_layer(staging, layer)
+        elif act == "drop":
+            node.do(events.Drop(NAMES[first:6]))
+            have = {at: tier for at, tier in have.items() if at < first}
+        elif act in ("demote", "promote"):
+            node.do(events.Demote(names) if act == "demote" else events.Promote(names))
+            have |= dict.fromkeys(here, Tier.DISK if act == "demote" else Tier.MEMORY)
+        elif act in ("load", "read") and 0 in have:
+            stop, key, number = max(have) + 1, RequestId(f"l{number}"), number + 1
+            if act == "read":
+                node.do(events.Read(key, NAMES[:stop]))
+            target = range(9, 9 + stop)
+            for at in target:
+                node.write(at, bytes(LAYOUT.block_bytes))
+            node.do(events.Load(key, NAMES[:stop], tuple(target), SIZE * stop, told=True))
+            assert await node.told(events.Loaded, number) == events.Loaded(key, stop)
+            assert blocks(node, target) == BLOCKS[:stop]
+    node.do(Preempted(KEY))
+    await settled(node)
+    assert tiers(node, 6) == [have.get(at) for at in range(6)]
+    assert node.chain(6) == [BLOCKS[at] if at in have else None for at in range(6)]
+    assert not node.of(events.Lost)
 
 
 # Loads.
 
 
-def test_a_prefix_is_loaded_from_both_tiers_layer_by_layer(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
-    kit.store.flush()
-    kit.store.demote([NAMES[1], NAMES[4]])
-    order = [9, 3, 4, 8, 1, 0]
-    load = kit.cache.load(NAMES[:6], order)
-    for layer in range(LAYOUT.num_layers):
-        load.wait(layer, 6)
-        width = LAYOUT.slice_bytes
-        for at, number in enumerate(order):
-            assert kit.block(number)[layer * width : (layer + 1) * width] == BLOCKS[at][layer * width :][:width]
-    over(load)
-    assert [kit.block(number) for number in order] == BLOCKS[:6]
+@cached
+async def test_a_prefix_is_loaded_from_both_tiers_layer_by_layer(world: World) -> None:
+    node, order = world.here, [9, 3, 4, 8, 1, 0]
+    node.put(0, 6)
+    node.store.flush()
+    node.store.demote([NAMES[1], NAMES[4]])
+    begun = load(node, 6, order)
+    for layer in range(LAST + 1):
+        await asyncio.to_thread(begun.wait, layer, 6)
+        assert [layer_of(each, layer) for each in blocks(node, order)] == [
+            layer_of(b, layer) for b in BLOCKS[:6]
+        ]
+    await loaded(begun, 6)
+
+
+LARGE = KVLayout(dtype="bfloat16", block_size=16, num_layers=3, num_kv_heads=16, head_dim=64)
+
+
+@cached(layout=LARGE, slots=4, blocks=4)
+async def test_large_slices_are_read_a_few_layers_at_a_time(world: World) -> None:
+    """Two of three."""
+    world.here.put_on_disk(0, 3)
+    await loaded(load(world.here, 3), 3)
+    assert blocks(world.here, range(3)) == world.here.chain(3)
 
 
 @pytest.mark.parametrize("missing", [0, 2, 5])
-def test_a_block_that_is_nowhere_shortens_the_prefix(kit: Kit, missing: int) -> None:
-    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
-    kit.store.drop([NAMES[missing]])
-    load = kit.cache.load(NAMES[:6], range(6))
-    ends_after(load, missing)
-    assert kit.lost == [NAMES[missing]]
-    assert [kit.block(at) for at in range(missing)] == BLOCKS[:missing]
+@cached
+async def test_a_block_that_is_nowhere_shortens_the_prefix(world: World, missing: int) -> None:
+    world.here.put(0, 6)
+    world.here.store.drop([NAMES[missing]])
+    await loaded(load(world.here, 6), missing)
+    assert await world.here.told(events.Lost) == events.Lost((NAMES[missing],))
+    assert blocks(world.here, range(missing)) == BLOCKS[:missing]
 
 
-def test_a_block_damaged_on_disk_shortens_the_prefix(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    kit.put_on_disk(6)
-    read = kit.store.read
-    monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[3] and read(name, *more))
-    load = kit.cache.load(NAMES[:6], range(6))
-    ends_after(load, 3)
-    assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
+def damage(world: World, number: int, layer: int = 1) -> None:
+    """A byte of this block on disk is another."""
+    assert world.folder is not None
+    for path in [path for path in world.folder.parent.rglob("*") if path.is_file()]:
+        data = path.read_bytes()
+        if (at := data.find(layer_of(BLOCKS[number], layer))) >= 0:
+            with Path(path).open("r+b") as file:
+                file.seek(at + 5)
+                file.write(bytes([data[at + 5] ^ 4]))
+            return
+    raise AssertionError("it is not on disk")
 
 
-def test_large_slices_are_read_a_few_layers_at_a_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kit.cache, "_read_layers", 2)  # of 3
-    kit.put_on_disk(4)
-    load = kit.cache.load(NAMES[:4], range(4))
-    loaded(load, 4)
-    assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
+@pytest.mark.parametrize("layer", range(LAST + 1))
+@pytest.mark.parametrize("ahead", [False, True])
+@cached
+async def test_a_block_damaged_on_disk_shortens_the_prefix(world: World, layer: int, ahead: bool) -> None:
+    world.here.put_on_disk(0, 5)
+    damage(world, 3, layer)
+    if ahead:
+        world.here.do(events.Read(KEY, NAMES[:5]))
+    await loaded(load(world.here, 5), 3)
+    assert blocks(world.here, range(3)) == BLOCKS[:3]
+    assert world.here.block(3) != BLOCKS[3]
 
 
-def test_a_block_dropped_while_it_is_loaded_is_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+@cached(slots=10)
+async def test_a_block_dropped_while_it_is_loaded_is_loaded(world: World) -> None:
     """Its slot is pinned, so that nothing else gets it."""
-    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    gate = Gate(monkeypatch, kit.memory, "fill")
-    load = kit.cache.load(NAMES[:3], range(3))
-    assert gate.began.wait(WAIT_S)
-    kit.store.drop(NAMES[:3])
-    put_chain(kit.store, NAMES[3:], BLOCKS[3:])  # wants every slot that is left
+    node, gate = world.here, Gate("fill")
+    node.put(0, 3)
+    node.memory.before = gate
+    begun = load(node, 3)
+    await gate.reached()
+    node.store.drop(NAMES[:3])
+    node.put(3, 10)  # wants every slot that is left
     gate.go_on()
-    over(load)
-    assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
+    await loaded(begun, 3)
+    assert blocks(node, range(3)) == BLOCKS[:3]
 
 
-def test_a_fault_in_a_load_means_that_the_prompt_is_computed(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(kit.memory, "fill", broken)
-    load = kit.cache.load(NAMES[:3], range(3))
-    ends_after(load, 0)
+@cached
+async def test_a_fault_in_a_load_means_that_the_prompt_is_computed(world: World) -> None:
+    world.here.put(0, 3)
+    world.here.memory.before = opened("fill", RuntimeError("the device is gone"))
+    await loaded(load(world.here, 3), 0)
 
 
-def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    fill, written = kit.memory.fill, []
-    monkeypatch.setattr(kit.memory, "fill", lambda layer, *more: (fill(layer, *more), written.append(layer)))
-    gate = Gate(monkeypatch, kit.memory, "fill")
-    load = kit.cache.load(NAMES[:3], range(3))
-    assert gate.began.wait(WAIT_S)
-    cancelled = threading.Thread(target=load.cancel)
-    cancelled.start()
-    while not load.cancelled:
-        time.sleep(0.001)
-    assert not load.over.is_set()
+@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY), events.Shorten(KEY, 0)], ids=repr)
+@cached
+async def test_nothing_is_loaded_after_the_end(world: World, ends: Any) -> None:
+    """Whoever ends it waits for the layer under way, and no longer."""
+    node, gate = world.here, Gate("fill")
+    node.put(0, 3)
+    node.memory.before = gate
+    begun = load(node, 3, told=True)
+    await gate.reached()
+    ended = asyncio.create_task(asyncio.to_thread(node.do, ends))
+    await until(lambda: begun.cancelled)
+    assert not begun.over.is_set() and not ended.done()
     gate.go_on()
-    cancelled.join(WAIT_S)
-    assert load.over.is_set() and written == [0], "it went on after the layer under way"
+    await ended
+    assert begun.over.is_set() and gate.done == [0], "it went on after the layer under way"
+    assert node.mover.load_of(KEY) is None
+    await world.quiet()
+    assert not node.of(events.Loaded)
 
 
-# Blocks on their way.
+@cached
+async def test_a_load_that_is_cancelled_before_a_thread_has_begun_it_is_over_at_once(world: World) -> None:
+    node, gate = world.here, Gate("fill")
+    node.put(0, 2)
+    node.memory.before = gate
+    others = [RequestId(f"w{at}") for at in range(LOADERS)]
+    begun = [load(node, 1, [at], key) for at, key in enumerate(others, 0) if at < 15]
+    begun += [load(node, 1, [15], key) for key in others[15:]]
+    late = load(node, 2, [0, 1])
+    node.do(Preempted(KEY))
+    assert late.over.is_set()
+    gate.go_on()
+    for each in begun:
+        await loaded(each, 1)
 
 
-def fetch_of(kit: Kit, start: int, stop: int) -> Fetching:
-    order = events.Fetch(RequestId("f"), NodeId("there"), tuple(NAMES[:stop]), start)
-    fetch = Fetching(order, kit.cache)
-    assert fetch.make_room() == stop - start
-    fetch.hold()
-    return fetch
+@cached
+async def test_a_load_is_told_where_that_was_asked_for(world: World) -> None:
+    node = world.here
+    node.put(0, 2)
+    node.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+    assert await node.told(events.Loaded) == events.Loaded(KEY, 2)
+    assert node.mover.load_of(KEY) is None, "a run would be told once more what is missing"
+    begun = load(node, 2, key=NEXT)
+    await loaded(begun, 2)
+    assert node.mover.load_of(NEXT) is begun
+    node.mover.loaded(NEXT)
+    assert node.mover.load_of(NEXT) is None and len(node.of(events.Loaded)) == 1
 
 
-def end(kit: Kit, fetch: Fetching) -> list[bytes]:
-    """Adopts what came of it, and lets go of it. What could not be adopted."""
-    lost: list[bytes] = []
-    fetch.end()
-    came = fetch.names[fetch.start : fetch.start + fetch.num_whole]
-    if came:
-        kit.cache.adopt(came, fetch.adopt, lost.extend)
-    kit.cache.kept().result(WAIT_S)
-    fetch.release()
-    return lost
+@cached
+async def test_blocks_of_the_engine_that_are_being_written_are_known(world: World) -> None:
+    node, gate = world.here, Gate("fill")
+    node.put(0, 2)
+    node.memory.before = gate
+    begun = load(node, 2, [4, 5])
+    assert node.mover.is_loading({5, 9}) and not node.mover.is_loading({9})
+    gate.go_on()
+    await loaded(begun, 2)
+    assert not node.mover.is_loading({5})
 
 
-def arrive(fetch: Fetching, layer: int, first: int, stop: int) -> None:
-    """Blocks `[first, stop)` of the fetch, in one layer."""
-    width = LAYOUT.slice_bytes
-    data = [BLOCKS[fetch.start + at][layer * width : (layer + 1) * width] for at in range(first, stop)]
-    given = Given(fetch.key, layer, first, tuple(map(seal, data)))
-    targets = fetch.place(None, given, width * len(data))  # type: ignore[arg-type]
-    assert targets is not None
-    for target, part in zip(targets, data, strict=True):
-        target[:] = part
-    assert fetch.receive(given)
+# Loads of what comes from another node.
 
 
-def test_a_load_takes_layers_as_they_arrive(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
-    fetch = fetch_of(kit, 2, 5)
-    load = kit.cache.load(NAMES[:5], range(5), fetch)
-    for layer in range(LAYOUT.num_layers):
-        arrive(fetch, layer, 0, 2)
-        assert not load._layers > layer
-        arrive(fetch, layer, 2, 3)
-        load.wait(layer, 5)
-    over(load)
-    assert [kit.block(at) for at in range(5)] == BLOCKS[:5]
-    assert end(kit, fetch) == []
-    assert [kit.stored(name) for name in NAMES[:5]] == BLOCKS[:5]
+@played(alone=True)
+async def test_a_load_takes_layers_as_they_arrive(world: World) -> None:
+    node = world.here
+    node.put(0, 2)
+    liar = await world.liar()
+    node.fetch(5, 2)
+    await world.quiet()
+    begun = load(node, 5, arriving=True)
+    for layer in range(LAST + 1):
+        head, payload = given_of(layer, 2, 5, at=2)
+        liar.say(Given(KEY, layer, 0, head.seals[:2]), payload[: 2 * WIDTH])
+        await world.quiet()
+        assert layer_of(node.block(4), layer) != layer_of(BLOCKS[4], layer)
+        liar.say(Given(KEY, layer, 2, head.seals[2:]), payload[2 * WIDTH :])
+        await asyncio.to_thread(begun.wait, layer, 5)
+    await loaded(begun, 5)
+    assert blocks(node, range(5)) == BLOCKS[:5]
+    node.do(events.EndFetch(KEY))
+    await node.fetch_ended()
 
 
-def test_a_fetch_that_ends_early_shortens_the_prefix(kit: Kit) -> None:
-    fetch = fetch_of(kit, 0, 4)
-    load = kit.cache.load(NAMES[:4], range(4), fetch)
-    for layer in range(LAYOUT.num_layers):
-        arrive(fetch, layer, 0, 3 - layer)
-    fetch.end()
-    ends_after(load, 1)
-    assert end(kit, fetch) == []
-    assert kit.stored(NAMES[0]) == BLOCKS[0] and kit.stored(NAMES[1]) is None
+@pytest.mark.parametrize("how", ["ends early", "lacks what is before it", "is not waited for"])
+@played(alone=True)
+async def test_a_fetch_that_brings_less_shortens_the_prefix(world: World, how: str) -> None:
+    node = world.here
+    node.put(0, 2)
+    node.decides = lambda fact: not isinstance(fact, events.FetchEnded)
+    liar = await world.liar()
+    node.fetch(6, 2)
+    if how == "lacks what is before it":
+        node.store.drop(NAMES[1:2])
+    await world.quiet()
+    begun = load(node, 6, arriving=True)
+    if how == "is not waited for":
+        node.do(Preempted(KEY))
+        assert begun.over.is_set()
+    for layer in range(LAST + 1):
+        liar.say(*given_of(layer, 2, 5 - layer, at=2))
+    await world.quiet()
+    node.do(events.EndFetch(KEY))
+    if how != "is not waited for":
+        stop = 3 if how == "ends early" else 1
+        await loaded(begun, stop)
+        assert blocks(node, range(stop)) == BLOCKS[:stop] and not any(node.block(stop + 1))
+    await node.fetch_ended()
 
 
-def test_a_load_that_is_cancelled_waits_for_no_other_node(kit: Kit) -> None:
-    fetch = fetch_of(kit, 0, 4)
-    load = kit.cache.load(NAMES[:4], range(4), fetch)
-    load.cancel()
-    assert load.over.is_set()
-    arrive(fetch, 0, 0, 4)  # still the fetch's own slots
-    fetch.end()
-    fetch.release()
+@played(alone=True)
+async def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits_for_it(
+    world: World,
+) -> None:
+    node, gate, begun = world.here, Gate("save"), list[Loading]()
+
+    def adopt(fact: events.Event) -> bool:
+        if isinstance(fact, events.FetchEnded):
+            node.do(events.Drop(NAMES[1:2]), events.Adopt(KEY, NAMES[1:3]))
+            begun.append(load(node, 3))
+        return False
+
+    node.decides = adopt
+    node.put(0, 2)
+    node.memory.before = gate
+    save(node, 7, 8, key=NEXT)
+    await gate.reached()
+    liar = await world.liar()
+    node.fetch(3, 1)
+    await liar.hears(Pull)
+    give(liar, 1, 3)
+    await until(lambda: begun)
+    await world.quiet()
+    assert not begun[0].over.is_set()
+    gate.go_on()
+    await loaded(begun[0], 3)
+    assert node.chain(3) == blocks(node, range(3)) == BLOCKS[:3]
+    assert [fact.names for fact in node.of(events.Lost)] == [NAMES[7:8]], "it followed nothing"
 
 
-def whole(kit: Kit, start: int, stop: int) -> Fetching:
-    """A fetch of which all came."""
-    fetch = fetch_of(kit, start, stop)
-    for layer in range(LAYOUT.num_layers):
-        arrive(fetch, layer, 0, stop - start)
-    fetch.end()
-    fetch.release()
-    return fetch
+@played(alone=True)
+async def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_adopted_and_left(
+    world: World,
+) -> None:
+    node = world.here
 
+    def adopt(fact: events.Event) -> bool:
+        if isinstance(fact, events.FetchEnded):
+            node.do(events.Adopt(KEY, NAMES[:3]), events.Drop(NAMES[2:3]))
+            node.do(events.Adopt(KEY, NAMES[2:4]), events.Adopt(KEY, NAMES[3:4]))
+        return False
 
-def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits_for_it(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
-    fetch, go_on, lost = whole(kit, 1, 3), threading.Event(), list[BlockName]()
-    kit.cache._keep(go_on.wait)
-    kit.cache.drop(NAMES[1:2])
-    kit.cache.adopt(NAMES[1:3], fetch.adopt, lost.extend)
-    load = kit.cache.load(NAMES[:3], range(3))
-    assert not load.over.wait(0.01)
-    go_on.set()
-    loaded(load, 3)
-    assert end(kit, fetch) == lost == []
-    assert [kit.stored(name) for name in NAMES[:3]] == [kit.block(at) for at in range(3)] == BLOCKS[:3]
-
-
-def test_a_load_of_what_is_still_coming_can_be_cancelled_at_once(kit: Kit) -> None:
-    """Whoever cancels it may not wait for a disk: it is the event loop, under the node's lock."""
-    go_on = threading.Event()
-    kit.cache._keep(go_on.wait)
-    kit.write(0, BLOCKS[0])
-    kit.cache.save(NAMES[:1], [None], [0], 0, (), lambda lost: None)
-    load = kit.cache.load(NAMES[:1], [1])
-    load.cancel()
-    assert load.over.is_set() and not go_on.is_set()
-    go_on.set()
-
-
-def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_adopted_and_left(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
-    fetch, lost = whole(kit, 1, 4), list[BlockName]()
-    kit.cache.adopt(NAMES[1:3], fetch.adopt, lost.extend)
-    kit.settle()
-    assert lost == [] and kit.stored(NAMES[2]) == BLOCKS[2]
-    kit.cache.drop(NAMES[2:3])
-    kit.cache.adopt(NAMES[2:4], fetch.adopt, lost.extend)
-    kit.cache.adopt(NAMES[3:4], fetch.adopt, lost.extend)
-    kit.settle()
-    assert lost == [*NAMES[2:4], NAMES[3]]
-    fetch.release()
-    assert not fetch.hold(), "its slots are given back"
-
-
-def test_a_block_that_the_store_has_from_elsewhere_is_not_there_twice(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
-    fetch = whole(kit, 0, 3)
-    assert end(kit, fetch) == []
-    assert kit.store.stat().memory.num_blocks == 3
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=30))
-def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(order: list[tuple[int, int]]) -> None:
-    kit = Kit(EmulatedMemory(LAYOUT, 1), store_of(LAYOUT, 10))
-    fetch = fetch_of(kit, 0, 8)
-    landed = [0] * LAYOUT.num_layers
-    for layer, count in order:
-        stop = min(8, landed[layer] + count)
-        if stop > landed[layer]:
-            arrive(fetch, layer, landed[layer], stop)
-            landed[layer] = stop
-    assert end(kit, fetch) == []
-    fetch.release()
-    assert fetch.num_whole == min(landed)
-    expected = [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
-    assert [kit.stored(name) for name in NAMES[:8]] == expected
-    kit.close()
+    node.decides = adopt
+    give(await asked(world, 4, 4), 0, 4)
+    await node.fetch_ended()
+    await world.quiet()
+    assert [fact.names for fact in node.of(events.Lost)] == [NAMES[2:4], NAMES[3:4]]
+    assert node.chain(4) == [*BLOCKS[:2], None, None]
 
 
 # Saves.
 
 
-def test_blocks_are_saved_with_what_was_staged(kit: Kit) -> None:
-    for number in range(4):
-        kit.write(number, BLOCKS[number])
-    staging = kit.cache.stage(NAMES[1:3], [1, 2])
-    for layer in range(LAYOUT.num_layers):
-        kit.cache.save_layer(staging, layer)
-    kit.settle()
-    assert kit.stored(NAMES[1]) is None, "nobody sees it before it is committed"
-    kit.write(1, BLOCKS[9])  # the engine goes on: what was staged counts
-    assert kit.save(NAMES[:4], range(4), [staging]) == []
-    assert [kit.stored(name) for name in NAMES[:4]] == BLOCKS[:4]
+@cached
+async def test_blocks_are_saved_with_what_was_staged_and_nothing_of_it_is_left(world: World) -> None:
+    node = world.here
+    compute(node, 0, 6)
+    node.put(0, 1)
+    staging = node.mover.stage(KEY, NAMES[:3], (0, 1, 2))
+    assert staging is not None
+    assert (list(staging.names), list(staging.blocks)) == ([NAMES[1], NAMES[2]], [1, 2]), "not what it has"
+    in_part = node.mover.stage(KEY, NAMES[3:5], (3, 4))
+    for layer in range(LAST + 1):
+        node.mover.save_layer(staging, layer)
+    node.mover.save_layer(in_part, 0)  # type: ignore[arg-type]
+    await settled(node)
+    assert node.chain(3)[1:] == [None, None], "nobody sees it before it is committed"
+    node.write(1, BLOCKS[9])  # the engine goes on: what was staged counts
+    assert await saved(node, 1, 4) == []
+    assert node.chain(5) == [*BLOCKS[:4], None]
+    assert node.mover.stage(KEY, NAMES[:2], (0, 1)) is None
 
 
-def test_what_was_staged_in_part_is_copied_anew(kit: Kit) -> None:
-    for number in range(2):
-        kit.write(number, BLOCKS[number])
-    staging = kit.cache.stage(NAMES[:2], [0, 1])
-    kit.cache.save_layer(staging, 0)
-    assert kit.save(NAMES[:2], range(2), [staging]) == []
-    assert [kit.stored(name) for name in NAMES[:2]] == BLOCKS[:2]
+@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY)], ids=repr)
+@cached
+async def test_what_was_staged_for_nothing_is_given_back(world: World, ends: Any) -> None:
+    assert world.here.mover.stage(KEY, NAMES[:3], (0, 1, 2)) is not None
+    assert world.here.held() == (0, 3)
+    world.here.do(ends)
+    await world.here.idle()
 
 
-def test_what_was_staged_and_is_not_wanted_is_given_back(kit: Kit) -> None:
-    staging = kit.cache.stage(NAMES[:3], [0, 1, 2])
-    for layer in range(LAYOUT.num_layers):
-        kit.cache.save_layer(staging, layer)
-    other = kit.cache.stage(NAMES[3:5], [3, 4])
-    kit.write(0, BLOCKS[0])
-    assert kit.save(NAMES[:1], [0], [staging]) == []
-    kit.cache.unstage(other)
+@cached(slots=10, max_staged=3)
+async def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(world: World) -> None:
+    node = world.here
+    for _ in range(2):
+        assert len(node.mover.stage(KEY, NAMES[:5], range(5)).slots) == 3  # type: ignore[union-attr]
+        assert not node.mover.stage(NEXT, NAMES[5:7], (5, 6)).slots  # type: ignore[union-attr]
+        node.do(Preempted(KEY), Preempted(NEXT))
+        await node.idle()
 
 
-def test_without_room_the_tail_is_not_kept(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[2:], BLOCKS[2:])  # 8 of 10 slots
-    for number in range(4):
-        kit.write(number, kv_block(LAYOUT, 100 + number))
-    names = [bytes([100 + number]) * 16 for number in range(4)]
-    assert kit.save(names, range(4)) == names[2:]
-    assert [kit.stored(name) is not None for name in names] == [True, True, False, False]
-    assert len(kit.cache.stage(NAMES[:2], [0, 1]).slots) == 0
+@cached(slots=10)
+async def test_without_room_the_tail_is_not_kept(world: World) -> None:
+    node = world.here
+    compute(node, 0, 4)
+    node.leave_room(2)
+    assert await saved(node, 0, 4) == list(NAMES[2:4])
+    assert node.chain(4) == [*BLOCKS[:2], None, None]
+    assert not node.mover.stage(KEY, NAMES[3:4], (3,)).slots  # type: ignore[union-attr]
+    node.mover.lost_bytes([NAMES[0]])
+    assert await node.told(events.Lost, 2) == events.Lost(NAMES[:1])
 
 
-def test_what_is_evicted_while_it_is_saved_does_not_come_back(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
+@cached
+async def test_what_is_evicted_while_it_is_saved_does_not_come_back_and_what_is_saved_can_be_loaded(
+    world: World,
 ) -> None:
-    gate = Gate(monkeypatch, kit.memory, "save")
-    done = threading.Event()
-    kit.cache.save(NAMES[:2], [None, NAMES[0]], [0, 1], 0, [], lambda lost: done.set())
-    kit.cache.drop(NAMES[:2])
-    gate.go_on()
-    assert done.wait(WAIT_S)
-    kit.settle()
-    assert [kit.store.tier(name) for name in NAMES[:2]] == [None, None]
-
-
-def test_what_is_being_saved_can_be_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler counts on it from the moment it decides."""
-    kit.write(0, BLOCKS[0])
-    gate = Gate(monkeypatch, kit.memory, "save")
-    kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
-    load = kit.cache.load(NAMES[:1], [5])
-    assert not load.over.is_set()
+    node, gate = world.here, Gate("save")
+    compute(node, 0, 2)
+    node.memory.before = gate
+    save(node, 0, 2)
+    begun, late = load(node, 1, [5]), load(node, 1, [6], NEXT)
+    node.do(events.Drop(NAMES[1:2]), Preempted(NEXT))
+    assert late.over.is_set() and not begun.over.is_set(), "who cancels it may not wait for a disk"
     gate.go_on()
-    loaded(load, 1)
-    assert kit.block(5) == BLOCKS[0]
+    await loaded(begun, 1)
+    await settled(node)
+    assert tiers(node, 2) == [Tier.MEMORY, None] and node.block(5) == BLOCKS[0] and not any(node.block(6))
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_fault_in_a_save_keeps_nothing_and_no_slot(
-    kit: Kit, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(kit.memory, "save", broken)
-    staging = kit.cache.stage(NAMES[:2], [0, 1])
-    kit.cache.save_layer(staging, 0)
+@cached
+async def test_a_fault_in_a_save_keeps_nothing_and_no_slot(world: World, staged: bool) -> None:
+    node = world.here
+    compute(node, 0, 3)
+    node.memory.before = opened("save", RuntimeError("the device is gone"))
+    staging = node.mover.stage(KEY, NAMES[:2], (0, 1))
+    node.mover.save_layer(staging, 0)  # type: ignore[arg-type]
     if not staged:
-        kit.cache.unstage(staging)
-    assert kit.save(NAMES[:3], range(3), [staging] if staged else []) == NAMES[:3]
+        node.do(Preempted(KEY))
+    assert await saved(node, 0, 3) == list(NAMES[:3])
 
 
-@pytest.mark.parametrize("staged", [0, 2])
-def test_what_is_for_the_disk_alone_passes_through_few_slots(tmp_path: Path, staged: int) -> None:
-    store = store_of(LAYOUT, 3, Log(tmp_path / "few", SHAPE, 1 << 20, b"test"))
-    kit = Kit(memory_of("emulated"), store)
-    for number, data in enumerate(BLOCKS[:9]):
-        kit.write(number, data)
-    early = [kit.cache.stage(NAMES[:staged], range(staged))] if staged else []
-    for staging in early:
-        for layer in range(LAYOUT.num_layers):
-            kit.cache.save_layer(staging, layer)
-    assert kit.save(NAMES[:9], range(9), early, num_sunk=7) == []
-    assert [kit.store.tier(name) for name in NAMES[:9]] == [Tier.MEMORY] * 2 + [Tier.DISK] * 7
-    assert [kit.stored(name) for name in NAMES[:9]] == BLOCKS[:9]
-    kit.close()
-
-
-def test_a_fault_on_the_way_through_few_slots_loses_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("staged", "fails"), [(0, False), (2, False), (0, True)])
+@cached(slots=3)
+async def test_what_is_for_the_disk_alone_passes_through_few_slots(
+    world: World, staged: int, fails: bool
 ) -> None:
-    store = store_of(LAYOUT, 3, Log(tmp_path / "few", SHAPE, 1 << 20, b"test"))
-    kit, calls = Kit(memory_of("emulated"), store), list[int]()
-    save = kit.memory.save
+    """A fault on the way loses none of what is there."""
+    node, calls = world.here, list[int]()
+    compute(node, 0, 9)
 
-    def breaks(layer: int, *arguments: Any) -> None:
+    def before(what: str, layer: Any) -> None:
         calls.append(layer)
-        if len(calls) > 2 * LAYOUT.num_layers:
+        if fails and what == "save" and len(calls) > 2 * (LAST + 1):
             raise RuntimeError("the device is gone")
-        save(layer, *arguments)
 
-    monkeypatch.setattr(kit.memory, "save", breaks)
-    assert kit.save(NAMES[:9], range(9), num_sunk=9) == NAMES[6:9]
-    kit.close()
-
-
-def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit) -> None:
-    cache = EngineCache(kit.memory, kit.store, max_staged=3)
-    staging = cache.stage(NAMES[:5], range(5))
-    assert len(staging.slots) == 3
-    assert not cache.stage(NAMES[5:7], [5, 6]).slots
-    cache.unstage(staging)
-    cache.kept().result(WAIT_S)
-    again = cache.stage(NAMES[5:7], [5, 6])
-    assert len(again.slots) == 2
-    cache.unstage(again)
-    cache.kept().result(WAIT_S)
-    cache.close()
+    node.memory.before = before
+    early = node.mover.stage(KEY, NAMES[:staged], range(staged))
+    for layer in range(LAST + 1 if early is not None else 0):
+        node.mover.save_layer(early, layer)  # type: ignore[arg-type]
+    assert await saved(node, 0, 9, num_sunk=9 if fails else 7) == list(NAMES[6:9] if fails else ())
+    if not fails:
+        assert tiers(node, 9) == [Tier.MEMORY] * 2 + [Tier.DISK] * 7
+        assert node.chain(9) == BLOCKS[:9]
 
 
-def test_what_follows_a_block_that_is_gone_is_not_saved(kit: Kit) -> None:
+@cached
+async def test_what_follows_a_block_that_is_gone_is_not_saved(world: World) -> None:
     """Nobody could use it, and it would come back when its node starts again."""
-    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
-    kit.cache.drop(NAMES[:1])
-    kit.write(1, BLOCKS[1])
-    kit.write(2, BLOCKS[2])
-    done, lost = threading.Event(), list[Any]()
-    kit.cache.save(NAMES[1:3], NAMES[:2], [1, 2], 0, (), lambda missing: (lost.extend(missing), done.set())[0])
-    assert done.wait(WAIT_S)
-    assert lost == NAMES[1:3]
-    assert not any(map(kit.store.contains, NAMES[:3]))
+    node = world.here
+    compute(node, 0, 3)
+    node.put(0, 1)
+    node.do(events.Drop(NAMES[:1]))
+    assert await saved(node, 1, 3) == list(NAMES[1:3])
+    assert node.chain(3) == [None] * 3
+
+
+@cached
+async def test_a_node_that_ends_has_done_what_was_under_way(world: World) -> None:
+    """Its store is closed next, and its arena unmapped."""
+    node, gate = world.here, Gate("save")
+    compute(node, 0, 1)
+    node.memory.before = gate
+    save(node, 0, 1)
+    await gate.reached()
+    closing = asyncio.create_task(asyncio.to_thread(node.cache.close))
+    await asyncio.sleep(0.01)
+    assert not closing.done() and not node.store.contains(NAMES[0])
+    gate.go_on()
+    await closing
+    assert node.stored(NAMES[0]) == BLOCKS[0]
+
+
+@cached
+async def test_a_fault_in_what_was_decided_is_no_secret(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.here.store.before = opened("drop", RuntimeError("the disk is gone"))
+    world.here.do(events.Drop(NAMES[:1]))
+    await settled(world.here)
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["the disk is gone"]
 
 
 # Blocks read from disk before their load.
 
 
-@pytest.fixture
-def on_disk(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
-    """Six blocks are on disk; read from there since: by name, as whole blocks or layers."""
-    monkeypatch.setattr(cache, "AHEAD", 2)
-    kit.put_on_disk(6)
-    read, done = kit.store.read, list[BlockName]()
-
-    def noted(name: BlockName, *more: Any) -> bool:
-        done.append(name)
-        return read(name, *more)
-
-    monkeypatch.setattr(kit.store, "read", noted)
-    return done
+def on_disk(node: Node, count: int = 6) -> Gate:
+    """So many blocks are on disk; what is read of them since."""
+    node.put_on_disk(0, count)
+    node.store.before = opened("read")
+    return node.store.before
 
 
-def test_what_was_read_ahead_is_not_read_again(kit: Kit, on_disk: list[BlockName]) -> None:
-    kit.cache.read(NAMES[:4])
-    load = kit.cache.load(NAMES[:4], range(4))  # waits for what is being read
-    loaded(load, 4)
-    assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
-    assert sorted(on_disk) == NAMES[:4]
-    kit.cache.unread(NAMES[:4])
-    kit.settle()
-    assert kit.store.stat().memory.num_blocks == 0
-    assert [kit.store.tier(name) for name in NAMES[:6]] == [Tier.DISK] * 6
+@cached
+async def test_what_was_read_ahead_is_read_once_and_goes_back(world: World) -> None:
+    """And what is promoted meanwhile stays; so does what another load wants."""
+    node = world.here
+    reads = on_disk(node)
+    node.do(events.Read(KEY, NAMES[:4]), events.Read(NEXT, NAMES[:3]), events.Promote(NAMES[1:2]))
+    begun = load(node, 4)  # waits for what is being read
+    await loaded(begun, 4)
+    assert blocks(node, range(4)) == BLOCKS[:4]
+    await settled(node)
+    assert tiers(node, 4) == [Tier.MEMORY] * 3 + [Tier.DISK]
+    node.do(events.Release(NEXT))
+    await settled(node)
+    assert tiers(node, 6) == [Tier.DISK, Tier.MEMORY, *[Tier.DISK] * 4]
+    assert node.store.stat().memory.num_blocks == 1
+    assert sorted(reads.done) == list(NAMES[:4])
 
 
-@pytest.mark.parametrize("first", ["read", "asked for"])
-def test_what_was_read_ahead_and_is_promoted_stays(kit: Kit, on_disk: list[BlockName], first: str) -> None:
-    kit.cache.read(NAMES[:3])
-    if first == "read":
-        kit.settle()
-    kit.cache.promote(NAMES[:2])
-    kit.cache.unread(NAMES[:3])
-    kit.settle()
-    assert [kit.store.tier(name) for name in NAMES[:3]] == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
-    assert kit.store.stat().memory.num_blocks == 2
-    assert sorted(on_disk) == NAMES[:3]
+@cached
+async def test_no_more_is_read_ahead_than_there_is_room_to_spare(world: World) -> None:
+    node = world.here
+    on_disk(node)
+    node.do(events.Read(KEY, NAMES[:4]), events.Read(NEXT, NAMES[3:6]))  # one is there, and one more fits
+    await loaded(load(node, 6, key=RequestId("c#1")), 6)
+    await settled(node)
+    assert blocks(node, range(6)) == BLOCKS[:6] and node.store.stat().memory.num_blocks == 5
+    node.do(events.Release(KEY), events.Release(NEXT))
+    await settled(node)
+    assert node.store.stat().memory.num_blocks == 0
 
 
-def test_no_more_is_read_ahead_than_there_is_room_to_spare(kit: Kit, on_disk: list[BlockName]) -> None:
-    kit.cache.read(NAMES[:4])
-    kit.cache.read(NAMES[3:6])  # one is there already, and one more fits
-    load = kit.cache.load(NAMES[:6], range(6))
-    loaded(load, 6)
-    assert [kit.block(at) for at in range(6)] == BLOCKS[:6]
-    assert kit.store.stat().memory.num_blocks == 5
-    kit.cache.unread(NAMES[:6])
-
-
-@pytest.mark.parametrize("then", ["drop", "demote", "unread"])
-def test_what_nobody_wants_any_more_is_not_kept(kit: Kit, on_disk: list[BlockName], then: str) -> None:
-    kit.cache.read(NAMES[:4])
-    getattr(kit.cache, then)(NAMES[:4])
-    kit.settle()
-    assert kit.store.stat().memory.num_blocks == 0
-    assert [kit.store.tier(name) for name in NAMES[:4]] == [None if then == "drop" else Tier.DISK] * 4
+@pytest.mark.parametrize(
+    "then",
+    [events.Drop(NAMES[:4]), events.Demote(NAMES[:4]), events.Release(KEY)],
+    ids=lambda a: type(a).__name__,
+)
+@pytest.mark.parametrize("read", [False, True])
+@cached
+async def test_what_nobody_wants_any_more_is_not_kept(world: World, then: Any, read: bool) -> None:
+    """Whether it was read by then or not."""
+    node, gate = world.here, Gate("read")
+    on_disk(node, 4)
+    node.store.before = gate
+    node.do(events.Read(KEY, NAMES[:4]))
+    if read:
+        gate.go_on()
+        await settled(node)
+    node.do(then)
+    gate.go_on()
+    await settled(node)
+    assert node.store.stat().memory.num_blocks == 0
+    assert tiers(node, 4) == [None if isinstance(then, events.Drop) else Tier.DISK] * 4
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(
-    kit: Kit, on_disk: list[BlockName], dropped: bool
-) -> None:
-    kit.cache.read(NAMES[:1])
+@cached
+async def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(world: World, dropped: bool) -> None:
+    node = world.here
+    on_disk(node)
+    compute(node, 0, 1)
+    node.do(events.Read(NEXT, NAMES[:1]))
     if dropped:
-        kit.cache.drop(NAMES[:1])
-    kit.write(0, BLOCKS[0])
-    assert kit.save(NAMES[:1], [0]) == []
-    kit.cache.unread(NAMES[:1])
-    kit.settle()
-    assert kit.store.tier(NAMES[0]) is Tier.MEMORY
+        node.do(events.Drop(NAMES[:1]))
+    assert await saved(node, 0, 1) == []
+    node.do(events.Release(NEXT))
+    await settled(node)
+    assert tiers(node, 1) == [Tier.MEMORY]
 
 
-def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(
-    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@cached
+async def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(world: World) -> None:
     """Somebody else's read of it found damage: its node knows that it is gone."""
-    read = kit.store.read
-
-    def lost(name: BlockName, *more: Any) -> bool:
-        found = read(name, *more)
-        kit.store.drop([name])
-        return found
-
-    monkeypatch.setattr(kit.store, "read", lost)
-    kit.cache.read(NAMES[5:6])
-    kit.settle()
-    assert not kit.store.contains(NAMES[5])
+    node, gate = world.here, Gate("give what was read")
+    on_disk(node)
+    node.store.before = gate
+    node.do(events.Read(KEY, NAMES[5:6]))
+    await gate.reached()
+    node.store.drop(NAMES[5:6])
+    gate.go_on()
+    await settled(node)
+    assert not node.store.contains(NAMES[5])
 
 
-def test_a_block_that_cannot_be_read_ahead_shortens_the_prefix(
-    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = kit.store.read
-    monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[2] and read(name, *more))
-    kit.cache.read(NAMES[:4])
-    load = kit.cache.load(NAMES[:4], range(4))
-    ends_after(load, 2)
-    kit.cache.unread(NAMES[:4])
+@pytest.mark.parametrize("was_saved", [False, True])
+@cached
+async def test_what_is_being_read_is_waited_for_whoever_else_wants_it(world: World, was_saved: bool) -> None:
+    """That it came once, when it was saved, says nothing of now."""
+    node, gate = world.here, Gate("read")
+    compute(node, 0, 2)
+    if was_saved:
+        assert await saved(node, 0, 2) == []
+        node.store.flush()
+        node.do(events.Demote(NAMES[:2]))
+    else:
+        node.put_on_disk(0, 2)
+    node.store.before = gate
+    node.do(events.Read(KEY, NAMES[:2]), events.Read(NEXT, NAMES[:2]))
+    await gate.reached()
+    begun = load(node, 2, [7, 8], RequestId("c#1"))
+    await world.quiet()
+    assert not begun.over.is_set()
+    gate.go_on()
+    await loaded(begun, 2)
+    assert blocks(node, (7, 8)) == BLOCKS[:2] and sorted(gate.done) == list(NAMES[:2]), "it was read once more"
+    node.do(events.Release(KEY), events.Release(NEXT))
+    await settled(node)
 
 
-# For other nodes.
+# What is left.
 
 
-def test_what_is_cancelled_is_over_first_however_often(kit: Kit) -> None:
+@played(alone=True)
+async def test_what_is_cancelled_is_over_first_however_often(world: World) -> None:
     """When a peer goes away and then the process ends: a lease must be whole before it is released."""
     began, go_on = threading.Event(), threading.Event()
-
-    def work() -> None:
-        began.set()
-        assert go_on.wait(WAIT_S)
-
-    async def main() -> None:
-        task = asyncio.create_task(kit.cache.serve(work))
-        await asyncio.sleep(0)
-        assert await asyncio.to_thread(began.wait, WAIT_S)
-        for _ in range(2):
-            task.cancel()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not task.done()
-        go_on.set()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
-    asyncio.run(main())
+    task = asyncio.create_task(world.here.cache.serve(lambda: (began.set(), go_on.wait(60))))
+    assert await asyncio.to_thread(began.wait, 60)
+    for _ in range(2):
+        task.cancel()
+        await world.quiet()
+        assert not task.done()
+    go_on.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
-# Frames, chains, gauges.
-
-
-@given(st.sampled_from(codecs.CODECS), st.integers(1, 17), st.data())
-def test_a_flipped_bit_is_found_or_changes_nothing(codec: str, num_tokens: int, data: st.DataObject) -> None:
-    source = b"".join(BLOCKS)[: num_tokens * LAYOUT.token_bytes]
-    size, width = LAYOUT.slice_bytes, len(source)
-    parts = [memoryview(source)[at : at + size] for at in range(0, width, size)]
-    payload, seals = wire.pack(codec, LAYOUT, parts, num_tokens, lambda: list(map(seal, parts)))
-    frame = bytearray(b"".join(payload))
-    clean = unpacked(codec, frame, num_tokens, seals)
-    assert clean is not None and (clean == source or codec == codecs.INT8)
-    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
-    frame[bit // 8] ^= 1 << bit % 8
-    assert unpacked(codec, frame, num_tokens, seals) in (None, clean)
-
-
-def unpacked(codec: str, frame: bytearray, num_tokens: int, seals: Sequence[bytes]) -> bytes | None:
-    """What a receiver takes it for; None: it is damaged."""
-    room = memoryview(bytearray(num_tokens * LAYOUT.token_bytes))
-    size = LAYOUT.slice_bytes
-    targets = [room[at : at + size] for at in range(0, len(room), size)]
-    frames, head = wire.Frames(LAYOUT), Given(RequestId("a#1"), 0, 0, tuple(seals))
-    buffers = placed(frames, head, codec, num_tokens, len(frame), targets)
-    assert buffers is not None
-    for buffer in buffers:
-        buffer[:], frame = frame[: len(buffer)], frame[len(buffer) :]
-    if frames.take(head) is None or (codec in codecs.EXACT and tuple(map(seal, targets)) != tuple(seals)):
-        return None
-    return bytes(room)
-
-
-def placed(
-    frames: wire.Frames, head: Given, codec: str, num_tokens: int, size: int, targets: list[memoryview]
-) -> list[memoryview] | None:
-    return frames.place(head, None, codec, Span(0, num_tokens), targets, size)  # type: ignore[arg-type]
-
-
-def test_two_frames_for_the_same_bytes_are_refused() -> None:
-    """Whichever came last would be under the seals of the other. When the first is void, the second may come."""
-    frames, size = wire.Frames(LAYOUT), LAYOUT.slice_bytes
-    first, second = [Given(RequestId("a#1"), 0, 0, (bytes([number]),)) for number in range(2)]
-    targets = [memoryview(bytearray(size))]
-    assert placed(frames, first, codecs.NONE, LAYOUT.block_size, size, targets) == targets
-    assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) is None
-    frames.void(None, first)  # type: ignore[arg-type]
-    assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) == targets
-    assert frames.take(first) is None and frames.take(second) == targets
-
-
-@pytest.mark.parametrize("codec", codecs.CODECS)
-def test_frames_of_a_size_that_cannot_be_are_refused(codec: str) -> None:
-    most, head = codecs.encoded_bytes(codec, LAYOUT, 6), Given(RequestId("a#1"), 0, 0, ())
-    sizes = [most - 1, most, most + 1]
-    fits = [placed(wire.Frames(LAYOUT), head, codec, 6, size, []) is not None for size in sizes]
-    assert fits == [codec == codecs.ZSTD, True, False]
+@played(alone=True)
+async def test_without_a_cache(world: World) -> None:
+    node, facts = world.here, list[events.Event]()
+    mover = KVMover(
+        memory=node.memory, first_layer=0, cache=None, peers=node.peers, tell=facts.append,
+        spawn=asyncio.create_task, shares_memory=False, received=lambda key, token: None,
+        attends=lambda layer, asked, q, parts: q, answer_s=30.0,
+    )  # fmt: skip
+    mover.open(asyncio.get_running_loop())
+    for action in (events.Fetch(KEY, OTHER, NAMES[:2], 1), events.EndFetch(KEY), events.Release(KEY)):
+        mover.do(action)
+    await world.quiet()
+    assert facts == [events.FetchEnded(KEY, 1)]
+    assert not {"kv_bytes_fetched_total", "kv_bytes_given_total"} & set(mover.gauges())
+    session: Any = object()
+    with pytest.raises(ProtocolError, match="blocks came to a node without a cache"):
+        mover.on_peer(session, OTHER, Given(KEY, 0, 0, (b"",)))
+    await mover.close()
 
 
 def test_chains_end_where_no_block_follows() -> None:
     found = [(b"a", None), (b"b", b"a"), (b"c", b"b"), (b"d", b"b"), (b"x", None)]
     assert chains_of(found) == ((b"a", b"b", b"c"), (b"a", b"b", b"d"), (b"x",))
     assert chains_of([]) == ()
-
-
-def test_gauges_tell_both_tiers(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    kit.store.flush()
-    found = kit.store.stat().gauges()
-    assert found["cache_memory_blocks"] == found["cache_disk_blocks"] == 3
-    assert found["cache_memory_bytes"] == 3 * LAYOUT.block_bytes
-    assert found["cache_pinned_blocks"] == found["cache_lost_blocks_total"] == 0
-
-
-def test_what_is_being_read_is_waited_for_though_somebody_else_wants_it_too(
-    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch, kit.store, "read")
-    for _ in range(2):
-        kit.cache.read(NAMES[:2])
-    kit.cache.kept().result(WAIT_S)
-    load = kit.cache.load(NAMES[:2], range(2))
-    assert not load.over.wait(0.05)
-    gate.go_on()
-    loaded(load, 2)
-    assert sorted(on_disk) == NAMES[:2], "it was read once more"
-    for _ in range(2):
-        kit.cache.unread(NAMES[:2])
-
-
-def test_what_two_loads_want_stays_until_both_have_it(kit: Kit, on_disk: list[BlockName]) -> None:
-    kit.cache.read(NAMES[:3])
-    kit.cache.read(NAMES[:2])
-    kit.cache.unread(NAMES[:3])
-    kit.settle()
-    assert [kit.store.tier(name) for name in NAMES[:3]] == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
-    kit.cache.unread(NAMES[:2])
-    kit.settle()
-    assert kit.store.stat().memory.num_blocks == 0
-    assert sorted(on_disk) == NAMES[:3], "each was read once"
-
-
-def test_what_was_saved_and_went_to_disk_is_waited_for_when_it_is_read_ahead(
-    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it came once, when it was saved, says nothing of now."""
-    kit.write(6, BLOCKS[6])
-    assert kit.save(NAMES[6:7], [6]) == []
-    kit.store.flush()
-    kit.cache.demote(NAMES[6:7])
-    gate = Gate(monkeypatch, kit.store, "read")
-    kit.cache.read(NAMES[6:7])
-    kit.cache.kept().result(WAIT_S)
-    load = kit.cache.load(NAMES[6:7], [0])
-    gate.go_on()
-    loaded(load, 1)
-    assert kit.block(0) == BLOCKS[6] and on_disk == NAMES[6:7], "it was read twice"
-    kit.cache.unread(NAMES[6:7])
-
-
-def test_a_cache_that_is_closed_has_done_what_was_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its store is closed next, and its arena unmapped."""
-    kit = Kit(memory_of("emulated"), store_of(LAYOUT, 10, Log(tmp_path / "log", SHAPE, 1 << 20, b"test")))
-    kit.write(0, BLOCKS[0])
-    gate = Gate(monkeypatch, kit.memory, "save")
-    kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
-    assert gate.began.wait(WAIT_S)
-    closing = threading.Thread(target=kit.cache.close)
-    closing.start()
-    assert closing.is_alive() and not kit.store.contains(NAMES[0])
-    gate.go_on()
-    closing.join(WAIT_S)
-    assert kit.stored(NAMES[0]) == BLOCKS[0]
-    kit.store.close()
-
-
-def test_a_fault_in_what_was_decided_is_no_secret(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(names: Sequence[BlockName]) -> None:
-        raise RuntimeError("the disk is gone")
-
-    kit.cache._keep(broken, NAMES[:1])
-    kit.settle()
-    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["the disk is gone"]
-
-
-def test_a_load_that_is_cancelled_before_a_thread_has_begun_it_is_over_at_once(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
-    go = threading.Event()
-    for _ in range(cache.LOADERS):
-        kit.cache._loaders.submit(go.wait, WAIT_S)
-    load = kit.cache.load(NAMES[:2], [0, 1])
-    load.cancel()
-    assert load.over.is_set()
-    go.set()
-    kit.cache._loaders.submit(bool).result(WAIT_S)
-    assert kit.block(0) != BLOCKS[0]
-
-
-def test_a_prefix_that_ends_before_what_arrives_takes_nothing_of_it(kit: Kit) -> None:
-    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
-    kit.store.drop(NAMES[1:2])
-    fetch = fetch_of(kit, 3, 5)
-    load = kit.cache.load(NAMES[:5], range(5), fetch)
-    over(load)
-    with pytest.raises(PrefixMissing) as raised:
-        load.wait(LAST, 5)
-    assert raised.value.num_blocks == 1 and kit.lost == NAMES[1:2]
-    assert kit.block(0) == BLOCKS[0]
-    fetch.end()
-    fetch.release()

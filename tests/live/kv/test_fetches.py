@@ -1,925 +1,742 @@
-"""Blocks between two nodes, over memory and over sockets: what arrives is right, and everything taken is given back."""
+"""Cached blocks between nodes: what arrives is right, what was taken is given back, and what must not be believed is
+not. `here` wants, `there` gives; a liar takes the place of either."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
-from random import Random
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from isthmus.core.blocks import KVLayout, seal
-from isthmus.core.errors import ProtocolError
+from isthmus.core.blocks import KVLayout, seal, state_names
 from isthmus.core.node import events
 from isthmus.core.node.letters import Enough, Want
-from isthmus.core.types import BlockName, NodeId, RequestId, Tier
+from isthmus.core.types import RequestId, Tier
 from isthmus.live.engine import codecs
-from isthmus.live.kv import fetches, loans
 from isthmus.live.kv.cache import LOADERS, PrefixMissing
-from isthmus.live.kv.fetches import Fetching
-from isthmus.live.messenger import Network, TcpNetwork
+from isthmus.live.kv.fetches import host_id
+from isthmus.live.kv.loans import GIVE_BLOCKS, MAX_PULLS
+from isthmus.live.messenger import TcpNetwork
+from isthmus.live.peers import wire
 from isthmus.live.peers.messages import Ended, Given, Lent, Pull
-from isthmus.live.store import ArenaHandle, Log, PeerArena, Shape, Store
-from tests.live.cluster.fault_peers import (
+from isthmus.live.store import Arena, ArenaHandle, Shape
+from tests.live.kv.world import (
+    BLOCKS,
+    KEY,
     LAYOUT,
+    NAMES,
+    NETWORKS,
     OTHER,
-    Fault,
-    Harm,
+    THIRD,
     HarmfulNetwork,
-    Side,
-    join,
-    kv_block,
-    put_chain,
-    store_of,
+    Liar,
+    World,
+    layer_of,
+    played,
+    sealed,
+    until,
 )
-from tests.memory_network import MemoryNetwork
 
-SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
-NETWORKS: dict[str, Callable[[], Network]] = {
-    "memory": MemoryNetwork,
-    "tcp": TcpNetwork,
-    "several lanes": lambda: TcpNetwork(connections=3),
-}
-KEY = RequestId("a#1")
-WAIT_S = 60
-"""Only so that a bug ends a test."""
+SIZE, LAYERS, WIDTH = LAYOUT.block_size, LAYOUT.num_layers, LAYOUT.slice_bytes
+LAST = LAYERS - 1
+SHAPE = Shape(LAYERS, WIDTH)
+ZERO, SEALS = bytes(WIDTH), (b"x" * 16,)
+CANARY = b"\xa5" * LAYOUT.block_bytes
 
 
-def names_of(count: int) -> list[bytes]:
-    return [bytes([7, *divmod(number, 256), *[0] * 13]) for number in range(count)]
-
-
-def contents(count: int) -> list[bytes]:
-    return [kv_block(LAYOUT, number) for number in range(count)]
-
-
-def state(store: Store) -> tuple[int, int, int]:
-    """What must be as before: slots in use, pins, reservations."""
-    store.check()
-    stat = store.stat()
-    return stat.memory.used_bytes, stat.num_pinned, stat.num_reserved
-
-
-class Pair:
-    """`source` has `count` blocks of a chain; `target` wants them."""
-
-    def __init__(self, count: int, room: int = 400, *, log: Log | None = None, shares: bool = False) -> None:
-        self.names, self.blocks = names_of(count), contents(count)
-        self.source = Side(store_of(LAYOUT, count + 8, log), LAYOUT, 8)
-        self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
-        put_chain(self.source.store, self.names, self.blocks)
-
-    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetching:
-        """Release it."""
-        order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
-        fetch = self.target.fetch(order)
-        fetch.hold()
-        return fetch
-
-    def arrived(self) -> list[bytes | None]:
-        """The wanted blocks as they are in the target's store."""
-        found: list[bytes | None] = []
-        for name in self.names:
-            into = memoryview(bytearray(LAYOUT.block_bytes))
-            found.append(bytes(into) if self.target.store.get(name, into) else None)
-        return found
-
-    async def settled(self, before: tuple[int, int, int]) -> None:
-        """The source has all its slots and pins again."""
-        async with asyncio.timeout(WAIT_S):
-            while state(self.source.store) != before:
-                await asyncio.sleep(0.002)
-
-
-def run(pair: Pair, network: Network, work: Callable[[], Awaitable[None]]) -> None:
-    """Runs the work with a session between both; afterwards nothing may be left pinned, reserved, or unhandled."""
-    faults: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-        before = state(pair.source.store)
-        async with session(network, pair), asyncio.timeout(WAIT_S):
-            await work()
-            await pair.settled(before)
-        assert state(pair.target.store)[1:] == (0, 0), "the target keeps pins or reservations"
-        num_blocks = pair.target.store.stat().memory.num_blocks
-        assert state(pair.target.store)[0] == num_blocks * LAYOUT.block_bytes, "slots nobody knows of"
-
-    try:
-        asyncio.run(main())
-    finally:
-        pair.source.close()
-        pair.target.close()
-    assert faults == []
-
-
-@contextlib.asynccontextmanager
-async def session(network: Network, pair: Pair) -> AsyncIterator[None]:
-    server = await join(network, pair.target, pair.source)
-    try:
-        yield
-    finally:
-        server.close()
-        for side in (pair.target, pair.source):
-            assert side.session is not None
-            side.session.close()
-        while not (pair.target.reasons and pair.source.reasons):
-            await asyncio.sleep(0.001)
-
-
-@contextlib.contextmanager
-def held(fetch: Fetching) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        fetch.release()
+def only_right(world: World, stop: int) -> list[int]:
+    """Which of the first blocks `here` has; none of them has a wrong byte."""
+    chain = world.here.chain(stop)
+    assert all(got in (None, sent) for got, sent in zip(chain, BLOCKS, strict=False)), "a wrong byte"
+    return [at for at, got in enumerate(chain) if got is not None]
 
 
 # What arrives.
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
-def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
-    """More than are looked up at once."""
-    pair = Pair(2 * loans.GIVE_BLOCKS + 3)
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(("codec", "shares"), [("none", False), ("zstd", False), ("none", True)])
+@played(slots=200)
+async def test_blocks_arrive_as_they_are_and_a_load_reads_them_as_they_come(
+    world: World, codec: str, shares: bool, network: object
+) -> None:
+    """More than are looked up at once; or copied from where they lie."""
+    here, there, count = world.node(shares=shares, slots=200), world.there, 2 * GIVE_BLOCKS + 3
+    await world.join(here, there)
+    here.put(0, 1)
+    there.put(0, count)
+    here.fetch(count, 1, codec)
+    here.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
+    load = here.mover.load_of(KEY)
+    assert load is not None
+    await asyncio.to_thread(load.wait, LAST, 5)
+    assert [here.block(at) for at in range(5)] == BLOCKS[:5]
+    assert await here.fetch_ended() == events.FetchEnded(KEY, count)
+    await until(lambda: here.chain(count) == BLOCKS[:count])
+    assert events.Moved(KEY, fetched=True) in here.facts
+    await there.heard(Enough)
+    gauges = here.mover.gauges()
+    ways = {True: "kv_bytes_borrowed_total", False: "kv_bytes_fetched_total"}
+    moved = (count - 1) * LAYOUT.block_bytes
+    assert (gauges[ways[shares]], gauges[ways[not shares]]) == (moved, 0)
+    assert there.mover.gauges()["kv_bytes_given_total"] == (0 if shares else moved)
 
-    async def work() -> None:
-        with held(fetch := pair.fetch(codec)):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == len(pair.names)
-            assert pair.target.store.stat().num_pinned == len(pair.names)
-        assert pair.arrived() == pair.blocks
-        await asyncio.sleep(0)
-        assert pair.target.facts[-1] == events.FetchEnded(KEY, len(pair.names))
-        assert pair.target.mover.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
 
-    run(pair, NETWORKS[network](), work)
-
-
-def test_int8_arrives_as_every_encoder_makes_it() -> None:
-    pair = Pair(5)
-
-    async def work() -> None:
-        with held(fetch := pair.fetch(codecs.INT8)):
-            await pair.target.fetching(fetch)
-        for got, sent in zip(pair.arrived(), pair.blocks, strict=True):
-            expected = bytearray()
-            for at in range(0, LAYOUT.block_bytes, LAYOUT.slice_bytes):
-                data = codecs.encode("int8", LAYOUT, [memoryview(sent)[at : at + LAYOUT.slice_bytes]], 4)
-                decoded = memoryview(bytearray(LAYOUT.slice_bytes))
-                codecs.decode("int8", LAYOUT, data, [decoded], 4)
-                expected += decoded
-            assert got == expected
-
-    run(pair, MemoryNetwork(), work)
+@played()
+async def test_int8_arrives_as_every_encoder_makes_it(world: World) -> None:
+    world.there.put(0, 5)
+    assert await world.here.fetched(5, codec="int8") == 5
+    for got, sent in zip(world.here.chain(5), BLOCKS, strict=False):
+        expected = bytearray()
+        for layer in range(LAYERS):
+            data = codecs.encode("int8", LAYOUT, [memoryview(layer_of(sent, layer))], SIZE)
+            decoded = memoryview(bytearray(WIDTH))
+            codecs.decode("int8", LAYOUT, data, [decoded], SIZE)
+            expected += decoded
+        assert got == expected
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])
-def test_what_the_source_has_not_ends_the_prefix(missing: int) -> None:
-    pair = Pair(6)
-    pair.source.store.drop([pair.names[missing]])
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == missing
-        assert pair.arrived() == [*pair.blocks[:missing], *[None] * (6 - missing)]
-
-    run(pair, MemoryNetwork(), work)
-
-
-def test_a_fetch_may_begin_in_the_midst_of_a_prefix() -> None:
-    pair = Pair(6)
-    put_chain(pair.target.store, pair.names[:2], pair.blocks[:2])
-
-    async def work() -> None:
-        with held(fetch := pair.fetch(start=2)):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 4
-        assert pair.arrived() == pair.blocks
-
-    run(pair, MemoryNetwork(), work)
+@played()
+async def test_what_the_source_has_not_ends_the_prefix(world: World, missing: int) -> None:
+    """Also where it finds that only when it gives: its node decided before."""
+    there = world.there
+    there.put(0, 6)
+    if missing != 1:
+        there.store.drop([NAMES[missing]])
+    else:
+        there.decides = lambda fact: False
+        there.do(events.Give(KEY, OTHER, NAMES[:6], 0, 6, 0))
+        there.store.drop([NAMES[1]])
+    assert await world.here.fetched(6) == missing
+    assert only_right(world, 6) == list(range(missing))
+    there.do(events.EndGive(KEY, OTHER))
 
 
-def test_a_block_that_came_from_elsewhere_meanwhile_is_not_kept_twice() -> None:
-    pair = Pair(6)
-    put_chain(pair.target.store, pair.names[:2], pair.blocks[:2])
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 6
-        assert pair.target.store.stat().memory.num_blocks == 6
-
-    run(pair, MemoryNetwork(), work)
+@played()
+async def test_a_block_that_came_from_elsewhere_meanwhile_is_not_kept_twice(world: World) -> None:
+    world.there.put(0, 6)
+    world.here.put(0, 2)
+    assert await world.here.fetched(6) == 6
+    assert world.here.store.stat().memory.num_blocks == 6
 
 
-def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
-    pair = Pair(6, log=Log(tmp_path / "log", SHAPE, 1 << 20, b"test"))
-    pair.source.store.flush()
-    pair.source.store.demote(pair.names[1:4])
-    pair.source.store.flush()
-    assert pair.source.store.tier(pair.names[2]) is Tier.DISK
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-        assert pair.arrived() == pair.blocks
-
-    run(pair, MemoryNetwork(), work)
+@played(disk=True)
+async def test_blocks_on_the_disk_of_the_source(world: World) -> None:
+    """`here` has the disk, so it gives."""
+    world.here.put(0, 6)
+    world.here.store.flush()
+    world.here.store.demote(NAMES[1:4])
+    world.here.store.flush()
+    assert world.here.store.tier(NAMES[2]) is Tier.DISK
+    assert await world.there.fetched(6) == 6
+    assert world.there.chain(6) == BLOCKS[:6]
 
 
-# Room.
-
-
-@pytest.mark.parametrize("way", ["bytes", "lent"])
-def test_it_goes_on_as_room_comes(way: str) -> None:
-    """The target has three slots; what it had gives way when the first three blocks are offered."""
-    pair = Pair(8, room=6, shares=way == "lent")
+@pytest.mark.parametrize("shares", [False, True], ids=["bytes", "lent"])
+@played()
+async def test_it_goes_on_as_room_comes(world: World, shares: bool) -> None:
+    """There are three slots; what was there gives way when the first three blocks are offered."""
+    here = world.node(slots=6, shares=shares)
+    await world.join(here, world.there)
+    world.there.put(0, 8)
     others = [bytes([9, number]) * 8 for number in range(3)]
-    put_chain(pair.target.store, others, contents(3))
-    seen: list[int] = []
-    drop = pair.target.store.drop
-    pair.target.store.drop = lambda names: (time.sleep(0.02), drop(names))  # type: ignore[method-assign]
+    for name in others:
+        here.store.put(name, None, BLOCKS[20])
 
-    def make_way(fact: events.Event) -> None:
-        pair.target._told(fact)
+    def make_way(fact: events.Event) -> bool:
         if isinstance(fact, events.Came):
-            seen.append(fact.stop)
-            pair.target.mover.do(events.Drop(tuple(others)))
+            here.do(events.Drop(tuple(others)))
+        return True
 
-    async def work() -> None:
-        target = pair.target
-        target.mover._told = make_way
-        with held(fetch := pair.fetch()):
-            await target.fetching(fetch)
-            assert fetch.num_whole == 6
-        assert seen == [3, 6]
-        assert pair.arrived() == [*pair.blocks[:6], None, None]
-
-    run(pair, MemoryNetwork(), work)
+    here.decides = make_way
+    assert await here.fetched(8) == 6
+    assert [fact.stop for fact in here.of(events.Came)] == [3, 6]
+    assert here.chain(8) == [*BLOCKS[:6], None, None]
 
 
-@pytest.mark.parametrize("host", ["", "another"])
-def test_without_any_room_nothing_is_fetched(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`another`: the target would read blocks where they lie, but they lie on another host."""
-    pair = Pair(4, room=2, shares=bool(host))
-    taken = pair.target.store.reserve(2)
-
-    async def work() -> None:
-        monkeypatch.setattr(fetches, "host_id", lambda: host)
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0
-        pair.target.store.give_back(taken)
-
-    run(pair, MemoryNetwork(), work)
+@pytest.mark.parametrize("shares", [False, True])
+@played()
+async def test_without_any_room_nothing_is_fetched(world: World, shares: bool) -> None:
+    here = world.node(slots=2, shares=shares)
+    await world.join(here, world.there)
+    world.there.put(0, 4)
+    here.leave_room(0)
+    assert await here.fetched(4) == 0
 
 
-# Blocks copied from where they lie.
+@played()
+async def test_many_fetches_at_once_over_one_session(world: World) -> None:
+    world.there.put(0, 20)
+    keys = [RequestId(f"f{number}") for number in range(3)]
+    for key in keys:
+        world.here.fetch(20, key=key)
+    assert [(await world.here.fetch_ended(key)).stop for key in keys] == [20] * 3
+    assert world.here.chain(20) == BLOCKS[:20] and world.here.store.stat().memory.num_blocks == 20
 
 
-def test_lent_blocks_are_copied_and_given_back() -> None:
-    pair = Pair(6, shares=True)
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 6
-            async with asyncio.timeout(WAIT_S):
-                while pair.source.store.stat().num_pinned:
-                    await asyncio.sleep(0.001)
-            assert pair.target.facts[-1] == events.FetchEnded(KEY, 6)
-        assert pair.arrived() == pair.blocks
-        fetcher = pair.target.mover.fetcher
-        assert (fetcher.bytes_lent, fetcher.bytes_in) == (6 * LAYOUT.block_bytes, 0)
-
-    run(pair, MemoryNetwork(), work)
+@played()
+async def test_nodes_whose_loads_all_wait_for_each_other_still_answer(world: World) -> None:
+    """Every loader of the source waits for blocks that nobody gives."""
+    here, there = world.here, world.there
+    there.put(0, 4)
+    here.decides = lambda fact: not isinstance(fact, events.Heard)
+    keys = [RequestId(f"w{number}") for number in range(LOADERS)]
+    for key in keys:
+        there.do(events.Fetch(key, OTHER, NAMES[8:9], 0))
+        there.do(events.Load(key, NAMES[8:9], (0,), SIZE, arriving=True))
+    assert await here.fetched(4) == 4
+    for key in keys:
+        there.do(events.Release(key))
 
 
-def test_a_cancelled_loan_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its second layer: none of its blocks is whole, and its slots may be filled anew."""
-    pair = Pair(6, shares=True)
-    copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
-
-    def cancel() -> None:
-        pair.target.mover.fetcher.cancel(KEY)
-        cancelled.set()
-
-    def counted(into: memoryview, data: memoryview) -> None:
-        nonlocal num_copies
-        num_copies += 1
-        copy_bytes(into, data)
-        if num_copies == 9:
-            loop.call_soon_threadsafe(cancel)
-            assert cancelled.wait(WAIT_S)
-
-    monkeypatch.setattr(fetches, "copy_bytes", counted)
-
-    async def work() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0 and num_copies <= 12
-
-    loop: asyncio.AbstractEventLoop
-    run(pair, MemoryNetwork(), work)
-
-
-def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of another container of the same host."""
-    pair = Pair(6, shares=True)
-    monkeypatch.setattr(PeerArena, "attach", lambda handle: None)
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 6
-        assert pair.arrived() == pair.blocks
-        assert pair.target.reasons == [] and not pair.target.mover.fetcher.bytes_lent
-
-    run(pair, MemoryNetwork(), work)
-
-
-def slot_of(pair: Pair, at: int) -> int:
-    (pinned,) = pair.source.store.pin([pair.names[at]])
-    assert pinned is not None
-    pair.source.store.unpin([pinned])
-    return pinned.slot
-
-
-def test_a_lent_block_that_changes_while_it_is_copied_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session is lost, so that the owner takes its slots back and fills them anew. A load that reads it as it
-    comes gets none of it."""
-    pair = Pair(6, shares=True)
-    copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
-
-    def cancel() -> None:
-        pair.target.mover.fetcher.cancel(KEY)
-        cancelled.set()
-
-    def late(into: memoryview, data: memoryview) -> None:
-        nonlocal num_copies
-        num_copies += 1
-        if num_copies == 9:  # layer 1, block 2
-            pair.source.store.arena.slice(slot_of(pair, 2), 1)[5] ^= 1
-        copy_bytes(into, data)
-
-    monkeypatch.setattr(fetches, "copy_bytes", late)
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            fetch.hold()
-            load = pair.target.cache.load(pair.names, range(6), fetch)
-            await pair.target.fetching(fetch)
-            with pytest.raises(PrefixMissing):
-                await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
-            await asyncio.to_thread(load.over.wait)
-            await asyncio.sleep(0)
-            assert pair.target.facts[-1] == events.FetchEnded(KEY, 0)
-        assert pair.target.mover.fetcher.seal_mismatches == 1
-        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
-
-    run(pair, MemoryNetwork(), work)
+@played()
+async def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(world: World) -> None:
+    """Where the prefix of use ends with a state, the fetch goes on with the prompt's blocks."""
+    here = world.here
+    (state,) = state_names(NAMES[1], 1)
+    here.put(0, 2)
+    assert here.store.put(state, NAMES[1], BLOCKS[7])
+    world.there.put(0, 4)
+    here.fetch(4, 2)
+    here.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
+    assert await here.told(events.Loaded) == events.Loaded(KEY, 3)
+    assert [here.block(at) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
+    await here.fetch_ended()
 
 
 # Ends in mid-way.
 
 
-@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
-@pytest.mark.parametrize("at", [900, 2500, 4000, 6000])
-def test_a_cancelled_fetch_gives_everything_back(codec: str, at: int) -> None:
-    """The slots it gives back are written by nothing that is still on its way."""
-    pair = Pair(20, room=20)
-    harm = Harm(Fault.CANCEL, at, Random(at))
-
-    async def work() -> None:
-        harm.then = lambda: pair.target.mover.fetcher.cancel(KEY)
-        with held(fetch := pair.fetch(codec)):
-            await pair.target.fetching(fetch)
-        assert harm.is_done and fetch.num_whole < 20
-        store = pair.target.store
-        for slot in (slots := store.reserve(20)):
-            store.arena.slot(slot)[:] = b"\xa5" * LAYOUT.block_bytes
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert all(set(store.arena.slot(slot)) == {0xA5} for slot in slots), "a late byte was written"
-        store.give_back(slots)
-        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
-
-    run(pair, HarmfulNetwork(harm), work)
-
-
-def test_large_payloads_end_in_the_midst_over_sockets_too() -> None:
+@played(network=lambda: TcpNetwork(connections=2), layout=KVLayout(dtype="bfloat16", block_size=16, num_layers=3,
+    num_kv_heads=8, head_dim=128), slots=70, blocks=2)  # fmt: skip
+async def test_large_payloads_end_in_the_midst_over_sockets_too(world: World) -> None:
     """4 MiB a message: what the kernel still brings of the one under way goes nowhere."""
-    layout = KVLayout(dtype="bfloat16", block_size=16, num_layers=3, num_kv_heads=8, head_dim=128)
-    names, random = names_of(64), Random(1)
-    blocks = [random.randbytes(layout.block_bytes) for _ in names]
-
-    async def main() -> None:
-        source = Side(store_of(layout, 70), layout, 2)
-        target = Side(store_of(layout, 64), layout, 2)
-        put_chain(source.store, names, blocks)
-        before, store = state(source.store), target.store
-        fetcher = target.mover.fetcher
-        place, num_placed = fetcher.place, 0
-
-        def placed(*arguments: Any) -> list[memoryview]:
-            nonlocal num_placed
-            num_placed += 1
-            if num_placed == 2:
-                asyncio.get_running_loop().call_soon(fetcher.cancel, KEY)
-            return place(*arguments)
-
-        fetcher.place = placed  # type: ignore[method-assign]
-        server = await join(TcpNetwork(connections=2), target, source)
-        fetch = target.fetch(events.Fetch(KEY, OTHER, tuple(names), 0))
-        await target.fetching(fetch)
-        assert num_placed >= 2 and fetch.num_whole == 0
-        for slot in (slots := store.reserve(64)):
-            store.arena.slot(slot)[:] = b"\xa5" * layout.block_bytes
-        assert len(slots) == 64
-        async with asyncio.timeout(WAIT_S):
-            while state(source.store) != before:
-                await asyncio.sleep(0.002)
-        assert target.session is not None
-        target.session.close()
-        while not (target.reasons and source.reasons):
-            await asyncio.sleep(0.001)
-        canary = b"\xa5" * layout.block_bytes
-        assert all(store.arena.slot(slot) == canary for slot in slots), "a late byte was written"
-        store.give_back(slots)
-        server.close()
-        for side in (source, target):
-            side.close()
-
-    asyncio.run(main())
+    here, there = world.here, world.there
+    there.put(0, 64)
+    loop = asyncio.get_running_loop()
+    here.at_place = lambda: len(here.placed) == 2 and loop.call_soon(here.do, events.EndFetch(KEY))
+    assert await here.fetched(64) == 0 and len(here.placed) >= 2
+    canary = b"\xa5" * here.layout.block_bytes
+    slots = here.store.reserve(70)
+    for slot in slots:
+        here.arena.slot(slot)[:] = canary
+    await there.heard(Enough)
+    await there.idle()
+    here.peers.left(OTHER)
+    await until(lambda: here.reasons and there.reasons)
+    assert all(here.arena.slot(slot) == canary for slot in slots), "a late byte was written"
+    here.store.give_back(slots)
 
 
-def test_a_stalled_fetch_writes_nothing_when_its_bytes_come_after_all() -> None:
-    pair = Pair(20, room=20)
-    network = MemoryNetwork(connections=2)
-
-    async def work() -> None:
-        store = pair.target.store
-        fetch = pair.fetch()
-        task = asyncio.create_task(pair.target.fetching(fetch))
-        while fetch.answer is None:
-            await asyncio.sleep(0)
-        network.links[0].is_stalled = True
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-        pair.target.mover.do(events.EndFetch(KEY))
-        await task
-        fetch.release()
-        for slot in (slots := store.reserve(20)):
-            store.arena.slot(slot)[:] = b"\xa5" * LAYOUT.block_bytes
-        network.links[0].resume()
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert all(set(store.arena.slot(slot)) == {0xA5} for slot in slots), "a late byte was written"
-        store.give_back(slots)
-
-    run(pair, network, work)
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@played(slots=220)
+async def test_the_source_leaves_in_midway(world: World, network: object) -> None:
+    world.leaves = True
+    world.there.put(0, 200)
+    world.here.at_message = lambda: world.there.session.abort("killed")  # type: ignore[union-attr]
+    assert await world.here.fetched(200) < 200
+    only_right(world, 200)
 
 
-def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> None:
-    pair = Pair(4)
-
-    async def work() -> None:
-        fetcher, there = pair.target.mover.fetcher, asyncio.Event()
-
-        async def reach(node: NodeId) -> Any:
-            await there.wait()
-            return pair.target.session
-
-        fetcher._reach = reach
-        with held(fetch := pair.fetch()):
-            task = asyncio.create_task(fetcher.begin(fetch))
-            await asyncio.sleep(0)
-            fetcher.cancel(KEY)
-            there.set()
-            await task
-            assert fetch.num_whole == 0
-        assert pair.source.mover._loans.bytes_out == 0
-
-    run(pair, MemoryNetwork(), work)
-
-
-@pytest.mark.parametrize("connections", [1, 3])
-def test_a_lost_connection(connections: int) -> None:
-    """Of several, the others take over; the only one ends the fetch with what was whole."""
-    pair = Pair(100)
-    harm = Harm(Fault.LOST, 30_000, Random(1))
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-        assert harm.is_done
-        arrived = pair.arrived()
-        if connections > 1:
-            assert arrived == pair.blocks
-        else:
-            assert arrived[-1] is None
-        assert all(got in (None, sent) for got, sent in zip(arrived, pair.blocks, strict=True))
-
-    run(pair, HarmfulNetwork(harm, connections), work)
+@pytest.mark.parametrize("when", ["before it is reached", "before it was answered", "under way"])
+@played(alone=True, slots=8)
+async def test_a_fetch_that_is_ended_says_so_and_is_written_by_nothing(world: World, when: str) -> None:
+    here = world.here
+    if when == "before it is reached":
+        there = world.node()
+        there.put(0, 4)
+        here.addresses[OTHER] = await there.listen()
+        here.do(events.Fetch(KEY, OTHER, NAMES[:4], 0), events.EndFetch(KEY))
+        assert (await here.fetch_ended()).stop == 0
+        await world.quiet()
+        assert not here.placed
+        return
+    liar = await world.liar()
+    here.fetch(4)
+    await liar.hears(Pull)
+    if when == "under way":
+        await world.under_way(liar, *given_of(0, 0, 4))
+    here.do(events.EndFetch(KEY))
+    assert (await here.fetch_ended()).stop == 0
+    slots = here.store.reserve(8)
+    assert len(slots) == 8
+    for slot in slots:
+        here.arena.slot(slot)[:] = CANARY
+    world.network.thaw()
+    liar.say(*given_of(1, 0, 4))
+    await world.quiet()
+    assert all(here.arena.slot(slot) == CANARY for slot in slots) and not here.of(events.Gone)
+    here.store.give_back(slots)
 
 
-@pytest.mark.parametrize("network", ["memory", "tcp"])
-def test_the_source_leaves_in_midway(network: str) -> None:
-    pair = Pair(100)
-    receive = pair.target.mover.fetcher.receive
-
-    async def work() -> None:
-        def leave(connection: Any, given: Given) -> None:
-            receive(connection, given)
-            assert pair.source.session is not None
-            pair.source.session.abort("killed")
-
-        pair.target.mover.fetcher.receive = leave  # type: ignore[method-assign]
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole < 100
-        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
-
-    run(pair, NETWORKS[network](), work)
+# What must not be believed: a liar gives.
 
 
-def test_nobody_to_ask() -> None:
-    pair = Pair(4)
-
-    async def work() -> None:
-        assert pair.target.session is not None
-        pair.target.session.close()
-        pair.target.addresses.clear()
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0
-
-    run(pair, MemoryNetwork(), work)
+def given_of(layer: int, first: int, stop: int, codec: str = "none", at: int = 0) -> tuple[Given, bytes]:
+    """These blocks of the chain in one layer, as an honest node gives them to who asked for those from `at` on."""
+    parts = [memoryview(layer_of(data, layer)) for data in BLOCKS[first:stop]]
+    payload, seals = wire.pack(codec, LAYOUT, parts, len(parts) * SIZE, lambda: list(map(seal, parts)))
+    return Given(KEY, layer, first - at, seals), b"".join(payload)
 
 
-# What must not be believed.
+def give(liar: Liar, first: int, stop: int, layers: Sequence[int] = range(LAYERS)) -> None:
+    """All that was asked for."""
+    for layer in layers:
+        liar.say(*given_of(layer, first, stop, at=first))
+    liar.say(Ended(KEY, stop - first), priority=2)
 
 
-@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
-def test_a_block_damaged_in_the_arena_of_the_source(codec: str) -> None:
-    pair = Pair(6)
-    pair.source.store.arena.slice(slot_of(pair, 3), 1)[7] ^= 0x20
-
-    async def work() -> None:
-        with held(fetch := pair.fetch(codec)):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole <= 3
-        assert pair.target.mover.fetcher.seal_mismatches == 1
-        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
-
-    run(pair, MemoryNetwork(), work)
+async def asked(world: World, stop: int = 4, room: int = 3, codec: str = "none", **how: Any) -> Liar:
+    """`here` asked a liar for blocks, and has room for some of them."""
+    liar = await world.liar(**how)
+    world.here.leave_room(room)
+    world.here.fetch(stop, codec=codec)
+    await liar.hears(Pull)
+    world.leaves = True
+    return liar
 
 
-ZERO = memoryview(bytes(LAYOUT.slice_bytes))
-SEALS = (b"x" * 16,)
-HANDLE = ArenaHandle("/proc/self/fd/0", b"n" * 16, 4, SHAPE)
-LIES: dict[str, Callable[[Any, Pull], None]] = {
-    "wrong seals": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO),
-    "too many bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO, ZERO),
-    "too few bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO[1:]),
-    "more blocks than room": lambda c, w: c.send(Given(w.key, 0, 0, SEALS * 5), *[ZERO] * 5),
-    "past the end": lambda c, w: c.send(Given(w.key, 0, 4, SEALS), ZERO),
-    "before the start": lambda c, w: c.send(Given(w.key, 0, -1, SEALS), ZERO),
-    "no layer of the model": lambda c, w: c.send(Given(w.key, 3, 0, SEALS), ZERO),
-    "a negative layer": lambda c, w: c.send(Given(w.key, -1, 0, SEALS), ZERO),
-    "no payload": lambda c, w: c.send(Given(w.key, 0, 0, SEALS)),
-    "nothing sealed": lambda c, w: c.send(Given(w.key, 0, 0, ())),
-    "the end of what did not come": lambda c, w: c.send(Ended(w.key, w.room)),
-    "more than there was room for": lambda c, w: c.send(Ended(w.key, 99)),
-    "lent unasked": lambda c, w: c.send(Lent(w.key, HANDLE, (0,), (SEALS * 3,))),
+LIES: dict[str, Callable[[Liar], object]] = {
+    "again": lambda liar: liar.say(*given_of(0, 0, 1)),
+    "before the start": lambda liar: liar.say(Given(KEY, 0, -1, SEALS), ZERO),
+    "more than there is room for": lambda liar: liar.say(*given_of(0, 1, 4)),
+    "past the end": lambda liar: liar.say(Given(KEY, 0, 3, SEALS), ZERO),
+    "no layer of the model": lambda liar: liar.say(Given(KEY, LAYERS, 1, SEALS), ZERO),
+    "a negative layer": lambda liar: liar.say(Given(KEY, -1, 1, SEALS), ZERO),
+    "nothing sealed": lambda liar: liar.say(Given(KEY, 0, 1, ()), ZERO),
+    "a block unsealed": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO, ZERO),
+    "too many bytes": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO, b"1"),
+    "too few bytes": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO[1:]),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
-    pair = Pair(4, room=2)
-
-    async def work() -> None:
-        """The source answers a Pull with something else."""
-        pair.source.mover._heard[Pull] = lambda session, peer, pull: LIES[lie](session, pull)
-        with held(fetch := pair.fetch()):
-            async with asyncio.timeout(WAIT_S):
-                await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0
-        assert pair.target.store.stat().memory.num_blocks == 0
-
-    run(pair, MemoryNetwork(), work)
+@played(alone=True)
+async def test_what_must_not_come_next_ends_the_session(world: World, lie: str) -> None:
+    """The first of four blocks is there in layer 0, and room for three."""
+    liar = await asked(world)
+    liar.say(*given_of(0, 0, 1))
+    await world.quiet()
+    arena = bytes(world.here.arena.memory)
+    LIES[lie](liar)
+    await world.quiet()
+    assert "are not what must come next" in world.here.of(events.Gone)[0].reason
+    assert (await world.here.fetch_ended()).stop == 0 and bytes(world.here.arena.memory) == arena
 
 
-class Begun:
-    """A fetch of four blocks with room for three, of which the first is here in layer 0; and what must come next."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair, self.session, self.sent = pair, Mute(), contents(4)
-        self.fetch = pair.target.fetch(events.Fetch(KEY, OTHER, tuple(pair.names), 0))
-        pair.target.store.reserve(pair.target.store.arena.num_slots - 3)
-        assert self.fetch.make_room() == 3
-        assert self.arrive(0, 0, 1)
-        self.next = self.given(0, 1, 2)
-
-    def slices(self, layer: int, first: int, count: int) -> list[bytes]:
-        at = layer * LAYOUT.slice_bytes
-        return [block[at : at + LAYOUT.slice_bytes] for block in self.sent[first : first + count]]
-
-    def given(self, layer: int, first: int, count: int) -> Given:
-        return Given(KEY, layer, first, tuple(map(seal, self.slices(layer, first, count))))
-
-    def place(self, given: Given, more_bytes: int = 0) -> list[memoryview] | None:
-        size = len(given.seals) * LAYOUT.slice_bytes + more_bytes
-        return self.fetch.place(self.session, given, size)  # type: ignore[arg-type]
-
-    def arrive(self, layer: int, first: int, count: int) -> bool:
-        given = self.given(layer, first, count)
-        targets = self.place(given)
-        assert targets is not None
-        for target, data in zip(targets, self.slices(layer, first, count), strict=True):
-            target[:] = data
-        return self.fetch.receive(given)
-
-
-class Mute:
-    """Stands for a session."""
-
-    peer, closed = "somebody", False
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.refused: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def refuse(self, message: Any) -> bool:
-        self.refused.append(message)
-        return True
-
-
-@pytest.fixture
-def begun() -> Iterator[Begun]:
-    pair = Pair(4, room=8)
-    yield Begun(pair)
-    for side in (pair.source, pair.target):
-        side.close()
-
-
-def test_what_must_come_next_is_taken(begun: Begun) -> None:
-    assert begun.arrive(0, 1, 2) and begun.arrive(2, 0, 3) and begun.arrive(1, 0, 3)
-    assert begun.fetch.count() == begun.fetch.num_whole == 3 and begun.fetch.count() == 0
-    assert begun.fetch.adopt(begun.pair.names[:3]) == 3
-    assert begun.pair.arrived() == [*begun.sent[:3], None]
-
-
-@pytest.mark.parametrize(
-    ("changes", "more_bytes"),
-    [
-        ({"first": 0}, 0),  # what is here already, under its seals
-        ({"first": -1}, 0),
-        ({"first": 2}, 0),  # there is room for three
-        ({"first": 3, "seals": (b"",)}, 0),
-        ({"layer": 3}, 0),
-        ({"layer": -1}, 0),
-        ({"seals": ()}, 0),
-        ({"seals": (b"",) * 3}, 0),
-        ({}, 1),
-        ({}, -1),
-    ],
-)
-def test_what_must_not_come_next_is_placed_nowhere(
-    begun: Begun, changes: dict[str, Any], more_bytes: int
-) -> None:
-    assert begun.place(msgspec.structs.replace(begun.next, **changes), more_bytes) is None
-    assert begun.place(begun.next) is not None, "a refusal changed something"
-    assert begun.place(msgspec.structs.replace(begun.next, seals=(b"x", b"y"))) is None, "two in one place"
-
-
-def test_what_is_not_next_does_not_count(begun: Begun) -> None:
-    assert not begun.arrive(0, 2, 1), "the block before it is missing"
-    assert begun.fetch.num_whole == 0
-
-
-def test_nothing_is_placed_when_it_is_over(begun: Begun) -> None:
-    begun.fetch.end()
-    assert begun.place(begun.next) is None
-
-
-def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_given_back() -> None:
-    pair, line = Pair(4, room=8), Mute()
-    reserved: list[int] = []
-
-    def refuse(message: Any) -> bool:
-        reserved.append(pair.target.store.stat().num_reserved)
-        return True
-
-    line.refuse = refuse  # type: ignore[method-assign]
-
-    async def reach(node: NodeId) -> Any:
-        return line
-
-    async def work() -> None:
-        pair.target.mover.open(asyncio.get_running_loop())
-        pair.target.mover.fetcher._reach = reach
-        fetch = pair.fetch()
-        running = asyncio.create_task(pair.target.fetching(fetch))
-        while not line.sent:
-            await asyncio.sleep(0)
-        assert fetch.place(line, Given(KEY, 0, 0, SEALS), LAYOUT.slice_bytes) is not None  # type: ignore[arg-type]
-        pair.target.mover.fetcher.cancel(KEY)
-        await running
-        fetch.release()
-
-    asyncio.run(work())
-    assert reserved == [4] and pair.target.store.stat().num_reserved == 0
-    for side in (pair.source, pair.target):
-        side.close()
-
-
-def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> None:
-    """The same peer, though with another key, or another one."""
-    fetcher, stranger = begun.pair.target.mover.fetcher, Mute()
-    fetcher._open[KEY] = begun.fetch
-    begun.fetch.session = begun.session  # type: ignore[assignment]
-
-    async def work() -> None:
-        answer = begun.fetch.ask(begun.session, Pull(KEY, 0, 3))  # type: ignore[arg-type]
-        assert begun.place(begun.next) is not None
-        with pytest.raises(ProtocolError, match="nobody asked"):
-            fetcher.place(stranger, begun.next, 2 * LAYOUT.slice_bytes)  # type: ignore[arg-type]
-        fetcher.receive(stranger, begun.next)  # type: ignore[arg-type]
-        fetcher.void(stranger, begun.next)  # type: ignore[arg-type]
-        fetcher.answer(stranger, Ended(KEY, 3))  # type: ignore[arg-type]
-        assert not answer.done() and not fetcher.bytes_in and not fetcher.seal_mismatches
-        assert begun.place(begun.next) is None, "it is under way still"
-        fetcher.cancel(KEY)
-        assert answer.result() is None
-
-    asyncio.run(work())
-
-
-LOAN = Lent(KEY, ArenaHandle("/nowhere", b"n" * 16, 4, SHAPE), (0, 3), ((b"s",) * 3,) * 2)
-LOANS: dict[str, Lent] = {
-    "a slot that the arena has not": msgspec.structs.replace(LOAN, slots=(0, 4)),
-    "a negative slot": msgspec.structs.replace(LOAN, slots=(-1, 0)),
-    "a layer without a seal": msgspec.structs.replace(LOAN, seals=((b"s",) * 3, (b"s",) * 2)),
-    "a slot without seals": msgspec.structs.replace(LOAN, seals=LOAN.seals[:1]),
-    "more than was wanted": msgspec.structs.replace(LOAN, slots=(0,) * 4, seals=((b"s",) * 3,) * 4),
-    "another shape": msgspec.structs.replace(
-        LOAN, arena=msgspec.structs.replace(LOAN.arena, shape=Shape(3, LAYOUT.slice_bytes + 8))
-    ),
+HANDLE = ArenaHandle("/proc/self/fd/0", b"n" * 16, 4, SHAPE)
+VAIN: dict[str, Callable[[Liar], object]] = {
+    "wrong seals": lambda liar: liar.say(Given(KEY, 0, 0, SEALS), ZERO),
+    "no payload": lambda liar: liar.say(Given(KEY, 0, 0, SEALS)),
+    "a gap": lambda liar: (liar.say(*given_of(0, 1, 3)), give(liar, 0, 3, (1, 2))),
+    "the end of what did not come": lambda liar: liar.say(Ended(KEY, 3)),
+    "the end of more than there was room for": lambda liar: liar.say(Ended(KEY, 99)),
 }
 
 
-def test_a_loan_is_what_was_asked_for_in_every_way(begun: Begun) -> None:
-    assert not begun.fetch.asked_for(LOAN), "nothing is wanted yet"
-    begun.fetch.pull = Pull(KEY, 1, 3, host="here")
-    assert begun.fetch.asked_for(LOAN)
-    assert [loan for loan, lent in LOANS.items() if begun.fetch.asked_for(lent)] == []
-    begun.fetch.pull = msgspec.structs.replace(begun.fetch.pull, host="")
-    assert not begun.fetch.asked_for(LOAN), "it is to be sent"
+@pytest.mark.parametrize("lie", VAIN)
+@played(alone=True)
+async def test_lies_end_the_fetch_and_leave_nothing(world: World, lie: str) -> None:
+    liar = await asked(world)
+    VAIN[lie](liar)
+    assert (await world.here.fetch_ended()).stop == 0
+    assert world.here.store.stat().memory.num_blocks == 0 and not world.here.of(events.Gone)
+    assert world.here.mismatches == (lie[:7] != "the end")
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(codecs.CODECS), st.integers(1, 6), st.integers(0, LAST), st.data())
+@played(alone=True, slots=8)
+async def test_a_flipped_bit_ends_the_fetch_or_changes_nothing(
+    world: World, codec: str, count: int, harmed: int, data: st.DataObject
+) -> None:
+    """In any layer; checksums of frames are right."""
+    liar = await asked(world, count, 8, codec)
+    for layer in range(LAYERS):
+        head, payload = given_of(layer, 0, count, codec)
+        if layer == harmed:
+            bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+            damaged = bytearray(payload)
+            damaged[bit // 8] ^= 1 << bit % 8
+            payload = bytes(damaged)
+        liar.say(head, payload)
+    liar.say(Ended(KEY, count), priority=2)
+    stop = (await world.here.fetch_ended()).stop
+    assert world.here.mismatches == (stop < count) and (stop < count or codec != codecs.NONE)
+    if codec in codecs.EXACT:
+        assert only_right(world, count) == list(range(stop))
+    elif stop == count:
+        for at, got in enumerate(world.here.chain(count)):
+            assert got is not None
+            for layer in range(LAYERS):
+                decoded = memoryview(bytearray(WIDTH))
+                encoded = memoryview(given_of(layer, at, at + 1, codec)[1])
+                codecs.decode(codec, LAYOUT, encoded, [decoded], SIZE)
+                assert layer_of(got, layer) == decoded
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, LAST), st.integers(1, 3)), max_size=20))
+@played(alone=True)
+async def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(
+    world: World, order: list[tuple[int, int]]
+) -> None:
+    liar, landed = await asked(world, 8, 8), [0] * LAYERS
+    for layer, count in order:
+        stop = min(8, landed[layer] + count)
+        if stop > landed[layer]:
+            liar.say(*given_of(layer, landed[layer], stop))
+            landed[layer] = stop
+    liar.say(Ended(KEY, min(landed)), priority=2)
+    assert (await world.here.fetch_ended()).stop == min(landed)
+    assert world.here.chain(8) == [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
+
+
+@pytest.mark.parametrize("same_peer", [True, False])
+@played(alone=True)
+async def test_of_a_fetch_only_the_session_is_heard_that_was_asked(world: World, same_peer: bool) -> None:
+    """Another of the same peer is not, nor another node."""
+    liar = await asked(world, sessions=2 if same_peer else 1)
+    stranger, over = (liar, 1) if same_peer else (await world.liar(THIRD), 0)
+    await world.under_way(liar, *given_of(0, 0, 3))
+    for lie in (Given(KEY, 0, 0, SEALS), Ended(KEY, 3), loan_of(world)):
+        stranger.say(lie, over=over)
+    await world.quiet()
+    assert not world.here.of(events.FetchEnded) and not world.here.of(events.Gone)
+    assert not world.here.mismatches and not world.here.mover.gauges()["kv_bytes_fetched_total"]
+    stranger.say(*given_of(1, 0, 3), over=over)
+    await world.quiet()
+    gone = world.here.of(events.Gone)
+    assert "came over a session that nobody asked" in gone[0].reason and gone[0].peer == stranger.name
+    if not same_peer:
+        world.network.thaw()
+        give(liar, 0, 3, (1, 2))
+        assert (await world.here.fetch_ended()).stop == 3
+    world.network.thaw()
+    await world.here.fetch_ended()
+
+
+@played(alone=True)
+async def test_two_frames_under_way_never_share_a_place_and_one_given_up_may_come_again(world: World) -> None:
+    liar = await asked(world)
+    await world.under_way(liar, *given_of(0, 0, 3))
+    head, payload = given_of(0, 1, 3)
+    liar.say(replace(head, seals=SEALS * 2), payload)
+    world.network.thaw()
+    await world.quiet()
+    assert "are not what must come next" in world.here.of(events.Gone)[0].reason
+    await world.here.fetch_ended()
+
+
+@played(alone=True, network=lambda: HarmfulNetwork(piece=0))
+async def test_nothing_is_taken_of_a_fetch_that_is_over(world: World) -> None:
+    """Though it comes with what ended it, in one piece."""
+    liar = await asked(world)
+    for link in world.network.links:
+        link.freeze()
+    world.here.at_message = lambda: world.here.do(events.EndFetch(KEY))
+    liar.say(Ended(KEY, 0))
+    liar.say(*given_of(0, 0, 1))
+    world.network.thaw()
+    await world.quiet()
+    assert "are not what must come next" in liar.reasons[0]
+
+
+@played(alone=True)
+async def test_a_source_that_gives_up_in_the_midst_ends_the_fetch(world: World) -> None:
+    liar = await asked(world)
+    (await world.under_way(liar, *given_of(0, 0, 3))).cancel()
+    assert (await world.here.fetch_ended()).stop == 0 and not world.here.mismatches
+
+
+@played()
+async def test_what_nobody_asked_for_is_read_past(world: World) -> None:
+    liar = await world.liar(THIRD)
+    for answer in (Ended(KEY, 3), loan_of(world), Enough(KEY)):
+        liar.say(answer)
+    liar.say(*given_of(0, 0, 1))
+    await world.quiet()
+    world.there.put(0, 4)
+    assert await world.here.fetched(4) == 4 and not liar.reasons
+
+
+@played(alone=True)
+async def test_what_no_fetch_brought_is_lost(world: World) -> None:
+    """A node may have decided to adopt it when a process took its place."""
+    world.here.do(events.Adopt(KEY, NAMES[:2]))
+    assert await world.here.told(events.Lost) == events.Lost(NAMES[:2])
+
+
+@played()
+async def test_a_block_damaged_in_the_arena_of_the_source(world: World) -> None:
+    world.there.put(0, 6)
+    (pinned,) = world.there.store.pin(NAMES[3:4])
+    assert pinned is not None
+    world.there.arena.slice(pinned.slot, 1)[7] ^= 0x20
+    world.there.store.unpin([pinned])
+    assert await world.here.fetched(6, codec="zstd") <= 3
+    assert world.here.mismatches == 1
+    only_right(world, 6)
+
+
+# Loans: blocks that are copied from where they lie.
+
+
+def loan_of(world: World, slots: Sequence[int] = (0, 1, 2, 3), **changes: Any) -> Lent:
+    return Lent(KEY, HANDLE, tuple(slots), tuple([(b"s",) * LAYERS for _ in slots]), **changes)
+
+
+async def lending(world: World, harm: Callable[[Arena], None] = bool, **changes: Any) -> tuple[Liar, Arena]:  # type: ignore[assignment]
+    """`here` was lent four blocks of a liar's arena."""
+    liar, arena = await world.liar(), Arena(SHAPE, 4)
+    for slot in range(4):
+        arena.slot(slot)[:] = BLOCKS[slot]
+    harm(arena)
+    world.here.fetch(4)
+    pull = await liar.hears(Pull)
+    assert pull == Pull(KEY, 0, 4, host_id()) and arena.handle is not None
+    seals = tuple([sealed([layer_of(data, layer) for layer in range(LAYERS)]) for data in BLOCKS[:4]])
+    liar.say(replace(Lent(KEY, arena.handle, (0, 1, 2, 3), seals), **changes))
+    return liar, arena
+
+
+@pytest.mark.parametrize(("at", "layer"), [(0, 0), (2, 1), (3, LAST)])
+@played(alone=True, shares=True, slots=4)
+async def test_a_lent_block_that_is_not_what_its_seals_say_is_not_used(
+    world: World, at: int, layer: int
+) -> None:
+    """Its owner took the slot back meanwhile. A load that reads it as it comes gets none of it."""
+
+    def harm(arena: Arena) -> None:
+        arena.slice(at, layer)[5] ^= 1
+
+    world.here.decides = lambda fact: True
+    _, arena = await lending(world, harm)
+    world.here.do(events.Load(KEY, NAMES[:4], (0, 1, 2, 3), 16, arriving=True))
+    load = world.here.mover.load_of(KEY)
+    assert load is not None
+    stop = (await world.here.fetch_ended()).stop
+    await asyncio.to_thread(load.over.wait)
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 4)
+    assert raised.value.num_blocks == stop <= at and world.here.mismatches == 1
+    assert only_right(world, 4) == list(range(stop))
+    arena.close()
+
+
+@played(alone=True, shares=True, slots=6)
+async def test_a_loan_that_is_ended_is_copied_no_further(world: World) -> None:
+    """In its second layer: none of its blocks is whole, and its slots may be filled anew."""
+    here, loop, ended, layers = world.here, asyncio.get_running_loop(), threading.Event(), set[int]()
+
+    def before(what: str, layer: Any) -> None:
+        layers.add(layer)
+        if layer == 1 and not ended.is_set():
+            loop.call_soon_threadsafe(lambda: (here.do(events.EndFetch(KEY)), ended.set()))
+            assert ended.wait(60)
+
+    here.arena.before = before
+    _, arena = await lending(world)
+    assert (await here.fetch_ended()).stop == 0
+    assert layers == {0, 1} and not here.of(events.Lost)
+    arena.close()
 
 
 FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {
-    "slots without seals": lambda lent: msgspec.structs.replace(lent, seals=lent.seals[1:]),
-    "layers without seals": lambda lent: msgspec.structs.replace(
-        lent, seals=tuple([seals[1:] for seals in lent.seals])
-    ),
-    "slots of nowhere": lambda lent: msgspec.structs.replace(lent, slots=(-1, *lent.slots[1:])),
-    "more blocks": lambda lent: msgspec.structs.replace(lent, slots=lent.slots * 2, seals=lent.seals * 2),
-    "another shape": lambda lent: msgspec.structs.replace(
-        lent, arena=msgspec.structs.replace(lent.arena, shape=Shape(1, 8), num_slots=4)
-    ),
+    "slots without seals": lambda lent: replace(lent, seals=lent.seals[1:]),
+    "a layer without a seal": lambda lent: replace(lent, seals=(*lent.seals[1:], lent.seals[0][1:])),
+    "a slot of nowhere": lambda lent: replace(lent, slots=(-1, *lent.slots[1:])),
+    "a slot that the arena has not": lambda lent: replace(lent, slots=(*lent.slots[1:], 4)),
+    "more than was wanted": lambda lent: replace(lent, slots=lent.slots * 2, seals=lent.seals * 2),
+    "another shape": lambda lent: replace(lent, arena=replace(lent.arena, shape=Shape(3, WIDTH + 8))),
+    "what was to be sent": lambda lent: lent,
 }
 
 
-@pytest.mark.parametrize("loan", FALSE_LOANS)
-def test_a_false_loan_ends_the_fetch(loan: str) -> None:
-    pair = Pair(4, shares=True)
+@pytest.mark.parametrize("lie", FALSE_LOANS)
+@played(alone=True)
+async def test_a_loan_is_what_was_asked_for_in_every_way(world: World, lie: str) -> None:
+    here = world.node(shares=lie != "what was to be sent")
+    world.here, world.address, world.leaves = here, await here.listen(), True
+    liar, arena = await world.liar(), Arena(SHAPE, 4)
+    here.fetch(4)
+    await liar.hears(Pull)
+    assert arena.handle is not None
+    liar.say(FALSE_LOANS[lie](replace(loan_of(world), arena=arena.handle)))
+    assert (await here.fetch_ended()).stop == 0
+    assert "is not what was asked for" in here.of(events.Gone)[0].reason and not here.mismatches
+    arena.close()
 
-    async def work() -> None:
-        answer = pair.target.mover.fetcher.answer
 
-        def altered(connection: Any, message: Lent | Ended) -> None:
-            answer(connection, FALSE_LOANS[loan](message) if isinstance(message, Lent) else message)
+@played(alone=True, shares=True)
+async def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(world: World) -> None:
+    """As that of another container of the same host; once and for all."""
+    liar = await world.liar()
+    world.here.fetch(4)
+    await liar.hears(Pull)
+    liar.say(loan_of(world))
+    assert await liar.hears(Pull, 2) == Pull(KEY, 0, 4)
+    give(liar, 0, 4)
+    assert (await world.here.fetch_ended()).stop == 4 and only_right(world, 4) == [0, 1, 2, 3]
+    world.here.fetch(6, 4, key=RequestId("b#1"))
+    assert await liar.hears(Pull, 3) == Pull(RequestId("b#1"), 4, 2)
+    world.leaves = True
 
-        pair.target.mover.fetcher.answer = altered  # type: ignore[method-assign]
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-            assert fetch.num_whole == 0
 
-    run(pair, MemoryNetwork(), work)
+# The side that gives: a liar asks.
+
+COUNT = 6
+
+
+async def wanting(world: World, pull: Pull | None = None, count: int = COUNT, **how: Any) -> Liar:
+    """A liar wants blocks, and asks for them if it says so."""
+    liar = await world.liar(**how)
+    world.here.put(0, count)
+    liar.say(Want(KEY, NAMES[:count], 0))
+    if pull is not None:
+        liar.say(pull)
+    await world.quiet()
+    return liar
+
+
+@played(alone=True)
+async def test_what_is_given_is_what_was_asked_for_in_one_form(world: World) -> None:
+    liar = await wanting(world, Pull(KEY, 1, 3))
+    assert await liar.hears(Ended) == Ended(KEY, 3)
+    for layer in range(LAYERS):
+        parts = [layer_of(data, layer) for data in BLOCKS[1:4]]
+        assert liar.heard[layer] == (Given(KEY, layer, 0, sealed(parts)), b"".join(parts))
+    await world.here.idle()
+    assert world.here.mover.gauges()["kv_bytes_given_total"] == 3 * LAYOUT.block_bytes
+    liar.say(Pull(KEY, 5, 9))
+    await liar.hears(Ended, 2)
+    assert liar.of(Ended) == [Ended(KEY, 3), Ended(KEY, 1)]
 
 
 @pytest.mark.parametrize(
-    "pull",
+    ("pull", "why"),
     [
-        Pull(KEY, 0, 4, codec="rot13"),
-        Pull(KEY, 0, 0),
-        Pull(KEY, 0, -1),
-        Pull(KEY, 5, 4),
-        Pull(KEY, -1, 4),
+        (Pull(KEY, 0, 4, codec="rot13"), "cannot be given"),
+        (Pull(KEY, 0, -1), "cannot be given"),
+        (Pull(KEY, -1, 4), "cannot be given"),
+        (Pull(KEY, 5, 4), ""),
+        (Pull(KEY, 0, 0), ""),
     ],
-    ids=["unknown codec", "no room", "negative room", "behind the end", "before the start"],
+    ids=["unknown codec", "negative room", "before the start", "behind the end", "no room"],
 )
-@pytest.mark.parametrize("names", [names_of(4), []], ids=["names", "no names"])
-def test_a_strange_pull_costs_the_source_nothing(names: list[BlockName], pull: Pull) -> None:
-    pair = Pair(4)
-
-    async def work() -> None:
-        assert pair.target.session is not None
-        for said in (Want(KEY, tuple(names), 0), pull):
-            pair.target.session.send(said)
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-        pair.target.session.send(Enough(KEY))
-
-    run(pair, MemoryNetwork(), work)
+@pytest.mark.parametrize("names", [4, 0])
+@played(alone=True)
+async def test_a_strange_pull_costs_the_source_nothing(world: World, names: int, pull: Pull, why: str) -> None:
+    liar = await wanting(world, pull, names)
+    if why:
+        await until(lambda: liar.reasons)
+        assert why in liar.reasons[0]
+    else:
+        assert await liar.hears(Ended) == Ended(KEY, 0) and not liar.of(Given)
 
 
-def test_what_nobody_asked_for_is_read_past() -> None:
-    pair = Pair(4)
-
-    async def work() -> None:
-        assert pair.source.session is not None
-        for answer in (Ended(KEY, 3), Lent(KEY, HANDLE, (0,), (SEALS * 3,)), Enough(KEY)):
-            pair.source.session.send(answer)
-        pair.source.session.send(Given(KEY, 0, 0, SEALS), ZERO)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        with held(fetch := pair.fetch()):
-            await pair.target.fetching(fetch)
-        assert pair.arrived() == pair.blocks
-
-    run(pair, MemoryNetwork(), work)
+@played(alone=True, disk=True)
+async def test_one_pull_at_a_time(world: World) -> None:
+    """Before the first was answered."""
+    here, go_on = world.here, threading.Event()
+    here.put_on_disk(0, COUNT)
+    here.store.before = lambda what, name: go_on.wait(60)
+    liar = await world.liar()
+    liar.say(Want(KEY, NAMES[:COUNT], 0))
+    for _ in range(2):
+        liar.say(Pull(KEY, 0, 3))
+    await until(lambda: liar.reasons)
+    go_on.set()
+    assert "a second Pull" in liar.reasons[0]
 
 
-def test_a_second_pull_before_the_first_was_answered_ends_the_session() -> None:
-    pair = Pair(4)
-
-    async def work() -> None:
-        assert pair.target.session is not None
-        pair.target.session.send(Want(KEY, tuple(pair.names), 0))
-        while not pair.source.heard(Want):
-            await asyncio.sleep(0.001)
-        for _ in range(2):
-            pair.target.session.send(Pull(KEY, 0, 4))
-        while not pair.target.reasons:
-            await asyncio.sleep(0.001)
-        assert "a second Pull" in pair.target.reasons[0]
-
-    run(pair, MemoryNetwork(), work)
-
-
-# Both at once.
-
-
-def test_nodes_whose_loads_all_wait_for_each_other_still_answer() -> None:
-    """Every loader of the source waits for blocks that the target is to give, which waits likewise."""
-    pair = Pair(4)
-
-    async def work() -> None:
-        names = tuple(names_of(9)[8:])
-        orders = [events.Fetch(RequestId(f"w{at}"), OTHER, names, 0) for at in range(LOADERS)]
-        waiting = [pair.source.fetch(order) for order in orders]
-        loads = []
-        for fetch in waiting:
-            fetch.hold()
-            loads.append(pair.source.cache.load(names_of(9)[8:], [0], fetch))
-        with held(fetch := pair.fetch()):
-            async with asyncio.timeout(WAIT_S):
-                await pair.target.fetching(fetch)
-            assert fetch.num_whole == 4
-        for load, fetch in zip(loads, waiting, strict=True):
-            await asyncio.to_thread(load.cancel)
-            fetch.release()
-
-    run(pair, MemoryNetwork(), work)
+@played(alone=True)
+async def test_what_is_asked_for_before_the_node_decided_waits_for_that(world: World) -> None:
+    """Of so many; and it is given what was decided last for it, and nobody else."""
+    here, never, both = world.here, RequestId("never#1"), RequestId("b#1")
+    here.decides = lambda fact: False
+    here.put(0, COUNT)
+    liar = await world.liar()
+    for key in (never, *[RequestId(f"{at}#1") for at in range(MAX_PULLS - 2)], both, KEY):
+        liar.say(Pull(key, 0, COUNT))
+    await world.quiet()
+    here.do(events.Give(KEY, THIRD, NAMES[:COUNT], 0, COUNT, 0), events.EndGive(both, OTHER))
+    for key in (never, both):
+        here.do(events.Give(key, OTHER, NAMES[:COUNT], 0, COUNT, 0))
+    await world.quiet()
+    assert not liar.heard, "they asked for nothing since"
+    for stop in (2, 3):
+        here.do(events.Give(KEY, OTHER, NAMES[:COUNT], 0, stop, 0))
+    await world.quiet()
+    liar.say(Pull(KEY, 0, COUNT))
+    await world.quiet()
+    assert liar.of(Ended)[-1] == Ended(KEY, 3) and len(liar.of(Ended)) <= 2
 
 
-def test_many_fetches_at_once_over_one_session() -> None:
-    pair = Pair(40, room=400)
+@pytest.mark.parametrize("how", ["enough", "lost", "closed"])
+@played(alone=True, slots=200)
+async def test_a_borrower_that_goes_leaves_nothing_pinned_and_no_more_than_two_batches_wait_for_it(
+    world: World, how: str
+) -> None:
+    """In the midst of what is sent to it, while it takes nothing."""
+    here, count = world.here, 3 * GIVE_BLOCKS
+    liar = await wanting(world, count=count)
+    here.at_message = lambda: [link.freeze() for link in world.network.links]
+    liar.say(Pull(KEY, 0, count))
+    await until(lambda: here.held() == (2 * GIVE_BLOCKS, 0))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert here.held() == (2 * GIVE_BLOCKS, 0)
+    if how == "enough":
+        here.do(events.EndGive(KEY, OTHER))
+    elif how == "lost":
+        here.session.abort("killed")  # type: ignore[union-attr]
+    else:
+        await here.mover.close()
+    await here.idle()
+    assert not liar.of(Ended)
 
-    async def work() -> None:
-        fetches_ = [pair.fetch(key=f"f{number}") for number in range(8)]
-        await asyncio.gather(*[pair.target.fetching(fetch) for fetch in fetches_])
-        assert [fetch.num_whole for fetch in fetches_] == [40] * 8
-        for fetch in fetches_:
-            fetch.release()
-        assert pair.arrived() == pair.blocks
-        assert pair.target.store.stat().memory.num_blocks == 40
 
-    run(pair, TcpNetwork(connections=2), work)
+@played(alone=True)
+async def test_what_is_lent_stays_until_who_got_it_has_enough(world: World) -> None:
+    here = world.here
+    stranger = await world.liar(THIRD)
+    liar = await wanting(world, Pull(KEY, 0, COUNT, host_id()))
+    lent = await liar.hears(Lent)
+    assert [len(seals) for seals in lent.seals] == [LAYERS] * COUNT
+    stranger.say(Enough(KEY))
+    liar.say(Enough(RequestId("b#1")))
+    await world.quiet()
+    stranger.sessions[0].abort("gone")
+    await here.told(events.Gone)
+    here.store.drop(NAMES[:COUNT])
+    taken = here.store.reserve(here.arena.num_slots)
+    await world.quiet()
+    assert here.held()[0] == COUNT and not liar.of(Given) and not set(taken) & set(lent.slots)
+    for slot, block in zip(lent.slots, BLOCKS, strict=False):
+        assert bytes(here.arena.slot(slot)) == block, "somebody else wrote there"
+    liar.say(Enough(KEY))
+    here.store.give_back(taken)
+    await here.idle()
+
+
+@pytest.mark.parametrize("session", ["lost", "closing"])
+@played(alone=True)
+async def test_what_is_lent_to_a_node_that_is_lost_comes_back(world: World, session: str) -> None:
+    liar = await wanting(world, Pull(KEY, 0, COUNT, host_id()))
+    await liar.hears(Lent)
+    (liar.sessions[0].abort if session == "lost" else liar.sessions[0].close)("gone")
+    await world.here.idle()
+
+
+@played(alone=True)
+async def test_to_another_host_nothing_is_lent(world: World) -> None:
+    liar = await wanting(world, Pull(KEY, 0, COUNT, "another"))
+    await liar.hears(Ended)
+    assert not liar.of(Lent) and len(liar.of(Given)) == LAYERS

@@ -18,7 +18,7 @@ from isthmus.live.messenger import Identity, Session, TcpNetwork, TlsFiles
 from isthmus.live.peers.messages import PeerHello, PeerMessage, Probe
 from isthmus.live.peers.sessions import NoPayloads, Peers, network_of
 from tests.certificates import make_certificate
-from tests.live.cluster.fault_peers import LAYOUT
+from tests.live.kv.world import LAYOUT
 from tests.memory_network import MemoryNetwork
 
 HERE, THERE = NodeId("here"), NodeId("there")

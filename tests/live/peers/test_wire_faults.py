@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.cluster.test_pool import ask, deployment, prompt_of
+from tests.live.cluster.kit import LONG, ask, pooled, prompt_of
 from tests.served import Served, children_of, node_pid, serve
-
-SLOW = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 4e-4, "decode_fixed_s": 0.001}
-"""Computing 1,600 tokens takes 0.64 s, fetching them next to nothing: fetches are what the conductor orders."""
 
 
 def computed_by(served: Served, prompt: list[int]) -> str:
@@ -44,10 +41,10 @@ def ask_followers(
 def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(share: str, tmp_path: Path) -> None:
     """First it stands still when it is asked for the blocks, and never answers; then it dies when it has answered. Some
     of the blocks may come from the decode node, which keeps those of prompts that ended there."""
-    config = deployment(
+    config = pooled(
+        LONG,
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
-        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         cache={"share": share},
     )
     moved = "kv_bytes_borrowed_total" if share == "host" else "kv_bytes_fetched_total"

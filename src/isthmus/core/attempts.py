@@ -202,30 +202,45 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-class Move(msgspec.Struct, frozen=True, tag=True):
-    """So many more of an attempt's leading blocks are to lie with `holder` from now on, if that has room."""
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """To the `home` of an attempt: `num_blocks` more of its leading blocks are to lie with `holder` from now on, if
+    that has room. Answered by `Spread`."""
 
-    key: RequestId
+    request: RequestId
+    attempt: int
+    home: NodeId
     holder: NodeId
     num_blocks: int
 
+    @property
+    def key(self) -> RequestId:
+        return key_of(self.request, self.attempt)
 
-class Return(msgspec.Struct, frozen=True, tag=True):
-    """The last `num_blocks` of an attempt's blocks that lie with `holder`, which has the last of its holdings, are to
-    come home, if there is memory for them here."""
 
-    key: RequestId
+class Repay(msgspec.Struct, frozen=True, tag=True):
+    """To the `home` of an attempt: the last `num_blocks` of its blocks that lie with `holder`, which has the last of
+    its holdings, are to come home, if there is memory for them. Answered by `Spread` when they have, or cannot."""
+
+    request: RequestId
+    attempt: int
+    home: NodeId
     holder: NodeId
     num_blocks: int
 
+    @property
+    def key(self) -> RequestId:
+        return key_of(self.request, self.attempt)
 
-class Become(msgspec.Struct, frozen=True, tag=True):
-    """Take this role. Nothing of the old one is under way here."""
 
+class Convert(msgspec.Struct, frozen=True, tag=True):
+    """A node, on which nothing of its old role is under way, takes this role and keeps its cache; then says
+    `RoleChanged`."""
+
+    node: NodeId
     role: Role
 
 
-Order = Begin | Forget | Move | Return | Become
+Order = Begin | Forget | Lend | Repay | Convert
 
 # What nodes report.
 

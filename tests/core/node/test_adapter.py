@@ -29,10 +29,10 @@ from isthmus.core.node.events import (
     Action,
     Adopt,
     Answered,
-    Become,
     Begin,
     Broken,
     Came,
+    Convert,
     Discard,
     Dropped,
     EndFetch,
@@ -452,7 +452,7 @@ def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
 
 def test_a_role_is_taken_at_once() -> None:
     node = node_of(P0)
-    assert node.on(Become(Role.DECODE), 1) == [RoleChanged(P0, Role.DECODE)]
+    assert node.on(Convert(P0, Role.DECODE), 1) == [RoleChanged(P0, Role.DECODE)]
     assert node.role is Role.DECODE
 
 

@@ -100,7 +100,7 @@ def lent() -> Node:
     home = node(HOME)
     begin(home, 4 * SIZE, 0)
     home.on(Stepped(1), 20)
-    home.on(events.Move(KEY, A0, 2), 21)
+    home.on(events.Lend(RequestId("r"), 2, home.node, A0, 2), 21)
     told(home, A0, Reserved(KEY, True), 22)
     [ship] = of_kind(home.on(Stepped(0), 23), events.Ship)
     told(home, A0, Shipped(KEY, ship.first + len(ship.blocks)), 24)
@@ -179,11 +179,11 @@ def test_a_holder_that_is_gone_fails_those_alone_whose_kv_it_has() -> None:
     """One that was asked for more room, and has nothing of it, has refused; and one that refused has nothing."""
     for answer in (events.Gone(A1, "cut"), events.Heard(A1, Reserved(KEY, False))):
         home = lent()
-        assert said(home.on(events.Move(KEY, A1, 1), 30), Reserve)
+        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A1, 1), 30), Reserve)
         actions = home.on(answer, 31)
         assert of_kind(actions, Spread) and not failures(actions)
         assert not failures(home.on(events.Gone(A1, "cut"), 32))
-        assert said(home.on(events.Move(KEY, A0, 1), 33), Reserve), "it may ask another"
+        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A0, 1), 33), Reserve), "it may ask another"
         assert failures(home.on(events.Gone(A0, "cut"), 34)) == ["home: a0, which has its KV, is gone: cut"]
 
 

@@ -8,15 +8,17 @@ import pytest
 
 from isthmus.core.attempts import (
     Assembly,
+    Convert,
     Donor,
     Entry,
+    Lend,
     MemoryUsed,
+    Repay,
     RequestFailed,
     Spread,
 )
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
-    Become,
     Begin,
     Broken,
     Cut,
@@ -24,9 +26,7 @@ from isthmus.core.node.events import (
     Fetch,
     FetchEnded,
     Forget,
-    Move,
     Moved,
-    Return,
     Woken,
 )
 from isthmus.core.reuse import CACHEBLEND, SEMANTIC, pack
@@ -171,14 +171,14 @@ def test_what_is_packed_is_never_lent_and_nobody_hears_of_what_was_dropped() -> 
     [used] = of_kind(actions, MemoryUsed)
     assert used.entries == (Entry(RequestId("r"), 1, 16 - PACKING.num_dropped),)
     assert used.num_available == 60 - 16 + PACKING.num_dropped
-    for order in (Move(KEY, FAR, 2), Return(KEY, FAR, 1)):
+    for order in (Lend(RequestId("r"), 1, HERE, FAR, 2), Repay(RequestId("r"), 1, HERE, FAR, 1)):
         assert of_kind(node.on(order, 3), Spread) == [Spread(RequestId("r"), 1, ())]
 
 
 def test_a_new_role_is_taken_when_it_is_over() -> None:
     node = node_of(DONOR)
     node.on(begin(Role.MIXED, donor()), 1)
-    node.on(Become(Role.DECODE), 2)
+    node.on(Convert(HERE, Role.DECODE), 2)
     assert not of_kind(node.on(Forget(KEY), 3), Cut), "there is one iteration, and nothing to cut"
     assert [type(action).__name__ for action in node.on(Stepped(1), 4)] == ["Release", "RoleChanged"]
     node.check_idle()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from isthmus.core.attempts import Holding, RequestFailed, RoleChanged, Route, Spread
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
-    Become,
     Begin,
     Broken,
     Came,
+    Convert,
     EndFetch,
     EndGive,
     FetchEnded,
@@ -22,14 +22,14 @@ from isthmus.core.node.events import (
     Give,
     Gone,
     Heard,
+    Lend,
     Loaded,
-    Move,
     Moved,
     Received,
     Reclaimed,
     Recovered,
     Release,
-    Return,
+    Repay,
     Sampled,
     Stowed,
     Woken,
@@ -303,12 +303,12 @@ def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
     key = RequestId("r#1")
     mixed = Begin(key, Role.MIXED, route_of("r", P0, P0), 9, 20, names_of(1, 2))
     node.on(mixed, 1)
-    assert node.on(Become(Role.DECODE), 2) == []
+    assert node.on(Convert(P0, Role.DECODE), 2) == []
     node.on(Forget(key), 3)
     assert node.scheduler.limits is limits[Role.MIXED], "what runs is of the old role"
     assert node.on(Stepped(1), 4) == [Release(key), RoleChanged(P0, Role.DECODE)]
     assert node.scheduler.limits is limits[Role.DECODE]
-    assert node.on(Become(Role.MIXED), 5) == [RoleChanged(P0, Role.MIXED)]
+    assert node.on(Convert(P0, Role.MIXED), 5) == [RoleChanged(P0, Role.MIXED)]
     node.on(mixed, 6)
     assert RoleChanged not in map(type, node.on(Stepped(1), 7))
 
@@ -354,11 +354,11 @@ def test_a_move_or_a_return_that_cannot_be_is_answered_with_what_lies_where() ->
     node.on(Begin(key, Role.MIXED, route_of("r", D0, D0), 9, 20), 0)
     node.on(Stepped(1), 1)
     before = node.scheduler.pool.available
-    for order in (Return(key, H0, 1), Move(key, H0, 0)):
+    for order in (Repay(RequestId("r"), 1, D0, H0, 1), Lend(RequestId("r"), 1, D0, H0, 0)):
         assert [each for each in node.on(order, 2) if not isinstance(each, Run)] == [
             Spread(RequestId("r"), 1, ())
         ]
-    for unknown in (Return(RequestId("s#1"), H0, 1), Move(RequestId("s#1"), H0, 1)):
+    for unknown in (Repay(RequestId("s"), 1, D0, H0, 1), Lend(RequestId("s"), 1, D0, H0, 1)):
         assert node.on(unknown, 3) == []
     node.on(Reclaimed(RequestId("s#1"), whole=True), 4)
     assert node.scheduler.pool.available == before

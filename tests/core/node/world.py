@@ -46,11 +46,11 @@ from isthmus.core.node.events import (
     Gone,
     Heard,
     Host,
+    Lend,
     Load,
     Loaded,
     Lost,
     Missing,
-    Move,
     Offer,
     OpenLine,
     Promote,
@@ -61,7 +61,7 @@ from isthmus.core.node.events import (
     Reclaimed,
     Rekey,
     Release,
-    Return,
+    Repay,
     Sampled,
     Save,
     Send,
@@ -267,10 +267,16 @@ class World:
             self.tell(place, Lost((block,)))
 
     def move(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
-        self.tell(self.places[asked.route.decode], Move(asked.key, holder, num_blocks))
+        self._order(Lend, asked, holder, num_blocks)
 
     def take_back(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
-        self.tell(self.places[asked.route.decode], Return(asked.key, holder, num_blocks))
+        self._order(Repay, asked, holder, num_blocks)
+
+    def _order(self, kind: type[Lend | Repay], asked: Asked, holder: NodeId, num_blocks: int) -> None:
+        route = asked.route
+        self.tell(
+            self.places[route.decode], kind(route.request, route.attempt, route.decode, holder, num_blocks)
+        )
 
     def part(self, asked: Asked, holder: NodeId) -> None:
         """The sessions with a holder of it are gone."""

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 from isthmus.core.node import events, guests
-from isthmus.core.node.events import Move, Return
+from isthmus.core.node.events import Lend, Repay
 from isthmus.core.node.letters import Found
 from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S
@@ -352,12 +352,18 @@ def moving(served: Inside, seed: int) -> Iterator[None]:
         if not attempts:
             return
         attempt = draw.choice(attempts)
+        route = attempt.begin.route
         holdings = attempt.remote.planned
         if holdings and draw.random() < 0.6:
-            home.tell(Return(attempt.request, holdings[-1].holders[0], draw.randrange(1, 4)))
+            kind, holder, limit = Repay, holdings[-1].holders[0], 4
         else:
-            holder = draw.choice([other for other in nodes if other is not home]).node.node
-            home.tell(Move(attempt.request, holder, draw.randrange(1, 5)))
+            kind, holder, limit = (
+                Lend,
+                draw.choice([other for other in nodes if other is not home]).node.node,
+                5,
+            )
+        count = draw.randrange(1, limit)
+        home.tell(kind(route.request, route.attempt, home.node.node, holder, count))
 
     with served.stepping(lambda _: served.call(order)):
         yield

@@ -221,9 +221,9 @@ def test_what_passes_between_clusters_is_shown_where_there_are_links() -> None:
 def test_a_node_that_is_to_take_another_role_is_told_and_shown() -> None:
     async def work(some: Scene) -> None:
         p = await some.enter(hello("p", Role.PREFILL))
-        some.head._act(conductor.Tell(P, events.Become(Role.DECODE)), 0)
+        some.head._act(conductor.Tell(P, events.Convert(P, Role.DECODE)), 0)
         await some.settle()
-        assert p.of(events.Become) == [events.Become(Role.DECODE)]
+        assert p.of(events.Convert) == [events.Convert(P, Role.DECODE)]
         assert some.head.nodes()[P][0] is Role.PREFILL, "not before it did"
         p.say(RoleChanged(P, Role.DECODE))
         await some.settle()

@@ -33,9 +33,9 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Action,
-    Become,
     Begin,
     Came,
+    Convert,
     FetchEnded,
     Heard,
     Lost,
@@ -277,7 +277,7 @@ def told(node: Node) -> Iterator[NodeEvent]:
     yield Lost(CHAIN[1:2])
     yield Heard(D1, Landed(begin.key))
     yield Heard(M1, Enough(RequestId("c#1")))
-    yield Become(Role.DECODE)
+    yield Convert(P1, Role.DECODE)
     yield Woken()
 
 

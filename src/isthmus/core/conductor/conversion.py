@@ -16,9 +16,9 @@ hands over, decodes or sends.
 
 from __future__ import annotations
 
+from isthmus.core.attempts import Convert
 from isthmus.core.conductor.capacity import Capacity
 from isthmus.core.conductor.clusters import Cluster
-from isthmus.core.conductor.events import Convert
 from isthmus.core.conductor.rules import Rules
 from isthmus.core.conductor.view import DECODING, NodeView, View
 from isthmus.core.types import NS_PER_S, Role

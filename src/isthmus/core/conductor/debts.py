@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from isthmus.core.conductor.events import Lend, Repay
+from isthmus.core.attempts import Lend, Repay
 from isthmus.core.conductor.view import NodeView, RequestView
 from isthmus.core.cost import Part, Path, slowest
 

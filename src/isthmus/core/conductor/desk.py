@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from isthmus.core.attempts import Become, Begin, Forget, Move, Order, Return, Route, key_of
+from isthmus.core.attempts import Begin, Convert, Forget, Lend, Order, Repay, Route, key_of
 from isthmus.core.conductor.conductor import Conductor
 from isthmus.core.conductor.events import (
     Abort,
     Action,
-    Convert,
     Event,
     Fail,
     FirstToken,
     Hold,
-    HoldExpired,
-    Lend,
     Refuse,
     Remember,
-    Repay,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -32,7 +29,7 @@ from isthmus.core.conductor.events import (
     Unremember,
 )
 from isthmus.core.conductor.view import WAITING, RequestView
-from isthmus.core.types import DECODE, MIXED, NS_PER_MS, PREFILL, NodeId, RequestId, sharing
+from isthmus.core.types import DECODE, MIXED, PREFILL, NodeId, RequestId, sharing
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -42,43 +39,35 @@ class Tell(msgspec.Struct, frozen=True):
     order: Order
 
 
-class Wait(msgspec.Struct, frozen=True):
-    """Say `then` when `wait_ns` have passed."""
-
-    wait_ns: int
-    then: HoldExpired
-
-
 End = Refuse | Fail | RequestEnded | RequestCancelled
 """Each request ends with one of them, once."""
 
-Answer = Route | Abort | Tell | Wait | End | ThresholdSet | Remember | Unremember
+Answer = Route | Abort | Tell | Hold | End | ThresholdSet | Remember | Unremember
 
 
 class Desk:
     """`on` takes a fact, and returns what is to be done, in this order. With a `Route` an attempt begins, and its nodes
     are told its `parts`; with `Abort`, what still comes of it is nobody's; with an `End` the request is over.
 
-    `rejoin_ns`: so long a request waits for a node to come back; `log` hears each event of the conductor with its
+    `rejoin_ms`: so long a request waits for a node to come back; `log` hears each event of the conductor with its
     actions.
     """
 
     def __init__(
         self,
         conductor: Conductor,
-        rejoin_ns: int,
+        rejoin_ms: int,
         log: Callable[[int, Event, list[Action]], None] | None = None,
     ) -> None:
-        self.conductor, self._rejoin_ns, self.log = conductor, rejoin_ns, log
+        self.conductor, self._rejoin_ms, self.log = conductor, rejoin_ms, log
         self._open: dict[RequestId, RequestArrived] = {}
         self._follow: dict[type, Callable[..., list[Answer]]] = {
             Abort: self._stopped,
-            Hold: self._held,
+            Hold: lambda hold: [hold if hold.wait_ms else replace(hold, wait_ms=self._rejoin_ms)],
             Refuse: self._over,
             Fail: self._over,
-            Convert: lambda order: [Tell(order.node, Become(order.role))],
-            Lend: lambda order: [_of_loan(order, Move)],
-            Repay: lambda order: [_of_loan(order, Return)],
+            Convert: lambda order: [Tell(order.node, order)],
+            **dict.fromkeys((Lend, Repay), lambda order: [Tell(order.home, order)]),
             **dict.fromkeys((Route, ThresholdSet, Remember, Unremember), lambda action: [action]),
         }
 
@@ -146,13 +135,6 @@ class Desk:
         forget = Forget(key_of(abort.request, abort.attempt))
         return [abort, *[Tell(node, forget) for node in abort.nodes]]
 
-    def _held(self, hold: Hold) -> list[Answer]:
-        return [Wait(hold.wait_ms * NS_PER_MS or self._rejoin_ns, HoldExpired(hold.request, hold.attempt))]
-
     def _over(self, end: End) -> list[Answer]:
         del self._open[end.request]
         return [end]
-
-
-def _of_loan(order: Lend | Repay, kind: type[Move | Return]) -> Tell:
-    return Tell(order.home, kind(key_of(order.request, order.attempt), order.holder, order.num_blocks))

@@ -9,9 +9,12 @@ import msgspec
 from isthmus.core.attempts import (
     BlocksEvicted,
     BlocksStored,
+    Convert,
     FetchFinished,
+    Lend,
     MemoryUsed,
     PrefillFinished,
+    Repay,
     RequestFailed,
     RoleChanged,
     Route,
@@ -20,7 +23,7 @@ from isthmus.core.attempts import (
 from isthmus.core.cost import Cost
 from isthmus.core.types import BlockName, NodeId, RequestId, Reuse, Role
 
-RECORDING_FORMAT = 8
+RECORDING_FORMAT = 9
 """Of flight recordings: changes whenever rules, an event or an action of conductor or nodes do."""
 
 
@@ -200,7 +203,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
     """No node can go on with an accepted request now: wait `wait_ms` for one to join or to have memory, or as long as
-    the driver sees fit if that is 0, then say `HoldExpired`. `attempt` 0: it had none yet."""
+    the desk has it wait if that is 0, then say `HoldExpired`. `attempt` 0: it had none yet."""
 
     request: RequestId
     attempt: int
@@ -214,34 +217,6 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     reason: str
     final: bool = False
-
-
-class Convert(msgspec.Struct, frozen=True, tag=True):
-    """Give a node, which nothing needs any more, another role; then say `RoleChanged`. It keeps its cache."""
-
-    node: NodeId
-    role: Role
-
-
-class Lend(msgspec.Struct, frozen=True, tag=True):
-    """So many more blocks of an attempt are to lie with `holder`: tell its `home`, which says `Spread`."""
-
-    request: RequestId
-    attempt: int
-    home: NodeId
-    holder: NodeId
-    num_blocks: int
-
-
-class Repay(msgspec.Struct, frozen=True, tag=True):
-    """The last `num_blocks` of what an attempt has with `holder`, its last one, are to come home: tell `home`, which
-    says `Spread` when they have, or cannot."""
-
-    request: RequestId
-    attempt: int
-    home: NodeId
-    holder: NodeId
-    num_blocks: int
 
 
 class ThresholdSet(msgspec.Struct, frozen=True, tag=True):

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.core.attempts import Entry, Holding, MemoryUsed
+from isthmus.core.attempts import Entry, Holding, Lend, MemoryUsed, Repay
 from isthmus.core.conductor.clusters import Cluster
 from isthmus.core.conductor.debts import Memory, Plan, Resident, isthmus
-from isthmus.core.conductor.events import Lend, Repay
 from isthmus.core.conductor.rules import Rules
 from isthmus.core.conductor.view import Held, NodeView, RequestView, View
 from isthmus.core.types import RequestId, Role

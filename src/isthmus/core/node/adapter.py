@@ -110,7 +110,7 @@ class Adapter:
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
             events.Begin: self._begin,
             events.Forget: self._forget,
-            events.Become: self._become,
+            events.Convert: self._convert,
             events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
@@ -313,7 +313,7 @@ class Adapter:
             self.tiers.unpin(attempt.pinned)
             attempt.pinned = ()
 
-    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
+    def _convert(self, event: events.Convert, now: int, actions: list[events.Action]) -> None:
         self.role = event.role
         actions.append(RoleChanged(self.node, event.role))
 

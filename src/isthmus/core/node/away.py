@@ -92,7 +92,7 @@ class Away:
         self._note(attempt)
         return goes_on
 
-    def take_back(self, attempt: Attempt, event: events.Return, actions: Actions) -> bool:
+    def take_back(self, attempt: Attempt, event: events.Repay, actions: Actions) -> bool:
         """False where there is no memory for it, now or when it has grown to its end, it does not lie there last, or
         something of it is under way."""
         remote, scheduler, key = attempt.remote, self._scheduler, attempt.request

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.core.attempts import Become as Become
 from isthmus.core.attempts import Begin as Begin
+from isthmus.core.attempts import Convert as Convert
 from isthmus.core.attempts import Forget as Forget
-from isthmus.core.attempts import Move as Move
+from isthmus.core.attempts import Lend as Lend
+from isthmus.core.attempts import Repay as Repay
 from isthmus.core.attempts import Report, Share
-from isthmus.core.attempts import Return as Return
 from isthmus.core.node.extent import Extent
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
@@ -184,7 +184,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Begin | Forget | Move | Return | Become
+    Begin | Forget | Lend | Repay | Convert
     | Heard | Gone
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Stowed | Reclaimed | Moved | Broken
     | Lost | Recovered

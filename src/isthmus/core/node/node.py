@@ -78,9 +78,9 @@ class Node:
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
             events.Begin: self._begin,
             events.Forget: self._forget,
-            events.Move: self._move,
-            events.Return: self._return,
-            events.Become: self._become,
+            events.Lend: self._lend,
+            events.Repay: self._repay,
+            events.Convert: self._convert,
             events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
@@ -306,7 +306,7 @@ class Node:
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return msgspec.structs.replace(begin, route=alone, names=())
 
-    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
+    def _convert(self, event: events.Convert, now: int, actions: list[events.Action]) -> None:
         self._next_role = event.role
         self._maybe_switch(actions)
 
@@ -517,7 +517,7 @@ class Node:
 
     # KV that lies on other nodes, and that of others here.
 
-    def _move(self, event: events.Move, now: int, actions: list[events.Action]) -> None:
+    def _lend(self, event: events.Lend, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return  # the conductor hears why
@@ -525,7 +525,7 @@ class Node:
         if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
             actions.append(attempt.spread())
 
-    def _return(self, event: events.Return, now: int, actions: list[events.Action]) -> None:
+    def _repay(self, event: events.Repay, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return

@@ -25,6 +25,8 @@ from isthmus.core.conductor import (
     End,
     Event,
     Fail,
+    Hold,
+    HoldExpired,
     LinksMeasured,
     NodeLeft,
     Refuse,
@@ -35,7 +37,6 @@ from isthmus.core.conductor import (
     Tell,
     ThresholdSet,
     Unremember,
-    Wait,
 )
 from isthmus.core.conductor.view import WAITING
 from isthmus.core.types import NS_PER_MS, NS_PER_S, RequestId
@@ -69,7 +70,7 @@ class Simulation:
         deployment = msgspec.structs.replace(deployment, has_names=has_names, has_answers=has_answers)
         self._deployment, self._workload = deployment, workload
         self._check = check
-        self._desk = Desk(Conductor(deployment.rules), deployment.rejoin_ns, log)
+        self._desk = Desk(Conductor(deployment.rules), deployment.rejoin_ns // NS_PER_MS, log)
         self._clock = Clock()
         self._nodes = Nodes(deployment, self._clock, self.decide)
         self._moves = self._nodes.moves
@@ -83,7 +84,7 @@ class Simulation:
             Route: self._route,
             Abort: self._abort,
             Tell: self._tell,
-            Wait: self._wait,
+            Hold: self._hold,
             **dict.fromkeys((Refuse, Fail, RequestEnded), self._end),
             ThresholdSet: self._threshold_set,
             **dict.fromkeys((Remember, Unremember), _keeps_no_tokens),
@@ -204,8 +205,9 @@ class Simulation:
     def _tell(self, tell: Tell) -> None:
         self._nodes.order(tell.node, tell.order)
 
-    def _wait(self, wait: Wait) -> None:
-        self._clock.call(self._clock.now + wait.wait_ns, OTHERS, partial(self.decide, wait.then))
+    def _hold(self, hold: Hold) -> None:
+        expired = partial(self.decide, HoldExpired(hold.request, hold.attempt))
+        self._clock.call(self._clock.now + hold.wait_ms * NS_PER_MS, OTHERS, expired)
 
     def _end(self, end: End) -> None:
         """The one end of a request."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from isthmus.core import conductor
-from isthmus.core.attempts import Become, FetchFinished, PrefillFinished, Report, RequestFailed, Spread
+from isthmus.core.attempts import Convert, FetchFinished, PrefillFinished, Report, RequestFailed, Spread
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
@@ -80,7 +80,7 @@ class Head:
         alias_of: Callable[[str], str] = str,
     ) -> None:
         log = recorder.record if recorder is not None else None
-        self._desk = conductor.Desk(conductor.Conductor(rules), int(rejoin_s * NS_PER_S), log)
+        self._desk = conductor.Desk(conductor.Conductor(rules), round(rejoin_s * 1000), log)
         self._rules = rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
         self._offload = Offload(links=self._link_stats.views())
@@ -268,12 +268,12 @@ class Head:
             case conductor.Abort():
                 self._streams[answer.request].end_attempt()
             case conductor.Tell():
-                if isinstance(answer.order, Become) and answer.node in self._members:
+                if isinstance(answer.order, Convert) and answer.node in self._members:
                     self._members[answer.node].becoming = answer.order.role
                 self._send(answer.node, answer.order)
-            case conductor.Wait():
-                expired = partial(self._decide, answer.then)
-                RunningTimer(asyncio.get_running_loop(), answer.wait_ns / NS_PER_S, expired)
+            case conductor.Hold():
+                expired = partial(self._decide, conductor.HoldExpired(answer.request, answer.attempt))
+                RunningTimer(asyncio.get_running_loop(), answer.wait_ms / 1000, expired)
             case conductor.Refuse():
                 self._refused[answer.stage or answer.code] += 1
                 self._streams.pop(answer.request).fail(_refusal(answer))

@@ -166,7 +166,7 @@ class NodeProcess(EngineProcess):
                 self._arrived(message)
             case messages.TellDirections():
                 self.spawn(self._tell_directions())
-            case events.Forget() | events.Become() | events.Move() | events.Return():
+            case events.Forget() | events.Lend() | events.Repay() | events.Convert():
                 if isinstance(message, events.Forget):
                     self._preparing.discard(message.key)
                 self.tell(message)

@@ -23,7 +23,7 @@ from isthmus.core.scheduler import Piece, Preempted
 from isthmus.core.types import BlockName, Generated, NodeId, RequestId, TokenLogprobs
 from isthmus.live.store import ArenaHandle
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 MAX_METRICS = 1 << 14

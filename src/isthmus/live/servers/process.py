@@ -173,7 +173,7 @@ class AdapterProcess(MemberProcess):
         match message:
             case events.Begin():
                 self.begin(message)
-            case events.Forget() | events.Become():
+            case events.Forget() | events.Convert():
                 self.tell(message)
             case _:
                 super().heard(message)

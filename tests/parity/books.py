@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from isthmus.core.node import Node
-from isthmus.core.node.events import Action, Event, Fetch, FetchEnded, Received, Reclaimed, Ship, Stowed
+from isthmus.core.node.events import Action, BlocksFetched, Event, Fetch, Received, Reclaimed, Ship, Stowed
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.node import SimNode
 from isthmus.lab.sim.simulation import Simulation
@@ -34,7 +34,7 @@ class Books:
         match event:
             case Received(key):
                 self._came("handover", key, target=node)
-            case FetchEnded(key, stop) if stop > self._starts[node, key]:
+            case BlocksFetched(key, stop, True) if stop > self._starts[node, key]:
                 self._came("fetch", key, target=node)
             case Stowed(key, home, stop) if stop > self._ships[home, key]:
                 self._came("shipment", key, target=node, source=home)

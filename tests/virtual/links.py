@@ -10,9 +10,9 @@ from isthmus.core.attempts import key_of
 from isthmus.core.blocks import KVLayout
 from isthmus.core.conductor import Route
 from isthmus.core.node.events import (
+    BlocksFetched,
     Event,
     Fetch,
-    FetchEnded,
     Heard,
     Loaded,
     Received,
@@ -171,9 +171,9 @@ class VirtualLinks:
                 opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
             case Received():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
-            case FetchEnded() if (slot, event.key) in self._sources:
+            case BlocksFetched(ended=True) if (slot, event.key) in self._sources:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
-            case FetchEnded() if (slot, event.key) in self._broken_off:
+            case BlocksFetched(ended=True) if (slot, event.key) in self._broken_off:
                 self._broken_off.remove((slot, event.key))
                 mover.tell_broken_off(event.key)
             case Loaded():

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from isthmus.core.node.events import EndFetch, Event, FetchEnded, Missing, Offer
+from isthmus.core.node.events import BlocksFetched, EndFetch, Event, Missing, Offer
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Run, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId
@@ -351,7 +351,7 @@ class VirtualMover(LazyMover):
         self._links = links
         self.process: NodeProcess = tell.__self__  # type: ignore[attr-defined]
         self.alive = True
-        self._broken_off: dict[RequestId, FetchEnded] = {}
+        self._broken_off: dict[RequestId, BlocksFetched] = {}
         self.slot = links.enter(self)
         self.holders.open_line = self._open_line  # type: ignore[method-assign]
 
@@ -382,7 +382,7 @@ class VirtualMover(LazyMover):
     def _tell(self, fact: Event) -> None:
         if not self.alive:
             return
-        if isinstance(fact, FetchEnded):
+        if isinstance(fact, BlocksFetched) and fact.ended:
             self._links.do(self.slot, EndFetch(fact.key))  # it may have found no room, which nobody else knows
             if self._links.is_broken_off(self.slot, fact.key):
                 self._broken_off[fact.key] = fact

@@ -26,7 +26,7 @@ from isthmus.bench.loop import Loop
 from isthmus.bench.transfer_peers import linked, receive_into
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node import events
-from isthmus.core.node.letters import Reserve, Reserved, Shipped, Vacate
+from isthmus.core.node.letters import Reserve, Reserved, Shipped, Shrink
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine import kernels
 from isthmus.live.engine.interface import Asked, Asking, Elsewhere
@@ -134,7 +134,7 @@ def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, t
                     given[key] = num_blocks
                     do(events.Host(key, peer, share, tuple(range(first, first + num_blocks))))
                     do(events.Tell(peer, Reserved(key, True)))
-                case events.Heard(_, Vacate(key)):
+                case events.Heard(_, Shrink(key, 0)):
                     do(events.Unhost(key))
                     del given[key]
                 case events.Stowed(key, peer, stop, damaged):
@@ -189,7 +189,7 @@ class Live:
     def _vacate(self) -> None:
         for key in self._keys:
             for holder in self._addresses:
-                self._do(events.Tell(holder, Vacate(key)))
+                self._do(events.Tell(holder, Shrink(key, 0)))
 
     def elsewhere(self) -> Elsewhere:
         """Of one step."""

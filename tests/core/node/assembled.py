@@ -15,9 +15,9 @@ from typing import Any
 from isthmus.core.attempts import Assembly, Entry, MemoryUsed, RequestFailed, key_of
 from isthmus.core.node.events import (
     Begin,
+    BlocksFetched,
     Cut,
     EndFetch,
-    FetchEnded,
     Load,
     Missing,
     Offer,
@@ -135,7 +135,7 @@ class AssembledWorld(World):
 
     def _gather(self, place: Place, fact: Any) -> None:
         """After a fetch: what is here now is what counts, since nothing of what came was dropped within the fact."""
-        if not isinstance(fact, FetchEnded):
+        if not isinstance(fact, BlocksFetched):
             return
         owner = RequestId(fact.key.partition("~")[0])
         book = self.books.get((place.name, owner))

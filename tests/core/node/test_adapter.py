@@ -30,22 +30,20 @@ from isthmus.core.node.events import (
     Adopt,
     Answered,
     Begin,
+    BlocksFetched,
     Broken,
-    Came,
     Convert,
     Discard,
-    Dropped,
     EndFetch,
     EndGive,
+    EngineBlocks,
     Event,
     Fetch,
-    FetchEnded,
     Filled,
     Forget,
     Give,
     Gone,
     Heard,
-    Held,
     Lost,
     Moved,
     Over,
@@ -132,8 +130,8 @@ def test_a_prompt_waits_for_what_its_route_fetches_and_uses_what_came() -> None:
     fetch = Fetch(KEY, P1, NAMES, 1)
     assert node.on(begin(Role.MIXED, P0, P0, fetch=order), 1) == asks(fetch)
     assert (node.num_running, node.num_waiting) == (0, 1)
-    assert Adopt(KEY, NAMES[1:2]) in node.on(Came(KEY, 2), 2)
-    ended = node.on(FetchEnded(KEY, 3), 3)
+    assert Adopt(KEY, NAMES[1:2]) in node.on(BlocksFetched(KEY, 2, ended=False), 2)
+    ended = node.on(BlocksFetched(KEY, 3), 3)
     assert ended[:2] == [Tell(P1, Enough(KEY)), Adopt(KEY, NAMES[2:3])]
     assert ended[-2:] == [FetchFinished(RequestId("r"), 1), Submit(KEY, 3)]
     node.on(Over(KEY), 4)
@@ -145,7 +143,7 @@ def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone()
     order = msgspec.structs.replace(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), tenant=Tenant("acme"))
     node.on(order, 1)
     node.on(Forget(KEY), 2)
-    node.on(FetchEnded(KEY, 3), 3)
+    node.on(BlocksFetched(KEY, 3), 3)
     filled = msgspec.structs.replace(order, key=RequestId("s#1"), tenant=Tenant("globex"), names=(21, 22))
     node.on(msgspec.structs.replace(filled, route=route_of("s", P0, P0)), 4)
     node.on(Filled(RequestId("s#1"), (21, 22)), 5)
@@ -161,7 +159,7 @@ def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> No
     node.on(Moved(KEY, fetched=True), 9000)
     assert node.on(Woken(), 10000) == []
     assert node.on(Woken(), 10001) == [EndFetch(KEY)]
-    assert node.on(FetchEnded(KEY, 0), 10002)[-1] == Submit(KEY, 0)
+    assert node.on(BlocksFetched(KEY, 0), 10002)[-1] == Submit(KEY, 0)
 
 
 # A prompt that decodes elsewhere.
@@ -276,8 +274,11 @@ def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) 
     assert node.on(first, 1) == []
     handover = handover_key(KEY)
     assert node.on(second, 2) == asks(Fetch(handover, P0, NAMES, 1))
-    node.on(Came(handover, 3), 3)
-    assert node.on(FetchEnded(handover, 4), 4)[-2:] == [Tell(P0, Landed(KEY)), Submit(KEY, 4, cached_tokens=7)]
+    node.on(BlocksFetched(handover, 3, ended=False), 3)
+    assert node.on(BlocksFetched(handover, 4), 4)[-2:] == [
+        Tell(P0, Landed(KEY)),
+        Submit(KEY, 4, cached_tokens=7),
+    ]
     assert node.tiers is not None and node.tiers.num_pinned == 4
     assert node.on(Answered(KEY), 5) == []
     assert node.tiers.num_pinned == 0
@@ -291,7 +292,7 @@ def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
     recall = FetchOrder(P1, 0, 2)
     assert node.on(begin(Role.DECODE, handover_start=2, recall=recall), 1) == asks(Fetch(KEY, P1, NAMES[:2], 0))
     assert told(node, P0, Passed(KEY, 3), 2) == []
-    assert node.on(FetchEnded(KEY, recalled), 3)[-1] == Fetch(handover_key(KEY), P0, NAMES, recalled)
+    assert node.on(BlocksFetched(KEY, recalled), 3)[-1] == Fetch(handover_key(KEY), P0, NAMES, recalled)
 
 
 # An attempt ends before its time.
@@ -315,7 +316,7 @@ def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
     if state in (FETCHING, SUBMITTED):
         told(node, P0, Passed(KEY, 1, params), 2)
     if state is SUBMITTED:
-        node.on(FetchEnded(handover_key(KEY), 4), 3)
+        node.on(BlocksFetched(handover_key(KEY), 4), 3)
     assert node._attempts[KEY].state is state
     return node
 
@@ -337,7 +338,7 @@ def test_what_is_forgotten_takes_nothing_with_it(state: str, tiers: tuple[int, i
     assert actions == expected
     assert node.on(Forget(KEY), 11) == []
     if fetch:
-        assert Adopt(fetch, NAMES[:1]) in node.on(FetchEnded(fetch, 1), 12), "what came is kept"
+        assert Adopt(fetch, NAMES[:1]) in node.on(BlocksFetched(fetch, 1), 12), "what came is kept"
     if state in (GATHERING, AWAITING):
         assert told(node, P0, Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [
             Tell(P0, Landed(KEY, unread=True))
@@ -355,7 +356,7 @@ def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> 
     node.on(begin(Role.DECODE, recall=FetchOrder(P1, 0, 2), handover_start=2), 1)
     assert told(node, P0, Passed(KEY, 1), 2) == []
     assert node.on(Forget(KEY), 3) == [Tell(P0, Landed(KEY, unread=True)), EndFetch(KEY), Release(KEY)]
-    node.on(FetchEnded(KEY, 0), 4)
+    node.on(BlocksFetched(KEY, 0), 4)
     node.check_idle()
 
 
@@ -408,7 +409,8 @@ def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(D0), RequestId("gone#1")
-    for fact in (Came(key, 3), FetchEnded(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
+    for fact in (BlocksFetched(key, 3, ended=False),
+                 BlocksFetched(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
                  Forget(key), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
                  Heard(P0, Shrink(key, 1))):  # fmt: skip
         assert node.on(fact, 1) == []
@@ -445,7 +447,7 @@ def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
     told(node, P1, Want(RequestId("f"), NAMES, 0), 2)
     assert node.on(Gone(D0, "cut"), 3) == []
     assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), P1)]
-    node.on(FetchEnded(KEY, 0), 5)
+    node.on(BlocksFetched(KEY, 0), 5)
     node.on(Over(KEY), 6)
     node.check_idle()
 
@@ -461,22 +463,22 @@ def test_a_role_is_taken_at_once() -> None:
 
 def test_of_several_copies_in_the_engine_the_last_one_counts() -> None:
     node = node_of(P0, None)
-    assert node.on(Held((1, 2)), 1) == [BlocksStored(P0, (1, 2))]
-    assert node.on(Held((2, 3, 3)), 2) == [BlocksStored(P0, (3,))]
+    assert node.on(EngineBlocks((1, 2)), 1) == [BlocksStored(P0, (1, 2))]
+    assert node.on(EngineBlocks((2, 3, 3)), 2) == [BlocksStored(P0, (3,))]
     assert node.num_held == 3
-    assert node.on(Dropped((2, 3)), 3) == []
-    assert node.on(Dropped((2, 9)), 4) == [BlocksEvicted(P0, (2,))]
-    assert node.on(Dropped(all=True), 5) == [BlocksEvicted(P0, (1, 3))]
-    assert node.on(Dropped(all=True), 6) == [] and node.num_held == 0
+    assert node.on(EngineBlocks(removed=(2, 3)), 3) == []
+    assert node.on(EngineBlocks(removed=(2, 9)), 4) == [BlocksEvicted(P0, (2,))]
+    assert node.on(EngineBlocks(cleared=True), 5) == [BlocksEvicted(P0, (1, 3))]
+    assert node.on(EngineBlocks(cleared=True), 6) == [] and node.num_held == 0
 
 
 def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
     node = node_of(P0, (2, 0))
     kept(node, (1, 2))
-    assert node.on(Held((1, 2)), 1) == []
-    assert node.on(Dropped((2,)), 2) == []
+    assert node.on(EngineBlocks((1, 2)), 1) == []
+    assert node.on(EngineBlocks(removed=(2,)), 2) == []
     assert BlocksEvicted(P0, (2,)) in node.on(Filled(RequestId("f"), (7, 8)), 3), "the engine has the other"
-    assert node.on(Dropped((1,)), 4) == [BlocksEvicted(P0, (1,))]
+    assert node.on(EngineBlocks(removed=(1,)), 4) == [BlocksEvicted(P0, (1,))]
     assert BlocksEvicted(P0, (8,)) in node.on(Lost((8,)), 5)
 
 
@@ -575,23 +577,23 @@ class Random:
         if self.fetching:
             key = self.draw.choice(sorted(self.fetching))
             self.fetching.discard(key)
-            self.tell(FetchEnded(key, self.draw.randrange(9) if self.draw.randrange(3) else 0))
+            self.tell(BlocksFetched(key, self.draw.randrange(9) if self.draw.randrange(3) else 0))
 
     def dropped(self) -> None:
         held = sorted(self.copies)
         if held:
             gone = tuple(self.draw.sample(held, self.draw.randrange(1, len(held) + 1)))
             self.copies -= Counter(gone)
-            self.tell(Dropped(gone))
+            self.tell(EngineBlocks(removed=gone))
 
     def held(self) -> None:
         names = self.chain()
         self.copies.update(names)
-        self.tell(Held(names))
+        self.tell(EngineBlocks(names))
 
     def cleared(self) -> None:
         self.copies.clear()
-        self.tell(Dropped(all=True))
+        self.tell(EngineBlocks(cleared=True))
 
     def step(self) -> None:
         draw, key = self.draw, self.draw.choice(self.keys[-6:])
@@ -609,7 +611,7 @@ class Random:
                 lambda: self.tell(Broken(key, "why")) if self.node.num_running else None,
                 lambda: self.tell(Heard(draw.choice([P1, D0]), Landed(key, bool(draw.randrange(2))))),
                 lambda: self.tell(Gone(draw.choice([P1, D0]), "why")),
-                lambda: self.tell(Came(other, 0)),
+                lambda: self.tell(BlocksFetched(other, 0, ended=False)),
                 lambda: self.tell(Moved(other, fetched=True)),
                 lambda: self.tell(Filled(RequestId("fill"), self.chain())),
                 lambda: self.tell(Lost(self.chain()[-1:])),

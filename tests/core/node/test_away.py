@@ -183,7 +183,9 @@ def test_a_holder_that_is_gone_fails_those_alone_whose_kv_it_has() -> None:
         actions = home.on(answer, 31)
         assert of_kind(actions, Spread) and not failures(actions)
         assert not failures(home.on(events.Gone(A1, "cut"), 32))
-        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A0, 1), 33), Reserve), "it may ask another"
+        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A0, 1), 33), Reserve), (
+            "it may ask another"
+        )
         assert failures(home.on(events.Gone(A0, "cut"), 34)) == ["home: a0, which has its KV, is gone: cut"]
 
 

@@ -20,11 +20,11 @@ from isthmus.core.attempts import (
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Begin,
+    BlocksFetched,
     Broken,
     Cut,
     EndFetch,
     Fetch,
-    FetchEnded,
     Forget,
     Moved,
     Woken,
@@ -122,7 +122,7 @@ def test_others_pass_by_while_its_donors_come() -> None:
     other = Begin(RequestId("s#1"), Role.PREFILL, route_of("s", HERE, PEER), 9, 12, ())
     [run] = of_kind(node.on(other, 2), Run)
     assert [piece.request for piece in run.chunks] == ["s#1"]
-    node.on(FetchEnded(FIRST, 8), 3)
+    node.on(BlocksFetched(FIRST, 8), 3)
     assert is_assembled(node.on(Stepped(1), 4))
 
 
@@ -132,7 +132,7 @@ def test_a_fetch_that_stands_still_is_ended_and_costs_no_more() -> None:
     node.on(Moved(FIRST, fetched=True), 10)
     assert node.on(Woken(), 10 + TRANSFER_NS) == []
     assert node.on(Woken(), 11 + TRANSFER_NS) == [EndFetch(FIRST)]
-    falls_back(node.on(FetchEnded(FIRST, 0), 12 + TRANSFER_NS), Role.MIXED, True)
+    falls_back(node.on(BlocksFetched(FIRST, 0), 12 + TRANSFER_NS), Role.MIXED, True)
 
 
 @pytest.mark.parametrize(("part", "packed"), PARTS)

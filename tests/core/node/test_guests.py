@@ -16,7 +16,6 @@ from isthmus.core.node.letters import (
     SendBack,
     Shipped,
     Shrink,
-    Vacate,
 )
 from isthmus.core.scheduler import BlockPool, Scheduler
 from isthmus.core.types import NodeId, RequestId, Role
@@ -55,13 +54,13 @@ def test_what_a_lost_home_had_is_kept_for_so_long_and_no_longer() -> None:
 @pytest.mark.parametrize("lost_first", [True, False])
 def test_one_that_is_lost_keeps_it_for_the_next_though_others_leave(lost_first: bool) -> None:
     """Its prefill node is told to let go, before the holder knows that its decode node is gone or after."""
-    holder, facts = hosting(HOME, FAR), [Gone(HOME, "x"), Heard(FAR, Vacate(OLD))]
+    holder, facts = hosting(HOME, FAR), [Gone(HOME, "x"), Heard(FAR, Shrink(OLD, 0))]
     for fact in facts if lost_first else reversed(facts):
         assert Unhost(OLD) not in holder.on(fact, 100)
     rekey = Rekey(OLD, KEY, NEXT, HALF, 5)
     assert told(holder, NEXT, Claim(KEY, OLD, HALF), 200) == [rekey, Tell(NEXT, Found(KEY, 5))]
     assert not holder.on(Woken(), 10 * LEASE_NS)
-    assert told(holder, NEXT, Vacate(KEY), 11 * LEASE_NS) == [Unhost(KEY, NEXT), Unhost(KEY)]
+    assert told(holder, NEXT, Shrink(KEY, 0), 11 * LEASE_NS) == [Unhost(KEY, NEXT), Unhost(KEY)]
     holder.check_idle()
 
 
@@ -73,10 +72,15 @@ def test_two_nodes_of_one_attempt_claim_the_same() -> None:
         Host(KEY, FAR, HALF, (0, 1, 2)),
         Tell(FAR, Found(KEY, 5)),
     ]
-    for fact in (Gone(HOME, "x"), Heard(HOME, Vacate(OLD)), Heard(HOME, Shrink(OLD, 1)), Stowed(OLD, HOME, 1)):
+    for fact in (
+        Gone(HOME, "x"),
+        Heard(HOME, Shrink(OLD, 0)),
+        Heard(HOME, Shrink(OLD, 1)),
+        Stowed(OLD, HOME, 1),
+    ):
         assert holder.on(fact, 4) == []
-    assert told(holder, NEXT, Vacate(KEY), 5) == [Unhost(KEY, NEXT)]
-    assert told(holder, FAR, Vacate(KEY), 6) == [Unhost(KEY, FAR), Unhost(KEY)]
+    assert told(holder, NEXT, Shrink(KEY, 0), 5) == [Unhost(KEY, NEXT)]
+    assert told(holder, FAR, Shrink(KEY, 0), 6) == [Unhost(KEY, FAR), Unhost(KEY)]
     holder.check_idle()
 
 
@@ -113,7 +117,7 @@ def test_what_cannot_be_had_is_refused_and_changes_nothing(asked: Reserve) -> No
 
 def test_only_who_has_room_is_believed() -> None:
     holder = hosting(HOME, share=WHOLE)
-    for letter in (Shrink(OLD, 1), SendBack(OLD, 0, 1), Vacate(OLD)):
+    for letter in (Shrink(OLD, 1), SendBack(OLD, 0, 1), Shrink(OLD, 0)):
         assert told(holder, NEXT, letter, 2) == []
     for fact in (Stowed(OLD, NEXT, 1), Stowed(OLD, NEXT, 0, damaged=True), Gone(NEXT, "x")):
         assert holder.on(fact, 3) == []

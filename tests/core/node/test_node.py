@@ -12,12 +12,11 @@ from isthmus.core.attempts import Holding, RequestFailed, RoleChanged, Route, Sp
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Begin,
+    BlocksFetched,
     Broken,
-    Came,
     Convert,
     EndFetch,
     EndGive,
-    FetchEnded,
     Forget,
     Give,
     Gone,
@@ -43,7 +42,6 @@ from isthmus.core.node.letters import (
     SendBack,
     Shipped,
     Shrink,
-    Vacate,
     Want,
 )
 from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
@@ -261,7 +259,7 @@ def test_a_hand_over_beside_a_fetch_has_a_time_out_of_its_own() -> None:
     node.on(Moved(key, fetched=True), 1000)
     failed = [action for action in node.on(Woken(), 1100) if isinstance(action, RequestFailed)]
     assert [action.reason for action in failed] == ["d0: no KV came for 1e-06 s"]
-    assert node.on(FetchEnded(key, 2), 1200)[-1:], "what came is kept all the same"
+    assert node.on(BlocksFetched(key, 2), 1200)[-1:], "what came is kept all the same"
     node.check_idle()
 
 
@@ -315,12 +313,13 @@ def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(), RequestId("gone#1")
-    for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Broken(key, "x"), Gone(P0, "x"),
+    for fact in (BlocksFetched(key, 3, ended=False),
+                 BlocksFetched(key, 3), Loaded(key, 1), Received(key), Broken(key, "x"), Gone(P0, "x"),
                  Forget(key), Moved(key), Stowed(key, P0, 3), Stowed(key, P0, 0, damaged=True),
                  Reclaimed(key, whole=True)):  # fmt: skip
         assert node.on(fact, 1) == []
     for letter in (Granted(key), Landed(key), Reserved(key, True), Found(key, 3), Shipped(key, 3),
-                   Shipped(key, 0, damaged=True), SendBack(key, 0, 1), Shrink(key, 1), Vacate(key)):  # fmt: skip
+                   Shipped(key, 0, damaged=True), SendBack(key, 0, 1), Shrink(key, 1), Shrink(key, 0)):  # fmt: skip
         assert node.on(Heard(P0, letter), 1) == []
 
 

@@ -12,11 +12,11 @@ from isthmus.core.node import node as node_module
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
     Begin,
+    BlocksFetched,
     Broken,
     EndFetch,
     EndGive,
     Fetch,
-    FetchEnded,
     Forget,
     Gone,
     Heard,
@@ -143,7 +143,7 @@ def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
     assert node.on(Gone(OTHER, "cut"), 3) == [EndGive(RequestId("f"), OTHER)]
     assert node.on(Gone(PEER, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), PEER)]
     node.on(Forget(KEY), 5)
-    node.on(FetchEnded(KEY, 0), 6)
+    node.on(BlocksFetched(KEY, 0), 6)
     node.on(Stepped(0), 7)
     node.check_idle()
 

@@ -32,6 +32,7 @@ from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Adopt,
     Begin,
+    BlocksFetched,
     Broken,
     Cut,
     Demote,
@@ -39,7 +40,6 @@ from isthmus.core.node.events import (
     EndFetch,
     EndGive,
     Fetch,
-    FetchEnded,
     Finish,
     Forget,
     Give,
@@ -74,7 +74,7 @@ from isthmus.core.node.events import (
     Wake,
     Woken,
 )
-from isthmus.core.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Shrink, Vacate
+from isthmus.core.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Shrink
 from isthmus.core.scheduler import (
     Admitted,
     BlockPool,
@@ -317,7 +317,7 @@ class World:
             first = next(at for at, (other, _, _) in enumerate(self.pending) if other == channel)
             _, place, fact = self.pending.pop(first)
             if isinstance(fact, Came):
-                fact = FetchEnded(fact.fetch.key, self._take_in(place, fact))
+                fact = BlocksFetched(fact.fetch.key, self._take_in(place, fact))
             match fact:
                 case Freight():
                     self._arrives(place, fact)
@@ -390,7 +390,7 @@ class World:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
         landed = isinstance(fact, Heard) and isinstance(fact.letter, Landed) and fact.letter.key in place.node
-        ends = isinstance(fact, FetchEnded) and self._ends_fetches(place, fact.key)
+        ends = isinstance(fact, BlocksFetched) and self._ends_fetches(place, fact.key)
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
         assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
@@ -406,9 +406,7 @@ class World:
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
         ends = any(isinstance(action, (RequestFailed, PrefillFinished)) for action in actions)
         letter = fact.letter if isinstance(fact, Heard) else None
-        frees |= isinstance(letter, Shrink | Vacate) and any(
-            isinstance(each, Trim | Unhost) for each in actions
-        )
+        frees |= isinstance(letter, Shrink) and any(isinstance(each, Trim | Unhost) for each in actions)
         if (waits and Claim not in said) or frees or Landed in said or ends:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"
@@ -584,7 +582,7 @@ class World:
                 self.spread.add(key)
             case Claim(share=share):
                 rooms.setdefault(key, {})[peer] = Room(share)
-            case Vacate():
+            case Shrink(num_blocks=0):
                 self._leave(place, key, peer)
         self._over(place, peer, Heard(place.name, letter))
 

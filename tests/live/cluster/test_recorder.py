@@ -34,9 +34,8 @@ from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Action,
     Begin,
-    Came,
+    BlocksFetched,
     Convert,
-    FetchEnded,
     Heard,
     Lost,
     Moved,
@@ -266,8 +265,8 @@ def told(node: Node) -> Iterator[NodeEvent]:
     yield begin
     yield Heard(D1, Granted(RequestId("b#1")))
     yield Moved(begin.key)
-    yield Came(begin.key, 1)
-    yield FetchEnded(begin.key, 2)
+    yield BlocksFetched(begin.key, 1, ended=False)
+    yield BlocksFetched(begin.key, 2)
     yield Heard(D1, Granted(begin.key))
     while node.scheduler.run is not None:
         yield Stepped(node.scheduler.run.steps)

@@ -347,7 +347,7 @@ async def test_a_load_takes_layers_as_they_arrive(world: World) -> None:
 async def test_a_fetch_that_brings_less_shortens_the_prefix(world: World, how: str) -> None:
     node = world.here
     node.put(0, 2)
-    node.decides = lambda fact: not isinstance(fact, events.FetchEnded)
+    node.decides = lambda fact: not isinstance(fact, events.BlocksFetched)
     liar = await world.liar()
     node.fetch(6, 2)
     if how == "lacks what is before it":
@@ -375,7 +375,7 @@ async def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load
     node, gate, begun = world.here, Gate("save"), list[Loading]()
 
     def adopt(fact: events.Event) -> bool:
-        if isinstance(fact, events.FetchEnded):
+        if isinstance(fact, events.BlocksFetched):
             node.do(events.Drop(NAMES[1:2]), events.Adopt(KEY, NAMES[1:3]))
             begun.append(load(node, 3))
         return False
@@ -405,7 +405,7 @@ async def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_ado
     node = world.here
 
     def adopt(fact: events.Event) -> bool:
-        if isinstance(fact, events.FetchEnded):
+        if isinstance(fact, events.BlocksFetched):
             node.do(events.Adopt(KEY, NAMES[:3]), events.Drop(NAMES[2:3]))
             node.do(events.Adopt(KEY, NAMES[2:4]), events.Adopt(KEY, NAMES[3:4]))
         return False
@@ -710,7 +710,7 @@ async def test_without_a_cache(world: World) -> None:
     for action in (events.Fetch(KEY, OTHER, NAMES[:2], 1), events.EndFetch(KEY), events.Release(KEY)):
         mover.do(action)
     await world.quiet()
-    assert facts == [events.FetchEnded(KEY, 1)]
+    assert facts == [events.BlocksFetched(KEY, 1)]
     assert not {"kv_bytes_fetched_total", "kv_bytes_given_total"} & set(mover.gauges())
     session: Any = object()
     with pytest.raises(ProtocolError, match="blocks came to a node without a cache"):

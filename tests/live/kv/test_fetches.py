@@ -76,7 +76,7 @@ async def test_blocks_arrive_as_they_are_and_a_load_reads_them_as_they_come(
     assert load is not None
     await asyncio.to_thread(load.wait, LAST, 5)
     assert [here.block(at) for at in range(5)] == BLOCKS[:5]
-    assert await here.fetch_ended() == events.FetchEnded(KEY, count)
+    assert await here.fetch_ended() == events.BlocksFetched(KEY, count)
     await until(lambda: here.chain(count) == BLOCKS[:count])
     assert events.Moved(KEY, fetched=True) in here.facts
     await there.heard(Enough)
@@ -150,13 +150,13 @@ async def test_it_goes_on_as_room_comes(world: World, shares: bool) -> None:
         here.store.put(name, None, BLOCKS[20])
 
     def make_way(fact: events.Event) -> bool:
-        if isinstance(fact, events.Came):
+        if isinstance(fact, events.BlocksFetched) and not fact.ended:
             here.do(events.Drop(tuple(others)))
         return True
 
     here.decides = make_way
     assert await here.fetched(8) == 6
-    assert [fact.stop for fact in here.of(events.Came)] == [3, 6]
+    assert [fact.stop for fact in here.of(events.BlocksFetched) if not fact.ended] == [3, 6]
     assert here.chain(8) == [*BLOCKS[:6], None, None]
 
 
@@ -408,7 +408,7 @@ async def test_of_a_fetch_only_the_session_is_heard_that_was_asked(world: World,
     for lie in (Given(KEY, 0, 0, SEALS), Ended(KEY, 3), loan_of(world)):
         stranger.say(lie, over=over)
     await world.quiet()
-    assert not world.here.of(events.FetchEnded) and not world.here.of(events.Gone)
+    assert not world.here.of(events.BlocksFetched) and not world.here.of(events.Gone)
     assert not world.here.mismatches and not world.here.mover.gauges()["kv_bytes_fetched_total"]
     stranger.say(*given_of(1, 0, 3), over=over)
     await world.quiet()

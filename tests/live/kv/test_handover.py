@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from isthmus.core.blocks import seal
 from isthmus.core.node import events
-from isthmus.core.node.letters import Granted, Landed, Vacate, Want
+from isthmus.core.node.letters import Granted, Landed, Shrink, Want
 from isthmus.core.types import Span
 from isthmus.live.engine import codecs
 from isthmus.live.peers import wire
@@ -505,7 +505,7 @@ async def test_a_lost_session_is_told_once_to_either_side_and_ends_what_went_ove
     await here.heard(Want)
     there.session.abort("killed")  # type: ignore[union-attr]
     assert await there.told(events.Gone) == events.Gone(OTHER, "killed")
-    assert await there.told(events.FetchEnded) == events.FetchEnded(KEY, 0)
+    assert await there.told(events.BlocksFetched) == events.BlocksFetched(KEY, 0)
     await here.told(events.Gone)
     await world.quiet()
     assert all(node.failed and len(node.of(events.Gone)) == 1 for node in (here, there))
@@ -518,14 +518,14 @@ async def test_of_a_node_that_cannot_be_reached_all_that_needs_it_ends(world: Wo
     if is_known:
         here.addresses[OTHER] = "127.0.0.1:999"
     actions: list[Any] = [
-        events.Tell(OTHER, Vacate(KEY)),
+        events.Tell(OTHER, Shrink(KEY, 0)),
         events.Offer(KEY, OTHER, plain(10)),
         events.Fetch(KEY, OTHER, NAMES[:2], 0),
     ]
     for count, action in enumerate(actions, 1):
         here.do(action)
         assert "cannot be reached" in (await here.told(events.Gone, count)).reason
-    assert await here.told(events.FetchEnded) == events.FetchEnded(KEY, 0)
+    assert await here.told(events.BlocksFetched) == events.BlocksFetched(KEY, 0)
     await until(lambda: not here.tasks)
 
 

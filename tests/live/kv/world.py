@@ -337,9 +337,9 @@ class Node:
                 self.do(events.Give(key, peer, names, start, max(start, stop), 0))
             case events.Heard(peer, Enough(key)):
                 self.do(events.EndGive(key, peer))
-            case events.Came(key, stop) | events.FetchEnded(key, stop):
+            case events.BlocksFetched(key, stop, ended):
                 self._adopt(key, stop)
-                if isinstance(fact, events.FetchEnded):
+                if ended:
                     if self.peers.open_to(OTHER) is not None:
                         self.do(events.Tell(OTHER, Enough(key)))
                     self._fetches.pop(key, None)
@@ -366,8 +366,12 @@ class Node:
         key = self.fetch(*arguments, **more).key
         return (await self.fetch_ended(key)).stop
 
-    async def fetch_ended(self, key: RequestId = KEY) -> events.FetchEnded:
-        ended = await self.told(events.FetchEnded, of=key)
+    async def fetch_ended(self, key: RequestId = KEY) -> events.BlocksFetched:
+        def found() -> list[events.BlocksFetched]:
+            return [fact for fact in self.of(events.BlocksFetched, key) if fact.ended]
+
+        await until(lambda: bool(found()))
+        ended = found()[-1]
         await asyncio.wrap_future(self.cache.kept())
         return ended
 

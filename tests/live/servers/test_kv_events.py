@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.blocks import BlockNamer, KVLayout
-from isthmus.core.node.events import Dropped, Held
+from isthmus.core.node.events import EngineBlocks
 from isthmus.live.servers import kv_events
 from isthmus.live.servers.kv_events import Listener, Translator
 
@@ -59,17 +59,17 @@ NAMES = tuple(namer().names(TOKENS))
 @pytest.mark.parametrize("hashes", [[7, 8, 9], [b"7" * 32, b"8" * 32, b"9" * 32]])
 def test_blocks_get_their_names_from_their_tokens(hashes: list[Any]) -> None:
     found = translator()
-    assert found.batch(batch(stored(hashes[:2], TOKENS[:8]))) == [Held(NAMES[:2])]
-    assert found.batch(batch(stored(hashes[2:], TOKENS[8:], hashes[1]))) == [Held(NAMES[2:])]
-    assert found.batch(batch(removed(hashes[1:]))) == [Dropped(NAMES[1:])]
+    assert found.batch(batch(stored(hashes[:2], TOKENS[:8]))) == [EngineBlocks(NAMES[:2])]
+    assert found.batch(batch(stored(hashes[2:], TOKENS[8:], hashes[1]))) == [EngineBlocks(NAMES[2:])]
+    assert found.batch(batch(removed(hashes[1:]))) == [EngineBlocks(removed=NAMES[1:])]
 
 
 def test_tenants_have_names_of_their_own_and_strangers_none() -> None:
     """The salt is an extra key of the first block alone; what follows it has its namer from its parent."""
     found, names = translator(), tuple(namer("tenant").names(TOKENS))
     salted = stored([7, 8], TOKENS[:8], extra_keys=[["tenant"], None])
-    assert found.batch(batch(salted)) == [Held(names[:2])]
-    assert found.batch(batch(stored([9], TOKENS[8:], 8))) == [Held(names[2:])]
+    assert found.batch(batch(salted)) == [EngineBlocks(names[:2])]
+    assert found.batch(batch(stored([9], TOKENS[8:], 8))) == [EngineBlocks(names[2:])]
     assert not set(names) & set(NAMES)
     assert found.batch(batch(stored([17], TOKENS[:4], extra_keys=[["stranger"]]))) == []
     assert found.batch(batch(stored([18], TOKENS[4:8], 17))) == []
@@ -107,28 +107,28 @@ def test_what_goes_from_other_media_says_nothing_of_the_engine() -> None:
 def test_each_copy_is_told_of() -> None:
     found = translator()
     facts = found.batch(batch(stored([7], TOKENS[:4]), stored([7], TOKENS[:4]), removed([7])))
-    assert facts == [Held(NAMES[:1]), Held(NAMES[:1]), Dropped(NAMES[:1])]
-    assert found.batch(batch(stored([8], TOKENS[4:8], 7))) == [Held(NAMES[1:2])], "one is left"
-    assert found.batch(batch(removed([7]), removed([7]))) == [Dropped(NAMES[:1])]
+    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(NAMES[:1]), EngineBlocks(removed=NAMES[:1])]
+    assert found.batch(batch(stored([8], TOKENS[4:8], 7))) == [EngineBlocks(NAMES[1:2])], "one is left"
+    assert found.batch(batch(removed([7]), removed([7]))) == [EngineBlocks(removed=NAMES[:1])]
     assert found.batch(batch(stored([9], TOKENS[4:8], 7))) == []
 
 
 def test_groups_of_layers_have_hashes_of_their_own() -> None:
     found = translator()
     facts = found.batch(batch(stored([7], TOKENS[:4], group_idx=0), stored([7], TOKENS[4:8], group_idx=1)))
-    assert facts == [Held(NAMES[:1]), Held(tuple(namer().names(TOKENS[4:8])))]
-    assert found.batch(batch(removed([7], group_idx=0))) == [Dropped(NAMES[:1])]
+    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(tuple(namer().names(TOKENS[4:8])))]
+    assert found.batch(batch(removed([7], group_idx=0))) == [EngineBlocks(removed=NAMES[:1])]
 
 
 def test_after_all_is_cleared_nothing_is_known() -> None:
     found = translator()
     facts = found.batch(batch(stored([7], TOKENS[:4]), CLEARED, stored([8], TOKENS[4:8], 7), removed([7])))
-    assert facts == [Held(NAMES[:1]), Dropped(all=True)]
+    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(cleared=True)]
 
 
 def test_events_of_a_later_version_are_passed_over() -> None:
     later = {"type": "BlockMoved", "block_hashes": [7]}
-    assert translator().batch(batch(later, stored([7], TOKENS[:4], shiny=1))) == [Held(NAMES[:1])]
+    assert translator().batch(batch(later, stored([7], TOKENS[:4], shiny=1))) == [EngineBlocks(NAMES[:1])]
     with pytest.raises(msgspec.DecodeError):
         translator().batch(b"\xc1")
 
@@ -151,7 +151,7 @@ def test_what_is_held_less_what_is_dropped_is_what_is_there(steps: list[tuple[in
             continue
         for fact in facts:
             for name in fact.names:
-                told[name] = told.get(name, 0) + (1 if isinstance(fact, Held) else -1)
+                told[name] = told.get(name, 0) + (1 if isinstance(fact, EngineBlocks) else -1)
         assert [told.get(name, 0) for name in names] == copies
 
 

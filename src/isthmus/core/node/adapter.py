@@ -35,7 +35,7 @@ from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, Nod
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
 MAX_REFUSED = 1024
-OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink, letters.Vacate)
+OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink)
 
 Names = tuple[BlockName, ...]
 
@@ -119,14 +119,12 @@ class Adapter:
             events.Settled: self._settled,
             events.Over: self._over,
             events.Broken: self._broken,
-            events.Came: self._came,
-            events.FetchEnded: self._fetch_ended,
+            events.BlocksFetched: self._fetched,
             events.Moved: self._moved,
             events.Filled: self._filled,
             events.Lost: self._lost,
             events.Recovered: self._recovered,
-            events.Held: self._held,
-            events.Dropped: self._dropped,
+            events.EngineBlocks: self._engine_blocks,
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
@@ -382,17 +380,14 @@ class Adapter:
         if event.fetched:
             self._fetches.moved(event.key, now)
 
-    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        came = self._fetches.came(event.key, event.stop)
-        if came is not None:
-            self._keep_fetched(*came, actions)
-
-    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
+    def _fetched(self, event: events.BlocksFetched, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it."""
-        came = self._fetches.ended(event.key, event.stop, actions)
+        came = self._fetches.came(event, actions)
         if came is None:
             return
         self._keep_fetched(*came, actions)
+        if not event.ended:
+            return
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._gathered(attempt, now, actions)
@@ -424,19 +419,16 @@ class Adapter:
         if self._keeper is not None:
             self._keeper.recover(event.chains, actions)
 
-    def _held(self, event: events.Held, now: int, actions: list[events.Action]) -> None:
-        new = tuple([name for name in event.names if not self._engine[name]])
-        self._engine.update(event.names)
+    def _engine_blocks(self, event: events.EngineBlocks, now: int, actions: list[events.Action]) -> None:
+        """Of several copies of a block the last one counts."""
+        new = tuple([name for name in event.stored if not self._engine[name]])
+        self._engine.update(event.stored)
         unknown = tuple([name for name in dict.fromkeys(new) if not self._is_kept(name)])
         if unknown:
             actions.append(BlocksStored(self.node, unknown))
-
-    def _dropped(self, event: events.Dropped, now: int, actions: list[events.Action]) -> None:
-        """Of several copies of a block the last one counts."""
-        names = tuple(self._engine) if event.all else event.names
         gone = []
-        for name in names:
-            left = 0 if event.all else self._engine[name] - 1
+        for name in tuple(self._engine) if event.cleared else event.removed:
+            left = 0 if event.cleared else self._engine[name] - 1
             if left > 0:
                 self._engine[name] = left
             else:

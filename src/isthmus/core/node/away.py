@@ -3,8 +3,7 @@
     home ──Reserve──> holder ──Reserved──> home         when it has memory, or to move some while it decodes
          ══blocks══>         ──Shipped───>              whole ones, in their order, as they are computed
          ──SendBack─>        ══blocks════>              the last of them come home: the conductor says so
-         ──Shrink───>                                   and so much less is kept there
-         ──Vacate───>                                   when the home is through with it
+         ──Shrink───>                                   and so much less is kept there: nothing when home is through
     next ──Claim────> holder ──Found─────> next         before it begins, if the home before it is gone
 
 A holder says at once whether there is room, and an attempt asks when it has memory where it is computed and where it
@@ -19,7 +18,7 @@ from __future__ import annotations
 from isthmus.core.attempts import Holding, holdings_of, key_of
 from isthmus.core.node import events
 from isthmus.core.node.attempt import Attempt
-from isthmus.core.node.letters import Claim, SendBack, Shrink, Vacate
+from isthmus.core.node.letters import Claim, SendBack, Shrink
 from isthmus.core.scheduler import Actions, Scheduler
 from isthmus.core.scheduler.pool import Blocks
 from isthmus.core.scheduler.remote import ALL_HERE, Holders, RemoteKV, Return, Shipment, shares
@@ -151,11 +150,9 @@ class Away:
         [holder], blocks = last.holders, remote.returning.blocks
         left = last.num_blocks - len(blocks)
         self._scheduler.returned(attempt, blocks)
-        if left:
-            actions.append(events.Tell(holder, Shrink(key, left)))
-        else:
+        if not left:
             del remote.holders[holder]
-            actions.append(events.Tell(holder, Vacate(key)))
+        actions.append(events.Tell(holder, Shrink(key, left)))
         actions.append(attempt.spread())
 
     def ship(self, now: int, actions: Actions) -> None:
@@ -195,7 +192,7 @@ class Away:
     def end(self, attempt: Attempt, actions: Actions) -> None:
         """It is over here; comes with its `Release`."""
         self.stop(attempt)
-        actions += [events.Tell(holder, Vacate(attempt.request)) for holder in attempt.remote.holders]
+        actions += [events.Tell(holder, Shrink(attempt.request, 0)) for holder in attempt.remote.holders]
 
     def _num_full(self, attempt: Attempt) -> int:
         return self._scheduler.num_computed(attempt) // self._size

@@ -62,18 +62,13 @@ class Sampled(msgspec.Struct, frozen=True, tag=True):
     ended: tuple[RequestId, ...] = ()
 
 
-class Came(msgspec.Struct, frozen=True, tag=True):
-    """Of a prefix that is being fetched all up to `stop` came. More may."""
+class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
+    """Of a prefix that is being fetched all up to `stop` came. Not `ended`: more may. Ended with less than it starts
+    with: that much is still here."""
 
     key: RequestId
     stop: int
-
-
-class FetchEnded(msgspec.Struct, frozen=True, tag=True):
-    """A fetch is over; all up to `stop` came, or less than it starts with: that much is still here."""
-
-    key: RequestId
-    stop: int
+    ended: bool = True
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -166,17 +161,13 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
     names: tuple[BlockName, ...]
 
 
-class Held(msgspec.Struct, frozen=True, tag=True):
-    """The engine's own memory has one more copy of each of these blocks."""
+class EngineBlocks(msgspec.Struct, frozen=True, tag=True):
+    """The engine's own memory has one more copy of each of `stored`, and one less of each of `removed`; `cleared`: it
+    has nothing any more."""
 
-    names: tuple[BlockName, ...]
-
-
-class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """The engine's own memory has one copy less of each of these; `all`: it has nothing any more."""
-
-    names: tuple[BlockName, ...] = ()
-    all: bool = False
+    stored: tuple[BlockName, ...] = ()
+    removed: tuple[BlockName, ...] = ()
+    cleared: bool = False
 
 
 class Woken(msgspec.Struct, frozen=True, tag=True):
@@ -186,9 +177,9 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 Event = (
     Begin | Forget | Lend | Repay | Convert
     | Heard | Gone
-    | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Stowed | Reclaimed | Moved | Broken
+    | Stepped | Saved | Missing | Sampled | BlocksFetched | Loaded | Received | Stowed | Reclaimed | Moved | Broken
     | Lost | Recovered
-    | Answered | Settled | Over | Filled | Held | Dropped
+    | Answered | Settled | Over | Filled | EngineBlocks
     | Woken
 )  # fmt: skip
 
@@ -207,9 +198,9 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
-    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Want`; `tenant`: in whose
-    share what comes is kept."""
+    """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `BlocksFetched`, and once
+    that it `ended`, even after `Release`. An `Adopt` may follow each at once. `whole`: as in `Want`; `tenant`: in
+    whose share what comes is kept."""
 
     key: RequestId
     source: NodeId

@@ -32,24 +32,20 @@ class Fetches:
         if key in self._fetches:
             self._moved_ns[key] = now
 
-    def came(self, key: RequestId, stop: int) -> tuple[events.Fetch, int] | None:
+    def came(self, event: events.BlocksFetched, actions: Actions) -> tuple[events.Fetch, int] | None:
         """The fetch, and how many leading blocks are here, now that `[start, stop)` of it came: what it was to follow
         may have gone. None for one of a node of this name that is gone."""
+        key, stop = event.key, event.stop
         fetch = self._fetches.get(key)
         if fetch is None:
             return None
+        if event.ended:
+            del self._fetches[key]
+            self._moved_ns.pop(key, None)
+            actions.append(events.Tell(fetch.source, Enough(key)))
         tiers, start = self._tiers, fetch.start
         held = tiers.match(fetch.names[:start])[0] if tiers is not None else start
         return fetch, held if held < start else stop
-
-    def ended(self, key: RequestId, stop: int, actions: Actions) -> tuple[events.Fetch, int] | None:
-        """As `came`. Nothing more will."""
-        found = self.came(key, stop)
-        if found is not None:
-            fetch = self._fetches.pop(key)
-            self._moved_ns.pop(key, None)
-            actions.append(events.Tell(fetch.source, Enough(key)))
-        return found
 
     def end(self, key: RequestId, actions: Actions) -> None:
         """Nobody waits for it. A run may wait for its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.core.attempts import Share
 from isthmus.core.node import events
-from isthmus.core.node.letters import Claim, Found, Reserve, Reserved, SendBack, Shipped, Shrink, Vacate
+from isthmus.core.node.letters import Claim, Found, Reserve, Reserved, SendBack, Shipped, Shrink
 from isthmus.core.scheduler import Actions, Scheduler
 from isthmus.core.scheduler.pool import Blocks
 from isthmus.core.types import NS_PER_S, NodeId, RequestId
@@ -94,8 +94,10 @@ class Guests:
         if 0 <= wanted.first < stop <= guest.num_stowed:
             actions.append(events.Ship(wanted.key, peer, 0, guest.blocks[wanted.first : stop]))
 
-    def shrink(self, peer: NodeId, wanted: Shrink, actions: Actions) -> bool:
-        """Whether some of its room is free: who asks decodes, and so is the last that needs it."""
+    def shrink(self, peer: NodeId, wanted: Shrink, now: int, actions: Actions) -> bool:
+        """Whether some of its room is free. Who needs some of it still decodes, and so is the last that needs it."""
+        if not wanted.num_blocks:
+            return self._left(wanted.key, peer, now, actions, lease_ns=0)
         guest, count = self._guests.get(wanted.key), wanted.num_blocks
         if guest is None or peer not in guest.needed or not 0 < count < len(guest.blocks):
             return False
@@ -103,10 +105,6 @@ class Guests:
         guest.blocks, guest.num_stowed = guest.blocks[:count], min(guest.num_stowed, count)
         actions.append(events.Trim(wanted.key, count))
         return True
-
-    def vacate(self, peer: NodeId, left: Vacate, now: int, actions: Actions) -> bool:
-        """Whether no node needs it any more, and its blocks are free."""
-        return self._left(left.key, peer, now, actions, lease_ns=0)
 
     def gone(self, peer: NodeId, now: int, actions: Actions) -> bool:
         """What it needed stays for a while: another node may go on with it. Whether any blocks are free."""

@@ -7,7 +7,7 @@ bytes, and a letter never overtakes the KV it speaks of: it is said when that ha
     decode  ──Granted──> prefill  ══KV══>  decode  ──Landed──> prefill
     prefill ──Passed───> decode   ──Landed──> prefill                       where engines hand over by themselves
     fetcher ──Want─────> source   ══blocks══> fetcher ──Enough──> source
-    home    ──Reserve──> holder   ──Reserved──> home  ══KV══> holder ──Shipped──> home ──Shrink, Vacate──> holder
+    home    ──Reserve──> holder   ──Reserved──> home  ══KV══> holder ──Shipped──> home ──Shrink──> holder
     home    ──SendBack─> holder   ══KV══> home
     next    ──Claim────> holder   ──Found──> next                           when the home before it is gone
 """
@@ -106,7 +106,7 @@ class Shipped(msgspec.Struct, frozen=True, tag=True):
 
 class SendBack(msgspec.Struct, frozen=True, tag=True):
     """Blocks `[first, first + num_blocks)` of an attempt's share are wanted at home. They stay with the holder until
-    `Shrink` or `Vacate`."""
+    `Shrink`."""
 
     key: RequestId
     first: Count
@@ -114,22 +114,17 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Of the room for an attempt's KV only that for the first `num_blocks` blocks is needed."""
+    """Of the room for an attempt's KV the node that says so needs only that for the first `num_blocks` blocks; 0: none.
+    Unknown ones are no error."""
 
     key: RequestId
     num_blocks: Count
 
 
-class Vacate(msgspec.Struct, frozen=True, tag=True):
-    """The node that says so needs the room for an attempt's KV no more. Unknown ones are no error."""
-
-    key: RequestId
-
-
 Letter = (
     Granted | Landed | Passed
     | Want | Enough
-    | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink | Vacate
+    | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink
 )  # fmt: skip
 
 

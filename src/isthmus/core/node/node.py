@@ -91,8 +91,7 @@ class Node:
             Saved: self._saved,
             events.Missing: self._missing,
             events.Sampled: self._sampled,
-            events.Came: self._came,
-            events.FetchEnded: self._fetch_ended,
+            events.BlocksFetched: self._fetched,
             events.Loaded: self._loaded,
             events.Received: self._received,
             events.Moved: self._moved,
@@ -114,7 +113,6 @@ class Node:
             letters.Shipped: self._shipped,
             letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
             letters.Shrink: self._shrink,
-            letters.Vacate: self._vacate,
         }
 
     def on(self, event: events.Event, now: int) -> list[events.Action]:
@@ -468,15 +466,13 @@ class Node:
         wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
         self._fetches.begin(wanted, actions)
 
-    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
-        came = self._fetches.came(event.key, event.stop)
-        if came is not None:
-            self._keep_fetched(*came, now, actions)
-
-    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
+    def _fetched(self, event: events.BlocksFetched, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
-        came = self._fetches.ended(event.key, event.stop, actions)
+        came = self._fetches.came(event, actions)
         if came is None:
+            return
+        if not event.ended:
+            self._keep_fetched(*came, now, actions)
             return
         attempt, (fetch, stop) = self._attempts.get(event.key), came
         if attempt is None or attempt.begin.part is DECODE:
@@ -602,11 +598,7 @@ class Node:
                 self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
     def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: list[events.Action]) -> None:
-        if self._guests.shrink(peer, wanted, actions):
-            self._replan(now, actions)
-
-    def _vacate(self, peer: NodeId, left: letters.Vacate, now: int, actions: list[events.Action]) -> None:
-        if self._guests.vacate(peer, left, now, actions):
+        if self._guests.shrink(peer, wanted, now, actions):
             self._replan(now, actions)
 
     def _replan(self, now: int, actions: list[events.Action]) -> None:

@@ -366,7 +366,7 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        self._due.append((target, events.FetchEnded(key, stop)))
+        self._due.append((target, events.BlocksFetched(key, stop)))
         if job is None or self._attempts.get(key) is not job:
             return
         if transfer.is_prompts:

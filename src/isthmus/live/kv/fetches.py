@@ -258,7 +258,7 @@ class Fetcher:
             if fetch.peer is not None:
                 fetch.peer.close()
             fetch.end()
-            self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
+            self._tell(events.BlocksFetched(fetch.key, fetch.start + fetch.num_whole))
             fetch.release()
 
     async def _rounds(self, fetch: Fetching, session: Session) -> None:
@@ -282,7 +282,7 @@ class Fetcher:
                 self.bytes_lent += came * self.cache.layout.block_bytes
             if not 0 < came == room < wanted:
                 return
-            self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
+            self._tell(events.BlocksFetched(fetch.key, fetch.start + fetch.num_whole, ended=False))
             await asyncio.sleep(0)
             await asyncio.wrap_future(self.cache.kept())
 

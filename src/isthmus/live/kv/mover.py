@@ -137,7 +137,7 @@ class BlockMover(NoPayloads):
 
     def _fetch(self, order: events.Fetch) -> None:
         if self._fetcher is None:
-            self._tell(events.FetchEnded(order.key, order.start))
+            self._tell(events.BlocksFetched(order.key, order.start))
             return
         fetch = self._fetches[order.key] = Fetching(order, self.cache)
         fetch.hold()

@@ -75,9 +75,9 @@ class Translator:
         self._known: dict[tuple[int, Hash], tuple[int, bytes, BlockNamer]] = {}
         """By group and hash: so many copies of which block, and who names those that follow it."""
 
-    def batch(self, data: bytes) -> list[events.Held | events.Dropped]:
+    def batch(self, data: bytes) -> list[events.EngineBlocks]:
         """One batch, msgpack. Raises msgspec.DecodeError for what is none."""
-        facts: list[events.Held | events.Dropped] = []
+        facts: list[events.EngineBlocks] = []
         for raw in _batch(data).events:
             try:
                 event = _event(raw)
@@ -91,11 +91,11 @@ class Translator:
                 facts += self.clear()
         return facts
 
-    def clear(self) -> list[events.Held | events.Dropped]:
+    def clear(self) -> list[events.EngineBlocks]:
         self._known.clear()
-        return [events.Dropped(all=True)]
+        return [events.EngineBlocks(cleared=True)]
 
-    def _stored(self, event: BlockStored) -> list[events.Held | events.Dropped]:
+    def _stored(self, event: BlockStored) -> list[events.EngineBlocks]:
         if event.block_size != self._block_size or event.medium not in (None, "GPU") or event.lora_name:
             return []
         group = event.group_idx or 0
@@ -105,7 +105,7 @@ class Translator:
             copies, first, names_next = self._known.get((group, hashed), (0, name, namer))
             self._known[group, hashed] = copies + 1, first, names_next
             held.append(name)
-        return [events.Held(tuple(held))] if held else []
+        return [events.EngineBlocks(tuple(held))] if held else []
 
     def _names(self, event: BlockStored, group: int) -> list[tuple[bytes, BlockNamer]]:
         keys = event.extra_keys or []
@@ -126,7 +126,7 @@ class Translator:
         names = namer.names(event.token_ids, parent=parent)
         return [(name, namer) for name in names if isinstance(name, bytes)]
 
-    def _removed(self, event: BlockRemoved) -> list[events.Held | events.Dropped]:
+    def _removed(self, event: BlockRemoved) -> list[events.EngineBlocks]:
         if event.medium not in (None, "GPU"):
             return []
         group, gone = event.group_idx or 0, []
@@ -136,7 +136,7 @@ class Translator:
                 gone.append(known[1])
                 if known[0] > 1:
                     self._known[group, hashed] = known[0] - 1, known[1], known[2]
-        return [events.Dropped(tuple(gone))] if gone else []
+        return [events.EngineBlocks(removed=tuple(gone))] if gone else []
 
 
 class Listener:

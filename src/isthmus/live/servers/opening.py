@@ -18,7 +18,6 @@ import msgspec
 from isthmus.config import Config
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import StartError
-from isthmus.core.node import events
 from isthmus.core.types import Sampling
 from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.cluster.process import NodeOptions, Opener, Runtime
@@ -166,7 +165,7 @@ async def _probe(client: Client, sockets: Sockets, engine: ServedEngine) -> None
     translator = Translator(lambda salt: None if salt else namer, size)
 
     def heard(batch: bytes) -> None:
-        if any(isinstance(fact, events.Held) and wanted in fact.names for fact in translator.batch(batch)):
+        if any(wanted in fact.stored for fact in translator.batch(batch)):
             seen.set()
 
     listener = Listener(sockets.kv_events, sockets.replay, heard, lambda: None)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from isthmus.core.conductor import LinkState
 from isthmus.core.types import NodeId
 from isthmus.live.peers.link_monitor import KEEP_S, LOOK_S, TALK_BYTES, LinkMonitor
-from isthmus.live.peers.messages import LinkReport, Neighbours, Probe
+from isthmus.live.peers.messages import Neighbours, Probe
 from tests.virtual import ManualLoop
 
 LINK_S = 2.0
@@ -87,7 +88,7 @@ class Scene:
         self.monitor.linked(Neighbours(cluster, addresses))
 
     @property
-    def report(self) -> LinkReport:
+    def report(self) -> LinkState:
         (one,) = self.monitor.report()
         return one
 
@@ -320,7 +321,7 @@ def test_a_session_may_be_reported_or_gone_before_it_is_looked_at(ended: bool) -
         if ended:
             line.end()
             await asyncio.sleep(2 * LOOK_S)
-        assert some.report == LinkReport("far", up=not ended)
+        assert some.report == LinkState("", "far", up=not ended)
 
     scene(work)
 
@@ -354,9 +355,9 @@ def test_nothing_is_watched_where_no_time_is_given() -> None:
     async def work(some: Scene) -> None:
         some.linked(NEAR)
         await asyncio.sleep(5)
-        assert not some.tasks and some.report == LinkReport("far", up=True)
+        assert not some.tasks and some.report == LinkState("", "far", up=True)
         some.linked({})
-        assert some.report == LinkReport("far", up=False)
+        assert some.report == LinkState("", "far", up=False)
 
     scene(work, None)
 

@@ -71,10 +71,11 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkState(msgspec.Struct, frozen=True):
-    """One direction of a link between clusters, over the period just past.
+    """One direction of a link between clusters, over the period just past; or as one node of the `source` sees it,
+    since it started.
 
     `up`: at least one session crosses it, or could; `sent_bytes`: that left; `busy_ns`: how long something was on its
-    way; `queued_bytes`: handed over to be sent and not out yet; `retransmits`: of TCP segments; `rtt_ns`: 0 if not
+    way; `queued_bytes`: handed over to be sent and not there yet; `retransmits`: of TCP segments; `rtt_ns`: 0 if not
     known.
     """
 

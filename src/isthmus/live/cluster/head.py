@@ -412,7 +412,7 @@ class Head:
         self._changed.set()
         leader = self._members.get(stage.hello.group)
         if leader is not None:
-            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, self._clock_ns())
+            self._link_stats.heard(stage.name, leader.cluster, message.links, self._clock_ns())
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
@@ -450,7 +450,7 @@ class Head:
             case messages.Beat():
                 member.gauges = _counted(member.gauges, message)
                 self._changed.set()
-                self._link_stats.heard(node, member.cluster, message.link_reports, self._clock_ns())
+                self._link_stats.heard(node, member.cluster, message.links, self._clock_ns())
             case messages.Directions():
                 if node == self._donors.asked:
                     self._donors.take(message)

@@ -16,7 +16,7 @@ from isthmus.core.errors import StartError, UnavailableError
 from isthmus.core.types import NS_PER_S, NodeId
 from isthmus.live.cluster.launcher import start_again, start_child, stop_child, tell_child
 from isthmus.live.cluster.shaper import LinkSpec, Point
-from isthmus.live.peers.messages import LinkReport, Neighbours
+from isthmus.live.peers.messages import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -151,15 +151,15 @@ class LinkView:
         self.source, self.target, self.rated_bytes_per_s = rule.source, rule.target, rule.bytes_per_s
         self.up = True
         self.bytes_per_s = self.sent_bytes = 0
-        self.latest: dict[NodeId, LinkReport] = {}
+        self.latest: dict[NodeId, LinkState] = {}
         # Since it was last told of, but for the bytes: those of which was told.
         self._told_bytes = self._retransmits = 0
         self.busy_ns: Counter[NodeId] = Counter()
         self._heard_ns = self._told_ns = 0  # of the latest report, and of the latest that was told
 
-    def heard(self, node: NodeId, report: LinkReport, now_ns: int) -> None:
+    def heard(self, node: NodeId, report: LinkState, now_ns: int) -> None:
         self._heard_ns = now_ns
-        before = self.latest.get(node, LinkReport(report.target, False))
+        before = self.latest.get(node, LinkState("", report.target, False))
         self.sent_bytes += report.sent_bytes - before.sent_bytes
         self._retransmits += report.retransmits - before.retransmits
         self.busy_ns[node] += report.busy_ns - before.busy_ns
@@ -212,8 +212,8 @@ class LinkStats:
     def __init__(self, links: Iterable[LinkRule]) -> None:
         self._views = {(link.source, link.target): LinkView(link) for link in links}
 
-    def heard(self, node: NodeId, cluster: str, link_reports: Sequence[LinkReport], now_ns: int) -> None:
-        for report in link_reports:
+    def heard(self, node: NodeId, cluster: str, links: Sequence[LinkState], now_ns: int) -> None:
+        for report in links:
             view = self._views.get((cluster, report.target))
             if view is not None:
                 view.heard(node, report, now_ns)

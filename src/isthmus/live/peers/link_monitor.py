@@ -11,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from isthmus.core.conductor import LinkState
 from isthmus.core.types import NS_PER_S, NodeId
 from isthmus.live.messenger import RunningClock, Session
-from isthmus.live.peers.messages import LinkReport, Neighbours, Probe
+from isthmus.live.peers.messages import Neighbours, Probe
 from isthmus.live.peers.sessions import Peers, Spawn
 
 log = logging.getLogger(__name__)
@@ -104,9 +105,10 @@ class _Far:
         if waiting > TALK_BYTES:
             self.busy_s += past_s
 
-    def report(self) -> LinkReport:
+    def report(self) -> LinkState:
         watched = self.watched.values()
-        return LinkReport(
+        return LinkState(
+            source="",
             target=self.name,
             up=not self.addresses or not self.failed or self.has_session,  # as long as nothing says otherwise
             sent_bytes=self.sent_bytes + sum([each.arrived for each in watched]),
@@ -146,9 +148,9 @@ class LinkMonitor:
             return asyncio.get_running_loop().time()
         return self._running.now_ns() / NS_PER_S
 
-    def report(self) -> Sequence[LinkReport]:
+    def report(self) -> Sequence[LinkState]:
         if self._link_s is None:
-            return [LinkReport(far.name, bool(far.addresses)) for far in self._far.values()]
+            return [LinkState("", far.name, bool(far.addresses)) for far in self._far.values()]
         return [far.report() for far in self._far.values()]
 
     async def _watch(self, link_s: float) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from isthmus.core.attempts import Begin, Order, Report
 from isthmus.core.blocks import KVLayout
-from isthmus.core.conductor import NodeJoined
+from isthmus.core.conductor import LinkState, NodeJoined
 from isthmus.core.node import events
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Piece, Preempted
@@ -67,23 +67,6 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-class LinkReport(msgspec.Struct, frozen=True):
-    """What goes from this node to those of the linked cluster `target`, over all sessions with them.
-
-    `up`: one of them works. Counted since the node started: `sent_bytes`, which arrived there; `busy_ns`, in which KV
-    was on its way; `retransmits` of TCP segments. Now: `queued_bytes`, handed over to be sent and not there;
-    `rtt_ns`, 0 if not known.
-    """
-
-    target: str
-    up: bool
-    sent_bytes: int = 0
-    busy_ns: int = 0
-    queued_bytes: int = 0
-    retransmits: int = 0
-    rtt_ns: int = 0
-
-
 Metric = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]{0,99}(/[^/\x00-\x1f]{1,256})?\Z")]
 """Of a process, or of one tenant, whose name is behind it. They are shown to operators as they came."""
 Measured = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
@@ -91,10 +74,11 @@ Measured = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Sign of life with this node's gauges and counters."""
+    """Sign of life with this node's gauges and counters. `links`: to each linked cluster, over all sessions of this
+    node with its nodes, counted since the node started."""
 
     gauges: Annotated[dict[Metric, Measured], msgspec.Meta(max_length=MAX_METRICS)]
-    link_reports: tuple[LinkReport, ...] = ()
+    links: tuple[LinkState, ...] = ()
 
 
 class StageHello(msgspec.Struct, frozen=True, tag=True):

@@ -150,8 +150,10 @@ def test_what_is_held_less_what_is_dropped_is_what_is_there(steps: list[tuple[in
         else:
             continue
         for fact in facts:
-            for name in fact.names:
-                told[name] = told.get(name, 0) + (1 if isinstance(fact, EngineBlocks) else -1)
+            for name in fact.stored:
+                told[name] = told.get(name, 0) + 1
+            for name in fact.removed:
+                told[name] -= 1
         assert [told.get(name, 0) for name in names] == copies
 
 

@@ -11,8 +11,8 @@ from isthmus.bench import BenchError, attention, attention_peers
 from isthmus.bench.attention import MODELS, Plan, run
 from isthmus.bench.attention_peers import Live, Memory
 from isthmus.core.blocks import KVLayout
-from isthmus.core.node.events import Heard
-from isthmus.core.node.letters import Reserved
+from isthmus.core.node.events import LetterReceived
+from isthmus.core.node.letters import ReserveReply
 from isthmus.core.types import NodeId, RequestId, Span
 
 SMALL = Plan((MODELS["smollm2-135m"],), "float32", (1, 3), (64, 256), (2,), num_layers=2, rounds=1)
@@ -57,9 +57,9 @@ def test_what_a_holder_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
     with contextlib.closing(Live(memory, 1, 1, threads=1)) as live:
         live.place([[Span(0, 4)]])
         monkeypatch.setattr(attention_peers, "LIMIT_S", 0.1)
-        holder, granted = NodeId("holder-0"), Reserved(RequestId("row-0"), True)
+        holder, granted = NodeId("holder-0"), ReserveReply(RequestId("row-0"), True)
         with pytest.raises(BenchError, match=r"no Reserved came in 0\.1 s"):
-            live._wait_for(Heard(holder, granted))
+            live._wait_for(LetterReceived(holder, granted))
         with pytest.raises(BenchError, match=r"granted=False.* in place of Heard"):
-            live._facts.put(Heard(holder, Reserved(RequestId("row-0"), False)))
-            live._wait_for(Heard(holder, granted))
+            live._facts.put(LetterReceived(holder, ReserveReply(RequestId("row-0"), False)))
+            live._wait_for(LetterReceived(holder, granted))

@@ -17,7 +17,7 @@ import msgspec
 
 from isthmus.live.messenger.frames import Kind, prefix_of
 from isthmus.live.messenger.ports import Terms
-from isthmus.live.peers.messages import Beat
+from isthmus.live.peers.messages import Heartbeat
 from tests.hostile.victim import MODEL, Outcome, Victim
 
 LEAST = -(2**63)
@@ -277,7 +277,7 @@ def _ended(opened: socket.socket, until: float) -> str:
 
 def messages_from_one_on(count: int, size: int) -> bytes:
     """Messages that wait for one before them, which never comes."""
-    header = msgspec.msgpack.encode(Beat({f"{at:09}": 0.0 for at in range(size // 19)}))
+    header = msgspec.msgpack.encode(Heartbeat({f"{at:09}": 0.0 for at in range(size // 19)}))
     return b"".join([prefix_of(Kind.DATA, header, seq=number) + header for number in range(1, count + 1)])
 
 

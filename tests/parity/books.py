@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from isthmus.core.node import Node
-from isthmus.core.node.events import Action, BlocksFetched, Event, Fetch, Received, Reclaimed, Ship, Stowed
+from isthmus.core.node.events import (
+    Action,
+    BlocksFetched,
+    Event,
+    Fetch,
+    HandoverComplete,
+    Reclaimed,
+    Ship,
+    ShipmentStored,
+)
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.node import SimNode
 from isthmus.lab.sim.simulation import Simulation
@@ -32,11 +41,11 @@ class Books:
 
     def heard(self, node: NodeId, event: Event) -> None:
         match event:
-            case Received(key):
+            case HandoverComplete(key):
                 self._came("handover", key, target=node)
             case BlocksFetched(key, stop, True) if stop > self._starts[node, key]:
                 self._came("fetch", key, target=node)
-            case Stowed(key, home, stop) if stop > self._ships[home, key]:
+            case ShipmentStored(key, home, stop) if stop > self._ships[home, key]:
                 self._came("shipment", key, target=node, source=home)
             case Reclaimed(key, True):
                 self._came("shipment", key, target=node)

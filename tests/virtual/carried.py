@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.cost.transfer import NONE, codec_speeds
-from isthmus.core.node.extent import Extent
-from isthmus.core.node.letters import Want
+from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import FetchRequest
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.node import SimNode
 from isthmus.live.peers import messages
@@ -30,14 +30,14 @@ class Carried:
 
     def __init__(self, nodes: Sequence[SimNode], layout: KVLayout) -> None:
         self._nodes, self._layout = nodes, layout
-        self._wants: dict[tuple[int, int, RequestId], Want] = {}
+        self._wants: dict[tuple[int, int, RequestId], FetchRequest] = {}
         self._pulls: dict[tuple[int, int, RequestId], messages.Pull] = {}
-        self._extents: dict[tuple[int, RequestId], Extent] = {}
+        self._extents: dict[tuple[int, RequestId], HandoverSpan] = {}
         self._kv: Counter[Transfer] = Counter()  # payload in bytes; where that is encoded, what it was before
         self._states: Counter[Transfer] = Counter()  # of that, what is recurrent state
         self._codecs: dict[Transfer, str] = {}
 
-    def offered(self, sender: int, key: RequestId, extent: Extent) -> None:
+    def offered(self, sender: int, key: RequestId, extent: HandoverSpan) -> None:
         self._extents[sender, key] = extent
 
     def add(self, sender: int, receiver: int, message: Any, size: int) -> None:
@@ -45,15 +45,15 @@ class Carried:
         layout, source, target = self._layout, self._nodes[sender].facts, self._nodes[receiver].facts
         purpose, states, codec, tokens = "", 0, NONE, 0
         match message:
-            case Want():
+            case FetchRequest():
                 self._wants[sender, receiver, message.key] = message
             case messages.Pull():
                 self._pulls[sender, receiver, message.key] = message
-            case messages.Slices():
+            case messages.HandoverSlices():
                 extent, first = self._extents[sender, message.key], message.first_block * layout.block_size
                 purpose, codec, tokens = "handover", extent.codec_at(first), message.stop - first
                 states = tokens if extent.states <= first < extent.stop > extent.num_tokens else 0
-            case messages.Given():
+            case messages.FetchedSlices():
                 want = self._wants[receiver, sender, message.key]
                 pull = self._pulls[receiver, sender, message.key]
                 stop = pull.start + message.first + len(message.seals)
@@ -61,7 +61,7 @@ class Carried:
                 tokens = len(message.seals) * layout.block_size
                 states = min(max(0, stop - kv) * layout.block_size, tokens)
                 purpose, codec = "fetch", pull.codec
-            case messages.Shipment():
+            case messages.ShipmentSlices():
                 purpose = "shipment"
         if not purpose:
             return

@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus.config import Config
 from isthmus.core.blocks import BlockNamer, KVLayout
-from isthmus.core.conductor import Abort, Content, LinkState, Route
+from isthmus.core.conductor import Abort, LinkState, PromptContent, Route
 from isthmus.core.cost import compile_cost
 from isthmus.core.errors import IsthmusError
 from isthmus.core.node.guests import LEASE_NS
@@ -216,7 +216,7 @@ class VirtualCluster:
         """The tokens it must get."""
         return list(_answer(self.recipe.layout, request.tokens, request.output_tokens, request.salt))
 
-    def content(self, request: VirtualRequest) -> Content | None:
+    def content(self, request: VirtualRequest) -> PromptContent | None:
         """What the conductor is told of a prompt."""
         return TokenDonors(CARD).content_of(self._job(RequestId(""), request))
 

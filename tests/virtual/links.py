@@ -13,9 +13,9 @@ from isthmus.core.node.events import (
     BlocksFetched,
     Event,
     Fetch,
-    Heard,
+    HandoverComplete,
+    LetterReceived,
     Loaded,
-    Received,
     Ship,
 )
 from isthmus.core.types import NodeId, RequestId
@@ -167,9 +167,9 @@ class VirtualLinks:
             case None:
                 # Nodes report what came before its run ends with that.
                 self.loop.set(0, ARRIVAL, self._look, slot)
-            case Heard():
+            case LetterReceived():
                 opened(self.slots[event.peer], slot, type(event.letter).__name__, event.letter.key, 1)
-            case Received():
+            case HandoverComplete():
                 opened(self._ends_of[event.key][0], slot, "kv", event.key)
             case BlocksFetched(ended=True) if (slot, event.key) in self._sources:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from isthmus.core.node.events import BlocksFetched, EndFetch, Event, Missing, Offer
+from isthmus.core.node.events import BlocksFetched, EndFetch, Event, Missing, OfferHandover
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Run, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId
@@ -140,13 +140,13 @@ def store_opener(
 # What nodes say to each other.
 
 KINDS: dict[type, str] = {
-    messages.Slices: "kv",
-    messages.Sent: "kv",
-    messages.Given: "blocks",
-    messages.Lent: "blocks",
-    messages.Ended: "blocks",
+    messages.HandoverSlices: "kv",
+    messages.HandoverSent: "kv",
+    messages.FetchedSlices: "blocks",
+    messages.LentBlocks: "blocks",
+    messages.FetchServed: "blocks",
     messages.StageSampled: "sampled",
-    messages.Shipment: "shipment",
+    messages.ShipmentSlices: "shipment",
     **{letter: letter.__name__ for letter in get_args(Letter)},
 }
 """What has a time in the simulator. The rest takes none."""
@@ -373,7 +373,7 @@ class VirtualMover(LazyMover):
             lines[holder].set_result(Line(InlineAsker(session, hosts)))  # type: ignore[arg-type]
 
     def do(self, action: Any) -> None:
-        if isinstance(action, Offer):
+        if isinstance(action, OfferHandover):
             self._links.ether.gate.carried.offered(self.slot, action.key, action.extent)
         super().do(action)
         if self.alive:

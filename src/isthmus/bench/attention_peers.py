@@ -26,7 +26,7 @@ from isthmus.bench.loop import Loop
 from isthmus.bench.transfer_peers import linked, receive_into
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node import events
-from isthmus.core.node.letters import Reserve, Reserved, Shipped, Shrink
+from isthmus.core.node.letters import ReserveReply, ReserveRequest, ShipmentConfirmed, Shrink
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine import kernels
 from isthmus.live.engine.interface import Asked, Asking, Elsewhere
@@ -129,16 +129,16 @@ def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, t
 
         def tell(fact: Any) -> None:
             match fact:
-                case events.Heard(peer, Reserve(key, num_blocks, share)):
+                case events.LetterReceived(peer, ReserveRequest(key, num_blocks, share)):
                     first = sum(given.values())
                     given[key] = num_blocks
                     do(events.Host(key, peer, share, tuple(range(first, first + num_blocks))))
-                    do(events.Tell(peer, Reserved(key, True)))
-                case events.Heard(_, Shrink(key, 0)):
+                    do(events.SendLetter(peer, ReserveReply(key, True)))
+                case events.LetterReceived(_, Shrink(key, 0)):
                     do(events.Unhost(key))
                     del given[key]
-                case events.Stowed(key, peer, stop, damaged):
-                    do(events.Tell(peer, Shipped(key, stop, damaged)))
+                case events.ShipmentStored(key, peer, stop, damaged):
+                    do(events.SendLetter(peer, ShipmentConfirmed(key, stop, damaged)))
 
         node = _Node(NodeId("holder"), memory, {}, tell)
         do = node.mover.do
@@ -180,16 +180,16 @@ class Live:
         for key, spans in zip(self._keys, parts, strict=True):
             for holder, span in zip(self._addresses, spans, strict=True):
                 blocks = tuple(range(span.start, span.stop))
-                self._do(events.Tell(holder, Reserve(key, len(blocks))))
-                self._wait_for(events.Heard(holder, Reserved(key, True)))
+                self._do(events.SendLetter(holder, ReserveRequest(key, len(blocks))))
+                self._wait_for(events.LetterReceived(holder, ReserveReply(key, True)))
                 self._do(events.OpenLine(holder))
                 self._do(events.Ship(key, holder, 0, blocks))
-                self._wait_for(events.Heard(holder, Shipped(key, len(blocks))))
+                self._wait_for(events.LetterReceived(holder, ShipmentConfirmed(key, len(blocks))))
 
     def _vacate(self) -> None:
         for key in self._keys:
             for holder in self._addresses:
-                self._do(events.Tell(holder, Shrink(key, 0)))
+                self._do(events.SendLetter(holder, Shrink(key, 0)))
 
     def elsewhere(self) -> Elsewhere:
         """Of one step."""
@@ -209,7 +209,7 @@ class Live:
         stats = [each.stat() for each in sessions if each is not None]
         return sum([stat.bytes_in + stat.bytes_out for stat in stats])
 
-    def _wait_for(self, expected: events.Heard) -> None:
+    def _wait_for(self, expected: events.LetterReceived) -> None:
         """Raises BenchError when something else happens."""
         while True:
             try:
@@ -218,8 +218,8 @@ class Live:
                 raise BenchError(f"no {type(expected.letter).__name__} came in {LIMIT_S:g} s") from None
             if fact == expected:
                 return
-            if not isinstance(fact, events.Heard) or not isinstance(
-                fact.letter, Shipped
+            if not isinstance(fact, events.LetterReceived) or not isinstance(
+                fact.letter, ShipmentConfirmed
             ):  # which says how far it is
                 raise BenchError(f"{fact} in place of {expected}")
 

@@ -1,7 +1,7 @@
 """What the conductor says to nodes of an attempt, and what they report: the same values in every room and on the wire.
 
 A leaf below all that decides. `conductor` answers with a `Route` and hears the reports; `node` is told the route, in
-a `Begin`, and reports; the live cluster sends both as they are.
+a `StartAttempt`, and reports; the live cluster sends both as they are.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def num_left_out(route: Route, num_tokens: int, block_size: int) -> int:
 # What nodes are told.
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class StartAttempt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
 
     `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
@@ -185,7 +185,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         """The other node of its hand-over."""
         return self.route.prefill if self.part is DECODE else self.route.decode
 
-    def to_decide(self, now_ns: int) -> Begin:
+    def to_decide(self, now_ns: int) -> StartAttempt:
         """What the one who decides is told at a node whose clock says `now_ns`: times by that clock, no tokens."""
         ahead, route, fetch = now_ns - self.now_ns, self.route, self.route.fetch
         if fetch is not None:
@@ -193,10 +193,10 @@ class Begin(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         deadline = max(1, route.deadline_ns + ahead) if route.deadline_ns else 0
         route = replace(route, fetch=fetch, deadline_ns=deadline)
         parts = self.key, self.part, route, self.num_tokens, self.stop_length, self.names, self.tenant
-        return Begin(*parts)
+        return StartAttempt(*parts)
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class DropAttempt(msgspec.Struct, frozen=True, tag=True):
     """Drop an attempt and free its blocks."""
 
     key: RequestId
@@ -204,7 +204,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 class Lend(msgspec.Struct, frozen=True, tag=True):
     """To the `home` of an attempt: `num_blocks` more of its leading blocks are to lie with `holder` from now on, if
-    that has room. Answered by `Spread`."""
+    that has room. Answered by `HoldingsChanged`."""
 
     request: RequestId
     attempt: int
@@ -219,7 +219,8 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
 
 class Repay(msgspec.Struct, frozen=True, tag=True):
     """To the `home` of an attempt: the last `num_blocks` of its blocks that lie with `holder`, which has the last of
-    its holdings, are to come home, if there is memory for them. Answered by `Spread` when they have, or cannot."""
+    its holdings, are to come home, if there is memory for them. Answered by `HoldingsChanged` when they have, or
+    cannot."""
 
     request: RequestId
     attempt: int
@@ -240,7 +241,7 @@ class Convert(msgspec.Struct, frozen=True, tag=True):
     role: Role
 
 
-Order = Begin | Forget | Lend | Repay | Convert
+Order = StartAttempt | DropAttempt | Lend | Repay | Convert
 
 # What nodes report.
 
@@ -292,7 +293,7 @@ class RoleChanged(msgspec.Struct, frozen=True, tag=True):
     role: Role
 
 
-class Spread(msgspec.Struct, frozen=True, tag=True):
+class HoldingsChanged(msgspec.Struct, frozen=True, tag=True):
     """Where the leading blocks of an attempt lie now, or are on their way to: what a `Lend` or a `Repay` came to. If it
     came to nothing, as they lay before."""
 
@@ -301,7 +302,7 @@ class Spread(msgspec.Struct, frozen=True, tag=True):
     holdings: tuple[Holding, ...]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class MemoryEntry(msgspec.Struct, frozen=True):
     """What an attempt has of its home's memory: `num_blocks`, of which `num_moving` are on their way to holders; none
     when it is over there. `decodes`: some of them may go elsewhere, or come back."""
 
@@ -325,7 +326,7 @@ class MemoryUsed(msgspec.Struct, frozen=True, tag=True):
     num_spare: int
     num_wanted: int
     num_waiting: int
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[MemoryEntry, ...] = ()
 
 
 Report = (
@@ -335,6 +336,6 @@ Report = (
     | BlocksStored
     | BlocksEvicted
     | RoleChanged
-    | Spread
+    | HoldingsChanged
     | MemoryUsed
 )

@@ -7,7 +7,15 @@ import msgspec
 from isthmus.core.conductor import NodeJoined, Paths
 from isthmus.core.cost import Cost, compile_cost
 from isthmus.core.node import TRANSFER_NS, Node
-from isthmus.core.scheduler import BlockPool, Chunking, CountingPool, Limits, Scheduler, TbtTarget, TierCache
+from isthmus.core.scheduler import (
+    BlockPool,
+    Chunking,
+    CountingPool,
+    Scheduler,
+    SchedulerLimits,
+    TbtTarget,
+    TierCache,
+)
 from isthmus.core.types import NodeId, Role
 
 UNLIMITED = 1 << 50
@@ -53,8 +61,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     `state_blocks`: that the recurrent state of a sequence fills. `pipeline`: machines of the group. `cluster`: where it
     stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `kv_heads`: into
     so many parts the KV of a token can be cut. `token_budget`, `prompt_batch`, `order`, `max_steps`, `max_chunks`: as
-    in the scheduler's `Limits`; the last for prefill alone. `report_ns`: how often it says at most what its memory is
-    used for, 0 for never. `reuse_layers`: that keep KV, if prompts are assembled from others' KV, else 0.
+    in the scheduler's `SchedulerLimits`; the last for prefill alone. `report_ns`: how often it says at most what its
+    memory is used for, 0 for never. `reuse_layers`: that keep KV, if prompts are assembled from others' KV, else 0.
     """
 
     node: NodeId
@@ -118,9 +126,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
         """What its chunks keep, if they keep any limit."""
         return self.chunking.target(compile_cost(self.cost).step_ps)
 
-    def limits(self, role: Role) -> Limits:
+    def limits(self, role: Role) -> SchedulerLimits:
         """What its scheduler may use in a role, which may change."""
-        return Limits(
+        return SchedulerLimits(
             num_blocks=self.kv_blocks,
             block_size=self.block_size,
             token_budget=self.token_budget,

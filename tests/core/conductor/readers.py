@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import blake3
 
 from isthmus.core.attempts import Donor
-from isthmus.core.conductor import Action, Content, Event, Remember, RequestArrived, Route, Rules, Unremember
+from isthmus.core.conductor import (
+    Action,
+    Event,
+    PromptContent,
+    Remember,
+    RequestArrived,
+    Route,
+    Rules,
+    Unremember,
+)
 from isthmus.core.reuse import MIN_PASSAGE, SIMILAR, cut, similarity
 from isthmus.core.types import BlockName, RequestId, Reuse
 
@@ -25,9 +34,9 @@ def names_of(tokens: Sequence[int], salt: str) -> tuple[BlockName, ...]:
     return tuple(found)
 
 
-def content_of(tokens: Sequence[int], reuse: Reuse, salt: str, signature: bytes) -> Content:
+def content_of(tokens: Sequence[int], reuse: Reuse, salt: str, signature: bytes) -> PromptContent:
     pieces, stops = cut(tokens, salt)
-    return Content(reuse, salt.encode(), pieces, stops, signature)
+    return PromptContent(reuse, salt.encode(), pieces, stops, signature)
 
 
 class Readers(Cluster):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.attempts import Begin, Forget, Route, key_of
+from isthmus.core.attempts import DropAttempt, Route, StartAttempt, key_of
 from isthmus.core.conductor import (
     Abort,
     Action,
@@ -32,7 +32,7 @@ from isthmus.core.conductor import (
     RequestCancelled,
     RequestEnded,
     Rules,
-    Tell,
+    SendOrder,
 )
 from isthmus.core.conductor import view as table
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tenant
@@ -77,7 +77,7 @@ def desk(*nodes: NodeJoined, **rules: int) -> Desk:
     return made
 
 
-def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, Begin]]:
+def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, StartAttempt]]:
     (route,) = [answer for answer in some.on(event, 1) if isinstance(answer, Route)]
     return some.parts(route, num_generated)
 
@@ -113,17 +113,17 @@ def test_a_later_attempt_goes_on_from_what_the_client_has(
 
 def test_loans_and_new_roles_are_told_to_the_nodes_they_are_for() -> None:
     for order in (Lend(A, 2, P, D, 3), Repay(A, 2, P, D, 3), Convert(P, Role.DECODE)):
-        assert answers(order) == [Tell(P, order)]
+        assert answers(order) == [SendOrder(P, order)]
 
 
 # What ends.
 
 
 def test_an_end_is_heard_once_and_its_nodes_forget() -> None:
-    some, forget = desk(*PAIR), Forget(RequestId("a#1"))
+    some, forget = desk(*PAIR), DropAttempt(RequestId("a#1"))
     some.on(arrived(), 1)
     ended = RequestEnded(A, 10)
-    assert some.on(ended, 2) == [Abort(A, 1, (P, D)), Tell(P, forget), Tell(D, forget), ended]
+    assert some.on(ended, 2) == [Abort(A, 1, (P, D)), SendOrder(P, forget), SendOrder(D, forget), ended]
     assert some.on(ended, 3) == () == some.on(RequestCancelled(A), 3)
 
 
@@ -186,8 +186,8 @@ class Carried(Cluster):
                     assert nodes == list(dict.fromkeys([answer.decode, answer.prefill]))
                     self.waits.discard(answer.request)
                 case Abort(request, attempt, gone):
-                    forget = Forget(key_of(request, attempt))
-                    assert answers[at + 1 : at + 1 + len(gone)] == [Tell(node, forget) for node in gone]
+                    forget = DropAttempt(key_of(request, attempt))
+                    assert answers[at + 1 : at + 1 + len(gone)] == [SendOrder(node, forget) for node in gone]
                 case Hold():
                     self.waits.add(answer.request)
                 case Refuse() | Fail() | RequestEnded() | RequestCancelled():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.attempts import Entry, Holding, MemoryUsed, Spread
+from isthmus.core.attempts import Holding, HoldingsChanged, MemoryEntry, MemoryUsed
 from isthmus.core.conductor import (
     Action,
     Conductor,
@@ -166,7 +166,7 @@ class Bank:
     def report(self, name: NodeId, wanted: int = 0) -> list[Action]:
         """What a node has, and what follows."""
         here = [request for request, home in self.home.items() if home == name]
-        entries = [Entry(each, 1, self.here(each), 0, True, self.holdings[each]) for each in here]
+        entries = [MemoryEntry(each, 1, self.here(each), 0, True, self.holdings[each]) for each in here]
         free = BLOCKS - self.hosted(name) - sum(entry.num_blocks for entry in entries)
         used = MemoryUsed(name, free, len(here), wanted, int(wanted > 0), tuple(entries))
         actions = self.on(used)
@@ -186,7 +186,7 @@ class Bank:
             else:
                 before, last = [*before, last], Holding((action.holder,), action.num_blocks)
         self.holdings[action.request] = tuple([each for each in (*before, last) if each.num_blocks])
-        self.on(Spread(action.request, 1, self.holdings[action.request]))
+        self.on(HoldingsChanged(action.request, 1, self.holdings[action.request]))
         assert self.hosted(action.holder) <= BLOCKS
         self.same()
 

@@ -12,21 +12,21 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from isthmus.core.attempts import Assembly, Entry, MemoryUsed, RequestFailed, key_of
+from isthmus.core.attempts import Assembly, MemoryEntry, MemoryUsed, RequestFailed, key_of
 from isthmus.core.node.events import (
-    Begin,
     BlocksFetched,
     Cut,
     EndFetch,
-    Load,
+    LoadBlocks,
     Missing,
-    Offer,
-    Receive,
-    Save,
+    OfferHandover,
+    ReceiveHandover,
+    SaveBlocks,
     Shorten,
+    StartAttempt,
     Wake,
 )
-from isthmus.core.node.extent import Extent
+from isthmus.core.node.extent import HandoverSpan
 from isthmus.core.reuse import Packing
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId, Role
@@ -56,7 +56,7 @@ class Book:
         self.fate = Fate.COMING
         self.kept: set[BlockName] = set()
         self.cached = self.exact = 0
-        self.load: Load | None = None
+        self.load: LoadBlocks | None = None
         self.blocks: tuple[int, ...] = ()
         self.scratch: tuple[int, ...] = ()
 
@@ -84,7 +84,7 @@ class AssembledWorld(World):
     def __init__(self, places: list[Place], choose: Callable[[int], int]) -> None:
         super().__init__(places, choose)
         self.books: dict[tuple[NodeId, RequestId], Book] = {}
-        self.extents: dict[RequestId, Extent] = {}
+        self.extents: dict[RequestId, HandoverSpan] = {}
         self.seen: Counter[str] = Counter()
 
     def die(self, name: NodeId) -> list[Asked]:
@@ -94,13 +94,13 @@ class AssembledWorld(World):
     # What is told.
 
     def tell(self, place: Place, fact: Any) -> None:
-        if isinstance(fact, Begin) and fact.part is not Role.DECODE:
+        if isinstance(fact, StartAttempt) and fact.part is not Role.DECODE:
             self._begin(place, fact)
         super().tell(place, fact)
         self._gather(place, fact)
         self._check(place)
 
-    def _begin(self, place: Place, begin: Begin) -> None:
+    def _begin(self, place: Place, begin: StartAttempt) -> None:
         assembly = self._assembly(self.asked[begin.key])
         if assembly is not None:
             book = self.books[place.name, begin.key] = Book(self.asked[begin.key], assembly)
@@ -156,7 +156,7 @@ class AssembledWorld(World):
         super().lose(name, block)
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
-        if isinstance(fact, Begin):
+        if isinstance(fact, StartAttempt):
             book = self.books.get((place.name, fact.key))
             if book is not None and book.fate is Fate.AS_EVER and book.is_sent_packed:
                 return []  # it is over at once
@@ -166,17 +166,17 @@ class AssembledWorld(World):
 
     def _carry_out(self, place: Place, action: Any) -> None:
         match action:
-            case Offer() | Receive():
+            case OfferHandover() | ReceiveHandover():
                 self._extent(action.key, action.extent)
-                if isinstance(action, Receive):
+                if isinstance(action, ReceiveHandover):
                     self._receives(action)
             case Admitted():
                 book = self.books.get((place.name, action.request))
                 if book is not None:
                     self._admitted(place, book, action)
-            case Load():
+            case LoadBlocks():
                 self._load(place, action)
-            case Save():
+            case SaveBlocks():
                 self._save(place, action)
             case Preempted():
                 self._preempted(place, action.request)
@@ -187,7 +187,7 @@ class AssembledWorld(World):
                 pass
         super()._carry_out(place, action)
 
-    def _extent(self, key: RequestId, extent: Extent) -> None:
+    def _extent(self, key: RequestId, extent: HandoverSpan) -> None:
         """Both sides mean the same, and what is dropped is not in it."""
         asked = self.asked[key]
         assembly, start = self._assembly(asked), asked.route.handover_start
@@ -196,7 +196,7 @@ class AssembledWorld(World):
         assert (extent.start, extent.num_tokens) == (start * SIZE, asked.num_tokens)
         assert self.extents.setdefault(key, extent) == extent, "its nodes do not mean the same"
 
-    def _receives(self, receive: Receive) -> None:
+    def _receives(self, receive: ReceiveHandover) -> None:
         assembly = self._assembly(self.asked[receive.key])
         dropped = assembly.packing.num_dropped if assembly is not None and assembly.packing is not None else 0
         real = receive.blocks[dropped:]
@@ -212,7 +212,7 @@ class AssembledWorld(World):
         computed = book.asked.num_tokens if book.fate is Fate.ASSEMBLED else book.cached  # pre-empted since
         book.exact = computed // SIZE
 
-    def _load(self, place: Place, load: Load) -> None:
+    def _load(self, place: Place, load: LoadBlocks) -> None:
         book = self.books.get((place.name, load.key))
         if book is None or load.told or place.made[2]:
             return  # with recurrent states nothing is assembled
@@ -226,7 +226,7 @@ class AssembledWorld(World):
             book.load, book.scratch = load, load.blocks[count:]
             assert not set(book.scratch) & set(book.blocks) and len(set(book.scratch)) == len(donated)
 
-    def _save(self, place: Place, save: Save) -> None:
+    def _save(self, place: Place, save: SaveBlocks) -> None:
         """What does not follow from its tokens alone has no name."""
         asked = self.asked.get(save.request)
         if asked is None or self._assembly(asked) is None:
@@ -245,7 +245,7 @@ class AssembledWorld(World):
             self.seen[f"preempted {book.fate.name}"] += 1
             book.load, book.scratch = None, ()
 
-    def _entry(self, place: Place, entry: Entry) -> None:
+    def _entry(self, place: Place, entry: MemoryEntry) -> None:
         """What is packed is never to be lent, and what was dropped lies nowhere."""
         assert all(holding.holders for holding in entry.holdings)
         key = key_of(entry.request, entry.attempt)

@@ -27,45 +27,45 @@ from isthmus.core.node.adapter import SETTLE_NS, Adapter, handover_key
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
     Action,
-    Adopt,
-    Answered,
-    Begin,
+    AdoptBlocks,
+    AnswerComplete,
     BlocksFetched,
+    BlocksLost,
     Broken,
     Convert,
     Discard,
+    DropAttempt,
     EndFetch,
     EndGive,
     EngineBlocks,
+    EnginePrefilled,
     Event,
     Fetch,
-    Filled,
-    Forget,
     Give,
     Gone,
-    Heard,
-    Lost,
-    Moved,
-    Over,
-    Recovered,
-    Release,
-    Settled,
+    LetterReceived,
+    PrefixesRecovered,
+    Progress,
+    ReleaseResources,
+    SavesDone,
+    SendLetter,
+    SlotsFilled,
+    StartAttempt,
     Submit,
-    Tell,
     Wake,
     Woken,
 )
 from isthmus.core.node.letters import (
-    Claim,
-    Enough,
-    Found,
-    Landed,
+    ClaimReply,
+    ClaimRequest,
+    FetchDone,
+    FetchRequest,
+    HandoverConfirmed,
     Letter,
-    Passed,
-    Reserve,
-    Reserved,
+    PromptComputed,
+    ReserveReply,
+    ReserveRequest,
     Shrink,
-    Want,
 )
 from isthmus.core.scheduler import TierCache
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tenant
@@ -82,23 +82,23 @@ def node_of(name: NodeId, tiers: tuple[int, int] | None = (30, 0), **limits: int
     return Adapter(name, Role.MIXED, TierCache(*tiers) if tiers else None, **limits)
 
 
-def begin(part: Role, prefill: NodeId = P0, decode: NodeId = D0, **fields: object) -> Begin:
-    return Begin(KEY, part, route_of("r", prefill, decode, **fields), SIZE * 4 + 1, 40, NAMES)
+def begin(part: Role, prefill: NodeId = P0, decode: NodeId = D0, **fields: object) -> StartAttempt:
+    return StartAttempt(KEY, part, route_of("r", prefill, decode, **fields), SIZE * 4 + 1, 40, NAMES)
 
 
 def kept(node: Adapter, names: tuple[BlockName, ...], now: int = 0) -> None:
     """They are in its cache."""
-    node.on(Filled(RequestId("before"), names), now)
+    node.on(SlotsFilled(RequestId("before"), names), now)
     assert node.tiers is not None and node.tiers.match(names)[0] == len(names)
 
 
 def told(node: Adapter, peer: NodeId, letter: Letter, now: int) -> list[Action]:
-    return node.on(Heard(peer, letter), now)
+    return node.on(LetterReceived(peer, letter), now)
 
 
 def asks(fetch: Fetch) -> list[Action]:
     """What is done for a fetch."""
-    return [Tell(fetch.source, Want(fetch.key, fetch.names, fetch.start)), fetch]
+    return [SendLetter(fetch.source, FetchRequest(fetch.key, fetch.names, fetch.start)), fetch]
 
 
 def kinds(actions: list[Action]) -> list[str]:
@@ -115,11 +115,11 @@ def test_what_both_prefills_and_decodes_here_goes_to_the_engine_at_once(tiers: t
         kept(node, NAMES[:2])
     assert node.on(begin(Role.MIXED, P0, P0), 1) == [Submit(KEY, 2 if tiers else 0)]
     assert (node.num_running, node.num_waiting, KEY in node) == (1, 0, True)
-    assert node.on(Answered(KEY), 2) == []
+    assert node.on(EnginePrefilled(KEY), 2) == []
     assert node.tiers is None or not node.tiers.num_pinned, "it is in the engine's memory"
-    assert node.on(Settled(KEY), 3) == []
-    assert node.on(Over(KEY), 4) == [Release(KEY)]
-    assert node.on(Over(KEY), 5) == []
+    assert node.on(SavesDone(KEY), 3) == []
+    assert node.on(AnswerComplete(KEY), 4) == [ReleaseResources(KEY)]
+    assert node.on(AnswerComplete(KEY), 5) == []
     node.check_idle()
 
 
@@ -130,11 +130,11 @@ def test_a_prompt_waits_for_what_its_route_fetches_and_uses_what_came() -> None:
     fetch = Fetch(KEY, P1, NAMES, 1)
     assert node.on(begin(Role.MIXED, P0, P0, fetch=order), 1) == asks(fetch)
     assert (node.num_running, node.num_waiting) == (0, 1)
-    assert Adopt(KEY, NAMES[1:2]) in node.on(BlocksFetched(KEY, 2, ended=False), 2)
+    assert AdoptBlocks(KEY, NAMES[1:2]) in node.on(BlocksFetched(KEY, 2, ended=False), 2)
     ended = node.on(BlocksFetched(KEY, 3), 3)
-    assert ended[:2] == [Tell(P1, Enough(KEY)), Adopt(KEY, NAMES[2:3])]
+    assert ended[:2] == [SendLetter(P1, FetchDone(KEY)), AdoptBlocks(KEY, NAMES[2:3])]
     assert ended[-2:] == [FetchFinished(RequestId("r"), 1), Submit(KEY, 3)]
-    node.on(Over(KEY), 4)
+    node.on(AnswerComplete(KEY), 4)
     node.check_idle()
 
 
@@ -142,11 +142,11 @@ def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone()
     node = node_of(P0)
     order = msgspec.structs.replace(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), tenant=Tenant("acme"))
     node.on(order, 1)
-    node.on(Forget(KEY), 2)
+    node.on(DropAttempt(KEY), 2)
     node.on(BlocksFetched(KEY, 3), 3)
     filled = msgspec.structs.replace(order, key=RequestId("s#1"), tenant=Tenant("globex"), names=(21, 22))
     node.on(msgspec.structs.replace(filled, route=route_of("s", P0, P0)), 4)
-    node.on(Filled(RequestId("s#1"), (21, 22)), 5)
+    node.on(SlotsFilled(RequestId("s#1"), (21, 22)), 5)
     assert node.tiers is not None and node.tiers.sizes() == {"acme": 3, "globex": 2}
 
 
@@ -154,9 +154,9 @@ def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> No
     node = node_of(P0, transfer_ns=1000)
     node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), 1)
     assert node.on(Woken(), 5000) == [], "it has not begun: its source may be busy"
-    node.on(Moved(KEY), 5000)
+    node.on(Progress(KEY), 5000)
     assert node.on(Woken(), 9000) == [], "that was of something else"
-    node.on(Moved(KEY, fetched=True), 9000)
+    node.on(Progress(KEY, fetched=True), 9000)
     assert node.on(Woken(), 10000) == []
     assert node.on(Woken(), 10001) == [EndFetch(KEY)]
     assert node.on(BlocksFetched(KEY, 0), 10002)[-1] == Submit(KEY, 0)
@@ -168,51 +168,57 @@ def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> No
 def test_a_prompt_whose_blocks_are_saved_before_its_answer_comes_waits_for_nothing() -> None:
     node = node_of(P0)
     node.on(begin(Role.PREFILL), 1)
-    assert node.on(Settled(KEY), 2) == []
-    assert node.on(Answered(KEY, 3), 3) == [Tell(D0, Passed(KEY, 3))]
+    assert node.on(SavesDone(KEY), 2) == []
+    assert node.on(EnginePrefilled(KEY, 3), 3) == [SendLetter(D0, PromptComputed(KEY, 3))]
 
 
 def test_engines_hand_over_themselves_without_a_cache() -> None:
     node = node_of(P0, None)
     assert node.on(begin(Role.PREFILL), 1) == [Submit(KEY, 0)]
-    assert node.on(Answered(KEY, 5, PARAMS), 2) == [Tell(D0, Passed(KEY, 5, PARAMS))]
-    assert node.on(Answered(KEY, 5, PARAMS), 3) == []
-    assert told(node, D0, Landed(KEY), 4) == [PrefillFinished(RequestId("r"), 1), Release(KEY)]
+    assert node.on(EnginePrefilled(KEY, 5, PARAMS), 2) == [SendLetter(D0, PromptComputed(KEY, 5, PARAMS))]
+    assert node.on(EnginePrefilled(KEY, 5, PARAMS), 3) == []
+    assert told(node, D0, HandoverConfirmed(KEY), 4) == [
+        PrefillFinished(RequestId("r"), 1),
+        ReleaseResources(KEY),
+    ]
     node.check_idle()
 
 
 def test_its_last_blocks_are_saved_before_it_is_passed() -> None:
     node = node_of(P0)
     node.on(begin(Role.PREFILL), 1)
-    assert told(node, D0, Landed(KEY), 2) == [], "it was not passed"
-    assert node.on(Answered(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
+    assert told(node, D0, HandoverConfirmed(KEY), 2) == [], "it was not passed"
+    assert node.on(EnginePrefilled(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
     assert node.num_running == 0
-    assert node.on(Filled(RequestId("fill"), NAMES), 4)[0] == Adopt(RequestId("fill"), NAMES)
-    assert node.on(Settled(KEY), 5) == [Tell(D0, Passed(KEY, 5))]
-    assert node.on(Settled(KEY), 6) == []
+    assert node.on(SlotsFilled(RequestId("fill"), NAMES), 4)[0] == AdoptBlocks(RequestId("fill"), NAMES)
+    assert node.on(SavesDone(KEY), 5) == [SendLetter(D0, PromptComputed(KEY, 5))]
+    assert node.on(SavesDone(KEY), 6) == []
     assert node.on(Woken(), 4 + SETTLE_NS) == [], "it is not passed twice"
-    assert sorted(kinds(told(node, D0, Landed(KEY), 7 + SETTLE_NS))) == ["PrefillFinished", "Release"]
+    assert sorted(kinds(told(node, D0, HandoverConfirmed(KEY), 7 + SETTLE_NS))) == [
+        "PrefillFinished",
+        "ReleaseResources",
+    ]
     node.check_idle()
 
 
 def test_it_is_passed_without_its_last_blocks_when_they_take_too_long() -> None:
     node = node_of(P0)
     node.on(begin(Role.PREFILL), 1)
-    node.on(Answered(KEY, 5), 3)
+    node.on(EnginePrefilled(KEY, 5), 3)
     assert node.on(Woken(), 2 + SETTLE_NS) == []
-    assert node.on(Woken(), 3 + SETTLE_NS) == [Tell(D0, Passed(KEY, 5))]
-    assert node.on(Settled(KEY), 4 + SETTLE_NS) == []
+    assert node.on(Woken(), 3 + SETTLE_NS) == [SendLetter(D0, PromptComputed(KEY, 5))]
+    assert node.on(SavesDone(KEY), 4 + SETTLE_NS) == []
 
 
 @pytest.mark.parametrize("unread", [False, True])
 def test_what_is_given_is_the_decode_nodes_until_that_answers_for_it(unread: bool) -> None:
     """Even when the attempt is forgotten meanwhile: its engine may be reading."""
     node = brought_to(PASSED, None)
-    assert node.on(Forget(KEY), 10) == [Release(KEY)]
+    assert node.on(DropAttempt(KEY), 10) == [ReleaseResources(KEY)]
     with pytest.raises(AssertionError, match="never answered"):
         node.check_idle()
-    assert told(node, D0, Landed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
-    assert told(node, D0, Landed(KEY, unread), 12) == []
+    assert told(node, D0, HandoverConfirmed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
+    assert told(node, D0, HandoverConfirmed(KEY, unread), 12) == []
     node.check_idle()
 
 
@@ -222,11 +228,11 @@ def test_what_was_given_to_a_node_that_is_gone_is_let_go_of(forgotten_first: boo
     node, gone = brought_to(PASSED, None), Gone(D0, "broken pipe")
     assert node.on(Gone(P1, "another"), 9) == []
     if forgotten_first:
-        assert node.on(Forget(KEY), 10) == [Release(KEY)]
+        assert node.on(DropAttempt(KEY), 10) == [ReleaseResources(KEY)]
         assert node.on(gone, 11) == [Discard(PARAMS)]
     else:
         assert node.on(gone, 10) == [Wake(10 + SEVERED_NS)]
-        assert node.on(Forget(KEY), 11) == [Discard(PARAMS), Release(KEY)]
+        assert node.on(DropAttempt(KEY), 11) == [Discard(PARAMS), ReleaseResources(KEY)]
     assert node.on(gone, 12) == []
     node.check_idle()
 
@@ -236,14 +242,14 @@ def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[in
     node = node_of(P0, tiers)
     node.on(begin(Role.PREFILL), 1)
     assert node.on(Gone(D0, "early"), 1) == [], "it was not passed"
-    node.on(Answered(KEY, 5, b"" if tiers else PARAMS), 2)
-    node.on(Settled(KEY), 2)
+    node.on(EnginePrefilled(KEY, 5, b"" if tiers else PARAMS), 2)
+    node.on(SavesDone(KEY), 2)
     assert SEVERED_NS == 250_000_000
     assert node.on(Gone(D0, "broken pipe"), 10) == [Wake(10 + SEVERED_NS)]
     assert node.on(Woken(), 9 + SEVERED_NS) == []
     actions = node.on(Woken(), 10 + SEVERED_NS)
     assert actions == [
-        Release(KEY),
+        ReleaseResources(KEY),
         RequestFailed(RequestId("r"), 1, "p0: the session with d0 ended: broken pipe"),
     ]
     node.check_idle()
@@ -255,20 +261,20 @@ def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[in
 @pytest.mark.parametrize("early", [False, True])
 def test_what_engines_hand_over_goes_to_the_engine_as_it_comes(early: bool) -> None:
     """The word of it may come before the head's."""
-    node, facts = node_of(D0, None), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7, PARAMS))]
+    node, facts = node_of(D0, None), [begin(Role.DECODE), LetterReceived(P0, PromptComputed(KEY, 7, PARAMS))]
     first, second = reversed(facts) if early else facts
     assert node.on(first, 1) == []
     assert node.on(second, 2) == [Submit(KEY, 0, PARAMS, 7)]
-    assert told(node, P0, Passed(KEY, 7, PARAMS), 3) == [], "params are used once"
-    assert node.on(Answered(KEY), 4) == [Tell(P0, Landed(KEY))]
-    assert node.on(Answered(KEY), 5) == []
-    assert node.on(Over(KEY), 6) == [Release(KEY)]
+    assert told(node, P0, PromptComputed(KEY, 7, PARAMS), 3) == [], "params are used once"
+    assert node.on(EnginePrefilled(KEY), 4) == [SendLetter(P0, HandoverConfirmed(KEY))]
+    assert node.on(EnginePrefilled(KEY), 5) == []
+    assert node.on(AnswerComplete(KEY), 6) == [ReleaseResources(KEY)]
     node.check_idle()
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) -> None:
-    node, facts = node_of(D0), [begin(Role.DECODE), Heard(P0, Passed(KEY, 7))]
+    node, facts = node_of(D0), [begin(Role.DECODE), LetterReceived(P0, PromptComputed(KEY, 7))]
     kept(node, NAMES[:1])
     first, second = reversed(facts) if early else facts
     assert node.on(first, 1) == []
@@ -276,13 +282,13 @@ def test_what_a_cache_hands_over_is_fetched_then_its_source_let_go(early: bool) 
     assert node.on(second, 2) == asks(Fetch(handover, P0, NAMES, 1))
     node.on(BlocksFetched(handover, 3, ended=False), 3)
     assert node.on(BlocksFetched(handover, 4), 4)[-2:] == [
-        Tell(P0, Landed(KEY)),
+        SendLetter(P0, HandoverConfirmed(KEY)),
         Submit(KEY, 4, cached_tokens=7),
     ]
     assert node.tiers is not None and node.tiers.num_pinned == 4
-    assert node.on(Answered(KEY), 5) == []
+    assert node.on(EnginePrefilled(KEY), 5) == []
     assert node.tiers.num_pinned == 0
-    assert node.on(Over(KEY), 6) == [Release(KEY)]
+    assert node.on(AnswerComplete(KEY), 6) == [ReleaseResources(KEY)]
     node.check_idle()
 
 
@@ -291,7 +297,7 @@ def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
     node = node_of(D0)
     recall = FetchOrder(P1, 0, 2)
     assert node.on(begin(Role.DECODE, handover_start=2, recall=recall), 1) == asks(Fetch(KEY, P1, NAMES[:2], 0))
-    assert told(node, P0, Passed(KEY, 3), 2) == []
+    assert told(node, P0, PromptComputed(KEY, 3), 2) == []
     assert node.on(BlocksFetched(KEY, recalled), 3)[-1] == Fetch(handover_key(KEY), P0, NAMES, recalled)
 
 
@@ -310,11 +316,11 @@ def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
     node.on(begin(part, **recall), 1)
     params = b"" if tiers else PARAMS
     if state in (ANSWERED, PASSED):
-        node.on(Answered(KEY, 1, params), 2)
+        node.on(EnginePrefilled(KEY, 1, params), 2)
     if state is PASSED:
-        node.on(Settled(KEY), 3)
+        node.on(SavesDone(KEY), 3)
     if state in (FETCHING, SUBMITTED):
-        told(node, P0, Passed(KEY, 1, params), 2)
+        told(node, P0, PromptComputed(KEY, 1, params), 2)
     if state is SUBMITTED:
         node.on(BlocksFetched(handover_key(KEY), 4), 3)
     assert node._attempts[KEY].state is state
@@ -329,23 +335,23 @@ def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
 def test_what_is_forgotten_takes_nothing_with_it(state: str, tiers: tuple[int, int] | None) -> None:
     """What engines keep for each other is let go of only where nobody may use it any more."""
     node = brought_to(state, tiers)
-    actions = node.on(Forget(KEY), 10)
+    actions = node.on(DropAttempt(KEY), 10)
     fetch = {GATHERING: KEY, FETCHING: handover_key(KEY)}.get(state)
     expected: list[Action] = [EndFetch(fetch)] if fetch else []
-    expected.append(Release(KEY))
+    expected.append(ReleaseResources(KEY))
     if state is FETCHING or (state is SUBMITTED and tiers is None):
-        expected.insert(0, Tell(P0, Landed(KEY)))  # its engine tells the other one itself
+        expected.insert(0, SendLetter(P0, HandoverConfirmed(KEY)))  # its engine tells the other one itself
     assert actions == expected
-    assert node.on(Forget(KEY), 11) == []
+    assert node.on(DropAttempt(KEY), 11) == []
     if fetch:
-        assert Adopt(fetch, NAMES[:1]) in node.on(BlocksFetched(fetch, 1), 12), "what came is kept"
+        assert AdoptBlocks(fetch, NAMES[:1]) in node.on(BlocksFetched(fetch, 1), 12), "what came is kept"
     if state in (GATHERING, AWAITING):
-        assert told(node, P0, Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [
-            Tell(P0, Landed(KEY, unread=True))
+        assert told(node, P0, PromptComputed(KEY, 1, b"" if tiers else PARAMS), 12) == [
+            SendLetter(P0, HandoverConfirmed(KEY, unread=True))
         ]
-        assert told(node, P0, Passed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
+        assert told(node, P0, PromptComputed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
     if state is PASSED:
-        told(node, D0, Landed(KEY), 12)
+        told(node, D0, HandoverConfirmed(KEY), 12)
     node.check_idle()
     assert node.on(Woken(), 13 + SETTLE_NS) == []
 
@@ -354,8 +360,12 @@ def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> 
     """It waits for what its route fetches."""
     node = node_of(D0)
     node.on(begin(Role.DECODE, recall=FetchOrder(P1, 0, 2), handover_start=2), 1)
-    assert told(node, P0, Passed(KEY, 1), 2) == []
-    assert node.on(Forget(KEY), 3) == [Tell(P0, Landed(KEY, unread=True)), EndFetch(KEY), Release(KEY)]
+    assert told(node, P0, PromptComputed(KEY, 1), 2) == []
+    assert node.on(DropAttempt(KEY), 3) == [
+        SendLetter(P0, HandoverConfirmed(KEY, unread=True)),
+        EndFetch(KEY),
+        ReleaseResources(KEY),
+    ]
     node.on(BlocksFetched(KEY, 0), 4)
     node.check_idle()
 
@@ -365,16 +375,18 @@ def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() ->
     keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_REFUSED + 1)]
     for key in keys:
         node.on(msgspec.structs.replace(begin(Role.DECODE), key=key), 1)
-        node.on(Forget(key), 2)
-    assert told(node, P0, Passed(keys[0], 1, PARAMS), 3) == []
-    assert told(node, P0, Passed(keys[1], 1, PARAMS), 3) == [Tell(P0, Landed(keys[1], unread=True))]
+        node.on(DropAttempt(key), 2)
+    assert told(node, P0, PromptComputed(keys[0], 1, PARAMS), 3) == []
+    assert told(node, P0, PromptComputed(keys[1], 1, PARAMS), 3) == [
+        SendLetter(P0, HandoverConfirmed(keys[1], unread=True))
+    ]
 
 
 def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
-    told(node, P0, Passed(KEY, 1, PARAMS), 1)
+    told(node, P0, PromptComputed(KEY, 1, PARAMS), 1)
     for number in range(attempts_module.MAX_EARLY):
-        told(node, P0, Passed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
+        told(node, P0, PromptComputed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
     assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
 
 
@@ -382,7 +394,7 @@ def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
 def test_what_the_engine_refuses_fails_and_for_good_if_it_is_final(final: bool) -> None:
     node = brought_to(SUBMITTED, (30, 0))
     reason = "why" if final else "d0: why"
-    expected = [Release(KEY), RequestFailed(RequestId("r"), 1, reason, final=final)]
+    expected = [ReleaseResources(KEY), RequestFailed(RequestId("r"), 1, reason, final=final)]
     assert node.on(Broken(KEY, "why", final=final), 10) == expected
     assert node.on(Broken(KEY, "why", final=final), 11) == []
     node.check_idle()
@@ -392,63 +404,72 @@ def test_what_the_engine_never_answered_was_not_read() -> None:
     """Where its prefill node's engine keeps the KV, that lets go of it."""
     node = brought_to(SUBMITTED, None)
     failed = RequestFailed(RequestId("r"), 1, "d0: why")
-    assert node.on(Broken(KEY, "why"), 10) == [Tell(P0, Landed(KEY, unread=True)), Release(KEY), failed]
-    for peer, heard in ((P0, []), (P1, [Tell(P0, Landed(KEY))])):
+    assert node.on(Broken(KEY, "why"), 10) == [
+        SendLetter(P0, HandoverConfirmed(KEY, unread=True)),
+        ReleaseResources(KEY),
+        failed,
+    ]
+    for peer, heard in ((P0, []), (P1, [SendLetter(P0, HandoverConfirmed(KEY))])):
         node = brought_to(SUBMITTED, None)
         node.on(Gone(peer, "cut"), 9)
-        assert node.on(Answered(KEY), 10) == heard, "nobody waits for word of it where the session is over"
-        assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
+        assert node.on(EnginePrefilled(KEY), 10) == heard, (
+            "nobody waits for word of it where the session is over"
+        )
+        assert node.on(Broken(KEY, "why"), 11) == [ReleaseResources(KEY), failed]
 
 
 @pytest.mark.parametrize("field", [{"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}])
 def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
     node = node_of(P0)
-    assert kinds(node.on(begin(Role.MIXED, P0, P0, **field), 1)) == ["Release", "RequestFailed"]
+    assert kinds(node.on(begin(Role.MIXED, P0, P0, **field), 1)) == ["ReleaseResources", "RequestFailed"]
     node.check_idle()
 
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
     node, key = node_of(D0), RequestId("gone#1")
     for fact in (BlocksFetched(key, 3, ended=False),
-                 BlocksFetched(key, 3), Heard(P0, Landed(key)), Broken(key, "x"), Gone(P0, "x"),
-                 Forget(key), Moved(key, fetched=True), Answered(key), Settled(key), Over(key),
-                 Heard(P0, Shrink(key, 1))):  # fmt: skip
+                 BlocksFetched(key, 3), LetterReceived(P0, HandoverConfirmed(key)), Broken(key, "x"), Gone(P0, "x"),
+                 DropAttempt(key), Progress(key, fetched=True), EnginePrefilled(key), SavesDone(key),
+                 AnswerComplete(key),
+                 LetterReceived(P0, Shrink(key, 1))):  # fmt: skip
         assert node.on(fact, 1) == []
     node.check_idle()
 
 
 def test_nobody_has_kv_in_its_engines_memory() -> None:
     node = node_of(D0)
-    assert told(node, P0, Reserve(KEY, 1), 1) == [Tell(P0, Reserved(KEY, False))]
-    assert told(node, P0, Claim(KEY, RequestId("r#0"), Share()), 2) == [Tell(P0, Found(KEY, 0))]
+    assert told(node, P0, ReserveRequest(KEY, 1), 1) == [SendLetter(P0, ReserveReply(KEY, False))]
+    assert told(node, P0, ClaimRequest(KEY, RequestId("r#0"), Share()), 2) == [
+        SendLetter(P0, ClaimReply(KEY, 0))
+    ]
 
 
 @pytest.mark.parametrize("tiers", [None, (30, 0)])
 def test_only_the_other_node_of_an_attempt_is_believed(tiers: tuple[int, int] | None) -> None:
     node = brought_to(PASSED, tiers)
-    assert told(node, P1, Landed(KEY), 4) == []
-    assert "PrefillFinished" in kinds(told(node, D0, Landed(KEY), 5))
+    assert told(node, P1, HandoverConfirmed(KEY), 4) == []
+    assert "PrefillFinished" in kinds(told(node, D0, HandoverConfirmed(KEY), 5))
     for passed_first in (False, True):
         node, params = node_of(D0, tiers), b"" if tiers else PARAMS
-        facts = [begin(Role.DECODE), Heard(P1, Passed(KEY, 7, params))]
+        facts = [begin(Role.DECODE), LetterReceived(P1, PromptComputed(KEY, 7, params))]
         for fact in reversed(facts) if passed_first else facts:
             assert node.on(fact, 1) == []
-        assert kinds(told(node, P0, Passed(KEY, 7, params), 2))[-1] == ("Fetch" if tiers else "Submit")
+        assert kinds(told(node, P0, PromptComputed(KEY, 7, params), 2))[-1] == ("Fetch" if tiers else "Submit")
     node = node_of(D0, tiers)
     node.on(begin(Role.DECODE), 1)
-    node.on(Forget(KEY), 2)
-    assert told(node, P1, Passed(KEY, 7), 3) == [], "it is nobody's to give back"
+    node.on(DropAttempt(KEY), 2)
+    assert told(node, P1, PromptComputed(KEY, 7), 3) == [], "it is nobody's to give back"
 
 
 def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
     node = node_of(P0)
     kept(node, NAMES[:2])
     node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 2, 4)), 1)
-    told(node, P1, Want(RequestId("f"), NAMES, 0), 2)
+    told(node, P1, FetchRequest(RequestId("f"), NAMES, 0), 2)
     assert node.on(Gone(D0, "cut"), 3) == []
     assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), P1)]
     node.on(BlocksFetched(KEY, 0), 5)
-    node.on(Over(KEY), 6)
+    node.on(AnswerComplete(KEY), 6)
     node.check_idle()
 
 
@@ -477,27 +498,31 @@ def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
     kept(node, (1, 2))
     assert node.on(EngineBlocks((1, 2)), 1) == []
     assert node.on(EngineBlocks(removed=(2,)), 2) == []
-    assert BlocksEvicted(P0, (2,)) in node.on(Filled(RequestId("f"), (7, 8)), 3), "the engine has the other"
+    assert BlocksEvicted(P0, (2,)) in node.on(SlotsFilled(RequestId("f"), (7, 8)), 3), (
+        "the engine has the other"
+    )
     assert node.on(EngineBlocks(removed=(1,)), 4) == [BlocksEvicted(P0, (1,))]
-    assert BlocksEvicted(P0, (8,)) in node.on(Lost((8,)), 5)
+    assert BlocksEvicted(P0, (8,)) in node.on(BlocksLost((8,)), 5)
 
 
 def test_what_another_node_wants_stays_until_it_has_enough() -> None:
     node = node_of(P0)
     kept(node, NAMES[:3])
-    assert told(node, D0, Want(RequestId("f"), NAMES, 1), 1) == [Give(RequestId("f"), D0, NAMES, 1, 3, 0)]
+    assert told(node, D0, FetchRequest(RequestId("f"), NAMES, 1), 1) == [
+        Give(RequestId("f"), D0, NAMES, 1, 3, 0)
+    ]
     with pytest.raises(AssertionError):
         node.check_idle()
-    assert told(node, D0, Enough(RequestId("f")), 2) == [EndGive(RequestId("f"), D0)]
+    assert told(node, D0, FetchDone(RequestId("f")), 2) == [EndGive(RequestId("f"), D0)]
     node.check_idle()
-    assert told(node_of(P0, None), D0, Want(RequestId("f"), NAMES, 1), 1) == [
+    assert told(node_of(P0, None), D0, FetchRequest(RequestId("f"), NAMES, 1), 1) == [
         Give(RequestId("f"), D0, NAMES, 1, 1, 0)
     ]
 
 
 def test_what_lies_on_the_ssd_at_the_start_is_known() -> None:
-    assert BlocksStored in map(type, node_of(P0, (2, 4)).on(Recovered((NAMES,)), 1))
-    assert node_of(P0, None).on(Recovered((NAMES,)), 1) == []
+    assert BlocksStored in map(type, node_of(P0, (2, 4)).on(PrefixesRecovered((NAMES,)), 1))
+    assert node_of(P0, None).on(PrefixesRecovered((NAMES,)), 1) == []
 
 
 # Whatever comes.
@@ -521,7 +546,7 @@ class Random:
     def tell(self, event: Event) -> None:
         for action in self.node.on(event, self.now):
             match action:
-                case Release():
+                case ReleaseResources():
                     assert action.key in self.live, "it ended already"
                     self.live.discard(action.key)
                     self.ends[action.key] += 1
@@ -530,9 +555,9 @@ class Random:
                     self.fetching.add(action.key)
                 case EndFetch():
                     assert action.key in self.fetching
-                case Submit(key, _, params) | Tell(_, Passed(key, _, params)):
+                case Submit(key, _, params) | SendLetter(_, PromptComputed(key, _, params)):
                     assert key in self.live and not (self.tiers and params)
-                    if isinstance(action, Tell):
+                    if isinstance(action, SendLetter):
                         assert action.peer == D0
                         self.given.add(key)
                 case Discard():
@@ -561,14 +586,14 @@ class Random:
             fields["recall" if part is Role.DECODE else "fetch"] = order
         key = RequestId(f"r{self.number}#1")
         if not self.draw.randrange(4):
-            self.tell(Heard(D0, Passed(key, 1, self.params(key))))
+            self.tell(LetterReceived(D0, PromptComputed(key, 1, self.params(key))))
         if not self.draw.randrange(9):
-            self.tell(Forget(key))
+            self.tell(DropAttempt(key))
         self.live.add(key)
         self.keys.append(key)
         route = route_of(f"r{self.number}", prefill, decode, **fields)
         tenant = self.draw.choice([Tenant("acme"), Tenant("globex")])
-        self.tell(Begin(key, part, route, len(names) * SIZE + 1, len(names) * SIZE + 9, names, tenant))
+        self.tell(StartAttempt(key, part, route, len(names) * SIZE + 1, len(names) * SIZE + 9, names, tenant))
 
     def params(self, key: RequestId) -> bytes:
         return b"" if self.tiers else key.encode()
@@ -602,19 +627,21 @@ class Random:
         draw.choice(
             [
                 self.begin, self.begin, self.fetch_ended, self.fetch_ended, self.held, self.dropped, self.cleared,
-                lambda: self.tell(Forget(key)),
-                lambda: self.tell(Heard(draw.choice([P1, D0]), Passed(key, 1, self.params(key)))),
-                lambda: self.tell(Answered(key, 1, self.params(key))),
-                lambda: self.tell(Answered(key, 1, self.params(key))),
-                lambda: self.tell(Settled(key)),
-                lambda: self.tell(Over(key)) if self.node.num_running else None,
+                lambda: self.tell(DropAttempt(key)),
+                lambda: self.tell(LetterReceived(draw.choice([P1, D0]), PromptComputed(key, 1, self.params(key)))),
+                lambda: self.tell(EnginePrefilled(key, 1, self.params(key))),
+                lambda: self.tell(EnginePrefilled(key, 1, self.params(key))),
+                lambda: self.tell(SavesDone(key)),
+                lambda: self.tell(AnswerComplete(key)) if self.node.num_running else None,
                 lambda: self.tell(Broken(key, "why")) if self.node.num_running else None,
-                lambda: self.tell(Heard(draw.choice([P1, D0]), Landed(key, bool(draw.randrange(2))))),
+                lambda: self.tell(
+                    LetterReceived(draw.choice([P1, D0]), HandoverConfirmed(key, bool(draw.randrange(2))))
+                ),
                 lambda: self.tell(Gone(draw.choice([P1, D0]), "why")),
                 lambda: self.tell(BlocksFetched(other, 0, ended=False)),
-                lambda: self.tell(Moved(other, fetched=True)),
-                lambda: self.tell(Filled(RequestId("fill"), self.chain())),
-                lambda: self.tell(Lost(self.chain()[-1:])),
+                lambda: self.tell(Progress(other, fetched=True)),
+                lambda: self.tell(SlotsFilled(RequestId("fill"), self.chain())),
+                lambda: self.tell(BlocksLost(self.chain()[-1:])),
                 lambda: self.tell(Woken()),
             ]
         )()  # fmt: skip
@@ -627,11 +654,11 @@ class Random:
 
     def drain(self) -> None:
         for key in self.keys:
-            self.tell(Forget(key))
+            self.tell(DropAttempt(key))
         while self.fetching:
             self.fetch_ended()
         for key in sorted(self.given):
-            self.tell(Heard(D0, Landed(key)))
+            self.tell(LetterReceived(D0, HandoverConfirmed(key)))
         self.check()
         self.node.check_idle()
         assert not self.live and set(self.ends.values()) <= {1}

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.core.attempts import Holding, RequestFailed, Route, Share, Spread
+from isthmus.core.attempts import Holding, HoldingsChanged, RequestFailed, Route, Share
 from isthmus.core.node import Node, events
 from isthmus.core.node.away import AGAIN_NS
-from isthmus.core.node.letters import Claim, Found, Letter, Reserve, Reserved, Shipped
+from isthmus.core.node.letters import (
+    ClaimReply,
+    ClaimRequest,
+    Letter,
+    ReserveReply,
+    ReserveRequest,
+    ShipmentConfirmed,
+)
 from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped
 from isthmus.core.types import NodeId, RequestId, Role
 
@@ -29,12 +36,12 @@ def of_kind(actions: list[Any], kind: type) -> list[Any]:
 
 
 def told(some: Node, peer: NodeId, letter: Letter, now: int) -> list[Any]:
-    return some.on(events.Heard(peer, letter), now)
+    return some.on(events.LetterReceived(peer, letter), now)
 
 
 def said(actions: list[Any], kind: type) -> list[Any]:
     """Letters of this kind, and to whom."""
-    found = of_kind(actions, events.Tell)
+    found = of_kind(actions, events.SendLetter)
     return [(tell.peer, tell.letter) for tell in found if isinstance(tell.letter, kind)]
 
 
@@ -43,7 +50,7 @@ def begin(
 ) -> list[Any]:
     name = home.node
     route = Route(RequestId("r"), 2, name, name, holdings=holdings, growth=growth, taken=taken)
-    return home.on(events.Begin(KEY, Role.MIXED, route, num_tokens, num_tokens + 40), 10)
+    return home.on(events.StartAttempt(KEY, Role.MIXED, route, num_tokens, num_tokens + 40), 10)
 
 
 def test_what_is_whole_is_not_computed() -> None:
@@ -52,15 +59,15 @@ def test_what_is_whole_is_not_computed() -> None:
         home = node(NEXT)
         claims = begin(home, 6 * SIZE + 1, 1, Holding((A0, A1), 5))
         assert claims == [
-            events.Tell(A0, Claim(KEY, OLD, Share(0, 0, 2))),
-            events.Tell(A1, Claim(KEY, OLD, HALF)),
+            events.SendLetter(A0, ClaimRequest(KEY, OLD, Share(0, 0, 2))),
+            events.SendLetter(A1, ClaimRequest(KEY, OLD, HALF)),
         ]
-        assert not of_kind(told(home, A0, Found(KEY, found[0]), 11), Run), "it waits for both"
-        actions = told(home, A1, Found(KEY, found[1]), 12)
-        assert [each.num_blocks for _, each in said(actions, Reserve)] == [5, 5]
+        assert not of_kind(told(home, A0, ClaimReply(KEY, found[0]), 11), Run), "it waits for both"
+        actions = told(home, A1, ClaimReply(KEY, found[1]), 12)
+        assert [each.num_blocks for _, each in said(actions, ReserveRequest)] == [5, 5]
         assert not of_kind(actions, Run)
-        told(home, A0, Reserved(KEY, True), 13)
-        [run] = of_kind(told(home, A1, Reserved(KEY, True), 14), Run)
+        told(home, A0, ReserveReply(KEY, True), 13)
+        [run] = of_kind(told(home, A1, ReserveReply(KEY, True), 14), Run)
         [piece] = run.chunks
         assert piece.start == whole * SIZE
         assert piece.remote == ((Holding((A0, A1), whole),) if whole else ())
@@ -69,10 +76,10 @@ def test_what_is_whole_is_not_computed() -> None:
 def test_what_follows_a_gap_is_not_of_use() -> None:
     home = node(NEXT)
     begin(home, 6 * SIZE + 1, 1, Holding((A0,), 3), Holding((A1,), 3))
-    told(home, A0, Found(KEY, 2), 11)
-    told(home, A1, Found(KEY, 3), 12)
-    told(home, A0, Reserved(KEY, True), 13)
-    [run] = of_kind(told(home, A1, Reserved(KEY, True), 14), Run)
+    told(home, A0, ClaimReply(KEY, 2), 11)
+    told(home, A1, ClaimReply(KEY, 3), 12)
+    told(home, A0, ReserveReply(KEY, True), 13)
+    [run] = of_kind(told(home, A1, ReserveReply(KEY, True), 14), Run)
     assert run.chunks[0].start == 2 * SIZE and run.chunks[0].remote == (Holding((A0,), 2),)
 
 
@@ -81,9 +88,9 @@ def test_all_that_is_full_of_a_later_attempt_is_to_lie_there() -> None:
     home = node(NEXT)
     claims = begin(home, 9 * SIZE, 1, Holding((A0, A1), 5), growth=(A0, A1))
     assert len(claims) == 2
-    told(home, A0, Found(KEY, 8), 11)
-    actions = told(home, A1, Found(KEY, 8), 12)
-    assert [each.num_blocks for _, each in said(actions, Reserve)] == [8, 8]
+    told(home, A0, ClaimReply(KEY, 8), 11)
+    actions = told(home, A1, ClaimReply(KEY, 8), 12)
+    assert [each.num_blocks for _, each in said(actions, ReserveRequest)] == [8, 8]
 
 
 def decoding() -> tuple[Node, int]:
@@ -101,9 +108,9 @@ def lent() -> Node:
     begin(home, 4 * SIZE, 0)
     home.on(Stepped(1), 20)
     home.on(events.Lend(RequestId("r"), 2, home.node, A0, 2), 21)
-    told(home, A0, Reserved(KEY, True), 22)
+    told(home, A0, ReserveReply(KEY, True), 22)
     [ship] = of_kind(home.on(Stepped(0), 23), events.Ship)
-    told(home, A0, Shipped(KEY, ship.first + len(ship.blocks)), 24)
+    told(home, A0, ShipmentConfirmed(KEY, ship.first + len(ship.blocks)), 24)
     home.on(Stepped(0), 25)
     assert home.held_elsewhere()[0].remote.num_there == 2
     return home
@@ -123,14 +130,14 @@ def steps(home: Node, count: int, now: int) -> list[Any]:
 
 def test_home_asks_for_room_for_what_is_full() -> None:
     home, now = decoding()
-    asked = said(steps(home, SIZE - 1, now), Reserve)
-    assert asked == [(A0, Reserve(KEY, 1, Share(0, 0, 2))), (A1, Reserve(KEY, 1, HALF))]
-    told(home, A0, Reserved(KEY, True), now)
-    told(home, A1, Reserved(KEY, True), now)
+    asked = said(steps(home, SIZE - 1, now), ReserveRequest)
+    assert asked == [(A0, ReserveRequest(KEY, 1, Share(0, 0, 2))), (A1, ReserveRequest(KEY, 1, HALF))]
+    told(home, A0, ReserveReply(KEY, True), now)
+    told(home, A1, ReserveReply(KEY, True), now)
     ships = of_kind(steps(home, 1, now), events.Ship)
     assert [(ship.peer, ship.first, len(ship.blocks)) for ship in ships] == [(A0, 0, 1), (A1, 0, 1)]
     for holder in (A0, A1):
-        told(home, holder, Shipped(KEY, 1), now)
+        told(home, holder, ShipmentConfirmed(KEY, 1), now)
     steps(home, 1, now)
     assert home.held_elsewhere()[0].remote.there == (Holding((A0, A1), 1),)
 
@@ -139,10 +146,10 @@ def test_room_that_was_refused_is_asked_for_again_and_not_at_once() -> None:
     """What was to go stays, and is asked for with what filled since."""
     home, now = decoding()
     steps(home, SIZE - 1, now)
-    told(home, A0, Reserved(KEY, True), now)
-    told(home, A1, Reserved(KEY, False), now)
-    assert not said(steps(home, SIZE, now + AGAIN_NS - 1), Reserve)
-    again = said(steps(home, 1, now + AGAIN_NS), Reserve)
+    told(home, A0, ReserveReply(KEY, True), now)
+    told(home, A1, ReserveReply(KEY, False), now)
+    assert not said(steps(home, SIZE, now + AGAIN_NS - 1), ReserveRequest)
+    again = said(steps(home, 1, now + AGAIN_NS), ReserveRequest)
     assert [each.num_blocks for _, each in again] == [2, 2]
     assert not of_kind(home.on(events.Woken(), now), events.Ship)
 
@@ -151,8 +158,8 @@ def test_a_chunk_goes_while_the_next_is_computed() -> None:
     """Its full blocks, to each of those that share them; nothing waits until they are there."""
     home = node(HOME)
     begin(home, 40, 0, Holding((A0, A1), 9))
-    told(home, A0, Reserved(KEY, True), 11)
-    [run] = of_kind(told(home, A1, Reserved(KEY, True), 12), Run)
+    told(home, A0, ReserveReply(KEY, True), 11)
+    [run] = of_kind(told(home, A1, ReserveReply(KEY, True), 12), Run)
     assert (run.chunks[0].start, run.chunks[0].count) == (0, 16)
     actions = home.on(Stepped(1), 13)
     [first, second] = of_kind(actions, events.Ship)
@@ -169,21 +176,21 @@ def failures(actions: list[Any]) -> list[str]:
 def test_a_holder_that_is_gone_before_it_answers_has_nothing() -> None:
     home = node(NEXT)
     begin(home, 6 * SIZE + 1, 1, Holding((A0,), 3), Holding((A1,), 2))
-    told(home, A0, Found(KEY, 3), 11)
+    told(home, A0, ClaimReply(KEY, 3), 11)
     actions = home.on(events.Gone(A1, "cut"), 12)
     assert not failures(actions)
-    assert [holder for holder, _ in said(actions, Reserve)] == [A0, A1]
+    assert [holder for holder, _ in said(actions, ReserveRequest)] == [A0, A1]
 
 
 def test_a_holder_that_is_gone_fails_those_alone_whose_kv_it_has() -> None:
     """One that was asked for more room, and has nothing of it, has refused; and one that refused has nothing."""
-    for answer in (events.Gone(A1, "cut"), events.Heard(A1, Reserved(KEY, False))):
+    for answer in (events.Gone(A1, "cut"), events.LetterReceived(A1, ReserveReply(KEY, False))):
         home = lent()
-        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A1, 1), 30), Reserve)
+        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A1, 1), 30), ReserveRequest)
         actions = home.on(answer, 31)
-        assert of_kind(actions, Spread) and not failures(actions)
+        assert of_kind(actions, HoldingsChanged) and not failures(actions)
         assert not failures(home.on(events.Gone(A1, "cut"), 32))
-        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A0, 1), 33), Reserve), (
+        assert said(home.on(events.Lend(RequestId("r"), 2, home.node, A0, 1), 33), ReserveRequest), (
             "it may ask another"
         )
         assert failures(home.on(events.Gone(A0, "cut"), 34)) == ["home: a0, which has its KV, is gone: cut"]
@@ -191,9 +198,9 @@ def test_a_holder_that_is_gone_fails_those_alone_whose_kv_it_has() -> None:
 
 def test_only_holders_are_believed_and_once() -> None:
     home = lent()
-    for letter in (Shipped(KEY, 2, damaged=True), Reserved(KEY, False), Reserved(KEY, True)):
+    for letter in (ShipmentConfirmed(KEY, 2, damaged=True), ReserveReply(KEY, False), ReserveReply(KEY, True)):
         assert told(home, A1, letter, 30) == []
     home = node(NEXT)
     begin(home, 6 * SIZE + 1, 1, Holding((A0,), 3))
-    assert said(told(home, A0, Found(KEY, 3), 11), Reserve)
-    assert not said(told(home, A0, Found(KEY, 2), 12), Reserve)
+    assert said(told(home, A0, ClaimReply(KEY, 3), 11), ReserveRequest)
+    assert not said(told(home, A0, ClaimReply(KEY, 2), 12), ReserveRequest)

@@ -10,23 +10,23 @@ from isthmus.core.attempts import (
     Assembly,
     Convert,
     Donor,
-    Entry,
+    HoldingsChanged,
     Lend,
+    MemoryEntry,
     MemoryUsed,
     Repay,
     RequestFailed,
-    Spread,
 )
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
-    Begin,
     BlocksFetched,
     Broken,
     Cut,
+    DropAttempt,
     EndFetch,
     Fetch,
-    Forget,
-    Moved,
+    Progress,
+    StartAttempt,
     Woken,
 )
 from isthmus.core.reuse import CACHEBLEND, SEMANTIC, pack
@@ -55,12 +55,12 @@ def node_of(*chains: tuple[int, ...], tiers: bool = True, num_blocks: int = 60, 
     return Node(dict.fromkeys(Role, made), scheduler, transfer_ns=TRANSFER_NS, **about)
 
 
-def begin(part: Role, *donors: Donor, packed: bool = True, request: str = "r", **fields: Any) -> Begin:
+def begin(part: Role, *donors: Donor, packed: bool = True, request: str = "r", **fields: Any) -> StartAttempt:
     ends = {Role.PREFILL: (HERE, PEER), Role.DECODE: (PEER, HERE), Role.MIXED: (HERE, HERE)}
     about = fields.pop("num_tokens", NUM_TOKENS)
     made = Assembly(SEMANTIC if packed else CACHEBLEND, donors, (), 20, 3, PACKING if packed else None)
     route = route_of(request, *ends[part], assembly=made, **fields)
-    return Begin(RequestId(f"{request}#1"), part, route, about, about + 30, NAMES[: about // SIZE])
+    return StartAttempt(RequestId(f"{request}#1"), part, route, about, about + 30, NAMES[: about // SIZE])
 
 
 def donor(names: tuple[int, ...] = DONOR, start: int | None = None, first: int = 2) -> Donor:
@@ -110,7 +110,7 @@ def test_where_it_can_never_be_assembled_nothing_is_fetched_for_it(
     actions = node.on(begin(part, donor(), donor(OTHER, 0, 0), packed=packed), 1)
     assert not of_kind(actions, Fetch)
     falls_back(actions, part, packed)
-    node.on(Forget(KEY), 2)
+    node.on(DropAttempt(KEY), 2)
     if node.scheduler.run is not None:
         node.on(Stepped(1), 3)
     node.check_idle()
@@ -119,7 +119,7 @@ def test_where_it_can_never_be_assembled_nothing_is_fetched_for_it(
 def test_others_pass_by_while_its_donors_come() -> None:
     node = node_of()
     node.on(begin(Role.PREFILL, donor(start=0)), 1)
-    other = Begin(RequestId("s#1"), Role.PREFILL, route_of("s", HERE, PEER), 9, 12, ())
+    other = StartAttempt(RequestId("s#1"), Role.PREFILL, route_of("s", HERE, PEER), 9, 12, ())
     [run] = of_kind(node.on(other, 2), Run)
     assert [piece.request for piece in run.chunks] == ["s#1"]
     node.on(BlocksFetched(FIRST, 8), 3)
@@ -129,7 +129,7 @@ def test_others_pass_by_while_its_donors_come() -> None:
 def test_a_fetch_that_stands_still_is_ended_and_costs_no_more() -> None:
     node = node_of()
     node.on(begin(Role.MIXED, donor(start=0)), 1)
-    node.on(Moved(FIRST, fetched=True), 10)
+    node.on(Progress(FIRST, fetched=True), 10)
     assert node.on(Woken(), 10 + TRANSFER_NS) == []
     assert node.on(Woken(), 11 + TRANSFER_NS) == [EndFetch(FIRST)]
     falls_back(node.on(BlocksFetched(FIRST, 0), 12 + TRANSFER_NS), Role.MIXED, True)
@@ -150,12 +150,12 @@ def test_who_distrusts_its_cache_does_not_send_whole_what_is_expected_packed() -
     node.on(Broken(KEY, "x", distrust=True), 2)
     node.on(Stepped(1), 3)
     again = begin(Role.PREFILL, donor())
-    assert refused(node.on(Begin(RequestId("r#2"), *_of(again)), 4))
+    assert refused(node.on(StartAttempt(RequestId("r#2"), *_of(again)), 4))
     mixed = begin(Role.MIXED, donor())
-    assert not is_assembled(node.on(Begin(RequestId("r#3"), *_of(mixed)), 5))
+    assert not is_assembled(node.on(StartAttempt(RequestId("r#3"), *_of(mixed)), 5))
 
 
-def _of(event: Begin) -> tuple[Any, ...]:
+def _of(event: StartAttempt) -> tuple[Any, ...]:
     return event.part, event.route, event.num_tokens, event.stop_length, event.names
 
 
@@ -169,16 +169,16 @@ def test_what_is_packed_is_never_lent_and_nobody_hears_of_what_was_dropped() -> 
     node, actions = packed_decode()
     assert PACKING is not None
     [used] = of_kind(actions, MemoryUsed)
-    assert used.entries == (Entry(RequestId("r"), 1, 16 - PACKING.num_dropped),)
+    assert used.entries == (MemoryEntry(RequestId("r"), 1, 16 - PACKING.num_dropped),)
     assert used.num_available == 60 - 16 + PACKING.num_dropped
     for order in (Lend(RequestId("r"), 1, HERE, FAR, 2), Repay(RequestId("r"), 1, HERE, FAR, 1)):
-        assert of_kind(node.on(order, 3), Spread) == [Spread(RequestId("r"), 1, ())]
+        assert of_kind(node.on(order, 3), HoldingsChanged) == [HoldingsChanged(RequestId("r"), 1, ())]
 
 
 def test_a_new_role_is_taken_when_it_is_over() -> None:
     node = node_of(DONOR)
     node.on(begin(Role.MIXED, donor()), 1)
     node.on(Convert(HERE, Role.DECODE), 2)
-    assert not of_kind(node.on(Forget(KEY), 3), Cut), "there is one iteration, and nothing to cut"
-    assert [type(action).__name__ for action in node.on(Stepped(1), 4)] == ["Release", "RoleChanged"]
+    assert not of_kind(node.on(DropAttempt(KEY), 3), Cut), "there is one iteration, and nothing to cut"
+    assert [type(action).__name__ for action in node.on(Stepped(1), 4)] == ["ReleaseResources", "RoleChanged"]
     node.check_idle()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.core.node.events import EndGive, Give, Heard
-from isthmus.core.node.letters import Enough, Want
+from isthmus.core.node.events import EndGive, Give, LetterReceived
+from isthmus.core.node.letters import FetchDone, FetchRequest
 from isthmus.core.types import RequestId
 
 from .test_refusals import NAMES, OTHER, PEER, node_of
@@ -16,7 +16,9 @@ KEY = RequestId("f")
 @pytest.mark.parametrize("start", [-1, 3, 9])
 def test_a_want_that_begins_nowhere_in_its_prefix_gets_nothing(start: int) -> None:
     node = node_of(3)
-    assert node.on(Heard(PEER, Want(KEY, NAMES, start)), 1) == [Give(KEY, PEER, NAMES, start, start, 0)]
+    assert node.on(LetterReceived(PEER, FetchRequest(KEY, NAMES, start)), 1) == [
+        Give(KEY, PEER, NAMES, start, start, 0)
+    ]
     assert node.tiers is not None and not node.tiers.num_pinned
 
 
@@ -25,9 +27,9 @@ def test_only_who_wanted_it_has_enough_of_it() -> None:
     node = node_of(3)
     assert node.tiers is not None
     for peer in (PEER, OTHER):
-        node.on(Heard(peer, Want(KEY, NAMES, 0)), 1)
+        node.on(LetterReceived(peer, FetchRequest(KEY, NAMES, 0)), 1)
     for _ in range(2):
-        assert node.on(Heard(OTHER, Enough(KEY)), 2) == [EndGive(KEY, OTHER)]
+        assert node.on(LetterReceived(OTHER, FetchDone(KEY)), 2) == [EndGive(KEY, OTHER)]
         assert node.tiers.num_pinned == 3, "the other one reads it still"
-    node.on(Heard(PEER, Enough(KEY)), 3)
+    node.on(LetterReceived(PEER, FetchDone(KEY)), 3)
     node.check_idle()

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from isthmus.core.attempts import Holding, Share
 from isthmus.core.node import events
-from isthmus.core.node.letters import Found, Letter, Reserve, SendBack, Shipped, Shrink, Want
+from isthmus.core.node.letters import (
+    ClaimReply,
+    FetchRequest,
+    Letter,
+    ReserveRequest,
+    SendBack,
+    ShipmentConfirmed,
+    Shrink,
+)
 from isthmus.core.types import Role
 
 from .test_adapter import node_of as server_node
@@ -68,12 +76,14 @@ NODES = {
 @given(
     st.lists(
         st.builds(
-            events.Heard, st.sampled_from([PEER, A0, A1]), st.one_of(list(map(of_kind, get_args(Letter))))
+            events.LetterReceived,
+            st.sampled_from([PEER, A0, A1]),
+            st.one_of(list(map(of_kind, get_args(Letter)))),
         ),
         max_size=9,
     )
 )
-def test_no_letter_ends_a_node_or_its_books(of: str, heard: list[events.Heard]) -> None:
+def test_no_letter_ends_a_node_or_its_books(of: str, heard: list[events.LetterReceived]) -> None:
     """Also those for nodes of another kind."""
     node = NODES[of]()
     for now, fact in enumerate(heard, 100):
@@ -85,7 +95,8 @@ def test_no_letter_ends_a_node_or_its_books(of: str, heard: list[events.Heard]) 
 @pytest.mark.parametrize(
     "letter",
     [
-        Want(KEY, (), -1), Reserve(KEY, -1), Found(KEY, -1), Shipped(KEY, -1), SendBack(KEY, -1, 1),
+        FetchRequest(KEY, (), -1), ReserveRequest(KEY, -1), ClaimReply(KEY, -1),
+        ShipmentConfirmed(KEY, -1), SendBack(KEY, -1, 1),
         SendBack(KEY, 0, -1), Shrink(KEY, -1),
     ],
     ids=repr,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.core.attempts import MemoryUsed
 from isthmus.core.node import Node
-from isthmus.core.node.events import Begin, Forget, Wake, Woken
+from isthmus.core.node.events import DropAttempt, StartAttempt, Wake, Woken
 from isthmus.core.scheduler import BlockPool, Scheduler
 from isthmus.core.types import DECODE, NodeId, RequestId, Role
 
@@ -13,8 +13,8 @@ from .world import limits_of, route_of
 HERE, PERIOD_NS = NodeId("decode-0"), 100
 
 
-def begin(name: str) -> Begin:
-    return Begin(RequestId(f"{name}#1"), DECODE, route_of(name, NodeId("prefill-0"), HERE), 22, 30)
+def begin(name: str) -> StartAttempt:
+    return StartAttempt(RequestId(f"{name}#1"), DECODE, route_of(name, NodeId("prefill-0"), HERE), 22, 30)
 
 
 def test_what_changed_within_a_period_is_told_at_its_end_though_nothing_happens_then() -> None:
@@ -28,7 +28,7 @@ def test_what_changed_within_a_period_is_told_at_its_end_though_nothing_happens_
 
     [used] = told(begin("a"), now=1)
     assert isinstance(used, MemoryUsed)
-    [used] = told(Forget(RequestId("a#1")), now=1 + PERIOD_NS)
+    [used] = told(DropAttempt(RequestId("a#1")), now=1 + PERIOD_NS)
     assert isinstance(used, MemoryUsed) and used.num_available == 40
     due_ns = 1 + 2 * PERIOD_NS
     assert told(begin("b"), now=due_ns - 50) == [Wake(due_ns)]

@@ -15,76 +15,84 @@ from zlib import crc32
 from isthmus.core.attempts import (
     BlocksEvicted,
     BlocksStored,
-    Entry,
     FetchFinished,
     FetchOrder,
     Holding,
+    HoldingsChanged,
+    MemoryEntry,
     MemoryUsed,
     PrefillFinished,
     RequestFailed,
     Route,
     Share,
-    Spread,
     key_of,
 )
 from isthmus.core.blocks import state_names
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
-    Adopt,
-    Begin,
+    AdoptBlocks,
     BlocksFetched,
+    BlocksLost,
     Broken,
     Cut,
     Demote,
-    Drop,
+    DropAttempt,
+    DropBlocks,
     EndFetch,
     EndGive,
     Fetch,
-    Finish,
-    Forget,
+    FinishHandover,
     Give,
     Gone,
-    Heard,
+    HandoverComplete,
     Host,
     Lend,
-    Load,
+    LetterReceived,
+    LoadBlocks,
     Loaded,
-    Lost,
     Missing,
-    Offer,
+    OfferHandover,
     OpenLine,
     Promote,
     Read,
-    Receive,
-    Received,
+    ReceiveHandover,
     Reclaim,
     Reclaimed,
     Rekey,
-    Release,
+    ReleaseResources,
     Repay,
     Sampled,
-    Save,
-    Send,
+    SaveBlocks,
+    SendHandover,
+    SendLetter,
     Ship,
+    ShipmentStored,
     Shorten,
-    Stowed,
-    Tell,
+    StartAttempt,
     Trim,
     Unhost,
     Wake,
     Woken,
 )
-from isthmus.core.node.letters import Claim, Landed, Letter, Reserve, Reserved, Shipped, Shrink
+from isthmus.core.node.letters import (
+    ClaimRequest,
+    HandoverConfirmed,
+    Letter,
+    ReserveReply,
+    ReserveRequest,
+    ShipmentConfirmed,
+    Shrink,
+)
 from isthmus.core.scheduler import (
     Admitted,
     BlockPool,
     Joined,
-    Limits,
     Piece,
     Preempted,
     Run,
     Saved,
     Scheduler,
+    SchedulerLimits,
     Stepped,
     TierCache,
 )
@@ -93,8 +101,10 @@ from isthmus.core.types import NOBODY, BlockName, NodeId, RequestId, Role, Tenan
 SIZE = 4
 
 
-def limits_of(num_blocks: int, state_blocks: int) -> Limits:
-    return Limits(num_blocks, SIZE, token_budget=16, max_sequences=4, max_steps=4, state_blocks=state_blocks)
+def limits_of(num_blocks: int, state_blocks: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks, SIZE, token_budget=16, max_sequences=4, max_steps=4, state_blocks=state_blocks
+    )
 
 
 class Place:
@@ -123,7 +133,7 @@ class Place:
         self.offered: set[RequestId] = set()
         self.sending: dict[RequestId, bool] = {}  # whether all is computed
         self.receiving: set[RequestId] = set()
-        self.loading: dict[RequestId, Load] = {}
+        self.loading: dict[RequestId, LoadBlocks] = {}
         self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
         self.fetching: dict[RequestId, Fetch] = {}
         self.ordered: set[RequestId] = set()  # fetches that are not over
@@ -135,7 +145,7 @@ class Place:
         self.shipping: dict[RequestId, Shipping] = {}
         self.coming: dict[RequestId, Reclaim] = {}  # what is written there comes back
         self.spread: dict[RequestId, tuple[Holding, ...]] = {}  # as the conductor was told
-        self.usage: dict[RequestId, Entry] = {}  # and what it was told of memory
+        self.usage: dict[RequestId, MemoryEntry] = {}  # and what it was told of memory
         self.shares: dict[RequestId, Share] = {}  # of those that are hosted
         self.content: dict[
             RequestId, dict[int, int]
@@ -244,7 +254,7 @@ class World:
         for name, part in parts.items():
             stop = asked.num_tokens + asked.answer
             tenant = self.tenants[crc32(route.request.encode()) % len(self.tenants)]
-            begin = Begin(asked.key, part, route, asked.num_tokens, stop, asked.names, tenant)
+            begin = StartAttempt(asked.key, part, route, asked.num_tokens, stop, asked.names, tenant)
             self.tell(self.places[name], begin)
 
     def forget(self, asked: Asked) -> None:
@@ -264,7 +274,7 @@ class World:
         if block in place.dram | place.disk:
             place.dram.discard(block)
             place.disk.discard(block)
-            self.tell(place, Lost((block,)))
+            self.tell(place, BlocksLost((block,)))
 
     def move(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
         self._order(Lend, asked, holder, num_blocks)
@@ -327,7 +337,7 @@ class World:
                     return True
                 case Gone(peer):
                     self._lost(place, peer)
-                case Heard(peer, letter):
+                case LetterReceived(peer, letter):
                     self._read(place, peer, letter)
             self.tell(place, fact)
         return True
@@ -349,11 +359,11 @@ class World:
         """What follows from a letter for the books of who gets it."""
         room = place.holds.get(letter.key, {}).get(peer)
         match letter:
-            case Reserved(key, granted) if room is not None:
+            case ReserveReply(key, granted) if room is not None:
                 room.given |= granted
                 if not granted:
                     self.broken.add((place.name, key, f"{peer} has no room for its KV"))
-            case Shipped(key, _, damaged) if key in place.shipping and not damaged:
+            case ShipmentConfirmed(key, _, damaged) if key in place.shipping and not damaged:
                 place.shipping[key].left.discard(peer)
                 if not place.shipping[key].left:
                     del place.shipping[key]
@@ -388,8 +398,12 @@ class World:
 
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
-        frees = isinstance(fact, Forget) and fact.key in place.node
-        landed = isinstance(fact, Heard) and isinstance(fact.letter, Landed) and fact.letter.key in place.node
+        frees = isinstance(fact, DropAttempt) and fact.key in place.node
+        landed = (
+            isinstance(fact, LetterReceived)
+            and isinstance(fact.letter, HandoverConfirmed)
+            and fact.letter.key in place.node
+        )
         ends = isinstance(fact, BlocksFetched) and self._ends_fetches(place, fact.key)
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
@@ -402,12 +416,12 @@ class World:
         assert place.node.num_hosted == sum(map(len, place.hosted.values())), "room that nobody has"
         for key, stowed in place.stowed.items():
             assert place.node.num_stowed(key) <= len(stowed), "KV counts that is not there"
-        said = {type(action.letter) for action in actions if isinstance(action, Tell)}
-        waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
+        said = {type(action.letter) for action in actions if isinstance(action, SendLetter)}
+        waits = isinstance(fact, StartAttempt) and fact.part is not Role.DECODE and fact.key in place.node
         ends = any(isinstance(action, (RequestFailed, PrefillFinished)) for action in actions)
-        letter = fact.letter if isinstance(fact, Heard) else None
+        letter = fact.letter if isinstance(fact, LetterReceived) else None
         frees |= isinstance(letter, Shrink) and any(isinstance(each, Trim | Unhost) for each in actions)
-        if (waits and Claim not in said) or frees or Landed in said or ends:
+        if (waits and ClaimRequest not in said) or frees or HandoverConfirmed in said or ends:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"
             )
@@ -423,7 +437,7 @@ class World:
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
         """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
-        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch is not None:
+        if not isinstance(fact, StartAttempt) or fact.part is Role.DECODE or fact.route.fetch is not None:
             return []
         names = fact.names[: fact.route.num_cached]
         states = place.node.scheduler.limits.state_blocks
@@ -458,36 +472,36 @@ class World:
             case Cut():
                 assert place.run is not None and place.run.steps > 1 and not place.is_cut, "nothing to cut"
                 place.is_cut = True
-            case Offer():
+            case OfferHandover():
                 place.offered.add(action.key)
-            case Receive():
+            case ReceiveHandover():
                 assert action.key not in place.receiving
                 place.receiving.add(action.key)
                 place.content[action.key] = {block: number for number, block in enumerate(action.blocks)}
-            case Send():
+            case SendHandover():
                 assert action.key in place.offered, "what was not offered is sent"
                 place.offered.discard(action.key)
                 place.sending[action.key] = action.computed
                 if action.computed:
                     self._arrive(place, action.key)
-            case Finish():
+            case FinishHandover():
                 assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
                 self._arrive(place, action.key)
-            case Tell():
+            case SendLetter():
                 self._say(place, action.peer, action.letter)
-            case Load():
+            case LoadBlocks():
                 place.loading[action.key] = action
                 if action.told:
                     self.loaded[action.key] = self._found(place, action)
                     self._later(place.name, Loaded(action.key, self.loaded[action.key]))
             case Read():
                 assert set(action.names) <= place.disk, "what is not on the SSD is read there"
-            case Save():
+            case SaveBlocks():
                 stays = len(action.names) - action.num_sunk
                 place.dram |= set(action.names[:stays])
                 place.disk |= set(action.names[stays:])
                 self._later(place.name, Saved(action.request))
-            case Adopt():
+            case AdoptBlocks():
                 assert set(action.names) <= place.came, "what did not come is adopted"
                 place.dram |= set(action.names)
             case Promote():
@@ -498,7 +512,7 @@ class World:
                 assert set(action.names) <= place.dram | place.disk, "what is not here is demoted"
                 place.dram -= set(action.names)
                 place.disk |= set(action.names)
-            case Drop():
+            case DropBlocks():
                 place.dram -= set(action.names)
                 place.disk -= set(action.names)
             case Fetch():
@@ -538,7 +552,7 @@ class World:
                 pass
             case Preempted():
                 place.loading.pop(action.request, None)
-            case Release():
+            case ReleaseResources():
                 self._release(place, action.key)
             case Wake():
                 self._later(place.name, Woken())
@@ -553,7 +567,7 @@ class World:
                 self._failed(place, action)
             case FetchFinished() | PrefillFinished():
                 self.log.append(action)
-            case Spread():
+            case HoldingsChanged():
                 place.spread[key_of(action.request, action.attempt)] = action.holdings
             case MemoryUsed():
                 self._used(place, action)
@@ -568,23 +582,23 @@ class World:
         damaged = not self._choose(8)
         if damaged:
             self.broken.add((asked.route.decode, key, "damaged"))
-        self._over(place, asked.route.decode, Broken(key, "damaged") if damaged else Received(key))
+        self._over(place, asked.route.decode, Broken(key, "damaged") if damaged else HandoverComplete(key))
 
     def _say(self, place: Place, peer: NodeId, letter: Letter) -> None:
         key, rooms = letter.key, place.holds
         match letter:
-            case Landed():
+            case HandoverConfirmed():
                 place.receiving.remove(key)
                 place.whole.add(key)
-            case Reserve(share=share):
+            case ReserveRequest(share=share):
                 room = rooms.setdefault(key, {}).setdefault(peer, Room(share))
                 assert room.share == share, "it has something else there"
                 self.spread.add(key)
-            case Claim(share=share):
+            case ClaimRequest(share=share):
                 rooms.setdefault(key, {})[peer] = Room(share)
             case Shrink(num_blocks=0):
                 self._leave(place, key, peer)
-        self._over(place, peer, Heard(place.name, letter))
+        self._over(place, peer, LetterReceived(place.name, letter))
 
     @staticmethod
     def _leave(place: Place, key: RequestId, holder: NodeId) -> None:
@@ -631,13 +645,13 @@ class World:
                 self.broken.add((home.name, key, reason))
             else:
                 stowed += parts
-            self.tell(place, Stowed(key, home.name, len(stowed), damaged))
+            self.tell(place, ShipmentStored(key, home.name, len(stowed), damaged))
             return
         assert first <= len(stowed), "it has a gap"
         self.pending.insert(0, ((home.name, place.name), place, freight._replace(begun=True)))
         if first < len(stowed):
             del stowed[first:]
-            self.tell(place, Stowed(key, home.name, first))
+            self.tell(place, ShipmentStored(key, home.name, first))
 
     def _comes_home(self, home: Place, freight: Homeward) -> None:
         """The holder may have let go of it meanwhile, and home of what it is for."""
@@ -753,11 +767,11 @@ class World:
             return
         asked.over = how
         for name in dict.fromkeys((asked.route.prefill, asked.route.decode)):
-            self._later(name, Forget(asked.key))
+            self._later(name, DropAttempt(asked.key))
 
     # Runs.
 
-    def _found(self, place: Place, load: Load) -> int:
+    def _found(self, place: Place, load: LoadBlocks) -> int:
         """Of the blocks of a load, how many lie here."""
         here = place.dram | place.disk
         return next((at for at, name in enumerate(load.names) if name not in here), len(load.names))

@@ -24,18 +24,18 @@ from isthmus.core.attempts import BlocksEvicted, BlocksStored, FetchOrder
 from isthmus.core.blocks import MAX_SNAPSHOTS, BlockNamer, KVLayout, state_names
 from isthmus.core.scheduler import (
     Admitted,
-    Adopt,
+    AdoptBlocks,
     BlockPool,
     Demote,
-    Drop,
+    DropBlocks,
     Joined,
-    Limits,
-    Load,
+    LoadBlocks,
     Piece,
     Preempted,
     Promote,
     Run,
-    Save,
+    SaveBlocks,
+    SchedulerLimits,
     Stepped,
     TbtTarget,
     TierCache,
@@ -77,7 +77,7 @@ class Guest:
     known: int = 0
     kept: tuple[BlockName, ...] = ()
     fetch: FetchOrder | None = None
-    load: Load | None = None
+    load: LoadBlocks | None = None
     excused: bool = False
     prints: list[bytes] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ class Node:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         tiers: tuple[int, int] | None = None,
         target: TbtTarget | None = None,
         tenants: bool = False,
@@ -119,7 +119,7 @@ class Node:
         self.meaning: dict[BlockName, list[bytes]] = {}  # what a block of this name holds
         self.owner: dict[BlockName, Tenant] = {}
         self.came: set[BlockName] = set()  # by the fetch that ended last
-        self.saves: list[Save] = []  # under way
+        self.saves: list[SaveBlocks] = []  # under way
         self.was_short = False  # a load brought less than was counted on
         self.memory: dict[int, bytes] = {}
         self.live: dict[int, bytes] = {}
@@ -466,7 +466,7 @@ class Node:
             case BlocksEvicted():
                 for name in action.names:
                     del self.cached[name]
-            case Load():
+            case LoadBlocks():
                 guest = self.guests[action.key]
                 count = -(-guest.computed // self.limits.block_size)
                 parts = self.limits.state_blocks
@@ -474,7 +474,7 @@ class Node:
                 assert action.names == (*guest.names[:count], *state)
                 assert action.blocks == guest.blocks[:count] + guest.state_blocks
                 guest.load = action
-            case Save():
+            case SaveBlocks():
                 stays = len(action.names) - action.num_sunk
                 self.bytes |= dict.fromkeys(action.names[:stays], Tier.MEMORY)
                 self.bytes |= dict.fromkeys(action.names[stays:], Tier.DISK)
@@ -484,14 +484,14 @@ class Node:
                 room = {Tier.MEMORY: self.tiers.dram.capacity_blocks, Tier.DISK: self.tiers.ssd.capacity_blocks}
                 used = Counter(self.bytes.values())
                 assert all(used[tier] <= room[tier] for tier in room), "no room was made first"
-            case Adopt():
+            case AdoptBlocks():
                 assert set(action.names) <= self.came, "what did not come is adopted"
                 self.bytes |= dict.fromkeys(action.names, Tier.MEMORY)
             case Promote() | Demote():
                 assert set(action.names) <= self.bytes.keys(), "what is not here is moved"
                 to = Tier.MEMORY if isinstance(action, Promote) else Tier.DISK
                 self.bytes |= dict.fromkeys(action.names, to)
-            case Drop():
+            case DropBlocks():
                 for name in action.names:
                     del self.bytes[name]
             case _:
@@ -515,7 +515,7 @@ class Node:
                     "what it is to load went"
                 )
 
-    def _check_saved(self, save: Save) -> None:
+    def _check_saved(self, save: SaveBlocks) -> None:
         for name, block in zip(save.names, save.blocks, strict=True):
             for at, content in enumerate(self.meaning[name]):
                 found = self.memory.get(block * self.limits.block_size + at)

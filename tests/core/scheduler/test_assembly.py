@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.attempts import Assembly, BlocksStored, Donor
 from isthmus.core.reuse import CACHEBLEND, SEMANTIC, Packing, Selection, pack
-from isthmus.core.scheduler import Limits, Load, Run, Save, Sequence, Stepped, TierCache
+from isthmus.core.scheduler import LoadBlocks, Run, SaveBlocks, SchedulerLimits, Sequence, Stepped, TierCache
 from isthmus.core.types import RequestId
 
 from .told import Told, arrived
@@ -22,8 +22,8 @@ NOTHING = Selection("nothing", full_layers=0)
 """Only the prompt's end is computed, so it weighs little."""
 
 
-def limits(num_blocks: int, **about: int) -> Limits:
-    return Limits(num_blocks, SIZE, **{"token_budget": 64, "max_steps": 1, **about})
+def limits(num_blocks: int, **about: int) -> SchedulerLimits:
+    return SchedulerLimits(num_blocks, SIZE, **{"token_budget": 64, "max_steps": 1, **about})
 
 
 def assembly(
@@ -126,7 +126,7 @@ def test_who_has_no_room_for_donors_yet_waits() -> None:
     assert scheduler.num_wanted == 2 + 8, "what it needs for donors is said"
     actions = scheduler.on(Stepped(1))
     assert pieces(run_of(actions)) == [(A, 16, 14)], "eight blocks are enough for B, and not for its donor"
-    [load] = [action for action in scheduler.on(Stepped(1, (A,))) if isinstance(action, Load)]
+    [load] = [action for action in scheduler.on(Stepped(1, (A,))) if isinstance(action, LoadBlocks)]
     assert (load.key, load.names, len(load.blocks), load.num_tokens) == (B, tuple(range(901, 909)), 8, 0)
     [piece] = scheduler.run.chunks if scheduler.run is not None else ()
     assert piece.scratch == load.blocks and not set(piece.scratch) & set(piece.blocks)
@@ -171,7 +171,7 @@ def test_of_a_prefix_that_is_not_all_there_only_what_is_keeps_its_name() -> None
     assert pieces(run_of(actions)) == [(A, 8, 32)]
     answer = (1, 2, 3, 4, *range(50, 56))
     actions = scheduler.on(Stepped(1, (A,), (answer,)))
-    assert not [action for action in actions if isinstance(action, Save | BlocksStored)]
+    assert not [action for action in actions if isinstance(action, SaveBlocks | BlocksStored)]
     assert not tiers.num_pinned and tiers.match(answer)[0] == 2
 
 

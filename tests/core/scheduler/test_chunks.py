@@ -14,7 +14,7 @@ from isthmus.core.cost import (
     facts_of,
     hardware_named,
 )
-from isthmus.core.scheduler import Limits, Piece, Run, Stepped, TbtTarget
+from isthmus.core.scheduler import Piece, Run, SchedulerLimits, Stepped, TbtTarget
 from isthmus.core.scheduler.chunks import TimedBudget
 from isthmus.core.types import RequestId
 
@@ -112,7 +112,7 @@ def test_decodes_that_alone_exceed_the_target_leave_prompts_the_minimum() -> Non
 # Several prompts at once.
 
 
-def partial_limits(partial: int, budget: int, **others: int) -> Limits:
+def partial_limits(partial: int, budget: int, **others: int) -> SchedulerLimits:
     return limits(1 << 13, 16, token_budget=budget, max_steps=1, partial_prefills=partial, **others)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from isthmus.core.attempts import BlocksStored
 from isthmus.core.scheduler import (
     Admitted,
-    Adopt,
+    AdoptBlocks,
     BlockPool,
     Demote,
-    Drop,
-    Limits,
+    DropBlocks,
     Run,
+    SchedulerLimits,
     Stepped,
     TierCache,
 )
@@ -24,7 +24,7 @@ A, B = RequestId("a"), RequestId("b")
 
 
 def scheduler(dram: int = 20, ssd: int = 20, token_budget: int = 16) -> Told:
-    limits = Limits(num_blocks=64, block_size=4, token_budget=token_budget, max_sequences=8)
+    limits = SchedulerLimits(num_blocks=64, block_size=4, token_budget=token_budget, max_sequences=8)
     return Told(limits, TierCache(dram, ssd), BlockPool(64))
 
 
@@ -49,9 +49,9 @@ def test_a_request_that_is_gone_misses_nothing() -> None:
 
 def test_what_is_new_of_a_fetch_is_adopted_and_what_dram_has_no_room_for_goes_to_the_ssd() -> None:
     node, fetch = scheduler(dram=4, ssd=2), RequestId("fetched")
-    assert node.on(offered(TEN[:2])) == [Adopt(fetch, TEN[:2]), BlocksStored(SELF, TEN[:2])]
+    assert node.on(offered(TEN[:2])) == [AdoptBlocks(fetch, TEN[:2]), BlocksStored(SELF, TEN[:2])]
     assert node.on(offered(TEN[:7])) == [
-        Adopt(fetch, TEN[2:6]),
+        AdoptBlocks(fetch, TEN[2:6]),
         BlocksStored(SELF, TEN[2:4]),
         Demote(TEN[4:6]),
         *on_disk(TEN[4:6]),
@@ -71,7 +71,7 @@ def test_what_the_disk_still_has_is_found_again() -> None:
 
 def test_of_more_than_the_disk_may_hold_now_the_tail_is_left_out() -> None:
     node = scheduler(ssd=4)
-    assert node.on(recovered((TEN,))) == [*on_disk(TEN[:4]), Drop(TEN[4:])]
+    assert node.on(recovered((TEN,))) == [*on_disk(TEN[:4]), DropBlocks(TEN[4:])]
     node.tiers.check()  # type: ignore[union-attr]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.attempts import FetchOrder
-from isthmus.core.scheduler import Admitted, Limits, Stepped
+from isthmus.core.scheduler import Admitted, SchedulerLimits, Stepped
 from isthmus.core.scheduler.queues import promise_order
 from isthmus.core.types import NodeId, RequestId
 
@@ -26,7 +26,11 @@ def prompt(name: str, length: int, work_ms: int, **about: Any) -> Fact:
 
 def admitted_of(num_blocks: int, *facts: Fact, **limits: Any) -> list[str]:
     """All that wait at once are let in one by one; who decodes ends."""
-    scheduler, actions, found = Told(Limits(num_blocks, 4, prompt_batch=1, **limits)), list[Any](), list[str]()
+    scheduler, actions, found = (
+        Told(SchedulerLimits(num_blocks, 4, prompt_batch=1, **limits)),
+        list[Any](),
+        list[str](),
+    )
     for fact in facts:
         fact(scheduler, actions)  # type: ignore[operator]
     run = scheduler.plan(actions)

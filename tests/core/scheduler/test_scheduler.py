@@ -12,9 +12,9 @@ from isthmus.core.attempts import BlocksEvicted, BlocksStored
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.scheduler import (
     Admitted,
-    Limits,
     Preempted,
     Run,
+    SchedulerLimits,
     Stepped,
     TbtTarget,
 )
@@ -28,8 +28,8 @@ A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 NAMES = tuple(bytes([index]) for index in range(8))
 
 
-def limits(num_blocks: int = 64, block_size: int = 4, **others: int) -> Limits:
-    return Limits(num_blocks=num_blocks, block_size=block_size, **others)
+def limits(num_blocks: int = 64, block_size: int = 4, **others: int) -> SchedulerLimits:
+    return SchedulerLimits(num_blocks=num_blocks, block_size=block_size, **others)
 
 
 def run_of(actions: list[object]) -> Run:
@@ -61,12 +61,12 @@ TARGETS = [
 TIERS = [None, None, (8, 0), (6, 10), (30, 30)]
 
 
-def limits_with(num_blocks: int, state_blocks: int, max_chunks: int, **others: int) -> Limits:
+def limits_with(num_blocks: int, state_blocks: int, max_chunks: int, **others: int) -> SchedulerLimits:
     """Room for at least one block beside the states of one request. Only a simulator lets chunks repeat: nobody takes
     snapshots within."""
     max_chunks = 1 if state_blocks else max_chunks
     room = num_blocks + 4 * state_blocks
-    return Limits(num_blocks=room, state_blocks=state_blocks, max_chunks=max_chunks, **others)
+    return SchedulerLimits(num_blocks=room, state_blocks=state_blocks, max_chunks=max_chunks, **others)
 
 
 LIMITS = st.builds(
@@ -188,7 +188,7 @@ def test_the_same_events_give_the_same_log_byte_for_byte(made: Callable[[], Node
 
 @settings(max_examples=30)
 @given(LIMITS, OPS)
-def test_a_target_that_everything_meets_changes_nothing(limits: Limits, ops: list[tuple]) -> None:
+def test_a_target_that_everything_meets_changes_nothing(limits: SchedulerLimits, ops: list[tuple]) -> None:
     """Then chunks end where the budget does; with tiles of one row, that is."""
     logs = []
     for target in (None, TbtTarget(TARGETS[0].step_ps, 1 << 80, 1)):
@@ -294,7 +294,7 @@ def test_who_is_expected_gets_blocks_though_a_run_is_out() -> None:
 
 def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
     """What pre-emption and endings free goes to the request that waits, before room is made for new KV."""
-    scheduler = Told(Limits(num_blocks=16, block_size=4, token_budget=64, max_steps=1))
+    scheduler = Told(SchedulerLimits(num_blocks=16, block_size=4, token_budget=64, max_steps=1))
     stop, known = 30, {}
     ended: set[RequestId] = set()
     early: set[RequestId] = set()  # pre-empted in the first half

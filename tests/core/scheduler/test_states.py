@@ -12,9 +12,9 @@ from isthmus.core.blocks import state_names
 from isthmus.core.scheduler import (
     Admitted,
     BlockPool,
-    Limits,
     Run,
     Scheduler,
+    SchedulerLimits,
     Sequence,
     Stepped,
     TierCache,
@@ -46,7 +46,7 @@ def chain(depth: int) -> tuple[BlockName, ...]:
 
 
 def node(tiers: TierCache | None = None, **others: int) -> Scheduler:
-    limits = Limits(num_blocks=64, block_size=4, max_sequences=4, state_blocks=PARTS, **others)
+    limits = SchedulerLimits(num_blocks=64, block_size=4, max_sequences=4, state_blocks=PARTS, **others)
     return Told(limits, tiers, BlockPool(64))
 
 

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.scheduler import Limits, Sequence
+from isthmus.core.scheduler import SchedulerLimits, Sequence
 from isthmus.core.scheduler.turns import Turns
 from isthmus.core.types import RequestId, Tenant
 
@@ -20,7 +20,7 @@ def sequence(tenant: str, number: int, length: int = 8) -> Sequence:
 
 class Queue:
     def __init__(self, **limits: int) -> None:
-        self.turns = Turns(msgspec.structs.replace(Limits(100, SIZE), **limits))
+        self.turns = Turns(msgspec.structs.replace(SchedulerLimits(100, SIZE), **limits))
         self.waiting: list[Sequence] = []
         self._count = 0
 

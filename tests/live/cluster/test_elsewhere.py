@@ -23,7 +23,7 @@ import pytest
 
 from isthmus.core.node import events, guests
 from isthmus.core.node.events import Lend, Repay
-from isthmus.core.node.letters import Found
+from isthmus.core.node.letters import ClaimReply
 from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S
 from isthmus.live.cluster.node import NodeProcess
@@ -438,7 +438,7 @@ class Watched:
 
         def watched(event: events.Event, now: int) -> list[events.Action]:
             match event:
-                case events.Heard(_, Found(key, num_blocks)):
+                case events.LetterReceived(_, ClaimReply(key, num_blocks)):
                     self.found.setdefault(key, []).append(num_blocks)
             actions = on(event, now)
             for action in actions:

@@ -123,7 +123,7 @@ async def test_who_has_the_join_token_gets_a_certificate_and_joins_under_its_nam
         credentials = some.guest(A)
         await credentials.enrol(over(credentials), some.join, 0, LIMIT_S)
         one = await some.dial(credentials, hello("a", Role.MIXED))
-        await until(lambda: one.of(messages.Welcome))
+        await until(lambda: one.of(messages.NodeWelcome))
         assert one.session.identity == some.authority.identity(None)
         assert some.head._members[A].session.identity == Identity(some.authority.cluster, A)
         one.session.close()
@@ -144,11 +144,11 @@ async def test_a_node_is_who_its_certificate_says(wrong: str) -> None:
     async with scene() as some:
         stranger = await some.dial(some.guest(A) if node is None else some.certified(node), said)
         await until(lambda: stranger.reasons)
-        assert told in stranger.of(messages.Turned)[0].reason
+        assert told in stranger.of(messages.TurnedAway)[0].reason
         assert not some.head.nodes() and not list(some.head._groups.followers())
 
 
-@pytest.mark.parametrize("said", [messages.Beat({}), messages.Directions(0, b""), "Outputs"], ids=str)
+@pytest.mark.parametrize("said", [messages.Heartbeat({}), messages.Directions(0, b""), "Outputs"], ids=str)
 async def test_without_a_certificate_nothing_but_a_request_for_one_is_heard(said: Any) -> None:
     async with scene() as some:
         stranger = await some.dial(some.guest(A), messages.Outputs(()) if said == "Outputs" else said)

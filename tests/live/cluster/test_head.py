@@ -25,7 +25,7 @@ LINKS = (LinkRule("west", "east", 1000), LinkRule("east", "west", 1000))
 P, D, M = NodeId("p"), NodeId("d"), NodeId("m")
 
 
-def placed(name: str, role: Role, cluster: str) -> messages.Hello:
+def placed(name: str, role: Role, cluster: str) -> messages.NodeHello:
     return hello(name, role, joined=replace(facts(name, role).joined(), cluster=cluster))
 
 
@@ -138,12 +138,12 @@ def test_an_attempt_is_told_to_each_of_its_nodes_once() -> None:
         some.submit("a", salt="mine")
         await some.settle()
         for one, part in ((p, Role.PREFILL), (d, Role.DECODE)):
-            (begin,) = one.of(events.Begin)
+            (begin,) = one.of(events.StartAttempt)
             assert (begin.part, begin.salt, begin.tokens) == (part, "mine", tuple(range(40)))
         d.session.abort("killed")
         p.session.abort("killed")
         m = await some.enter(hello("m", Role.MIXED))
-        assert [begin.part for begin in m.of(events.Begin)] == [Role.MIXED]
+        assert [begin.part for begin in m.of(events.StartAttempt)] == [Role.MIXED]
 
     scene(work)
 
@@ -197,7 +197,7 @@ def test_a_node_for_which_a_link_has_no_port_is_turned_away() -> None:
         two_clusters(some).emulate(FakeLink((11,), (21,)))
         await some.enter(placed("p", Role.PREFILL, "west"))
         second = await some.enter(placed("q", Role.PREFILL, "west"))
-        assert "has no port left" in second.of(messages.Turned)[0].reason and second.reasons
+        assert "has no port left" in second.of(messages.TurnedAway)[0].reason and second.reasons
         assert some.members() == ["p"]
 
     scene(work)
@@ -221,7 +221,7 @@ def test_what_passes_between_clusters_is_shown_where_there_are_links() -> None:
 def test_a_node_that_is_to_take_another_role_is_told_and_shown() -> None:
     async def work(some: Scene) -> None:
         p = await some.enter(hello("p", Role.PREFILL))
-        some.head._act(conductor.Tell(P, events.Convert(P, Role.DECODE)), 0)
+        some.head._act(conductor.SendOrder(P, events.Convert(P, Role.DECODE)), 0)
         await some.settle()
         assert p.of(events.Convert) == [events.Convert(P, Role.DECODE)]
         assert some.head.nodes()[P][0] is Role.PREFILL, "not before it did"
@@ -249,7 +249,7 @@ def test_each_new_threshold_is_shown_with_its_reason() -> None:
 def test_nodes_report_twice_in_each_period_of_what_the_conductor_hears(period_ms: int, beat_ms: int) -> None:
     async def work(some: Scene) -> None:
         m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        assert m.of(messages.Welcome) == later.of(messages.Welcome) == [messages.Welcome(beat_ms)]
+        assert m.of(messages.NodeWelcome) == later.of(messages.NodeWelcome) == [messages.NodeWelcome(beat_ms)]
 
     scene(work, period_ns=period_ms * NS_PER_MS)
 
@@ -271,7 +271,7 @@ def test_the_conductor_hears_of_links_once_all_nodes_are_there() -> None:
         assert not waiting.done() and not measured(tape)
         await some.enter(placed("d", Role.DECODE, "east"))
         await waiting
-        p.say(messages.Beat({}, (LinkState("", "east", True, 700),)))
+        p.say(messages.Heartbeat({}, (LinkState("", "east", True, 700),)))
         await asyncio.sleep(0.25)
         assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
 
@@ -325,7 +325,7 @@ def test_what_a_node_says_after_it_left_is_not_heard() -> None:
         stream = some.submit("a")
         await some.settle()
         some.head.leave(M, "silent")
-        m.say(output(1, 0), messages.Beat({"x": 1.0}))
+        m.say(output(1, 0), messages.Heartbeat({"x": 1.0}))
         await some.settle()
         assert stream.generated == () and some.head.gauges() == OWN and some.head.card == CARD
 
@@ -338,7 +338,7 @@ def test_what_a_node_says_after_it_left_is_not_that_of_another_under_its_name() 
         some.head.leave(M, "silent")
         await some.enter(hello("m", Role.MIXED))
         own = some.head.gauges()
-        before.say(messages.Beat({"x": 1.0}))
+        before.say(messages.Heartbeat({"x": 1.0}))
         await some.settle()
         assert some.head.gauges() == own
 

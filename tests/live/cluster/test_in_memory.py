@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus.core.attempts import BlocksEvicted, BlocksStored, Convert
-from isthmus.core.conductor import RequestFailed, RoleChanged, Route, Tell
+from isthmus.core.conductor import RequestFailed, RoleChanged, Route, SendOrder
 from isthmus.core.cost import Curve
 from isthmus.core.errors import UnavailableError
 from isthmus.core.node import SEVERED_NS
@@ -104,7 +104,7 @@ def test_a_converted_node_decodes() -> None:
         roles = {"p-0": Role.PREFILL, "p-1": Role.PREFILL, "d-0": Role.DECODE}
         async with in_memory(roles, CURVE) as (head, nodes, tape):
             answers = [await answer(head, f"before-{at}", prompt) for at, prompt in enumerate(prompts)]
-            head._act(Tell(NodeId("p-1"), Convert(NodeId("p-1"), Role.DECODE)), 0)
+            head._act(SendOrder(NodeId("p-1"), Convert(NodeId("p-1"), Role.DECODE)), 0)
             while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
                 await asyncio.sleep(0.001)
             found = {node: role for node, (role, *_) in head.nodes().items()}

@@ -19,8 +19,8 @@ from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.errors import ProtocolError, StartError
 from isthmus.core.node import Node
-from isthmus.core.node.events import Begin, Cut, Event, Forget, Wake, Woken
-from isthmus.core.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
+from isthmus.core.node.events import Cut, DropAttempt, Event, StartAttempt, Wake, Woken
+from isthmus.core.scheduler import Admitted, BlockPool, Run, Scheduler, SchedulerLimits
 from isthmus.core.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling, Tenant
 from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.node import NodeProcess, ThreadWorker
@@ -28,7 +28,7 @@ from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.cluster.runs import Runs
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.live.engine.interface import Row, Sampled
-from isthmus.live.peers.messages import Gathered, Output, Scores
+from isthmus.live.peers.messages import GroupGathered, Output, Scores
 from tests.live.cluster.test_trust import CARD, RECIPE, facts
 from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
@@ -57,7 +57,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.engine = Interrupted()
-        limits = Limits(num_blocks=64, block_size=4, token_budget=8)
+        limits = SchedulerLimits(num_blocks=64, block_size=4, token_budget=8)
         self.node = Node(dict.fromkeys(Role, limits), Scheduler(limits, None, BlockPool(64), node=HERE))
         self.scores: list[Scores] = []
         self.runs = Runs(self.engine, None, self.hear, self.scores.append, lambda: 1000)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Owner:
 
     def begin(self, name: str, num_tokens: int, stop_length: int) -> None:
         route = Route(RequestId(name), 1, HERE, HERE)
-        begin = Begin(RequestId(f"{name}#1"), Role.MIXED, route, num_tokens, stop_length)
+        begin = StartAttempt(RequestId(f"{name}#1"), Role.MIXED, route, num_tokens, stop_length)
         with self.worker.lock:
             text = {"tokens": tuple(range(num_tokens)), "num_prompt": num_tokens}
             self.runs.begin(replace(begin, sampling=Sampling(temperature=0), **text))
@@ -132,7 +132,7 @@ def test_what_comes_in_an_iteration_cuts_the_run_and_is_in_the_next() -> None:
     owner.begin("a", 10, 15)
     owner.engine.meanwhile[2] = lambda: owner.begin("b", 3, 5)
     owner.run(2)
-    assert owner.told[:5] == ["Begin", "Stepped", "Stepped", "Begin", "Stepped"]
+    assert owner.told[:5] == ["StartAttempt", "Stepped", "Stepped", "StartAttempt", "Stepped"]
     steps = [action for action in owner.actions if isinstance(action, Run | Cut)]
     assert [type(step).__name__ for step in steps[:5]] == ["Run", "Run", "Run", "Cut", "Run"]
     assert [len(piece.request) for piece in steps[4].chunks] == [3]
@@ -146,7 +146,7 @@ def test_a_request_forgotten_in_an_iteration_keeps_its_blocks_until_that_is_over
 
     def forget() -> None:
         free = owner.node.scheduler.pool.available
-        owner.tell(Forget(RequestId("a#1")))
+        owner.tell(DropAttempt(RequestId("a#1")))
         assert owner.node.scheduler.pool.available == free, "its blocks are in use"
 
     owner.engine.meanwhile[2] = forget
@@ -283,7 +283,7 @@ def test_a_node_of_its_own_has_no_stages() -> None:
     async def work() -> None:
         async with process_of() as (process, _, _running):
             with pytest.raises(ProtocolError, match="stages came to a node that has none"):
-                process.heard(Gathered(("nobody:1",)))
+                process.heard(GroupGathered(("nobody:1",)))
 
     asyncio.run(work())
 
@@ -299,7 +299,9 @@ def test_gauges_tell_what_a_node_holds() -> None:
             process._handlers[Run] = process.worker.submit
             for name in "abcdef":  # four may run at once
                 key, route = RequestId(f"{name}#1"), Route(RequestId(name), 1, NodeId("m"), NodeId("m"))
-                process.begin(Begin(key, Role.MIXED, route, 16, 100, tokens=tuple(range(16)), num_prompt=16))
+                process.begin(
+                    StartAttempt(key, Role.MIXED, route, 16, 100, tokens=tuple(range(16)), num_prompt=16)
+                )
             found = process.gauges()
             assert found["node_requests_running"] + found["node_requests_waiting"] == 6
             assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
@@ -375,7 +377,7 @@ def test_the_heads_times_become_this_clocks() -> None:
             for deadline, now, until in ((0, 1000, 0), (700, 1000, 4700), (700, 5000, 700), (3, 9000, 1)):
                 fetch = FetchOrder(NodeId("other"), 0, 1, 900)
                 route = Route(RequestId("a"), 1, NodeId("m"), NodeId("m"), fetch, deadline_ns=deadline)
-                begin = Begin(RequestId("a#1"), Role.MIXED, route, 16, 100, tenant=Tenant("t"))
+                begin = StartAttempt(RequestId("a#1"), Role.MIXED, route, 16, 100, tenant=Tenant("t"))
                 process.begin(replace(begin, now_ns=now, tokens=tuple(range(16)), num_prompt=16, salt="s"))
                 moved = told[-1].route
                 assert told.pop() == replace(begin, route=moved), "who decides is told of no tokens"

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.errors import StartError
-from isthmus.core.node.events import Broken, Drop, Gone, Lost, Woken
+from isthmus.core.node.events import BlocksLost, Broken, DropBlocks, Gone, Woken
 from isthmus.core.scheduler import Saved
 from isthmus.core.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from isthmus.facts import NodeFacts, Sequences
@@ -251,7 +251,11 @@ def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None
 
 @pytest.mark.parametrize("at", range(1, STAGES))
 async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
-    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Gone(NodeId("decode-0"), "its session ended")]
+    facts = [
+        BlocksLost((b"x",)),
+        Broken(A, "a seal did not match"),
+        Gone(NodeId("decode-0"), "its session ended"),
+    ]
     async with scene() as some:
         leader, later, told = some.processes[0], some.processes[at], list[Any]()
         leader._group._tell = told.append  # type: ignore[attr-defined]
@@ -365,10 +369,10 @@ def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None
     assert leader.group._formed.is_set()
     found, useless = leader.group.common([(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[4], None)])
     assert found == [(NAMES[0], None)]
-    assert set(useless) == set(NAMES[1:]) and leader.said == [Drop(useless)]
+    assert set(useless) == set(NAMES[1:]) and leader.said == [DropBlocks(useless)]
 
 
 def test_what_a_later_stage_lost_the_node_hears() -> None:
-    leader, lost = Leader(), Lost((NAMES[0],))
+    leader, lost = Leader(), BlocksLost((NAMES[0],))
     leader.hears(lost)
     assert leader.told == [lost]

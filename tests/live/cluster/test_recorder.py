@@ -33,17 +33,17 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.node import Node
 from isthmus.core.node.events import (
     Action,
-    Begin,
     BlocksFetched,
+    BlocksLost,
     Convert,
-    Heard,
-    Lost,
-    Moved,
-    Recovered,
+    LetterReceived,
+    PrefixesRecovered,
+    Progress,
+    StartAttempt,
     Woken,
 )
 from isthmus.core.node.events import Event as NodeEvent
-from isthmus.core.node.letters import Enough, Granted, Landed, Want
+from isthmus.core.node.letters import FetchDone, FetchRequest, HandoverConfirmed, HandoverGranted
 from isthmus.core.scheduler import BlockPool, Saved, Stepped
 from isthmus.core.types import NS_PER_S, NodeId, RequestId, Role
 from isthmus.facts import NodeFacts
@@ -256,26 +256,26 @@ FACTS = NodeFacts(P1, Role.PREFILL, CURVE, 32, 4, dram_blocks=4, ssd_blocks=8, t
 
 def told(node: Node) -> Iterator[NodeEvent]:
     """What a node hears that fetches a prefix, hands the KV of a prompt over, and keeps its blocks."""
-    begin = Begin(
+    begin = StartAttempt(
         RequestId("a#1"), Role.PREFILL, Route(A, 1, P1, D1, FetchOrder(M1, 0, 2, until_ns=50), num_cached=2),
         num_tokens=25, stop_length=40, names=CHAIN,
     )  # fmt: skip
-    yield Recovered((OTHER_CHAIN,))
-    yield Begin(RequestId("b#1"), Role.PREFILL, Route(B, 1, P1, D1), 9, 20, OTHER_CHAIN[:2])
+    yield PrefixesRecovered((OTHER_CHAIN,))
+    yield StartAttempt(RequestId("b#1"), Role.PREFILL, Route(B, 1, P1, D1), 9, 20, OTHER_CHAIN[:2])
     yield begin
-    yield Heard(D1, Granted(RequestId("b#1")))
-    yield Moved(begin.key)
+    yield LetterReceived(D1, HandoverGranted(RequestId("b#1")))
+    yield Progress(begin.key)
     yield BlocksFetched(begin.key, 1, ended=False)
     yield BlocksFetched(begin.key, 2)
-    yield Heard(D1, Granted(begin.key))
+    yield LetterReceived(D1, HandoverGranted(begin.key))
     while node.scheduler.run is not None:
         yield Stepped(node.scheduler.run.steps)
-    yield Heard(D1, Landed(RequestId("b#1")))
-    yield Heard(M1, Want(RequestId("c#1"), CHAIN, 0))
+    yield LetterReceived(D1, HandoverConfirmed(RequestId("b#1")))
+    yield LetterReceived(M1, FetchRequest(RequestId("c#1"), CHAIN, 0))
     yield Saved(begin.key)
-    yield Lost(CHAIN[1:2])
-    yield Heard(D1, Landed(begin.key))
-    yield Heard(M1, Enough(RequestId("c#1")))
+    yield BlocksLost(CHAIN[1:2])
+    yield LetterReceived(D1, HandoverConfirmed(begin.key))
+    yield LetterReceived(M1, FetchDone(RequestId("c#1")))
     yield Convert(P1, Role.DECODE)
     yield Woken()
 
@@ -301,7 +301,8 @@ def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
     assert read(path)[0] == Header(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
     kinds = {type(action).__name__ for actions in answers for action in actions}
     assert kinds >= {
-        "Fetch", "Offer", "Run", "Admitted", "Load", "Send", "Finish", "Save", "Give", "Release",
+        "Fetch", "OfferHandover", "Run", "Admitted", "LoadBlocks", "SendHandover", "FinishHandover",
+        "SaveBlocks", "Give", "ReleaseResources",
         "FetchFinished", "PrefillFinished", "BlocksStored", "BlocksEvicted", "RoleChanged",
     }  # fmt: skip
 

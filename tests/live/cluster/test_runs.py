@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isthmus.core.attempts import Route
-from isthmus.core.node.events import Begin, Broken, Load, Missing, Shorten
+from isthmus.core.node.events import Broken, LoadBlocks, Missing, Shorten, StartAttempt
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Sampling, Span
 from isthmus.live.cluster.runs import Runs
@@ -70,7 +70,7 @@ class Kit:
         route = Route(RequestId(key[0]), 1, HERE, HERE if part is Role.MIXED else NodeId("there"))
         text = {"tokens": tuple(range(num_tokens)), "num_prompt": num_tokens}
         sampling = Sampling(temperature=0, **asked)
-        self.runs.begin(Begin(key, part, route, num_tokens, 100, sampling=sampling, **text))
+        self.runs.begin(StartAttempt(key, part, route, num_tokens, 100, sampling=sampling, **text))
 
     def run(self, *pieces: Piece) -> list[Missing | Stepped]:
         execution = self.runs.start(Run(pieces, 0, 0, 1, list))
@@ -83,7 +83,7 @@ def test_a_prefix_that_could_not_be_loaded_is_no_hit() -> None:
     """Only once counted, though the attempt is pre-empted and admitted again."""
     owner, key = Owner(), RequestId("a#1")
     route = Route(RequestId("a"), 1, HERE, HERE)
-    owner.runs.begin(Begin(key, Role.MIXED, route, 20, 30, tokens=tuple(range(20)), num_prompt=20))
+    owner.runs.begin(StartAttempt(key, Role.MIXED, route, 20, 30, tokens=tuple(range(20)), num_prompt=20))
     counters = owner.runs.counters
     for _ in range(2):
         owner.runs.admitted(Admitted(key, 16, (), ()))
@@ -99,7 +99,7 @@ def test_what_comes_for_an_attempt_that_is_over_changes_nothing() -> None:
     before = dict(kit.runs.counters)
     kit.runs.received(A, 7)
     kit.runs.admitted(Admitted(A, 16, (), ()))
-    kit.runs.loading(Load(A, NAMES, (1, 2, 3), 12))
+    kit.runs.loading(LoadBlocks(A, NAMES, (1, 2, 3), 12))
     kit.runs.shortened(Shorten(A, 4))
     assert kit.runs.counters == before and not kit.outputs
     kit.runs.preempted(Preempted(A))
@@ -127,7 +127,7 @@ def test_what_is_computed_and_sampled_is_counted_and_how_long_it_takes() -> None
 def test_a_prefix_is_waited_for_layer_by_layer_and_once() -> None:
     kit, load = Kit(), Loading(2)
     kit.begin(A, 10)
-    kit.runs.loading(Load(A, NAMES[:2], (0, 1), 8))
+    kit.runs.loading(LoadBlocks(A, NAMES[:2], (0, 1), 8))
     kit.mover.loads[A] = load
     assert kit.run(Piece(A, 8, 1, (0, 1, 2), False)) == [Stepped(1, (), ())]
     assert load.waited == [(layer, 2) for layer in range(LAYERS)] and kit.mover.done == [A]
@@ -140,7 +140,7 @@ def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteratio
     kit = Kit()
     for key, blocks, here in ((A, (0, 1, 2), 2), (B, (3, 4, 5), 1)):
         kit.begin(key, 10)
-        kit.runs.loading(Load(key, NAMES[:2], blocks[:2], 8))
+        kit.runs.loading(LoadBlocks(key, NAMES[:2], blocks[:2], 8))
         kit.mover.loads[key] = Loading(here)
     pieces = [Piece(A, 8, 2, (0, 1, 2), True), Piece(B, 8, 2, (3, 4, 5), True)]
     assert kit.run(*pieces) == [Missing(B, 1), Stepped(0, (), ())]
@@ -153,7 +153,7 @@ def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteratio
 def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
     kit, load = Kit(), Loading(3)
     kit.begin(A, 12)
-    kit.runs.loading(Load(A, NAMES, (0, 1, 2), 12))
+    kit.runs.loading(LoadBlocks(A, NAMES, (0, 1, 2), 12))
     kit.mover.loads[A] = load
     kit.runs.shortened(Shorten(A, 5))
     kit.run(Piece(A, 5, 7, (0, 1, 2), True))

@@ -13,7 +13,18 @@ from msgspec.structs import replace
 
 from isthmus.core.attempts import Route
 from isthmus.core.cost import Curve, compile_cost
-from isthmus.core.node.events import Action, Begin, Broken, Drop, Event, Load, Lost, Release, Save, Shorten
+from isthmus.core.node.events import (
+    Action,
+    BlocksLost,
+    Broken,
+    DropBlocks,
+    Event,
+    LoadBlocks,
+    ReleaseResources,
+    SaveBlocks,
+    Shorten,
+    StartAttempt,
+)
 from isthmus.core.scheduler import Piece, Preempted, Run, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Sampling, Span
 from isthmus.live.cluster import pipeline
@@ -41,17 +52,17 @@ def engine_of(layers: tuple[int, int]) -> EmulatedEngine:
     return EmulatedEngine(MODEL, COST, 16, max_length=1000, layers=layers)
 
 
-def begin(key: RequestId, num_tokens: int) -> Begin:
+def begin(key: RequestId, num_tokens: int) -> StartAttempt:
     names, tokens = NAMES[: num_tokens // SIZE], tuple(range(num_tokens))
-    return Begin(key, Role.PREFILL, ROUTE, num_tokens, 100, names, tokens=tokens, num_prompt=num_tokens)
+    return StartAttempt(key, Role.PREFILL, ROUTE, num_tokens, 100, names, tokens=tokens, num_prompt=num_tokens)
 
 
-def load(key: RequestId, blocks: tuple[int, ...], first: int = 0) -> Load:
-    return Load(key, NAMES[first : first + len(blocks)], blocks, len(blocks) * SIZE)
+def load(key: RequestId, blocks: tuple[int, ...], first: int = 0) -> LoadBlocks:
+    return LoadBlocks(key, NAMES[first : first + len(blocks)], blocks, len(blocks) * SIZE)
 
 
-def save(key: RequestId, blocks: tuple[int, ...]) -> Save:
-    return Save(key, NAMES[: len(blocks)], None, blocks)
+def save(key: RequestId, blocks: tuple[int, ...]) -> SaveBlocks:
+    return SaveBlocks(key, NAMES[: len(blocks)], None, blocks)
 
 
 class Owner:
@@ -125,7 +136,7 @@ class Watched(KVMover):
             self.ready.append(key)
 
     def do(self, action: Action) -> None:
-        if isinstance(action, Release):
+        if isinstance(action, ReleaseResources):
             self.released.append(action.key)
         super().do(action)
 
@@ -232,7 +243,7 @@ def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
     stage.run(1, whole(A, 10, (0, 1, 2)))
     stage.receive(save(A, (0, 1)))
     assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
-    stage.receive(Release(A))
+    stage.receive(ReleaseResources(A))
     stage.receive(begin(B, 10))
     stage.receive(load(B, (7, 8)))
     stage.first.relay(stage.first.build([Chunk(range(8), 0, (7, 8), False)]))
@@ -254,9 +265,9 @@ def test_what_misses_a_block_poisons_only_itself(stage: Stage) -> None:
     poisoned(stage)
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (B,), (token_of(7),), (None,))
     told = stage.owner.told
-    assert Lost((NAMES[0],)) in told
+    assert BlocksLost((NAMES[0],)) in told
     failed = next(each for each in told if isinstance(each, Broken))
-    assert failed.key == A and told.index(Lost((NAMES[0],))) < told.index(failed)
+    assert failed.key == A and told.index(BlocksLost((NAMES[0],))) < told.index(failed)
     assert stage.mover.released == [A]
     assert A not in stage.mover.ready and B in stage.mover.ready
 
@@ -265,16 +276,16 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     poisoned(stage)
     stage.receive(save(A, (0, 1)))
     assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
-    assert stage.owner.told.index(Lost(NAMES[:2])) < stage.owner.told.index(StageSaved(1, A))
+    assert stage.owner.told.index(BlocksLost(NAMES[:2])) < stage.owner.told.index(StageSaved(1, A))
     assert not any(map(stage.store.contains, NAMES))
-    stage.receive(Release(A))
+    stage.receive(ReleaseResources(A))
     stage.receive(begin(C, 8))
     stage.run(2, whole(C, 8, (0, 1)))
     stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
     stage.cache.kept().result(20)
     assert StageSaved(1, C) in stage.owner.told
-    assert stage.owner.told.count(Lost(NAMES[:2])) == 1, "the blocks hold something else now"
+    assert stage.owner.told.count(BlocksLost(NAMES[:2])) == 1, "the blocks hold something else now"
     assert all(map(stage.store.contains, NAMES[:2]))
 
 
@@ -336,8 +347,8 @@ def go(stage: Stage) -> None:
     """Lets the engine go, and waits until all that came is done."""
     assert isinstance(stage.engine, Held)
     stage.engine.go.set()
-    stage.receive(Drop(()))
-    stage.owner.wait_for(Drop)
+    stage.receive(DropBlocks(()))
+    stage.owner.wait_for(DropBlocks)
 
 
 def held_block(stage: Stage, number: int) -> int:
@@ -352,7 +363,7 @@ def test_a_load_waits_for_what_still_writes_its_blocks(held: Stage) -> None:
     loads = Loads(held.cache)
     held.receive(begin(A, 10))
     held.run(1, whole(A, 10, (0, 1, 2)))
-    held.receive(Release(A), begin(B, 10), begin(C, 10), load(B, (1, 2)), load(C, (7, 8)))
+    held.receive(ReleaseResources(A), begin(B, 10), begin(C, 10), load(B, (1, 2)), load(C, (7, 8)))
     assert loads.blocks == [(7, 8)], "only a load of blocks that nothing else touches may begin at once"
     go(held)
     assert loads.blocks == [(7, 8), (1, 2)]
@@ -373,7 +384,7 @@ def test_a_load_waits_for_the_save_that_brings_its_blocks(held: Stage) -> None:
     held.run(2, whole(B, 10, (7, 8, 9), start=8))
     held.stepper.stop()
     assert held.owner.wait_for(StageSampled) == StageSampled(2, (B,), (token_of(10),), (None,))
-    assert not [each for each in held.owner.told if isinstance(each, Lost | Broken)]
+    assert not [each for each in held.owner.told if isinstance(each, BlocksLost | Broken)]
 
 
 def test_loads_into_the_same_blocks_keep_their_order(held: Stage) -> None:
@@ -382,7 +393,7 @@ def test_loads_into_the_same_blocks_keep_their_order(held: Stage) -> None:
     loads = Loads(held.cache)
     held.receive(begin(A, 10))
     held.run(1, whole(A, 10, (0, 1, 2)))
-    held.receive(save(A, (0, 1)), begin(B, 10), load(B, (7, 8)), Release(B))
+    held.receive(save(A, (0, 1)), begin(B, 10), load(B, (7, 8)), ReleaseResources(B))
     held.receive(begin(C, 20), load(C, (7, 8), first=2))
     assert loads.blocks == []
     go(held)

@@ -18,8 +18,8 @@ from isthmus.core.conductor import RequestView, Rules
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.core.node import events
-from isthmus.core.node.events import Heard
-from isthmus.core.node.letters import Found, Granted, Passed, Want
+from isthmus.core.node.events import LetterReceived
+from isthmus.core.node.letters import ClaimReply, FetchRequest, HandoverGranted, PromptComputed
 from isthmus.core.types import (
     FinishReason,
     Generated,
@@ -55,8 +55,8 @@ def facts(name: str, role: Role) -> NodeFacts:
     return NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 4, 4))
 
 
-def hello(name: str, role: Role, **others: Any) -> messages.Hello:
-    said = messages.Hello(
+def hello(name: str, role: Role, **others: Any) -> messages.NodeHello:
+    said = messages.NodeHello(
         messages.PROTOCOL, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
     )
     return replace(said, **others)
@@ -165,13 +165,13 @@ def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("p", Role.PREFILL))
         stranger = await some.enter(hello("d", Role.DECODE, **changed))
-        assert reason in stranger.of(messages.Turned)[0].reason
-        assert not stranger.of(messages.Welcome) and stranger.reasons
+        assert reason in stranger.of(messages.TurnedAway)[0].reason
+        assert not stranger.of(messages.NodeWelcome) and stranger.reasons
         assert some.members() == ["p"] and not some.head.healthy
         with pytest.raises(UnavailableError):
             some.submit("a")
         right = await some.enter(hello("d", Role.DECODE))
-        assert right.of(messages.Welcome) and not right.reasons
+        assert right.of(messages.NodeWelcome) and not right.reasons
         assert some.members() == ["p", "d"] and some.head.healthy
 
     scene(work)
@@ -197,18 +197,18 @@ def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
 
     async def work(some: Scene) -> None:
         leader, later = await some.enter(stage(0)), await some.enter(stage(1))
-        assert later.of(messages.Welcome) and not leader.heard
+        assert later.of(messages.NodeWelcome) and not leader.heard
         stranger = await some.enter(stage(2, **changed))
-        assert reason in stranger.of(messages.Turned)[0].reason and stranger.reasons
+        assert reason in stranger.of(messages.TurnedAway)[0].reason and stranger.reasons
         assert not leader.heard, "the group seems to be whole"
         await some.enter(stage(2))
-        assert leader.of(messages.Gathered) == [messages.Gathered(("g.1:1", "g.2:1"))]
+        assert leader.of(messages.GroupGathered) == [messages.GroupGathered(("g.1:1", "g.2:1"))]
 
     scene(work)
 
 
 SAID = [
-    messages.Beat({}),
+    messages.Heartbeat({}),
     messages.Outputs(((RequestId("a"), 1, Generated(0, 7)),)),
     messages.Scores(RequestId("a"), 1, 0, ()),
     RequestFailed(RequestId("a"), 1, "it is mean"),
@@ -259,9 +259,9 @@ LIES = {
     "scores": messages.Scores(RequestId("a"), 1, 0, ()),
     "failed": RequestFailed(RequestId("a"), 1, "I say so", final=True),
     "handed over": PrefillFinished(RequestId("a"), 1),
-    "nan": messages.Beat({"kv_blocks": math.nan}),
-    "lines": messages.Beat({"x\n# HELP y": 1.0}),
-    "many": messages.Beat({f"x{number}": 1.0 for number in range(messages.MAX_METRICS + 1)}),
+    "nan": messages.Heartbeat({"kv_blocks": math.nan}),
+    "lines": messages.Heartbeat({"x\n# HELP y": 1.0}),
+    "many": messages.Heartbeat({f"x{number}": 1.0 for number in range(messages.MAX_METRICS + 1)}),
 }
 
 
@@ -308,7 +308,7 @@ def test_a_silent_node_is_gone_and_one_that_beats_is_not() -> None:
         silent = await some.enter(hello("d", Role.DECODE))
         for _ in range(8):
             await asyncio.sleep(SILENCE_S / 5)
-            beating.say(messages.Beat({}))
+            beating.say(messages.Heartbeat({}))
         assert some.members() == ["p"] and not beating.reasons
         assert f"silent for {SILENCE_S:g} s" in silent.reasons[0]
 
@@ -321,8 +321,8 @@ def test_a_silent_stage_takes_its_group_with_it() -> None:
         stages[0].say(hello("g", Role.PREFILL))
         for _ in range(8):
             await asyncio.sleep(SILENCE_S / 5)
-            stages[0].say(messages.Beat({}))
-            stages[2].say(messages.Beat({}))
+            stages[0].say(messages.Heartbeat({}))
+            stages[2].say(messages.Heartbeat({}))
         assert stages[1].reasons and some.members() == []
         assert stages[0].of(messages.Stop) and stages[2].of(messages.Stop)
 
@@ -339,7 +339,7 @@ def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
         for _ in range(2):
             await asyncio.sleep(SILENCE_S / 5)
             for one in (beating, *stages):
-                one.say(messages.Beat({}))
+                one.say(messages.Heartbeat({}))
         await some.settle()
         some.loop.stand_still(stood_s)
         await asyncio.sleep(0.7)
@@ -347,7 +347,7 @@ def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
         for _ in range(4):
             await asyncio.sleep(SILENCE_S / 5)
             for one in (beating, *stages):
-                one.say(messages.Beat({}))
+                one.say(messages.Heartbeat({}))
         assert some.members() == ["p"] and "silent" in silent.reasons[0] and not stages[1].reasons
 
     scene(work)
@@ -360,7 +360,7 @@ def test_where_all_are_silent_they_are_given_longer() -> None:
         await asyncio.sleep(REJOIN_S - 0.6)
         assert some.members() == ["p", "d"]
         for one in nodes:
-            one.say(messages.Beat({}))
+            one.say(messages.Heartbeat({}))
         await asyncio.sleep(REJOIN_S - 0.6)
         assert some.members() == ["p", "d"]
         await asyncio.sleep(1.2)
@@ -378,12 +378,12 @@ def test_who_speaks_first_after_a_silence_of_all_is_not_the_only_one() -> None:
         never = await some.enter(hello("e", Role.DECODE))
         await asyncio.sleep(REJOIN_S - 0.6)
         for _ in range(2):
-            first.say(messages.Beat({}))
+            first.say(messages.Heartbeat({}))
             await asyncio.sleep(BEAT_MS / 1000)
         assert some.members() == ["p", "d", "e"]
         for _ in range(5):
-            first.say(messages.Beat({}))
-            later.say(messages.Beat({}))
+            first.say(messages.Heartbeat({}))
+            later.say(messages.Heartbeat({}))
             await asyncio.sleep(BEAT_MS / 1000)
         assert some.members() == ["p", "d"] and "silent for 3 s" in never.reasons[0]
 
@@ -397,7 +397,7 @@ def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
         some.head.leave(NodeId("p"), "silent")
         back = await some.enter(hello("p", Role.PREFILL))
         some.head.leave(NodeId("p"), "ended", old)
-        assert some.members() == ["p"] and back.of(messages.Welcome)
+        assert some.members() == ["p"] and back.of(messages.NodeWelcome)
 
     scene(work)
 
@@ -419,10 +419,14 @@ def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
         d.say(output(1, 1))
         await some.settle()
         assert stream.generated == (70,) and some.attempt("a") == 2
-        begin = d.of(events.Begin)[-1]
+        begin = d.of(events.StartAttempt)[-1]
         assert (begin.tokens, begin.num_prompt) == ((*range(40), 70), 40)
         assert begin.stop_length == 50
-        assert [each.key for each in p.of(events.Forget)] == ["a#1"] == [e.key for e in d.of(events.Forget)]
+        assert (
+            [each.key for each in p.of(events.DropAttempt)]
+            == ["a#1"]
+            == [e.key for e in d.of(events.DropAttempt)]
+        )
         p.say(output(2, 1))
         await some.settle()
         assert stream.generated == (70, 71)
@@ -451,7 +455,7 @@ def test_scores_of_an_attempt_that_is_over_are_void() -> None:
         await some.settle()
         [first] = await anext(aiter(stream))
         assert first.prompt_logprobs == scores(2, 0, 39).logprobs
-        assert [begin.names for begin in p.of(events.Begin)] == [(), ()]
+        assert [begin.names for begin in p.of(events.StartAttempt)] == [(), ()]
         p.say(scores(2, 0, 39))  # of a request that is over or nobody knows of: no fault of theirs
         stream.cancel()
         p.say(scores(2, 0, 39))
@@ -529,7 +533,7 @@ def test_refusals_change_nothing_and_are_counted() -> None:
         await some.settle()
         assert some.head.refusals() == {"prefill": 3}
         after = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
-        assert after[:-1] == before[:-1] and len(m.of(events.Begin)) == 1
+        assert after[:-1] == before[:-1] and len(m.of(events.StartAttempt)) == 1
         assert list(view.requests) == [first.job.request] == list(some.head._streams)
 
     scene(work, max_requests=1)
@@ -544,10 +548,10 @@ def test_a_request_is_over_once_and_its_nodes_are_told() -> None:
         d.say(output(1, 2))
         await some.settle()
         assert stream.generated == (70, 71) and not some.head._streams
-        assert [each.key for each in d.of(events.Forget)] == ["a#1"]
+        assert [each.key for each in d.of(events.DropAttempt)] == ["a#1"]
         stream.cancel()
         await some.settle()
-        assert len(d.of(events.Forget)) == 1
+        assert len(d.of(events.DropAttempt)) == 1
 
     scene(work)
 
@@ -559,7 +563,7 @@ def test_a_cancelled_request_is_forgotten_everywhere() -> None:
         stream.cancel()
         stream.cancel()
         await some.settle()
-        assert [each.key for each in (*p.of(events.Forget), *d.of(events.Forget))] == ["a#1", "a#1"]
+        assert [each.key for each in (*p.of(events.DropAttempt), *d.of(events.DropAttempt))] == ["a#1", "a#1"]
         assert not some.head._streams and not some.head._desk.conductor.view.requests
 
     scene(work)
@@ -585,10 +589,10 @@ def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
     async def work(some: Scene) -> None:
         m = await some.enter(hello("m", Role.MIXED))
         await asyncio.sleep(1.5)
-        m.say(messages.Beat({}))
+        m.say(messages.Heartbeat({}))
         some.submit("a", ttft_ms=200)
         await some.settle()
-        (begin,) = m.of(events.Begin)
+        (begin,) = m.of(events.StartAttempt)
         assert begin.now_ns == 1_500_000_000
         assert begin.route.deadline_ns == 1_700_000_000
 
@@ -598,8 +602,8 @@ def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
 def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
     async def work(some: Scene) -> None:
         m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        m.say(messages.Beat({"x": 1.0}), messages.Beat({"x": 2.0}))
-        later.say(messages.Beat({"x": 3.0}))
+        m.say(messages.Heartbeat({"x": 1.0}), messages.Heartbeat({"x": 2.0}))
+        later.say(messages.Heartbeat({"x": 3.0}))
         await some.settle()
         assert some.head.gauges() == OWN | {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
         m.session.abort("killed")
@@ -612,10 +616,10 @@ def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
 def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer() -> None:
     async def work(some: Scene) -> None:
         m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        for ends in (lambda: later.say(messages.Beat({})), lambda: later.session.abort("killed")):
+        for ends in (lambda: later.say(messages.Heartbeat({})), lambda: later.session.abort("killed")):
             polled = asyncio.create_task(some.head.poll())
             await some.settle()
-            m.say(messages.Beat({"x": 1.0}))
+            m.say(messages.Heartbeat({"x": 1.0}))
             await some.settle()
             assert not polled.done()
             ends()
@@ -649,7 +653,7 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
 
 
 INTRODUCTION = messages.PeerHello(messages.PROTOCOL, NodeId("p"), RECIPE.revision, RECIPE.layout)
-LETTER = Granted(RequestId("a#1"))
+LETTER = HandoverGranted(RequestId("a#1"))
 WRONG_PEERS: dict[str, list[Any]] = {
     "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), LETTER],
     "revision": [replace(INTRODUCTION, revision="other"), LETTER],
@@ -672,8 +676,8 @@ def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
             process.mover._told = heard.append
             while not stranger.reasons and not heard:
                 await asyncio.sleep(0.001)
-            letters = [fact for fact in heard if isinstance(fact, Heard)]
-            assert letters == ([Heard(INTRODUCTION.node, LETTER)] if said is None else [])
+            letters = [fact for fact in heard if isinstance(fact, LetterReceived)]
+            assert letters == ([LetterReceived(INTRODUCTION.node, LETTER)] if said is None else [])
             assert (said is None) is not bool(stranger.reasons)
 
     asyncio.run(work())
@@ -685,7 +689,7 @@ def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
         async with listening(network) as (_, address), asyncio.timeout(60):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            head = messages.Slices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
+            head = messages.HandoverSlices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
             stranger.session.send(head, memoryview(bytes(100)))
             while not stranger.reasons:
                 await asyncio.sleep(0.001)
@@ -696,9 +700,9 @@ def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
 
 KEY, NAMES = RequestId("a#1"), (b"x" * 16,) * 4
 STRANGE: dict[str, tuple[list[Any], list[Any]]] = {
-    "for another kind of engine": ([Passed(KEY, 0)], []),
+    "for another kind of engine": ([PromptComputed(KEY, 0)], []),
     "blocks of a node that keeps none": (
-        [Want(KEY, NAMES, 2), messages.Pull(KEY, 0, 4)], [messages.Ended(KEY, 0)],
+        [FetchRequest(KEY, NAMES, 2), messages.Pull(KEY, 0, 4)], [messages.FetchServed(KEY, 0)],
     ),
 }  # fmt: skip
 
@@ -711,12 +715,12 @@ def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
             letters, answers = STRANGE[said]
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            end = Want(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
+            end = FetchRequest(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
             stranger.say(INTRODUCTION, *letters, *end)
             while len(stranger.heard) <= len(answers):
                 await asyncio.sleep(0.001)
                 assert not stranger.reasons
-            assert stranger.heard == [*answers, messages.Ended(RequestId("last"), 0)]
+            assert stranger.heard == [*answers, messages.FetchServed(RequestId("last"), 0)]
 
     asyncio.run(work())
 
@@ -747,7 +751,7 @@ def test_a_count_below_nothing_is_no_letter() -> None:
         async with listening(network) as (_, address), asyncio.timeout(60):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            stranger.say(INTRODUCTION, Found(KEY, -1))
+            stranger.say(INTRODUCTION, ClaimReply(KEY, -1))
             while not stranger.reasons:
                 await asyncio.sleep(0.001)
             assert "num_blocks" in stranger.reasons[0]
@@ -767,7 +771,7 @@ WRONG_OPENINGS: dict[str, list[Any]] = {
     "model": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), revision="other"))],
     "group": [opening(hello=INTRODUCTION)],
     "stage": [opening(stage=2)],
-    "nothing opened": [events.Release(RequestId("a#1"))],
+    "nothing opened": [events.ReleaseResources(RequestId("a#1"))],
 }
 
 
@@ -864,7 +868,7 @@ def test_where_a_request_went_wrong_it_may_go_again_and_no_further() -> None:
             m.say(RequestFailed(RequestId("a"), attempt, "it broke"))
             await some.settle()
         assert str(stream.error) == "it broke (attempt 3 of 3)"
-        routes = [begin.route for begin in m.of(events.Begin)]
+        routes = [begin.route for begin in m.of(events.StartAttempt)]
         assert [route.attempt for route in routes if isinstance(route, Route)] == [1, 2, 3]
 
     scene(work)

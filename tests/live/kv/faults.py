@@ -20,7 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from isthmus.core.node import events
-from isthmus.core.node.letters import Granted
+from isthmus.core.node.letters import HandoverGranted
 from isthmus.core.types import Span
 from isthmus.live.engine import codecs
 from isthmus.live.engine.codecs import CODECS
@@ -99,12 +99,12 @@ async def hand_over(world: World, codec: str) -> None:
     world.network.then = lambda: here.give_up(KEY, "cancelled")
     here.expect(extent, HERE)
     there.send(extent)
-    await until(lambda: there.letters(Granted) or there.of(events.Gone) or here.failed)
+    await until(lambda: there.letters(HandoverGranted) or there.of(events.Gone) or here.failed)
     for tokens in chunks(NUM_TOKENS, [8]):
         ready(there, Span(tokens.start, tokens.stop), THERE)
         await asyncio.sleep(0)
     there.mover.first_token(KEY, 1)
-    there.do(events.Finish(KEY))
+    there.do(events.FinishHandover(KEY))
     await until(lambda: here.landed or here.failed)
     if here.landed:
         for block in range(12):

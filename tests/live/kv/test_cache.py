@@ -19,7 +19,7 @@ from isthmus.core.scheduler import Preempted, Saved
 from isthmus.core.types import BlockName, RequestId, Tier
 from isthmus.live.kv.cache import AHEAD, LOADERS, Loading, PrefixMissing, chains_of
 from isthmus.live.kv.mover import KVMover
-from isthmus.live.peers.messages import Given, Pull
+from isthmus.live.peers.messages import FetchedSlices, Pull
 from tests.live.kv.test_fetches import asked, give, given_of
 from tests.live.kv.world import BLOCKS, KEY, LAYOUT, NAMES, OTHER, Node, World, layer_of, played, until
 
@@ -73,7 +73,7 @@ async def settled(node: Node) -> None:
 def load(
     node: Node, stop: int, blocks: Sequence[int] | None = None, key: RequestId = KEY, **how: Any
 ) -> Loading:
-    node.do(events.Load(key, NAMES[:stop], tuple(blocks or range(stop)), SIZE * stop, **how))
+    node.do(events.LoadBlocks(key, NAMES[:stop], tuple(blocks or range(stop)), SIZE * stop, **how))
     found = node.mover.load_of(key)
     assert found is not None
     return found
@@ -105,16 +105,16 @@ def compute(node: Node, start: int, stop: int) -> None:
 
 def save(node: Node, start: int, stop: int, num_sunk: int = 0, key: RequestId = KEY) -> None:
     head = NAMES[start - 1] if start else None
-    node.do(events.Save(key, NAMES[start:stop], head, tuple(range(start, stop)), num_sunk))
+    node.do(events.SaveBlocks(key, NAMES[start:stop], head, tuple(range(start, stop)), num_sunk))
 
 
 async def saved(node: Node, start: int, stop: int, num_sunk: int = 0) -> list[BlockName]:
     """Saves them. Which found no room."""
-    before, lost = len(node.of(Saved)), len(node.of(events.Lost))
+    before, lost = len(node.of(Saved)), len(node.of(events.BlocksLost))
     save(node, start, stop, num_sunk)
     await node.told(Saved, before + 1)
     await settled(node)
-    return [name for fact in node.of(events.Lost)[lost:] for name in fact.names]
+    return [name for fact in node.of(events.BlocksLost)[lost:] for name in fact.names]
 
 
 # Any order of decisions.
@@ -147,7 +147,7 @@ async def test_whatever_is_decided_the_store_has_it_and_loads_read_it(
             for layer in range(count if staging is not None else 0):
                 node.mover.save_layer(staging, layer)
         elif act == "drop":
-            node.do(events.Drop(NAMES[first:6]))
+            node.do(events.DropBlocks(NAMES[first:6]))
             have = {at: tier for at, tier in have.items() if at < first}
         elif act in ("demote", "promote"):
             node.do(events.Demote(names) if act == "demote" else events.Promote(names))
@@ -159,14 +159,14 @@ async def test_whatever_is_decided_the_store_has_it_and_loads_read_it(
             target = range(9, 9 + stop)
             for at in target:
                 node.write(at, bytes(LAYOUT.block_bytes))
-            node.do(events.Load(key, NAMES[:stop], tuple(target), SIZE * stop, told=True))
+            node.do(events.LoadBlocks(key, NAMES[:stop], tuple(target), SIZE * stop, told=True))
             assert await node.told(events.Loaded, number) == events.Loaded(key, stop)
             assert blocks(node, target) == BLOCKS[:stop]
     node.do(Preempted(KEY))
     await settled(node)
     assert tiers(node, 6) == [have.get(at) for at in range(6)]
     assert node.chain(6) == [BLOCKS[at] if at in have else None for at in range(6)]
-    assert not node.of(events.Lost)
+    assert not node.of(events.BlocksLost)
 
 
 # Loads.
@@ -204,7 +204,7 @@ async def test_a_block_that_is_nowhere_shortens_the_prefix(world: World, missing
     world.here.put(0, 6)
     world.here.store.drop([NAMES[missing]])
     await loaded(load(world.here, 6), missing)
-    assert await world.here.told(events.Lost) == events.Lost((NAMES[missing],))
+    assert await world.here.told(events.BlocksLost) == events.BlocksLost((NAMES[missing],))
     assert blocks(world.here, range(missing)) == BLOCKS[:missing]
 
 
@@ -256,7 +256,9 @@ async def test_a_fault_in_a_load_means_that_the_prompt_is_computed(world: World)
     await loaded(load(world.here, 3), 0)
 
 
-@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY), events.Shorten(KEY, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "ends", [events.ReleaseResources(KEY), Preempted(KEY), events.Shorten(KEY, 0)], ids=repr
+)
 @cached
 async def test_nothing_is_loaded_after_the_end(world: World, ends: Any) -> None:
     """Whoever ends it waits for the layer under way, and no longer."""
@@ -296,7 +298,7 @@ async def test_a_load_that_is_cancelled_before_a_thread_has_begun_it_is_over_at_
 async def test_a_load_is_told_where_that_was_asked_for(world: World) -> None:
     node = world.here
     node.put(0, 2)
-    node.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+    node.do(events.LoadBlocks(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
     assert await node.told(events.Loaded) == events.Loaded(KEY, 2)
     assert node.mover.load_of(KEY) is None, "a run would be told once more what is missing"
     begun = load(node, 2, key=NEXT)
@@ -331,10 +333,10 @@ async def test_a_load_takes_layers_as_they_arrive(world: World) -> None:
     begun = load(node, 5, arriving=True)
     for layer in range(LAST + 1):
         head, payload = given_of(layer, 2, 5, at=2)
-        liar.say(Given(KEY, layer, 0, head.seals[:2]), payload[: 2 * WIDTH])
+        liar.say(FetchedSlices(KEY, layer, 0, head.seals[:2]), payload[: 2 * WIDTH])
         await world.quiet()
         assert layer_of(node.block(4), layer) != layer_of(BLOCKS[4], layer)
-        liar.say(Given(KEY, layer, 2, head.seals[2:]), payload[2 * WIDTH :])
+        liar.say(FetchedSlices(KEY, layer, 2, head.seals[2:]), payload[2 * WIDTH :])
         await asyncio.to_thread(begun.wait, layer, 5)
     await loaded(begun, 5)
     assert blocks(node, range(5)) == BLOCKS[:5]
@@ -376,7 +378,7 @@ async def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load
 
     def adopt(fact: events.Event) -> bool:
         if isinstance(fact, events.BlocksFetched):
-            node.do(events.Drop(NAMES[1:2]), events.Adopt(KEY, NAMES[1:3]))
+            node.do(events.DropBlocks(NAMES[1:2]), events.AdoptBlocks(KEY, NAMES[1:3]))
             begun.append(load(node, 3))
         return False
 
@@ -395,7 +397,7 @@ async def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load
     gate.go_on()
     await loaded(begun[0], 3)
     assert node.chain(3) == blocks(node, range(3)) == BLOCKS[:3]
-    assert [fact.names for fact in node.of(events.Lost)] == [NAMES[7:8]], "it followed nothing"
+    assert [fact.names for fact in node.of(events.BlocksLost)] == [NAMES[7:8]], "it followed nothing"
 
 
 @played(alone=True)
@@ -406,15 +408,15 @@ async def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_ado
 
     def adopt(fact: events.Event) -> bool:
         if isinstance(fact, events.BlocksFetched):
-            node.do(events.Adopt(KEY, NAMES[:3]), events.Drop(NAMES[2:3]))
-            node.do(events.Adopt(KEY, NAMES[2:4]), events.Adopt(KEY, NAMES[3:4]))
+            node.do(events.AdoptBlocks(KEY, NAMES[:3]), events.DropBlocks(NAMES[2:3]))
+            node.do(events.AdoptBlocks(KEY, NAMES[2:4]), events.AdoptBlocks(KEY, NAMES[3:4]))
         return False
 
     node.decides = adopt
     give(await asked(world, 4, 4), 0, 4)
     await node.fetch_ended()
     await world.quiet()
-    assert [fact.names for fact in node.of(events.Lost)] == [NAMES[2:4], NAMES[3:4]]
+    assert [fact.names for fact in node.of(events.BlocksLost)] == [NAMES[2:4], NAMES[3:4]]
     assert node.chain(4) == [*BLOCKS[:2], None, None]
 
 
@@ -441,7 +443,7 @@ async def test_blocks_are_saved_with_what_was_staged_and_nothing_of_it_is_left(w
     assert node.mover.stage(KEY, NAMES[:2], (0, 1)) is None
 
 
-@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY)], ids=repr)
+@pytest.mark.parametrize("ends", [events.ReleaseResources(KEY), Preempted(KEY)], ids=repr)
 @cached
 async def test_what_was_staged_for_nothing_is_given_back(world: World, ends: Any) -> None:
     assert world.here.mover.stage(KEY, NAMES[:3], (0, 1, 2)) is not None
@@ -469,7 +471,7 @@ async def test_without_room_the_tail_is_not_kept(world: World) -> None:
     assert node.chain(4) == [*BLOCKS[:2], None, None]
     assert not node.mover.stage(KEY, NAMES[3:4], (3,)).slots  # type: ignore[union-attr]
     node.mover.lost_bytes([NAMES[0]])
-    assert await node.told(events.Lost, 2) == events.Lost(NAMES[:1])
+    assert await node.told(events.BlocksLost, 2) == events.BlocksLost(NAMES[:1])
 
 
 @cached
@@ -482,7 +484,7 @@ async def test_what_is_evicted_while_it_is_saved_does_not_come_back_and_what_is_
     node.memory.before = gate
     save(node, 0, 2)
     begun, late = load(node, 1, [5]), load(node, 1, [6], NEXT)
-    node.do(events.Drop(NAMES[1:2]), Preempted(NEXT))
+    node.do(events.DropBlocks(NAMES[1:2]), Preempted(NEXT))
     assert late.over.is_set() and not begun.over.is_set(), "who cancels it may not wait for a disk"
     gate.go_on()
     await loaded(begun, 1)
@@ -533,7 +535,7 @@ async def test_what_follows_a_block_that_is_gone_is_not_saved(world: World) -> N
     node = world.here
     compute(node, 0, 3)
     node.put(0, 1)
-    node.do(events.Drop(NAMES[:1]))
+    node.do(events.DropBlocks(NAMES[:1]))
     assert await saved(node, 1, 3) == list(NAMES[1:3])
     assert node.chain(3) == [None] * 3
 
@@ -557,7 +559,7 @@ async def test_a_node_that_ends_has_done_what_was_under_way(world: World) -> Non
 @cached
 async def test_a_fault_in_what_was_decided_is_no_secret(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.here.store.before = opened("drop", RuntimeError("the disk is gone"))
-    world.here.do(events.Drop(NAMES[:1]))
+    world.here.do(events.DropBlocks(NAMES[:1]))
     await settled(world.here)
     assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["the disk is gone"]
 
@@ -583,7 +585,7 @@ async def test_what_was_read_ahead_is_read_once_and_goes_back(world: World) -> N
     assert blocks(node, range(4)) == BLOCKS[:4]
     await settled(node)
     assert tiers(node, 4) == [Tier.MEMORY] * 3 + [Tier.DISK]
-    node.do(events.Release(NEXT))
+    node.do(events.ReleaseResources(NEXT))
     await settled(node)
     assert tiers(node, 6) == [Tier.DISK, Tier.MEMORY, *[Tier.DISK] * 4]
     assert node.store.stat().memory.num_blocks == 1
@@ -598,14 +600,14 @@ async def test_no_more_is_read_ahead_than_there_is_room_to_spare(world: World) -
     await loaded(load(node, 6, key=RequestId("c#1")), 6)
     await settled(node)
     assert blocks(node, range(6)) == BLOCKS[:6] and node.store.stat().memory.num_blocks == 5
-    node.do(events.Release(KEY), events.Release(NEXT))
+    node.do(events.ReleaseResources(KEY), events.ReleaseResources(NEXT))
     await settled(node)
     assert node.store.stat().memory.num_blocks == 0
 
 
 @pytest.mark.parametrize(
     "then",
-    [events.Drop(NAMES[:4]), events.Demote(NAMES[:4]), events.Release(KEY)],
+    [events.DropBlocks(NAMES[:4]), events.Demote(NAMES[:4]), events.ReleaseResources(KEY)],
     ids=lambda a: type(a).__name__,
 )
 @pytest.mark.parametrize("read", [False, True])
@@ -623,7 +625,7 @@ async def test_what_nobody_wants_any_more_is_not_kept(world: World, then: Any, r
     gate.go_on()
     await settled(node)
     assert node.store.stat().memory.num_blocks == 0
-    assert tiers(node, 4) == [None if isinstance(then, events.Drop) else Tier.DISK] * 4
+    assert tiers(node, 4) == [None if isinstance(then, events.DropBlocks) else Tier.DISK] * 4
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -634,9 +636,9 @@ async def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(world: Wo
     compute(node, 0, 1)
     node.do(events.Read(NEXT, NAMES[:1]))
     if dropped:
-        node.do(events.Drop(NAMES[:1]))
+        node.do(events.DropBlocks(NAMES[:1]))
     assert await saved(node, 0, 1) == []
-    node.do(events.Release(NEXT))
+    node.do(events.ReleaseResources(NEXT))
     await settled(node)
     assert tiers(node, 1) == [Tier.MEMORY]
 
@@ -676,7 +678,7 @@ async def test_what_is_being_read_is_waited_for_whoever_else_wants_it(world: Wor
     gate.go_on()
     await loaded(begun, 2)
     assert blocks(node, (7, 8)) == BLOCKS[:2] and sorted(gate.done) == list(NAMES[:2]), "it was read once more"
-    node.do(events.Release(KEY), events.Release(NEXT))
+    node.do(events.ReleaseResources(KEY), events.ReleaseResources(NEXT))
     await settled(node)
 
 
@@ -707,14 +709,14 @@ async def test_without_a_cache(world: World) -> None:
         attends=lambda layer, asked, q, parts: q, answer_s=30.0,
     )  # fmt: skip
     mover.open(asyncio.get_running_loop())
-    for action in (events.Fetch(KEY, OTHER, NAMES[:2], 1), events.EndFetch(KEY), events.Release(KEY)):
+    for action in (events.Fetch(KEY, OTHER, NAMES[:2], 1), events.EndFetch(KEY), events.ReleaseResources(KEY)):
         mover.do(action)
     await world.quiet()
     assert facts == [events.BlocksFetched(KEY, 1)]
     assert not {"kv_bytes_fetched_total", "kv_bytes_given_total"} & set(mover.gauges())
     session: Any = object()
     with pytest.raises(ProtocolError, match="blocks came to a node without a cache"):
-        mover.on_peer(session, OTHER, Given(KEY, 0, 0, (b"",)))
+        mover.on_peer(session, OTHER, FetchedSlices(KEY, 0, 0, (b"",)))
     await mover.close()
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from isthmus.core.blocks import KVLayout, seal, state_names
 from isthmus.core.node import events
-from isthmus.core.node.letters import Enough, Want
+from isthmus.core.node.letters import FetchDone, FetchRequest
 from isthmus.core.types import RequestId, Tier
 from isthmus.live.engine import codecs
 from isthmus.live.kv.cache import LOADERS, PrefixMissing
@@ -23,7 +23,7 @@ from isthmus.live.kv.fetches import host_id
 from isthmus.live.kv.loans import GIVE_BLOCKS, MAX_PULLS
 from isthmus.live.messenger import TcpNetwork
 from isthmus.live.peers import wire
-from isthmus.live.peers.messages import Ended, Given, Lent, Pull
+from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull
 from isthmus.live.store import Arena, ArenaHandle, Shape
 from tests.live.kv.world import (
     BLOCKS,
@@ -71,15 +71,15 @@ async def test_blocks_arrive_as_they_are_and_a_load_reads_them_as_they_come(
     here.put(0, 1)
     there.put(0, count)
     here.fetch(count, 1, codec)
-    here.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
+    here.do(events.LoadBlocks(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
     load = here.mover.load_of(KEY)
     assert load is not None
     await asyncio.to_thread(load.wait, LAST, 5)
     assert [here.block(at) for at in range(5)] == BLOCKS[:5]
     assert await here.fetch_ended() == events.BlocksFetched(KEY, count)
     await until(lambda: here.chain(count) == BLOCKS[:count])
-    assert events.Moved(KEY, fetched=True) in here.facts
-    await there.heard(Enough)
+    assert events.Progress(KEY, fetched=True) in here.facts
+    await there.heard(FetchDone)
     gauges = here.mover.gauges()
     ways = {True: "kv_bytes_borrowed_total", False: "kv_bytes_fetched_total"}
     moved = (count - 1) * LAYOUT.block_bytes
@@ -151,7 +151,7 @@ async def test_it_goes_on_as_room_comes(world: World, shares: bool) -> None:
 
     def make_way(fact: events.Event) -> bool:
         if isinstance(fact, events.BlocksFetched) and not fact.ended:
-            here.do(events.Drop(tuple(others)))
+            here.do(events.DropBlocks(tuple(others)))
         return True
 
     here.decides = make_way
@@ -185,14 +185,14 @@ async def test_nodes_whose_loads_all_wait_for_each_other_still_answer(world: Wor
     """Every loader of the source waits for blocks that nobody gives."""
     here, there = world.here, world.there
     there.put(0, 4)
-    here.decides = lambda fact: not isinstance(fact, events.Heard)
+    here.decides = lambda fact: not isinstance(fact, events.LetterReceived)
     keys = [RequestId(f"w{number}") for number in range(LOADERS)]
     for key in keys:
         there.do(events.Fetch(key, OTHER, NAMES[8:9], 0))
-        there.do(events.Load(key, NAMES[8:9], (0,), SIZE, arriving=True))
+        there.do(events.LoadBlocks(key, NAMES[8:9], (0,), SIZE, arriving=True))
     assert await here.fetched(4) == 4
     for key in keys:
-        there.do(events.Release(key))
+        there.do(events.ReleaseResources(key))
 
 
 @played()
@@ -204,7 +204,7 @@ async def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(world: World) 
     assert here.store.put(state, NAMES[1], BLOCKS[7])
     world.there.put(0, 4)
     here.fetch(4, 2)
-    here.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
+    here.do(events.LoadBlocks(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
     assert await here.told(events.Loaded) == events.Loaded(KEY, 3)
     assert [here.block(at) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
     await here.fetch_ended()
@@ -226,7 +226,7 @@ async def test_large_payloads_end_in_the_midst_over_sockets_too(world: World) ->
     slots = here.store.reserve(70)
     for slot in slots:
         here.arena.slot(slot)[:] = canary
-    await there.heard(Enough)
+    await there.heard(FetchDone)
     await there.idle()
     here.peers.left(OTHER)
     await until(lambda: here.reasons and there.reasons)
@@ -278,18 +278,20 @@ async def test_a_fetch_that_is_ended_says_so_and_is_written_by_nothing(world: Wo
 # What must not be believed: a liar gives.
 
 
-def given_of(layer: int, first: int, stop: int, codec: str = "none", at: int = 0) -> tuple[Given, bytes]:
+def given_of(
+    layer: int, first: int, stop: int, codec: str = "none", at: int = 0
+) -> tuple[FetchedSlices, bytes]:
     """These blocks of the chain in one layer, as an honest node gives them to who asked for those from `at` on."""
     parts = [memoryview(layer_of(data, layer)) for data in BLOCKS[first:stop]]
     payload, seals = wire.pack(codec, LAYOUT, parts, len(parts) * SIZE, lambda: list(map(seal, parts)))
-    return Given(KEY, layer, first - at, seals), b"".join(payload)
+    return FetchedSlices(KEY, layer, first - at, seals), b"".join(payload)
 
 
 def give(liar: Liar, first: int, stop: int, layers: Sequence[int] = range(LAYERS)) -> None:
     """All that was asked for."""
     for layer in layers:
         liar.say(*given_of(layer, first, stop, at=first))
-    liar.say(Ended(KEY, stop - first), priority=2)
+    liar.say(FetchServed(KEY, stop - first), priority=2)
 
 
 async def asked(world: World, stop: int = 4, room: int = 3, codec: str = "none", **how: Any) -> Liar:
@@ -304,15 +306,15 @@ async def asked(world: World, stop: int = 4, room: int = 3, codec: str = "none",
 
 LIES: dict[str, Callable[[Liar], object]] = {
     "again": lambda liar: liar.say(*given_of(0, 0, 1)),
-    "before the start": lambda liar: liar.say(Given(KEY, 0, -1, SEALS), ZERO),
+    "before the start": lambda liar: liar.say(FetchedSlices(KEY, 0, -1, SEALS), ZERO),
     "more than there is room for": lambda liar: liar.say(*given_of(0, 1, 4)),
-    "past the end": lambda liar: liar.say(Given(KEY, 0, 3, SEALS), ZERO),
-    "no layer of the model": lambda liar: liar.say(Given(KEY, LAYERS, 1, SEALS), ZERO),
-    "a negative layer": lambda liar: liar.say(Given(KEY, -1, 1, SEALS), ZERO),
-    "nothing sealed": lambda liar: liar.say(Given(KEY, 0, 1, ()), ZERO),
-    "a block unsealed": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO, ZERO),
-    "too many bytes": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO, b"1"),
-    "too few bytes": lambda liar: liar.say(Given(KEY, 0, 1, SEALS), ZERO[1:]),
+    "past the end": lambda liar: liar.say(FetchedSlices(KEY, 0, 3, SEALS), ZERO),
+    "no layer of the model": lambda liar: liar.say(FetchedSlices(KEY, LAYERS, 1, SEALS), ZERO),
+    "a negative layer": lambda liar: liar.say(FetchedSlices(KEY, -1, 1, SEALS), ZERO),
+    "nothing sealed": lambda liar: liar.say(FetchedSlices(KEY, 0, 1, ()), ZERO),
+    "a block unsealed": lambda liar: liar.say(FetchedSlices(KEY, 0, 1, SEALS), ZERO, ZERO),
+    "too many bytes": lambda liar: liar.say(FetchedSlices(KEY, 0, 1, SEALS), ZERO, b"1"),
+    "too few bytes": lambda liar: liar.say(FetchedSlices(KEY, 0, 1, SEALS), ZERO[1:]),
 }
 
 
@@ -332,11 +334,11 @@ async def test_what_must_not_come_next_ends_the_session(world: World, lie: str) 
 
 HANDLE = ArenaHandle("/proc/self/fd/0", b"n" * 16, 4, SHAPE)
 VAIN: dict[str, Callable[[Liar], object]] = {
-    "wrong seals": lambda liar: liar.say(Given(KEY, 0, 0, SEALS), ZERO),
-    "no payload": lambda liar: liar.say(Given(KEY, 0, 0, SEALS)),
+    "wrong seals": lambda liar: liar.say(FetchedSlices(KEY, 0, 0, SEALS), ZERO),
+    "no payload": lambda liar: liar.say(FetchedSlices(KEY, 0, 0, SEALS)),
     "a gap": lambda liar: (liar.say(*given_of(0, 1, 3)), give(liar, 0, 3, (1, 2))),
-    "the end of what did not come": lambda liar: liar.say(Ended(KEY, 3)),
-    "the end of more than there was room for": lambda liar: liar.say(Ended(KEY, 99)),
+    "the end of what did not come": lambda liar: liar.say(FetchServed(KEY, 3)),
+    "the end of more than there was room for": lambda liar: liar.say(FetchServed(KEY, 99)),
 }
 
 
@@ -366,7 +368,7 @@ async def test_a_flipped_bit_ends_the_fetch_or_changes_nothing(
             damaged[bit // 8] ^= 1 << bit % 8
             payload = bytes(damaged)
         liar.say(head, payload)
-    liar.say(Ended(KEY, count), priority=2)
+    liar.say(FetchServed(KEY, count), priority=2)
     stop = (await world.here.fetch_ended()).stop
     assert world.here.mismatches == (stop < count) and (stop < count or codec != codecs.NONE)
     if codec in codecs.EXACT:
@@ -393,7 +395,7 @@ async def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(
         if stop > landed[layer]:
             liar.say(*given_of(layer, landed[layer], stop))
             landed[layer] = stop
-    liar.say(Ended(KEY, min(landed)), priority=2)
+    liar.say(FetchServed(KEY, min(landed)), priority=2)
     assert (await world.here.fetch_ended()).stop == min(landed)
     assert world.here.chain(8) == [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
 
@@ -405,7 +407,7 @@ async def test_of_a_fetch_only_the_session_is_heard_that_was_asked(world: World,
     liar = await asked(world, sessions=2 if same_peer else 1)
     stranger, over = (liar, 1) if same_peer else (await world.liar(THIRD), 0)
     await world.under_way(liar, *given_of(0, 0, 3))
-    for lie in (Given(KEY, 0, 0, SEALS), Ended(KEY, 3), loan_of(world)):
+    for lie in (FetchedSlices(KEY, 0, 0, SEALS), FetchServed(KEY, 3), loan_of(world)):
         stranger.say(lie, over=over)
     await world.quiet()
     assert not world.here.of(events.BlocksFetched) and not world.here.of(events.Gone)
@@ -441,7 +443,7 @@ async def test_nothing_is_taken_of_a_fetch_that_is_over(world: World) -> None:
     for link in world.network.links:
         link.freeze()
     world.here.at_message = lambda: world.here.do(events.EndFetch(KEY))
-    liar.say(Ended(KEY, 0))
+    liar.say(FetchServed(KEY, 0))
     liar.say(*given_of(0, 0, 1))
     world.network.thaw()
     await world.quiet()
@@ -458,7 +460,7 @@ async def test_a_source_that_gives_up_in_the_midst_ends_the_fetch(world: World) 
 @played()
 async def test_what_nobody_asked_for_is_read_past(world: World) -> None:
     liar = await world.liar(THIRD)
-    for answer in (Ended(KEY, 3), loan_of(world), Enough(KEY)):
+    for answer in (FetchServed(KEY, 3), loan_of(world), FetchDone(KEY)):
         liar.say(answer)
     liar.say(*given_of(0, 0, 1))
     await world.quiet()
@@ -469,8 +471,8 @@ async def test_what_nobody_asked_for_is_read_past(world: World) -> None:
 @played(alone=True)
 async def test_what_no_fetch_brought_is_lost(world: World) -> None:
     """A node may have decided to adopt it when a process took its place."""
-    world.here.do(events.Adopt(KEY, NAMES[:2]))
-    assert await world.here.told(events.Lost) == events.Lost(NAMES[:2])
+    world.here.do(events.AdoptBlocks(KEY, NAMES[:2]))
+    assert await world.here.told(events.BlocksLost) == events.BlocksLost(NAMES[:2])
 
 
 @played()
@@ -488,8 +490,8 @@ async def test_a_block_damaged_in_the_arena_of_the_source(world: World) -> None:
 # Loans: blocks that are copied from where they lie.
 
 
-def loan_of(world: World, slots: Sequence[int] = (0, 1, 2, 3), **changes: Any) -> Lent:
-    return Lent(KEY, HANDLE, tuple(slots), tuple([(b"s",) * LAYERS for _ in slots]), **changes)
+def loan_of(world: World, slots: Sequence[int] = (0, 1, 2, 3), **changes: Any) -> LentBlocks:
+    return LentBlocks(KEY, HANDLE, tuple(slots), tuple([(b"s",) * LAYERS for _ in slots]), **changes)
 
 
 async def lending(world: World, harm: Callable[[Arena], None] = bool, **changes: Any) -> tuple[Liar, Arena]:  # type: ignore[assignment]
@@ -502,7 +504,7 @@ async def lending(world: World, harm: Callable[[Arena], None] = bool, **changes:
     pull = await liar.hears(Pull)
     assert pull == Pull(KEY, 0, 4, host_id()) and arena.handle is not None
     seals = tuple([sealed([layer_of(data, layer) for layer in range(LAYERS)]) for data in BLOCKS[:4]])
-    liar.say(replace(Lent(KEY, arena.handle, (0, 1, 2, 3), seals), **changes))
+    liar.say(replace(LentBlocks(KEY, arena.handle, (0, 1, 2, 3), seals), **changes))
     return liar, arena
 
 
@@ -518,7 +520,7 @@ async def test_a_lent_block_that_is_not_what_its_seals_say_is_not_used(
 
     world.here.decides = lambda fact: True
     _, arena = await lending(world, harm)
-    world.here.do(events.Load(KEY, NAMES[:4], (0, 1, 2, 3), 16, arriving=True))
+    world.here.do(events.LoadBlocks(KEY, NAMES[:4], (0, 1, 2, 3), 16, arriving=True))
     load = world.here.mover.load_of(KEY)
     assert load is not None
     stop = (await world.here.fetch_ended()).stop
@@ -544,11 +546,11 @@ async def test_a_loan_that_is_ended_is_copied_no_further(world: World) -> None:
     here.arena.before = before
     _, arena = await lending(world)
     assert (await here.fetch_ended()).stop == 0
-    assert layers == {0, 1} and not here.of(events.Lost)
+    assert layers == {0, 1} and not here.of(events.BlocksLost)
     arena.close()
 
 
-FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {
+FALSE_LOANS: dict[str, Callable[[LentBlocks], LentBlocks]] = {
     "slots without seals": lambda lent: replace(lent, seals=lent.seals[1:]),
     "a layer without a seal": lambda lent: replace(lent, seals=(*lent.seals[1:], lent.seals[0][1:])),
     "a slot of nowhere": lambda lent: replace(lent, slots=(-1, *lent.slots[1:])),
@@ -598,7 +600,7 @@ async def wanting(world: World, pull: Pull | None = None, count: int = COUNT, **
     """A liar wants blocks, and asks for them if it says so."""
     liar = await world.liar(**how)
     world.here.put(0, count)
-    liar.say(Want(KEY, NAMES[:count], 0))
+    liar.say(FetchRequest(KEY, NAMES[:count], 0))
     if pull is not None:
         liar.say(pull)
     await world.quiet()
@@ -608,15 +610,15 @@ async def wanting(world: World, pull: Pull | None = None, count: int = COUNT, **
 @played(alone=True)
 async def test_what_is_given_is_what_was_asked_for_in_one_form(world: World) -> None:
     liar = await wanting(world, Pull(KEY, 1, 3))
-    assert await liar.hears(Ended) == Ended(KEY, 3)
+    assert await liar.hears(FetchServed) == FetchServed(KEY, 3)
     for layer in range(LAYERS):
         parts = [layer_of(data, layer) for data in BLOCKS[1:4]]
-        assert liar.heard[layer] == (Given(KEY, layer, 0, sealed(parts)), b"".join(parts))
+        assert liar.heard[layer] == (FetchedSlices(KEY, layer, 0, sealed(parts)), b"".join(parts))
     await world.here.idle()
     assert world.here.mover.gauges()["kv_bytes_given_total"] == 3 * LAYOUT.block_bytes
     liar.say(Pull(KEY, 5, 9))
-    await liar.hears(Ended, 2)
-    assert liar.of(Ended) == [Ended(KEY, 3), Ended(KEY, 1)]
+    await liar.hears(FetchServed, 2)
+    assert liar.of(FetchServed) == [FetchServed(KEY, 3), FetchServed(KEY, 1)]
 
 
 @pytest.mark.parametrize(
@@ -638,7 +640,7 @@ async def test_a_strange_pull_costs_the_source_nothing(world: World, names: int,
         await until(lambda: liar.reasons)
         assert why in liar.reasons[0]
     else:
-        assert await liar.hears(Ended) == Ended(KEY, 0) and not liar.of(Given)
+        assert await liar.hears(FetchServed) == FetchServed(KEY, 0) and not liar.of(FetchedSlices)
 
 
 @played(alone=True, disk=True)
@@ -648,7 +650,7 @@ async def test_one_pull_at_a_time(world: World) -> None:
     here.put_on_disk(0, COUNT)
     here.store.before = lambda what, name: go_on.wait(60)
     liar = await world.liar()
-    liar.say(Want(KEY, NAMES[:COUNT], 0))
+    liar.say(FetchRequest(KEY, NAMES[:COUNT], 0))
     for _ in range(2):
         liar.say(Pull(KEY, 0, 3))
     await until(lambda: liar.reasons)
@@ -676,7 +678,7 @@ async def test_what_is_asked_for_before_the_node_decided_waits_for_that(world: W
     await world.quiet()
     liar.say(Pull(KEY, 0, COUNT))
     await world.quiet()
-    assert liar.of(Ended)[-1] == Ended(KEY, 3) and len(liar.of(Ended)) <= 2
+    assert liar.of(FetchServed)[-1] == FetchServed(KEY, 3) and len(liar.of(FetchServed)) <= 2
 
 
 @pytest.mark.parametrize("how", ["enough", "lost", "closed"])
@@ -700,7 +702,7 @@ async def test_a_borrower_that_goes_leaves_nothing_pinned_and_no_more_than_two_b
     else:
         await here.mover.close()
     await here.idle()
-    assert not liar.of(Ended)
+    assert not liar.of(FetchServed)
 
 
 @played(alone=True)
@@ -708,20 +710,20 @@ async def test_what_is_lent_stays_until_who_got_it_has_enough(world: World) -> N
     here = world.here
     stranger = await world.liar(THIRD)
     liar = await wanting(world, Pull(KEY, 0, COUNT, host_id()))
-    lent = await liar.hears(Lent)
+    lent = await liar.hears(LentBlocks)
     assert [len(seals) for seals in lent.seals] == [LAYERS] * COUNT
-    stranger.say(Enough(KEY))
-    liar.say(Enough(RequestId("b#1")))
+    stranger.say(FetchDone(KEY))
+    liar.say(FetchDone(RequestId("b#1")))
     await world.quiet()
     stranger.sessions[0].abort("gone")
     await here.told(events.Gone)
     here.store.drop(NAMES[:COUNT])
     taken = here.store.reserve(here.arena.num_slots)
     await world.quiet()
-    assert here.held()[0] == COUNT and not liar.of(Given) and not set(taken) & set(lent.slots)
+    assert here.held()[0] == COUNT and not liar.of(FetchedSlices) and not set(taken) & set(lent.slots)
     for slot, block in zip(lent.slots, BLOCKS, strict=False):
         assert bytes(here.arena.slot(slot)) == block, "somebody else wrote there"
-    liar.say(Enough(KEY))
+    liar.say(FetchDone(KEY))
     here.store.give_back(taken)
     await here.idle()
 
@@ -730,7 +732,7 @@ async def test_what_is_lent_stays_until_who_got_it_has_enough(world: World) -> N
 @played(alone=True)
 async def test_what_is_lent_to_a_node_that_is_lost_comes_back(world: World, session: str) -> None:
     liar = await wanting(world, Pull(KEY, 0, COUNT, host_id()))
-    await liar.hears(Lent)
+    await liar.hears(LentBlocks)
     (liar.sessions[0].abort if session == "lost" else liar.sessions[0].close)("gone")
     await world.here.idle()
 
@@ -738,5 +740,5 @@ async def test_what_is_lent_to_a_node_that_is_lost_comes_back(world: World, sess
 @played(alone=True)
 async def test_to_another_host_nothing_is_lent(world: World) -> None:
     liar = await wanting(world, Pull(KEY, 0, COUNT, "another"))
-    await liar.hears(Ended)
-    assert not liar.of(Lent) and len(liar.of(Given)) == LAYERS
+    await liar.hears(FetchServed)
+    assert not liar.of(LentBlocks) and len(liar.of(FetchedSlices)) == LAYERS

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from isthmus.core.blocks import seal
 from isthmus.core.node import events
-from isthmus.core.node.letters import Granted, Landed, Shrink, Want
+from isthmus.core.node.letters import FetchRequest, HandoverConfirmed, HandoverGranted, Shrink
 from isthmus.core.types import Span
 from isthmus.live.engine import codecs
 from isthmus.live.peers import wire
-from isthmus.live.peers.messages import Sent, Slices
+from isthmus.live.peers.messages import HandoverSent, HandoverSlices
 from tests.live.kv.world import (
     BLOCKS,
     KEY,
@@ -48,18 +48,18 @@ def kv(layer: int, start: int, stop: int) -> bytes:
     return whole[start * TOKEN : stop * TOKEN]
 
 
-def frame(layer: int, first: int, stop: int, codec: str = "none") -> tuple[Slices, bytes]:
+def frame(layer: int, first: int, stop: int, codec: str = "none") -> tuple[HandoverSlices, bytes]:
     """One layer of blocks from `first` on, as an honest node sends it."""
     data = memoryview(kv(layer, first * SIZE, stop))
     parts = [data[at : at + SIZE * TOKEN] for at in range(0, len(data), SIZE * TOKEN)]
     payload, seals = wire.pack(codec, LAYOUT, parts, stop - first * SIZE, lambda: list(map(seal, parts)))
-    return Slices(KEY, layer, first, stop, seals), b"".join(payload)
+    return HandoverSlices(KEY, layer, first, stop, seals), b"".join(payload)
 
 
 def say_all(liar: Liar, num_tokens: int, layers: Sequence[int] = range(LAYERS), token: int = 77) -> None:
     for layer in layers:
         liar.say(*frame(layer, 0, num_tokens))
-    liar.say(Sent(KEY, token))
+    liar.say(HandoverSent(KEY, token))
 
 
 def expected(num_tokens: int, codec: str = "none") -> list[bytes]:
@@ -101,7 +101,7 @@ def fill(world: World) -> None:
 
 def finish(world: World, token: int = 77) -> None:
     world.there.mover.first_token(KEY, token)
-    world.there.do(events.Finish(KEY))
+    world.there.do(events.FinishHandover(KEY))
 
 
 TABLES = st.permutations(range(12))
@@ -127,7 +127,7 @@ async def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     for number, tokens in enumerate(spans):
         if number == grant_at:
             here.expect(extent, ours)
-            await there.heard(Granted)
+            await there.heard(HandoverGranted)
         await asyncio.to_thread(ready, there, tokens, theirs)
         ready(there, tokens, theirs)  # nothing goes twice
     finish(world)
@@ -135,12 +135,12 @@ async def test_the_same_bytes_lie_at_the_same_positions_afterwards(
         await world.quiet()
         assert not here.placed, "something was sent before the grant"
         here.expect(extent, ours)
-    await there.heard(Landed)
+    await there.heard(HandoverConfirmed)
     assert lies(world, ours, num_tokens) == expected(num_tokens)
     others = ours[-(-num_tokens // SIZE) :]
     assert all(here.block(number) == BLANK for number in others), "another request's block was written"
-    assert here.tokens == {KEY: 77} and len(here.of(events.Received)) == 1 and here.of(events.Moved)
-    there.do(events.Release(KEY))
+    assert here.tokens == {KEY: 77} and len(here.of(events.HandoverComplete)) == 1 and here.of(events.Progress)
+    there.do(events.ReleaseResources(KEY))
     moved = sum(message.stop - SIZE * message.first_block for message in here.placed) * TOKEN
     gauges = here.mover.gauges(), there.mover.gauges()
     assert [each[f"kv_bytes_{way}_total"] for each in gauges for way in ("in", "out")] == [moved, 0, 0, moved]
@@ -154,7 +154,7 @@ async def test_long_prompts_go_in_frames_of_some_blocks(world: World) -> None:
     world.there.send(plain(299 * SIZE))
     ready(world.there, Span(0, 299 * SIZE), range(299, 0, -1))
     finish(world)
-    await world.there.heard(Landed)
+    await world.there.heard(HandoverConfirmed)
     assert [world.here.block(number) for number in range(299)] == BLOCKS[:299]
     assert max(len(message.seals) for message in world.here.placed) == 256  # type: ignore[union-attr]
 
@@ -176,7 +176,7 @@ async def test_the_stages_of_a_pipeline_group_send_their_layers(world: World) ->
         if not stage:
             node.mover.first_token(KEY, 7)
         first += num_layers
-    await here.told(events.Received)
+    await here.told(events.HandoverComplete)
     assert lies(world, OURS, 10) == expected(10)
 
 
@@ -191,7 +191,7 @@ async def test_of_what_was_computed_before_the_grant_the_first_token_goes_with_i
     ready(world.there, Span(0, 10), THEIRS)
     world.there.mover.first_token(KEY, 77)
     world.here.expect(plain(10), OURS)
-    world.there.do(events.Send(KEY, OTHER, plain(10), computed))
+    world.there.do(events.SendHandover(KEY, OTHER, plain(10), computed))
     await world.quiet()
     assert world.here.landed == computed and lies(world, OURS, 10) == expected(10)
 
@@ -238,7 +238,7 @@ async def test_a_recurrent_state_comes_after_the_prompt_bit_for_bit(
 async def test_a_state_comes_whole_after_all_kv(world: World, first: int, stop: int, count: int) -> None:
     liar = await world.liar()
     world.here.expect(plain(SIZE + 1, state_blocks=STATES), (5, 6, 7, 8))
-    liar.say(Slices(KEY, 0, first, stop, (b"",) * count), bytes(count * SIZE * TOKEN))
+    liar.say(HandoverSlices(KEY, 0, first, stop, (b"",) * count), bytes(count * SIZE * TOKEN))
     await refused(world)
 
 
@@ -302,7 +302,7 @@ async def test_a_flipped_bit_breaks_the_hand_over_or_changes_nothing(
             damaged[bit // 8] ^= 1 << bit % 8
             payload = bytes(damaged)
         liar.say(head, payload)
-    liar.say(Sent(KEY, 77))
+    liar.say(HandoverSent(KEY, 77))
     await world.quiet()
     broken = here.of(events.Broken)
     assert here.landed != bool(broken) and (broken or codec != codecs.NONE)
@@ -336,7 +336,7 @@ async def test_kv_comes_from_the_node_of_its_attempt_alone(world: World, lie: st
     world.here.expect(plain(4), OURS)
     head, payload = frame(0, 0, 4)
     if lie == "a first token":
-        stranger.say(Sent(KEY, 66))
+        stranger.say(HandoverSent(KEY, 66))
     else:
         stranger.say(head, *([payload] if lie == "a frame" else []))
     await world.quiet()
@@ -355,7 +355,7 @@ async def test_the_first_token_is_believed_once_and_nothing_before_the_grant(wor
     assert not here.facts and here.block(OURS[0]) == BLANK, "it is read past"
     here.expect(plain(4), OURS)
     for token in (77, 88):
-        liar.say(Sent(KEY, token))
+        liar.say(HandoverSent(KEY, token))
     await world.quiet()
     say_all(liar, 4, token=99)
     await world.quiet()
@@ -411,10 +411,10 @@ async def test_a_frame_is_not_taken_for_whole_because_of_an_equal_one_without_a_
     world.here.expect(plain(4), OURS)
     zeros, payload = sealed([bytes(SIZE * TOKEN)]), bytes(SIZE * TOKEN)
     for layer in (1, 2):
-        liar.say(Slices(KEY, layer, 0, 4, zeros), payload, over=1)
-    liar.say(Sent(KEY, 77), over=1)
-    await world.under_way(liar, Slices(KEY, 0, 0, 4, zeros), payload)
-    liar.say(Slices(KEY, 0, 0, 4, zeros), over=1)
+        liar.say(HandoverSlices(KEY, layer, 0, 4, zeros), payload, over=1)
+    liar.say(HandoverSent(KEY, 77), over=1)
+    await world.under_way(liar, HandoverSlices(KEY, 0, 0, 4, zeros), payload)
+    liar.say(HandoverSlices(KEY, 0, 0, 4, zeros), over=1)
     await world.quiet()
     assert not world.here.landed and world.here.of(events.Broken)
 
@@ -438,7 +438,7 @@ async def test_what_is_under_way_at_the_end_is_written_nowhere(world: World, how
         for layer in range(LAYERS):
             liar.say(*frame(layer, 0, 6))
         await world.under_way(liar, *frame(0, 1, 6))
-        liar.say(Sent(KEY, 77))
+        liar.say(HandoverSent(KEY, 77))
         await world.quiet()
         assert here.landed
     else:
@@ -459,14 +459,14 @@ async def test_what_is_released_before_it_began_takes_nothing(world: World, from
     """Actions of another thread are not overtaken by those of the event loop."""
     here, there = world.here, world.there
     there.send(plain(10))
-    grant = events.Receive(KEY, OTHER, plain(10), OURS)
+    grant = events.ReceiveHandover(KEY, OTHER, plain(10), OURS)
     if from_thread:
         thread = threading.Thread(target=here.mover.do, args=(grant,))
         thread.start()
         thread.join()
     else:
         here.do(grant)
-    here.do(events.Release(KEY))
+    here.do(events.ReleaseResources(KEY))
     there.mover.send(KEY)
     fill(world)
     ready(there, Span(0, 10), THEIRS)
@@ -483,11 +483,11 @@ async def test_nothing_is_sent_of_blocks_that_were_given_back(world: World) -> N
     for link in world.network.links:
         link.freeze()
     ready(here, Span(0, 4), THEIRS)
-    here.do(events.Release(KEY))
+    here.do(events.ReleaseResources(KEY))
     ready(here, Span(4, 8), THEIRS)
     world.network.thaw()
     await world.quiet()
-    assert not liar.of(Slices)
+    assert not liar.of(HandoverSlices)
     assert here.mover.gauges()["kv_bytes_out_total"] == 4 * LAYERS * TOKEN, "of those that are over too"
 
 
@@ -499,10 +499,10 @@ async def test_a_lost_session_is_told_once_to_either_side_and_ends_what_went_ove
     here, there = world.here, world.there
     here.expect(plain(10), OURS)
     there.send(plain(10))
-    await there.heard(Granted)
-    here.decides = lambda fact: not isinstance(fact, events.Heard)  # answers nothing
+    await there.heard(HandoverGranted)
+    here.decides = lambda fact: not isinstance(fact, events.LetterReceived)  # answers nothing
     there.fetch(2, key=KEY)
-    await here.heard(Want)
+    await here.heard(FetchRequest)
     there.session.abort("killed")  # type: ignore[union-attr]
     assert await there.told(events.Gone) == events.Gone(OTHER, "killed")
     assert await there.told(events.BlocksFetched) == events.BlocksFetched(KEY, 0)
@@ -518,8 +518,8 @@ async def test_of_a_node_that_cannot_be_reached_all_that_needs_it_ends(world: Wo
     if is_known:
         here.addresses[OTHER] = "127.0.0.1:999"
     actions: list[Any] = [
-        events.Tell(OTHER, Shrink(KEY, 0)),
-        events.Offer(KEY, OTHER, plain(10)),
+        events.SendLetter(OTHER, Shrink(KEY, 0)),
+        events.OfferHandover(KEY, OTHER, plain(10)),
         events.Fetch(KEY, OTHER, NAMES[:2], 0),
     ]
     for count, action in enumerate(actions, 1):
@@ -532,5 +532,5 @@ async def test_of_a_node_that_cannot_be_reached_all_that_needs_it_ends(world: Wo
 @played(alone=True)
 async def test_payloads_come_with_frames_of_kv_alone(world: World) -> None:
     liar = await world.liar()
-    liar.say(Landed(KEY), bytes(7))
+    liar.say(HandoverConfirmed(KEY), bytes(7))
     await refused(world, "carried 7 bytes")

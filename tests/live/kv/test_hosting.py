@@ -19,7 +19,7 @@ from isthmus.core.node import events
 from isthmus.core.types import RequestId
 from isthmus.live.engine.interface import Asking, HolderLost
 from isthmus.live.messenger import LineLost
-from isthmus.live.peers.messages import Attend, Shipment
+from isthmus.live.peers.messages import Attend, ShipmentSlices
 from tests.live.kv.world import (
     KEY,
     LAYOUT,
@@ -75,10 +75,10 @@ def host(node: Node, key: RequestId = KEY, share: Share = HALF) -> None:
 
 def frame(
     layer: int, first: int, *blocks: int, share: Share = HALF, key: RequestId = KEY
-) -> tuple[Shipment, bytes]:
+) -> tuple[ShipmentSlices, bytes]:
     """As an honest node sends it."""
     parts = [slices(block, share)[layer] for block in blocks]
-    return Shipment(key, layer, first, sealed(parts)), b"".join(parts)
+    return ShipmentSlices(key, layer, first, sealed(parts)), b"".join(parts)
 
 
 def ship(liar: Liar, first: int, *blocks: int, share: Share = HALF, key: RequestId = KEY) -> None:
@@ -92,7 +92,7 @@ async def held(world: World, *blocks: int, share: Share = HALF) -> Liar:
     host(world.here, share=share)
     ship(liar, 0, *blocks, share=share)
     await world.quiet()
-    assert world.here.facts[-1] == events.Stowed(KEY, OTHER, len(blocks))
+    assert world.here.facts[-1] == events.ShipmentStored(KEY, OTHER, len(blocks))
     return liar
 
 
@@ -126,7 +126,7 @@ async def test_a_block_of_all_heads_has_room_for_two_of_half_of_them(world: Worl
     host(there)
     here.do(events.Ship(KEY, OTHER, 0, (5, 1, 7, 0), HALF), events.Ship(KEY, OTHER, 4, (3, 2), HALF))
     await world.quiet()
-    assert there.facts[-1] == events.Stowed(KEY, OTHER, 6)
+    assert there.facts[-1] == events.ShipmentStored(KEY, OTHER, 6)
     for number, block in enumerate((5, 1, 7, 0, 3, 2)):
         assert lies_there(there, number, HALF) == slices(block, HALF)
     size = 6 * TWO_HEADS.block_bytes // 2
@@ -142,7 +142,7 @@ async def test_a_flipped_bit_is_found_and_what_came_before_counts_on(world: Worl
         head, payload = frame(at, 2, 7, 4)
         liar.say(head, bytes([payload[0], payload[1] ^ (at == layer), *payload[2:]]))
     await world.quiet()
-    assert events.Stowed(KEY, OTHER, 2, damaged=True) in world.here.facts and world.here.mismatches == 1
+    assert events.ShipmentStored(KEY, OTHER, 2, damaged=True) in world.here.facts and world.here.mismatches == 1
     await has(liar, 2)
 
 
@@ -178,7 +178,7 @@ async def test_what_cannot_come_next_ends_the_session(
     """A gap, what there is no room for, or what is not of its size."""
     liar = await world.liar(layout=TWO_HEADS)
     host(world.here)
-    liar.say(Shipment(KEY, layer, first, (b"x" * 16,) * count), bytes(size * TWO_HEADS.slice_bytes // 2))
+    liar.say(ShipmentSlices(KEY, layer, first, (b"x" * 16,) * count), bytes(size * TWO_HEADS.slice_bytes // 2))
     await until(lambda: liar.reasons)
     assert ("is not what must come next" if size == count else "is not") in liar.reasons[0]
 
@@ -212,7 +212,7 @@ async def test_what_is_whole_goes_on_under_another_key(world: World) -> None:
     ship(liar, 2, 4, 6, key=NEXT)
     ship(liar, 3, 0)  # the home before it has no room any more
     await world.quiet()
-    assert events.Stowed(NEXT, OTHER, 2) in here.facts, "first what is written anew counts no more"
+    assert events.ShipmentStored(NEXT, OTHER, 2) in here.facts, "first what is written anew counts no more"
     for number, block in enumerate((5, 1, 4, 6)):
         assert lies_there(here, number, HALF) == slices(block, HALF)
     await has(liar, 4, NEXT)
@@ -237,7 +237,7 @@ async def test_what_was_being_written_anew_when_another_took_it_over_is_not_whol
     await world.quiet()
     world.here.do(events.Rekey(KEY, NEXT, OTHER, HALF, 3))
     await world.quiet()
-    assert world.here.facts[-1] == events.Stowed(NEXT, OTHER, 1)
+    assert world.here.facts[-1] == events.ShipmentStored(NEXT, OTHER, 1)
     await has(liar, 1, NEXT)
 
 
@@ -256,7 +256,7 @@ GIVEN_BACK: dict[str, Callable[[Node], object]] = {
     "another took it over": lambda node: node.do(events.Rekey(KEY, NEXT, OTHER, HALF, 0)),
     "its guest is gone": lambda node: node.do(events.Unhost(KEY)),
     "it was trimmed": lambda node: node.do(events.Trim(KEY, 1)),
-    "a return is over": lambda node: node.do(events.Release(KEY)),
+    "a return is over": lambda node: node.do(events.ReleaseResources(KEY)),
 }
 
 
@@ -290,14 +290,14 @@ async def test_nothing_is_sent_of_blocks_that_were_given_back(world: World, how:
         link.freeze()
     here.do(events.Ship(KEY, OTHER, 0, ROOM[:2]))
     ends = {
-        "released": events.Release(KEY),
+        "released": events.ReleaseResources(KEY),
         "trimmed": events.Trim(KEY, 0),
         "its guest is gone": events.Unhost(KEY),
     }
     here.do(ends[how])
     world.network.thaw()
     await world.quiet()
-    assert not liar.of(Shipment)
+    assert not liar.of(ShipmentSlices)
 
 
 # What comes home.
@@ -336,7 +336,7 @@ async def test_a_return_that_ends_before_its_time_is_told_once_and_writes_nothin
         sending.cancel()
         await world.quiet()
     for _ in range(2):
-        here.do(events.Release(KEY))
+        here.do(events.ReleaseResources(KEY))
     here.write(3, CANARY)
     here.write(0, CANARY)
     world.network.thaw()
@@ -470,7 +470,7 @@ async def test_questions_overtake_shipments(world: World, opened_by_holder: bool
     for link in links:
         link.freeze()
     assert not await asked(world, asking_of(2 * SIZE))
-    assert world.there.facts[-1] == events.Stowed(KEY, OTHER, 2)
+    assert world.there.facts[-1] == events.ShipmentStored(KEY, OTHER, 2)
 
 
 @pytest.mark.parametrize("how", ["nobody", "closed"])

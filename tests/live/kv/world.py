@@ -23,8 +23,8 @@ import msgspec
 
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.node import events
-from isthmus.core.node.extent import Extent
-from isthmus.core.node.letters import Enough, Granted, Landed, Want
+from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import FetchDone, FetchRequest, HandoverConfirmed, HandoverGranted
 from isthmus.core.types import BlockName, NodeId, RequestId, Span
 from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.engine.interface import KVBytes
@@ -332,22 +332,22 @@ class Node:
         if not self.decides(fact):
             return
         match fact:
-            case events.Heard(peer, Want(key, names, start)):
+            case events.LetterReceived(peer, FetchRequest(key, names, start)):
                 stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
                 self.do(events.Give(key, peer, names, start, max(start, stop), 0))
-            case events.Heard(peer, Enough(key)):
+            case events.LetterReceived(peer, FetchDone(key)):
                 self.do(events.EndGive(key, peer))
             case events.BlocksFetched(key, stop, ended):
                 self._adopt(key, stop)
                 if ended:
                     if self.peers.open_to(OTHER) is not None:
-                        self.do(events.Tell(OTHER, Enough(key)))
+                        self.do(events.SendLetter(OTHER, FetchDone(key)))
                     self._fetches.pop(key, None)
-            case events.Heard(_, Granted(key)):
+            case events.LetterReceived(_, HandoverGranted(key)):
                 self.mover.send(key)
-            case events.Received(key):
+            case events.HandoverComplete(key):
                 self.landed = True
-                self.do(events.Tell(OTHER, Landed(key)))
+                self.do(events.SendLetter(OTHER, HandoverConfirmed(key)))
             case events.Broken(key, reason):
                 self.give_up(key, reason)
             case events.Gone(peer, reason) if peer == OTHER:
@@ -358,7 +358,7 @@ class Node:
     def fetch(self, stop: int, start: int = 0, codec: str = "none", key: RequestId = KEY) -> events.Fetch:
         """Begins to fetch the first blocks."""
         order = self._fetches[key] = events.Fetch(key, OTHER, NAMES[:stop], start, codec=codec)
-        self.do(events.Tell(OTHER, Want(key, order.names, start, order.whole)), order)
+        self.do(events.SendLetter(OTHER, FetchRequest(key, order.names, start, order.whole)), order)
         return order
 
     async def fetched(self, *arguments: Any, **more: Any) -> int:
@@ -380,24 +380,27 @@ class Node:
         names = fetch.names[fetch.start : stop] if fetch is not None else ()
         new = tuple([name for name in names if not self.store.contains(name)])
         if new:
-            self.mover.do(events.Adopt(key, new))
+            self.mover.do(events.AdoptBlocks(key, new))
 
-    def send(self, extent: Extent, key: RequestId = KEY) -> None:
+    def send(self, extent: HandoverSpan, key: RequestId = KEY) -> None:
         """Offers a hand-over; it goes when there is room for it."""
         self._moving.add(key)
-        self.do(events.Offer(key, OTHER, extent))
+        self.do(events.OfferHandover(key, OTHER, extent))
 
-    def expect(self, extent: Extent, blocks: Sequence[int], key: RequestId = KEY) -> None:
+    def expect(self, extent: HandoverSpan, blocks: Sequence[int], key: RequestId = KEY) -> None:
         self.failed, self.landed = "", False
         self._moving.add(key)
-        self.do(events.Receive(key, OTHER, extent, tuple(blocks)), events.Tell(OTHER, Granted(key)))
+        self.do(
+            events.ReceiveHandover(key, OTHER, extent, tuple(blocks)),
+            events.SendLetter(OTHER, HandoverGranted(key)),
+        )
 
     def give_up(self, key: RequestId, reason: str) -> None:
         """Ends a hand-over on this side. Its blocks may serve another request when this returns."""
         if not self.landed:
             self.failed = self.failed or reason
         self._moving.discard(key)
-        self.do(events.Release(key))
+        self.do(events.ReleaseResources(key))
 
     # What it hears, and has.
 
@@ -411,7 +414,7 @@ class Node:
         return [fact for fact in found if key is None or fact.key == key]  # type: ignore[attr-defined]
 
     def letters(self, kind: type) -> list[Any]:
-        return [fact.letter for fact in self.of(events.Heard) if isinstance(fact.letter, kind)]
+        return [fact.letter for fact in self.of(events.LetterReceived) if isinstance(fact.letter, kind)]
 
     async def heard(self, kind: type, count: int = 1) -> None:
         await until(lambda: len(self.letters(kind)) >= count)
@@ -609,7 +612,7 @@ class World:
         if isinstance(self.network, HarmfulNetwork):
             self.network.thaw()
         for node in self.nodes:
-            node.do(events.Release(KEY))
+            node.do(events.ReleaseResources(KEY))
             await node.mover.close()
             for peer in (OTHER, THIRD):
                 node.peers.left(peer)
@@ -678,12 +681,12 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 }
 
 
-def plain(num_tokens: int, *, start: int = 0, codec: str = "none", state_blocks: int = 0) -> Extent:
+def plain(num_tokens: int, *, start: int = 0, codec: str = "none", state_blocks: int = 0) -> HandoverSpan:
     """Of a hand-over from block `start` on, with a recurrent state in so many blocks."""
     size = LAYOUT.block_size
     states = -(-num_tokens // size) * size
     stop = states + state_blocks * size if state_blocks else num_tokens
-    return Extent(size, start * size, num_tokens, states, stop, codec)
+    return HandoverSpan(size, start * size, num_tokens, states, stop, codec)
 
 
 def chunks(num_tokens: int, ends: Sequence[int] = ()) -> list[Span]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from isthmus.config import load_config
 from isthmus.core.errors import ConfigError, ProtocolError
-from isthmus.core.node.letters import Granted
+from isthmus.core.node.letters import HandoverGranted
 from isthmus.core.types import NodeId, RequestId
 from isthmus.live.messenger import Identity, Session, TcpNetwork, TlsFiles
 from isthmus.live.peers.messages import PeerHello, PeerMessage, Probe
@@ -86,13 +86,13 @@ class End(Ear):
 
     def say(self, node: NodeId, *keys: RequestId) -> None:
         for key in keys:
-            self.peers.say(node, Granted(key))
+            self.peers.say(node, HandoverGranted(key))
 
     async def hears(self, *said: Any) -> None:
         async with asyncio.timeout(30):
             while len(self.said) < len(said):
                 await asyncio.sleep(0)
-        assert [what.key if isinstance(what, Granted) else what for _, what in self.said] == [*said]
+        assert [what.key if isinstance(what, HandoverGranted) else what for _, what in self.said] == [*said]
 
 
 def ends(work: Callable[[End, End, Counted], Awaitable[None]]) -> None:
@@ -270,7 +270,7 @@ def test_a_node_at_no_address_is_gone() -> None:
     async def work() -> None:
         gone: list[NodeId] = []
         peers = Peers(TcpNetwork(), HELLO, Ear, lambda node: "nonsense", lambda node, reason: gone.append(node))
-        peers.say(THERE, Granted(KEYS[0]))
+        peers.say(THERE, HandoverGranted(KEYS[0]))
         with pytest.raises(ConnectionError, match="'nonsense' is not HOST:PORT"):
             await peers.get(THERE)
         assert gone == [THERE]

@@ -53,8 +53,8 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
 
         def tell(fact: Any) -> None:
             told.append(fact)
-            if isinstance(fact, events.Filled):
-                pages.adopt(events.Adopt(fact.key, fact.names))
+            if isinstance(fact, events.SlotsFilled):
+                pages.adopt(events.AdoptBlocks(fact.key, fact.names))
 
         await pages.listen()
         pages.serve(cache, tell, lambda names: None)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
         await until(lambda: any(task.cancelling() for task in asyncio.all_tasks()))  # the save is broken off
         assert len(cache.store.reserve(4)) == 2, "two are still on their way"
         cache.adopts[0]()
-        await until(lambda: events.Settled(RequestId("r")) in told)
+        await until(lambda: events.SavesDone(RequestId("r")) in told)
         assert all(cache.store.contains(name) for name in NAMES)
         cache.store.check()
         await pages.close()

@@ -9,6 +9,7 @@ from isthmus.core.attempts import BlocksStored as BlocksStored
 from isthmus.core.attempts import Convert as Convert
 from isthmus.core.attempts import FetchFinished as FetchFinished
 from isthmus.core.attempts import FetchOrder as FetchOrder
+from isthmus.core.attempts import HoldingsChanged as HoldingsChanged
 from isthmus.core.attempts import Lend as Lend
 from isthmus.core.attempts import MemoryUsed as MemoryUsed
 from isthmus.core.attempts import PrefillFinished as PrefillFinished
@@ -16,15 +17,13 @@ from isthmus.core.attempts import Repay as Repay
 from isthmus.core.attempts import RequestFailed as RequestFailed
 from isthmus.core.attempts import RoleChanged as RoleChanged
 from isthmus.core.attempts import Route as Route
-from isthmus.core.attempts import Spread as Spread
 from isthmus.core.conductor.conductor import Conductor as Conductor
 from isthmus.core.conductor.desk import Answer as Answer
 from isthmus.core.conductor.desk import Desk as Desk
 from isthmus.core.conductor.desk import End as End
-from isthmus.core.conductor.desk import Tell as Tell
+from isthmus.core.conductor.desk import SendOrder as SendOrder
 from isthmus.core.conductor.events import Abort as Abort
 from isthmus.core.conductor.events import Action as Action
-from isthmus.core.conductor.events import Content as Content
 from isthmus.core.conductor.events import Event as Event
 from isthmus.core.conductor.events import Fail as Fail
 from isthmus.core.conductor.events import FirstToken as FirstToken
@@ -35,6 +34,7 @@ from isthmus.core.conductor.events import LinkState as LinkState
 from isthmus.core.conductor.events import NodeJoined as NodeJoined
 from isthmus.core.conductor.events import NodeLeft as NodeLeft
 from isthmus.core.conductor.events import Paths as Paths
+from isthmus.core.conductor.events import PromptContent as PromptContent
 from isthmus.core.conductor.events import Refuse as Refuse
 from isthmus.core.conductor.events import Remember as Remember
 from isthmus.core.conductor.events import RequestArrived as RequestArrived

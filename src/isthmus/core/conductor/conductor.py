@@ -12,12 +12,12 @@ from isthmus.core.attempts import (
     BlocksStored,
     FetchFinished,
     Holding,
+    HoldingsChanged,
     MemoryUsed,
     PrefillFinished,
     RequestFailed,
     RoleChanged,
     Route,
-    Spread,
     num_left_out,
 )
 from isthmus.core.conductor import copies, holders
@@ -95,7 +95,7 @@ class Conductor:
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
             LinksMeasured: self._measured,
-            Spread: self._spread,
+            HoldingsChanged: self._spread,
             MemoryUsed: self._memory_used,
         }
 
@@ -490,7 +490,7 @@ class Conductor:
         node = self.view.nodes.get(event.node)
         return [*self._lending.used(node, event)] if node is not None else []
 
-    def _spread(self, event: Spread, now: int) -> list[Action]:
+    def _spread(self, event: HoldingsChanged, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
         if request is not None:
             self._lending.spread(request, event.holdings)

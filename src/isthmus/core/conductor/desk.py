@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from isthmus.core.attempts import Begin, Convert, Forget, Lend, Order, Repay, Route, key_of
+from isthmus.core.attempts import Convert, DropAttempt, Lend, Order, Repay, Route, StartAttempt, key_of
 from isthmus.core.conductor.conductor import Conductor
 from isthmus.core.conductor.events import (
     Abort,
@@ -32,7 +32,7 @@ from isthmus.core.conductor.view import WAITING, RequestView
 from isthmus.core.types import DECODE, MIXED, PREFILL, NodeId, RequestId, sharing
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendOrder(msgspec.Struct, frozen=True):
     """To a node, which need not be there any more."""
 
     node: NodeId
@@ -42,7 +42,7 @@ class Tell(msgspec.Struct, frozen=True):
 End = Refuse | Fail | RequestEnded | RequestCancelled
 """Each request ends with one of them, once."""
 
-Answer = Route | Abort | Tell | Hold | End | ThresholdSet | Remember | Unremember
+Answer = Route | Abort | SendOrder | Hold | End | ThresholdSet | Remember | Unremember
 
 
 class Desk:
@@ -66,8 +66,8 @@ class Desk:
             Hold: lambda hold: [hold if hold.wait_ms else replace(hold, wait_ms=self._rejoin_ms)],
             Refuse: self._over,
             Fail: self._over,
-            Convert: lambda order: [Tell(order.node, order)],
-            **dict.fromkeys((Lend, Repay), lambda order: [Tell(order.home, order)]),
+            Convert: lambda order: [SendOrder(order.node, order)],
+            **dict.fromkeys((Lend, Repay), lambda order: [SendOrder(order.home, order)]),
             **dict.fromkeys((Route, ThresholdSet, Remember, Unremember), lambda action: [action]),
         }
 
@@ -95,7 +95,7 @@ class Desk:
         answers = [answer for action in actions for answer in self._follow[type(action)](action)]
         return answers if end is None else [*answers, *self._over(end)]
 
-    def parts(self, route: Route, num_generated: int) -> list[tuple[NodeId, Begin]]:
+    def parts(self, route: Route, num_generated: int) -> list[tuple[NodeId, StartAttempt]]:
         """What each node of a route is told when the client has `num_generated` tokens, which are part of what is
         prefilled now. The decode node comes first: it is asked for room while the prompt waits. Nobody is told of an
         attempt that was over at once."""
@@ -112,7 +112,8 @@ class Desk:
         stop = length + max(1, arrived.max_tokens)  # where the prompt alone is scored, one token ends that
         tenant = sharing(arrived.tenant, arrived.weight)
         return [
-            (node, Begin(key, part, route, length + num_generated, stop, names, tenant)) for node, part in parts
+            (node, StartAttempt(key, part, route, length + num_generated, stop, names, tenant))
+            for node, part in parts
         ]
 
     def under_way(self, name: RequestId, attempt: int) -> RequestView | None:
@@ -132,8 +133,8 @@ class Desk:
     # What follows.
 
     def _stopped(self, abort: Abort) -> list[Answer]:
-        forget = Forget(key_of(abort.request, abort.attempt))
-        return [abort, *[Tell(node, forget) for node in abort.nodes]]
+        forget = DropAttempt(key_of(abort.request, abort.attempt))
+        return [abort, *[SendOrder(node, forget) for node in abort.nodes]]
 
     def _over(self, end: End) -> list[Answer]:
         del self._open[end.request]

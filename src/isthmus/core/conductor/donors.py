@@ -14,7 +14,7 @@ import msgspec
 from isthmus.core.attempts import Assembly, Donor, FetchOrder
 from isthmus.core.conductor.copies import expected_ns
 from isthmus.core.conductor.estimates import Estimator, can_copy, least_sending
-from isthmus.core.conductor.events import Content, Remember, Unremember
+from isthmus.core.conductor.events import PromptContent, Remember, Unremember
 from isthmus.core.conductor.index import deepest
 from isthmus.core.conductor.prompts import Known, Prompts
 from isthmus.core.conductor.rules import Rules
@@ -156,7 +156,7 @@ class _Finder:
         self._view, self._prompts, self._rules, self._gone = view, prompts, rules, gone
         content = estimator.request.content
         assert content is not None
-        self._content: Content = content
+        self._content: PromptContent = content
         cluster = estimator.cluster
         self._everyone = view.index.users
         self._nodes = (cluster.prefill_mask | cluster.lender_mask) & self._everyone

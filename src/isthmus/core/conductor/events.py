@@ -11,6 +11,7 @@ from isthmus.core.attempts import (
     BlocksStored,
     Convert,
     FetchFinished,
+    HoldingsChanged,
     Lend,
     MemoryUsed,
     PrefillFinished,
@@ -18,7 +19,6 @@ from isthmus.core.attempts import (
     RequestFailed,
     RoleChanged,
     Route,
-    Spread,
 )
 from isthmus.core.cost import Cost
 from isthmus.core.types import BlockName, NodeId, RequestId, Reuse, Role
@@ -101,7 +101,7 @@ class NodeLeft(msgspec.Struct, frozen=True, tag=True):
     node: NodeId
 
 
-class Content(msgspec.Struct, frozen=True):
+class PromptContent(msgspec.Struct, frozen=True):
     """What a prompt says, as far as others with the same can be found: only of requests that may be computed with
     more than their own prefix, as `reuse` says. Digests `pieces` of what it is cut into (`isthmus.core.reuse.cut`),
     where each ends, and the `signature` of its embedding. `scope`: prompts of other scopes are none of its
@@ -129,7 +129,7 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
-    content: Content | None = None
+    content: PromptContent | None = None
     weight: float = 0.0
 
 
@@ -175,7 +175,7 @@ Event = (
     | BlocksEvicted
     | RoleChanged
     | LinksMeasured
-    | Spread
+    | HoldingsChanged
     | MemoryUsed
 )
 

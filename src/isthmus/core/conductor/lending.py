@@ -2,9 +2,9 @@
 
 A node says now and then what changed of its memory (`MemoryUsed`). With each report the policy plans for the nodes of
 its cluster: blocks of requests that decode go to other nodes (`Lend`) and come home again (`Repay`). What was planned
-counts as done until the home says what it came to (`Spread`); a refusal leaves all as it was until the next plan. Who
-owes whom is the sum of what requests have elsewhere. Nodes of role attention, and what lies with them, stay as they
-are.
+counts as done until the home says what it came to (`HoldingsChanged`); a refusal leaves all as it was until the next
+plan. Who owes whom is the sum of what requests have elsewhere. Nodes of role attention, and what lies with them, stay
+as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.core.attempts import Entry, Holding, Lend, MemoryUsed, Repay
+from isthmus.core.attempts import Holding, Lend, MemoryEntry, MemoryUsed, Repay
 from isthmus.core.conductor.clusters import Cluster
 from isthmus.core.conductor.debts import Memory, Plan, Resident, isthmus
 from isthmus.core.conductor.rules import Rules
@@ -32,7 +32,7 @@ class _Said:
     spare: int = 0
     wanted: int = 0
     waiting: int = 0
-    entries: dict[tuple[RequestId, int], Entry] = field(default_factory=dict)  # by request and attempt
+    entries: dict[tuple[RequestId, int], MemoryEntry] = field(default_factory=dict)  # by request and attempt
     planned: bool = False  # something for it, since its last report
     lacked: bool = False  # it had too little memory at the report before
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from isthmus.core.conductor.events import Content, Remember, Unremember
+from isthmus.core.conductor.events import PromptContent, Remember, Unremember
 from isthmus.core.conductor.view import RequestView
 from isthmus.core.reuse import SIMILAR, similarity
 from isthmus.core.types import BlockName, RequestId
@@ -22,7 +22,7 @@ class Known:
 
     __slots__ = ("content", "names", "request", "starts")
 
-    def __init__(self, request: RequestId, names: tuple[BlockName, ...], content: Content) -> None:
+    def __init__(self, request: RequestId, names: tuple[BlockName, ...], content: PromptContent) -> None:
         self.request, self.names, self.content = request, names, content
         self.starts = dict(zip(content.pieces, (0, *content.stops), strict=False))
 
@@ -79,7 +79,7 @@ class Prompts:
         """It is of use again."""
         self._known[name] = self._known.pop(name)
 
-    def alike(self, content: Content) -> list[tuple[float, Known]]:
+    def alike(self, content: PromptContent) -> list[tuple[float, Known]]:
         """Those whose signatures are alike enough, the most alike first."""
         found = [
             (share, known)

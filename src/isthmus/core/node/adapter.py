@@ -35,7 +35,7 @@ from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, Nod
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
 MAX_REFUSED = 1024
-OF_HOLDERS = (letters.Reserve, letters.Claim, letters.SendBack, letters.Shrink)
+OF_HOLDERS = (letters.ReserveRequest, letters.ClaimRequest, letters.SendBack, letters.Shrink)
 
 Names = tuple[BlockName, ...]
 
@@ -76,7 +76,7 @@ class _Attempt:
         "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
     )  # fmt: skip
 
-    def __init__(self, begin: events.Begin) -> None:
+    def __init__(self, begin: events.StartAttempt) -> None:
         self.begin = begin
         self.state = GATHERING
         self.pinned: Names = ()
@@ -108,31 +108,31 @@ class Adapter:
         self._engine: Counter[BlockName] = Counter()
         """Copies in the engine's own memory."""
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
-            events.Begin: self._begin,
-            events.Forget: self._forget,
+            events.StartAttempt: self._begin,
+            events.DropAttempt: self._forget,
             events.Convert: self._convert,
-            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+            events.LetterReceived: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
-            events.Answered: self._answered,
-            events.Settled: self._settled,
-            events.Over: self._over,
+            events.EnginePrefilled: self._answered,
+            events.SavesDone: self._settled,
+            events.AnswerComplete: self._over,
             events.Broken: self._broken,
             events.BlocksFetched: self._fetched,
-            events.Moved: self._moved,
-            events.Filled: self._filled,
-            events.Lost: self._lost,
-            events.Recovered: self._recovered,
+            events.Progress: self._moved,
+            events.SlotsFilled: self._filled,
+            events.BlocksLost: self._lost,
+            events.PrefixesRecovered: self._recovered,
             events.EngineBlocks: self._engine_blocks,
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             **dict.fromkeys(get_args(letters.Letter), letters.void),
-            letters.Passed: self._passed,
-            letters.Landed: self._landed,
-            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
-            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
+            letters.PromptComputed: self._passed,
+            letters.HandoverConfirmed: self._landed,
+            letters.FetchRequest: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.FetchDone: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
             **dict.fromkeys(OF_HOLDERS, self._refuses),
         }
 
@@ -168,7 +168,7 @@ class Adapter:
 
     # An attempt begins and ends.
 
-    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
+    def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
         attempt = _Attempt(event)
         self._attempts.add(attempt)
         route = event.route
@@ -205,7 +205,7 @@ class Adapter:
             self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
         actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
 
-    def _answered(self, event: events.Answered, now: int, actions: list[events.Action]) -> None:
+    def _answered(self, event: events.EnginePrefilled, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None or attempt.state is not SUBMITTED:
             return
@@ -222,7 +222,7 @@ class Adapter:
             attempt.due_ns = now + SETTLE_NS
             actions.append(events.Wake(attempt.due_ns))
 
-    def _settled(self, event: events.Settled, now: int, actions: list[events.Action]) -> None:
+    def _settled(self, event: events.SavesDone, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
@@ -235,10 +235,12 @@ class Adapter:
         begin, params = attempt.begin, attempt.params
         attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
         self._given[begin.key] = begin.peer, params
-        passed = letters.Passed(begin.key, attempt.cached_tokens or 0, params)
-        actions.append(events.Tell(begin.peer, passed))
+        passed = letters.PromptComputed(begin.key, attempt.cached_tokens or 0, params)
+        actions.append(events.SendLetter(begin.peer, passed))
 
-    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+    def _landed(
+        self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: list[events.Action]
+    ) -> None:
         attempt = self._attempts.get(landed.key)
         reader, params = self._given.get(landed.key, (None, b""))
         if reader != peer:
@@ -251,12 +253,12 @@ class Adapter:
             actions.append(PrefillFinished(route.request, route.attempt))
             self._end(attempt, actions)
 
-    def _over(self, event: events.Over, now: int, actions: list[events.Action]) -> None:
+    def _over(self, event: events.AnswerComplete, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._end(attempt, actions)
 
-    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
+    def _forget(self, event: events.DropAttempt, now: int, actions: list[events.Action]) -> None:
         """The head, which says so, heeds nothing any more that comes of it."""
         attempt = self._attempts.get(event.key)
         if attempt is not None:
@@ -292,15 +294,15 @@ class Adapter:
         for each in (key, handover_key(key)):
             self._fetches.end(each, actions)
         self._unpin(attempt)
-        actions.append(events.Release(key))
+        actions.append(events.ReleaseResources(key))
 
     def _land(self, attempt: _Attempt, actions: list[events.Action], *, unread: bool = False) -> None:
         """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
         tells the other one itself when it has done with its KV."""
         if attempt.awaited:
             attempt.awaited, attempt.params = False, b""
-            landed = letters.Landed(attempt.begin.key, unread)
-            actions.append(events.Tell(attempt.begin.peer, landed))
+            landed = letters.HandoverConfirmed(attempt.begin.key, unread)
+            actions.append(events.SendLetter(attempt.begin.peer, landed))
 
     def _discard(self, params: bytes, actions: list[events.Action]) -> None:
         if params:
@@ -317,12 +319,14 @@ class Adapter:
 
     # Handing over.
 
-    def _passed(self, peer: NodeId, passed: letters.Passed, now: int, actions: list[events.Action]) -> None:
+    def _passed(
+        self, peer: NodeId, passed: letters.PromptComputed, now: int, actions: list[events.Action]
+    ) -> None:
         key = passed.key
         attempt = self._attempts.get(key)
         if self._refused.get(key) == peer:
             del self._refused[key]
-            actions.append(events.Tell(peer, letters.Landed(key, unread=True)))
+            actions.append(events.SendLetter(peer, letters.HandoverConfirmed(key, unread=True)))
             return
         if attempt is None or attempt.state is not AWAITING:
             if attempt is None or attempt.state is GATHERING:
@@ -362,21 +366,21 @@ class Adapter:
 
     def _refuses(self, peer: NodeId, wanted: Any, now: int, actions: list[events.Action]) -> None:
         """No other node's KV lies in this engine's memory."""
-        if isinstance(wanted, letters.Reserve):
-            actions.append(events.Tell(peer, letters.Reserved(wanted.key, False)))
-        elif isinstance(wanted, letters.Claim):
-            actions.append(events.Tell(peer, letters.Found(wanted.key, 0)))
+        if isinstance(wanted, letters.ReserveRequest):
+            actions.append(events.SendLetter(peer, letters.ReserveReply(wanted.key, False)))
+        elif isinstance(wanted, letters.ClaimRequest):
+            actions.append(events.SendLetter(peer, letters.ClaimReply(wanted.key, 0)))
 
     # Fetching from other nodes.
 
     def _fetch(
-        self, key: RequestId, order: FetchOrder, begin: events.Begin, actions: list[events.Action]
+        self, key: RequestId, order: FetchOrder, begin: events.StartAttempt, actions: list[events.Action]
     ) -> None:
         names = begin.names[: order.stop]
         wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
         self._fetches.begin(wanted, actions)
 
-    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
+    def _moved(self, event: events.Progress, now: int, actions: list[events.Action]) -> None:
         if event.fetched:
             self._fetches.moved(event.key, now)
 
@@ -399,7 +403,7 @@ class Adapter:
 
     # What is kept.
 
-    def _filled(self, event: events.Filled, now: int, actions: list[events.Action]) -> None:
+    def _filled(self, event: events.SlotsFilled, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         tenant = attempt.begin.tenant if attempt is not None else NOBODY
         self._keep(event.names, actions, event.key, tenant)
@@ -411,11 +415,11 @@ class Adapter:
         if self._keeper is not None:
             self._keeper.keep(names, actions, key, tenant=tenant)
 
-    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
+    def _lost(self, event: events.BlocksLost, now: int, actions: list[events.Action]) -> None:
         if self._keeper is not None and event.names:
             self._keeper.lose(event.names, actions)
 
-    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: list[events.Action]) -> None:
         if self._keeper is not None:
             self._keeper.recover(event.chains, actions)
 

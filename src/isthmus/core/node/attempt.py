@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from isthmus.core.attempts import Share, Spread, assembly_of
-from isthmus.core.node.events import Begin, Load, Receive, Tell
-from isthmus.core.node.extent import Extent
-from isthmus.core.node.letters import Granted, Reserve
+from isthmus.core.attempts import HoldingsChanged, Share, assembly_of
+from isthmus.core.node.events import LoadBlocks, ReceiveHandover, SendLetter, StartAttempt
+from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import HandoverGranted, ReserveRequest
 from isthmus.core.scheduler import Actions, Sequence
 from isthmus.core.types import DECODE, MIXED, NodeId
 
@@ -20,8 +20,8 @@ class Attempt(Sequence):
     """A sequence for the scheduler; and what it waits for. `pinned` is, of what is received, all that its node has or
     gets itself, until that is in the engine."""
 
-    begin: Begin  # what the node was told
-    extent: Extent  # what is handed over
+    begin: StartAttempt  # what the node was told
+    extent: HandoverSpan  # what is handed over
     started: bool = False  # its first chunk was in a run
     granted: bool = False  # its decode node has room
     sampled: bool = False  # its first token is known
@@ -32,7 +32,7 @@ class Attempt(Sequence):
     reason: str = ""
 
     @classmethod
-    def of(cls, begin: Begin, extent: Extent, hands_over: bool) -> Attempt:
+    def of(cls, begin: StartAttempt, extent: HandoverSpan, hands_over: bool) -> Attempt:
         """`hands_over`: it leaves the batch when its prompt is computed."""
         route, assembly = begin.route, assembly_of(begin.route)
         attempt = cls(begin.key, begin.num_tokens, begin.stop_length, begin=begin, extent=extent)
@@ -67,7 +67,9 @@ class Attempt(Sequence):
 
     def reserve(self, asked: Iterable[tuple[NodeId, int, Share]]) -> Actions:
         """Asks these holders for room for so many blocks."""
-        return [Tell(holder, Reserve(self.request, count, share)) for holder, count, share in asked]
+        return [
+            SendLetter(holder, ReserveRequest(self.request, count, share)) for holder, count, share in asked
+        ]
 
     def admitted(self) -> Actions:
         """Where it decodes there may be no memory yet."""
@@ -78,15 +80,15 @@ class Attempt(Sequence):
         begin, extent, blocks = self.begin, self.extent, self.table
         if self.restore:
             blocks = blocks[: extent.states // extent.block_size] + self.restore
-        received = Receive(begin.key, begin.peer, extent, blocks)
-        granted = Tell(begin.peer, Granted(begin.key))
+        received = ReceiveHandover(begin.key, begin.peer, extent, blocks)
+        granted = SendLetter(begin.peer, HandoverGranted(begin.key))
         actions: Actions = [received, granted, *self.reserve(self.remote.ask())]
         count = begin.route.handover_start
         if count:
             names, tokens, arriving = begin.names[:count], count * extent.block_size, self.fetch is not None
-            actions.append(Load(begin.key, names, blocks[:count], tokens, arriving, told=True))
+            actions.append(LoadBlocks(begin.key, names, blocks[:count], tokens, arriving, told=True))
         return actions
 
-    def spread(self) -> Spread:
+    def spread(self) -> HoldingsChanged:
         """Where the conductor is to believe its KV."""
-        return Spread(self.begin.route.request, self.begin.route.attempt, self.remote.planned)
+        return HoldingsChanged(self.begin.route.request, self.begin.route.attempt, self.remote.planned)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any, Generic, Protocol, TypeVar
 
 from isthmus.core.attempts import RequestFailed
-from isthmus.core.node.events import Begin, Wake
+from isthmus.core.node.events import StartAttempt, Wake
 from isthmus.core.scheduler import Actions
 from isthmus.core.types import NS_PER_MS, NodeId, RequestId
 
@@ -20,7 +20,7 @@ MAX_EARLY = 4096
 class Begun(Protocol):
     """What every attempt knows. `due_ns`: when it is given up for `reason`, or goes on; 0 for never."""
 
-    begin: Begin
+    begin: StartAttempt
     due_ns: int
     reason: str
 

@@ -1,10 +1,10 @@
 """KV of an attempt on other nodes: what its home asks of holders. `guests.py` is the holder's side.
 
-    home ──Reserve──> holder ──Reserved──> home         when it has memory, or to move some while it decodes
-         ══blocks══>         ──Shipped───>              whole ones, in their order, as they are computed
-         ──SendBack─>        ══blocks════>              the last of them come home: the conductor says so
-         ──Shrink───>                                   and so much less is kept there: nothing when home is through
-    next ──Claim────> holder ──Found─────> next         before it begins, if the home before it is gone
+    home ──ReserveRequest──> holder ──ReserveReply──────> home      when it has memory, or to move some while it decodes
+         ══blocks══════════>        ──ShipmentConfirmed─>           whole ones, in their order, as they are computed
+         ──SendBack────────>        ══blocks════════════>           the last of them come home: the conductor says so
+         ──Shrink──────────>                                        so much less is kept there: nothing, at last
+    next ──ClaimRequest────> holder ──ClaimReply────────> next      before it begins, if the home before it is gone
 
 A holder says at once whether there is room, and an attempt asks when it has memory where it is computed and where it
 decodes: so of two attempts neither waits for what the other has. A prefill node and the decode node that follows it
@@ -18,7 +18,7 @@ from __future__ import annotations
 from isthmus.core.attempts import Holding, holdings_of, key_of
 from isthmus.core.node import events
 from isthmus.core.node.attempt import Attempt
-from isthmus.core.node.letters import Claim, SendBack, Shrink
+from isthmus.core.node.letters import ClaimRequest, SendBack, Shrink
 from isthmus.core.scheduler import Actions, Scheduler
 from isthmus.core.scheduler.pool import Blocks
 from isthmus.core.scheduler.remote import ALL_HERE, Holders, RemoteKV, Return, Shipment, shares
@@ -64,7 +64,9 @@ class Away:
     def claim(self, attempt: Attempt) -> Actions:
         """Before it begins, its holders say what they keep of the attempt before it."""
         key, old = attempt.request, key_of(attempt.begin.route.request, attempt.begin.route.taken)
-        return [events.Tell(holder, Claim(key, old, share)) for holder, share in attempt.remote.claim()]
+        return [
+            events.SendLetter(holder, ClaimRequest(key, old, share)) for holder, share in attempt.remote.claim()
+        ]
 
     def found(self, attempt: Attempt, holder: NodeId, num_blocks: int) -> bool:
         """One of them did; whether all have now. What is whole is gone on with."""
@@ -105,7 +107,7 @@ class Away:
         if blocks:
             remote.returning = Return(blocks)
             actions.append(events.Reclaim(key, event.holder, blocks))
-            actions.append(events.Tell(event.holder, SendBack(key, there - count, count)))
+            actions.append(events.SendLetter(event.holder, SendBack(key, there - count, count)))
             self._note(attempt)
         return bool(blocks)
 
@@ -152,7 +154,7 @@ class Away:
         self._scheduler.returned(attempt, blocks)
         if not left:
             del remote.holders[holder]
-        actions.append(events.Tell(holder, Shrink(key, left)))
+        actions.append(events.SendLetter(holder, Shrink(key, left)))
         actions.append(attempt.spread())
 
     def ship(self, now: int, actions: Actions) -> None:
@@ -190,9 +192,9 @@ class Away:
         self._under_way.pop(attempt.request, None)
 
     def end(self, attempt: Attempt, actions: Actions) -> None:
-        """It is over here; comes with its `Release`."""
+        """It is over here; comes with its `ReleaseResources`."""
         self.stop(attempt)
-        actions += [events.Tell(holder, Shrink(attempt.request, 0)) for holder in attempt.remote.holders]
+        actions += [events.SendLetter(holder, Shrink(attempt.request, 0)) for holder in attempt.remote.holders]
 
     def _num_full(self, attempt: Attempt) -> int:
         return self._scheduler.num_computed(attempt) // self._size

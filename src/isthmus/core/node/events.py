@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.core.attempts import Begin as Begin
 from isthmus.core.attempts import Convert as Convert
-from isthmus.core.attempts import Forget as Forget
+from isthmus.core.attempts import DropAttempt as DropAttempt
 from isthmus.core.attempts import Lend as Lend
 from isthmus.core.attempts import Repay as Repay
 from isthmus.core.attempts import Report, Share
-from isthmus.core.node.extent import Extent
+from isthmus.core.attempts import StartAttempt as StartAttempt
+from isthmus.core.node.extent import HandoverSpan
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
-from isthmus.core.scheduler import Adopt as Adopt
+from isthmus.core.scheduler import AdoptBlocks as AdoptBlocks
 from isthmus.core.scheduler import Demote as Demote
-from isthmus.core.scheduler import Drop as Drop
-from isthmus.core.scheduler import Load as Load
+from isthmus.core.scheduler import DropBlocks as DropBlocks
+from isthmus.core.scheduler import LoadBlocks as LoadBlocks
 from isthmus.core.scheduler import Promote as Promote
-from isthmus.core.scheduler import Save as Save
+from isthmus.core.scheduler import SaveBlocks as SaveBlocks
 from isthmus.core.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 # From other nodes.
 
 
-class Heard(msgspec.Struct, frozen=True, tag=True):
+class LetterReceived(msgspec.Struct, frozen=True, tag=True):
     """Another node says this."""
 
     peer: NodeId
@@ -78,13 +78,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
-class Received(msgspec.Struct, frozen=True, tag=True):
+class HandoverComplete(msgspec.Struct, frozen=True, tag=True):
     """All that is handed over of an attempt is in the engine, its seals matched, and its first token is known."""
 
     key: RequestId
 
 
-class Stowed(msgspec.Struct, frozen=True, tag=True):
+class ShipmentStored(msgspec.Struct, frozen=True, tag=True):
     """Of what `peer` ships of an attempt that is hosted here the first `stop` blocks are in the engine, in all layers,
     and their seals matched; or, if `damaged`, one did not. Fewer than before: what follows is being written anew."""
 
@@ -102,7 +102,7 @@ class Reclaimed(msgspec.Struct, frozen=True, tag=True):
     whole: bool
 
 
-class Moved(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, frozen=True, tag=True):
     """Some bytes came of what is handed over; or, with `fetched`, is fetched, or that was asked for."""
 
     key: RequestId
@@ -118,13 +118,13 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     final: bool = False
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class BlocksLost(msgspec.Struct, frozen=True, tag=True):
     """The bytes of these cached blocks are gone or damaged, in whichever tier they were."""
 
     names: tuple[BlockName, ...]
 
 
-class Recovered(msgspec.Struct, frozen=True, tag=True):
+class PrefixesRecovered(msgspec.Struct, frozen=True, tag=True):
     """Prefixes found whole on the SSD when the node started."""
 
     chains: tuple[tuple[BlockName, ...], ...]
@@ -133,29 +133,30 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 # Of a node whose engine plans its own batches (`adapter.py`).
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True):
-    """The engine has computed a prompt that was submitted, as `Passed` says; the rest of its answer follows, but of a
-    PREFILL part there is none."""
+class EnginePrefilled(msgspec.Struct, frozen=True, tag=True):
+    """The engine has computed a prompt that was submitted, as `PromptComputed` says; the rest of its answer follows,
+    but of a PREFILL part there is none."""
 
     key: RequestId
     cached_tokens: int = 0
     params: bytes = b""
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True):
-    """All that is to be saved of an attempt's KV was told as `Filled`, or will not be."""
+class SavesDone(msgspec.Struct, frozen=True, tag=True):
+    """All that is to be saved of an attempt's KV was told as `SlotsFilled`, or will not be."""
 
     key: RequestId
 
 
-class Over(msgspec.Struct, frozen=True, tag=True):
+class AnswerComplete(msgspec.Struct, frozen=True, tag=True):
     """An attempt's answer is complete."""
 
     key: RequestId
 
 
-class Filled(msgspec.Struct, frozen=True, tag=True):
-    """The engine has put what is new of this prefix into the store's slots: an `Adopt` for `key` keeps some of it."""
+class SlotsFilled(msgspec.Struct, frozen=True, tag=True):
+    """The engine has put what is new of this prefix into the store's slots: an `AdoptBlocks` for `key` keeps some of
+    it."""
 
     key: RequestId
     names: tuple[BlockName, ...]
@@ -175,15 +176,16 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Begin | Forget | Lend | Repay | Convert
-    | Heard | Gone
-    | Stepped | Saved | Missing | Sampled | BlocksFetched | Loaded | Received | Stowed | Reclaimed | Moved | Broken
-    | Lost | Recovered
-    | Answered | Settled | Over | Filled | EngineBlocks
+    StartAttempt | DropAttempt | Lend | Repay | Convert
+    | LetterReceived | Gone
+    | Stepped | Saved | Missing | Sampled | BlocksFetched | Loaded | HandoverComplete | ShipmentStored | Reclaimed
+    | Progress | Broken | BlocksLost | PrefixesRecovered
+    | EnginePrefilled | SavesDone | AnswerComplete | SlotsFilled | EngineBlocks
     | Woken
 )  # fmt: skip
 
-# Actions. What is to be done for a run and for the cache, the scheduler says; of a `Load` that is `told`, say `Loaded`.
+# Actions. What is to be done for a run and for the cache, the scheduler says; of a `LoadBlocks` that is `told`, say
+# `Loaded`.
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
@@ -199,8 +201,8 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
     """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `BlocksFetched`, and once
-    that it `ended`, even after `Release`. An `Adopt` may follow each at once. `whole`: as in `Want`; `tenant`: in
-    whose share what comes is kept."""
+    that it `ended`, even after `ReleaseResources`. An `AdoptBlocks` may follow each at once. `whole`: as in
+    `FetchRequest`; `tenant`: in whose share what comes is kept."""
 
     key: RequestId
     source: NodeId
@@ -228,7 +230,7 @@ class Give(msgspec.Struct, frozen=True, tag=True):
     on_disk: int
 
 
-class Tell(msgspec.Struct, frozen=True, tag=True):
+class SendLetter(msgspec.Struct, frozen=True, tag=True):
     """Say this to another node, after all that was said to it before; or, if it cannot be said, say `Gone`."""
 
     peer: NodeId
@@ -242,33 +244,34 @@ class EndGive(msgspec.Struct, frozen=True, tag=True):
     peer: NodeId
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """KV of an attempt will go from here to `peer`: what is computed of it is noted, and sent from `Send` on."""
+class OfferHandover(msgspec.Struct, frozen=True, tag=True):
+    """KV of an attempt will go from here to `peer`: what is computed of it is noted, and sent from `SendHandover`
+    on."""
 
     key: RequestId
     peer: NodeId
-    extent: Extent
+    extent: HandoverSpan
 
 
-class Receive(msgspec.Struct, frozen=True, tag=True):
-    """Take an attempt's KV that comes from `peer` into these blocks of the engine; say `Received`."""
+class ReceiveHandover(msgspec.Struct, frozen=True, tag=True):
+    """Take an attempt's KV that comes from `peer` into these blocks of the engine; say `HandoverComplete`."""
 
     key: RequestId
     peer: NodeId
-    extent: Extent
+    extent: HandoverSpan
     blocks: tuple[int, ...]
 
 
-class Send(msgspec.Struct, frozen=True, tag=True):
+class SendHandover(msgspec.Struct, frozen=True, tag=True):
     """Send what was offered to `peer`, as it is computed. `computed`: all of it is."""
 
     key: RequestId
     peer: NodeId
-    extent: Extent
+    extent: HandoverSpan
     computed: bool
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishHandover(msgspec.Struct, frozen=True, tag=True):
     """All KV of an attempt that is being sent is computed: send the rest, and say so."""
 
     key: RequestId
@@ -276,7 +279,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 class Ship(msgspec.Struct, frozen=True, tag=True):
     """Copy these blocks of the engine to `peer`, of the share's heads, where they are numbers `first` and following of
-    what lies there of the attempt. Their KV is in place, and stays until `peer` has it or until `Release`."""
+    what lies there of the attempt. Their KV is in place, and stays until `peer` has it or until `ReleaseResources`."""
 
     key: RequestId
     peer: NodeId
@@ -293,7 +296,7 @@ class OpenLine(msgspec.Struct, frozen=True, tag=True):
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
     """Take what `holder` sends back of an attempt into these blocks of the engine; say `Reclaimed` once in any case,
-    even after `Release`."""
+    even after `ReleaseResources`."""
 
     key: RequestId
     holder: NodeId
@@ -301,8 +304,8 @@ class Reclaim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Host(msgspec.Struct, frozen=True, tag=True):
-    """A share of an attempt's KV may lie in these blocks of the engine: `peer` ships it, for which say `Stowed`, and
-    others attend to it."""
+    """A share of an attempt's KV may lie in these blocks of the engine: `peer` ships it, for which say
+    `ShipmentStored`, and others attend to it."""
 
     key: RequestId
     peer: NodeId
@@ -343,7 +346,7 @@ class Shorten(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseResources(msgspec.Struct, frozen=True, tag=True):
     """Let go of all that is under way for an attempt. Nothing is written into its blocks any more when this is done.
     The other node of its hand-over hears from the head."""
 
@@ -352,7 +355,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Hand an attempt to the engine, which may count on the first `num_blocks` blocks of the cache, and on what lies
-    where `params` say; say `Answered`, then `Over`, or `Broken`."""
+    where `params` say; say `EnginePrefilled`, then `AnswerComplete`, or `Broken`."""
 
     key: RequestId
     num_blocks: int
@@ -373,11 +376,12 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    Tell
+    SendLetter
     | Run | Cut | Joined | Preempted
-    | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
-    | Offer | Send | Finish | Receive | Ship | OpenLine | Reclaim | Host | Rekey | Trim | Unhost
-    | Fetch | EndFetch | Give | EndGive | Release | Wake
+    | Admitted | LoadBlocks | Read | SaveBlocks | AdoptBlocks | Promote | Demote | DropBlocks | Shorten
+    | OfferHandover | SendHandover | FinishHandover | ReceiveHandover
+    | Ship | OpenLine | Reclaim | Host | Rekey | Trim | Unhost
+    | Fetch | EndFetch | Give | EndGive | ReleaseResources | Wake
     | Submit | Discard
     | Report
 )  # fmt: skip

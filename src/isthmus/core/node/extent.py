@@ -14,7 +14,7 @@ from isthmus.core.attempts import Route, num_left_out
 NONE = "none"
 
 
-class Extent(msgspec.Struct, frozen=True):
+class HandoverSpan(msgspec.Struct, frozen=True):
     """Tokens `[start, num_tokens)`, then whole blocks from `states` on that hold the recurrent state, up to `stop`.
     `codec`: of the KV."""
 
@@ -36,8 +36,8 @@ class Extent(msgspec.Struct, frozen=True):
         return received // self.block_size * self.block_size
 
 
-def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> Extent:
+def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> HandoverSpan:
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
     start = num_left_out(route, num_tokens, block_size) * block_size
-    return Extent(block_size, start, num_tokens, states, stop, route.codec)
+    return HandoverSpan(block_size, start, num_tokens, states, stop, route.codec)

@@ -6,7 +6,7 @@ What another node gets stays where it is until that has it; what a fetch brought
 from __future__ import annotations
 
 from isthmus.core.node import events
-from isthmus.core.node.letters import Enough, Want
+from isthmus.core.node.letters import FetchDone, FetchRequest
 from isthmus.core.scheduler import Actions, TierCache
 from isthmus.core.types import BlockName, NodeId, RequestId
 
@@ -25,8 +25,8 @@ class Fetches:
 
     def begin(self, fetch: events.Fetch, actions: Actions) -> None:
         self._fetches[fetch.key] = fetch
-        want = Want(fetch.key, fetch.names, fetch.start, fetch.whole)
-        actions += [events.Tell(fetch.source, want), fetch]
+        want = FetchRequest(fetch.key, fetch.names, fetch.start, fetch.whole)
+        actions += [events.SendLetter(fetch.source, want), fetch]
 
     def moved(self, key: RequestId, now: int) -> None:
         if key in self._fetches:
@@ -42,7 +42,7 @@ class Fetches:
         if event.ended:
             del self._fetches[key]
             self._moved_ns.pop(key, None)
-            actions.append(events.Tell(fetch.source, Enough(key)))
+            actions.append(events.SendLetter(fetch.source, FetchDone(key)))
         tiers, start = self._tiers, fetch.start
         held = tiers.match(fetch.names[:start])[0] if tiers is not None else start
         return fetch, held if held < start else stop
@@ -59,7 +59,7 @@ class Fetches:
 
     # To other nodes.
 
-    def wanted(self, peer: NodeId, want: Want, actions: Actions) -> None:
+    def wanted(self, peer: NodeId, want: FetchRequest, actions: Actions) -> None:
         names, start = want.names, want.start
         found, on_disk = self._tiers.match(names) if self._tiers is not None else (0, 0)
         if found <= start or start < 0 or (want.whole and found < len(names)):
@@ -71,7 +71,7 @@ class Fetches:
         on_disk = min(on_disk, found - start)
         actions.append(events.Give(want.key, peer, names, start, found, on_disk))
 
-    def enough(self, peer: NodeId, said: Enough, actions: Actions) -> None:
+    def enough(self, peer: NodeId, said: FetchDone, actions: Actions) -> None:
         self._let_go(said.key, peer)
         actions.append(events.EndGive(said.key, peer))
 
@@ -84,7 +84,7 @@ class Fetches:
         """Nothing more comes from it, and it needs nothing more."""
         actions += [events.EndFetch(key) for key, fetch in self._fetches.items() if fetch.source == peer]
         for key, _ in [at for at in self._given if at[1] == peer]:
-            self.enough(peer, Enough(key), actions)
+            self.enough(peer, FetchDone(key), actions)
 
     def check_idle(self) -> None:
         assert not self._fetches, "a fetch never ended"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from isthmus.core.attempts import Share
 from isthmus.core.node import events
-from isthmus.core.node.letters import Claim, Found, Reserve, Reserved, SendBack, Shipped, Shrink
+from isthmus.core.node.letters import (
+    ClaimReply,
+    ClaimRequest,
+    ReserveReply,
+    ReserveRequest,
+    SendBack,
+    ShipmentConfirmed,
+    Shrink,
+)
 from isthmus.core.scheduler import Actions, Scheduler
 from isthmus.core.scheduler.pool import Blocks
 from isthmus.core.types import NS_PER_S, NodeId, RequestId
@@ -32,7 +40,7 @@ class Guests:
         self._scheduler, self._kv_heads = scheduler, kv_heads
         self._guests: dict[RequestId, _Guest] = {}
 
-    def reserve(self, peer: NodeId, asked: Reserve, actions: Actions) -> None:
+    def reserve(self, peer: NodeId, asked: ReserveRequest, actions: Actions) -> None:
         """Room that there is, is given at once; no node waits for it. Where a block has all heads there is room for as
         many with a part of them as there are parts."""
         key, share, guest = asked.key, asked.share, self._guests.get(asked.key)
@@ -42,7 +50,7 @@ class Guests:
             guest = self._guests[key]
             guest.needed[peer] = None
             actions.append(events.Host(key, peer, share, guest.blocks))
-        actions.append(events.Tell(peer, Reserved(key, granted)))
+        actions.append(events.SendLetter(peer, ReserveReply(key, granted)))
 
     def _has_room(self, key: RequestId, share: Share, count: int, actions: Actions) -> bool:
         """Whether there is room for `count` blocks in all; then it is set aside."""
@@ -60,7 +68,7 @@ class Guests:
     def _can_hold(self, share: Share) -> bool:
         return 0 < share.parts <= self._kv_heads and not self._kv_heads % share.parts
 
-    def claim(self, peer: NodeId, claim: Claim, actions: Actions) -> None:
+    def claim(self, peer: NodeId, claim: ClaimRequest, actions: Actions) -> None:
         """The attempt before it is over: whoever asked in its name is not heard any more."""
         key, old, share = claim.key, self._guests.get(claim.old), claim.share
         if key not in self._guests and old is not None and self._can_hold(share):
@@ -74,9 +82,9 @@ class Guests:
         if guest is not None:
             guest.needed[peer] = None
         found = guest.num_stowed if guest is not None and guest.share == share else 0
-        actions.append(events.Tell(peer, Found(key, found)))
+        actions.append(events.SendLetter(peer, ClaimReply(key, found)))
 
-    def stowed(self, event: events.Stowed, actions: Actions) -> None:
+    def stowed(self, event: events.ShipmentStored, actions: Actions) -> None:
         """Bytes came, or are being written anew."""
         guest = self._guests.get(event.key)
         if guest is None or event.peer not in guest.needed:
@@ -84,7 +92,7 @@ class Guests:
         stop = min(event.stop, len(guest.blocks) * guest.share.parts)  # it may have shrunk meanwhile
         is_more, guest.num_stowed = stop > guest.num_stowed, stop
         if is_more or event.damaged:
-            actions.append(events.Tell(event.peer, Shipped(event.key, stop, event.damaged)))
+            actions.append(events.SendLetter(event.peer, ShipmentConfirmed(event.key, stop, event.damaged)))
 
     def send_back(self, peer: NodeId, wanted: SendBack, actions: Actions) -> None:
         """Blocks go home, where they are whole here: who asks was told so, or the session with it ended since."""

@@ -1,15 +1,17 @@
 """Letters: what one node says to another, one class each. Sessions and links carry them and know none of them.
 
-A node answers `Tell(peer, letter)` and hears `Heard(peer, letter)`; a letter about an attempt that its reader does not
-know is void, but for those that may come before the head's word (`Granted`, `Passed`). KV travels apart, as frames of
-bytes, and a letter never overtakes the KV it speaks of: it is said when that has come, by the node to which it came.
+A node answers `SendLetter(peer, letter)` and hears `LetterReceived(peer, letter)`; a letter about an attempt that its
+reader does not know is void, but for those that may come before the head's word (`HandoverGranted`,
+`PromptComputed`). KV travels apart, as frames of bytes, and a letter never overtakes the KV it speaks of: it is said
+when that has come, by the node to which it came.
 
-    decode  ──Granted──> prefill  ══KV══>  decode  ──Landed──> prefill
-    prefill ──Passed───> decode   ──Landed──> prefill                       where engines hand over by themselves
-    fetcher ──Want─────> source   ══blocks══> fetcher ──Enough──> source
-    home    ──Reserve──> holder   ──Reserved──> home  ══KV══> holder ──Shipped──> home ──Shrink──> holder
-    home    ──SendBack─> holder   ══KV══> home
-    next    ──Claim────> holder   ──Found──> next                           when the home before it is gone
+    decode  ──HandoverGranted──> prefill  ══KV══> decode   ──HandoverConfirmed──> prefill
+    prefill ──PromptComputed───> decode   ──HandoverConfirmed──> prefill    where engines hand over by themselves
+    fetcher ──FetchRequest─────> source   ══KV══> fetcher  ──FetchDone──> source
+    home    ──ReserveRequest───> holder   ──ReserveReply──> home
+    home    ══KV══>              holder   ──ShipmentConfirmed──> home       then Shrink, when less is to lie there
+    home    ──SendBack─────────> holder   ══KV══> home
+    next    ──ClaimRequest─────> holder   ──ClaimReply──> next              when the home before it is gone
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 """Checked where a letter is read from a session: a node counts on it."""
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
+class HandoverGranted(msgspec.Struct, frozen=True, tag=True):
     """The decode node has room for an attempt: its KV may be sent."""
 
     key: RequestId
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
+class HandoverConfirmed(msgspec.Struct, frozen=True, tag=True):
     """All KV of an attempt is at its decode node, whole: the prefill node may let go of it. `unread`: the decode node
     has taken nothing and will take nothing."""
 
@@ -39,7 +41,7 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     unread: bool = False
 
 
-class Passed(msgspec.Struct, frozen=True, tag=True):
+class PromptComputed(msgspec.Struct, frozen=True, tag=True):
     """The prompt of an attempt is computed at its prefill node, of whose tokens `cached_tokens` needed no computing.
     `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
 
@@ -48,7 +50,7 @@ class Passed(msgspec.Struct, frozen=True, tag=True):
     params: bytes = b""
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
+class FetchRequest(msgspec.Struct, frozen=True, tag=True):
     """The blocks of this prefix from `start` on are wanted. `whole`: all of them or none."""
 
     key: RequestId
@@ -57,13 +59,13 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     whole: bool = False
 
 
-class Enough(msgspec.Struct, frozen=True, tag=True):
+class FetchDone(msgspec.Struct, frozen=True, tag=True):
     """What was wanted is there, or is not wanted any more. Unknown ones are no error."""
 
     key: RequestId
 
 
-class Reserve(msgspec.Struct, frozen=True, tag=True):
+class ReserveRequest(msgspec.Struct, frozen=True, tag=True):
     """Keep room for the first `num_blocks` blocks of a share of an attempt's KV, or go on keeping it for this node
     too."""
 
@@ -72,14 +74,14 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     share: Share = Share()
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Reserve`. Not `granted`: there is no room."""
+class ReserveReply(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReserveRequest`. Not `granted`: there is no room."""
 
     key: RequestId
     granted: bool
 
 
-class Claim(msgspec.Struct, frozen=True, tag=True):
+class ClaimRequest(msgspec.Struct, frozen=True, tag=True):
     """What lies here of the attempt `old`, whose home is gone, is of the attempt `key` from now on, if it is this
     share."""
 
@@ -88,14 +90,14 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
     share: Share
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Claim`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
+class ClaimReply(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ClaimRequest`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
 
     key: RequestId
     num_blocks: Count
 
 
-class Shipped(msgspec.Struct, frozen=True, tag=True):
+class ShipmentConfirmed(msgspec.Struct, frozen=True, tag=True):
     """The first `stop` blocks of an attempt's share are with the holder, in all layers, and their seals matched; or, if
     `damaged`, one did not."""
 
@@ -122,9 +124,9 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
 
 
 Letter = (
-    Granted | Landed | Passed
-    | Want | Enough
-    | Reserve | Reserved | Claim | Found | Shipped | SendBack | Shrink
+    HandoverGranted | HandoverConfirmed | PromptComputed
+    | FetchRequest | FetchDone
+    | ReserveRequest | ReserveReply | ClaimRequest | ClaimReply | ShipmentConfirmed | SendBack | Shrink
 )  # fmt: skip
 
 

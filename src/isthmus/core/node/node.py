@@ -31,7 +31,7 @@ from isthmus.core.node.extent import extent_of
 from isthmus.core.node.fetches import Fetches
 from isthmus.core.node.guests import Guests
 from isthmus.core.node.usage import Usage
-from isthmus.core.scheduler import Limits, Saved, Scheduler, Stepped
+from isthmus.core.scheduler import Saved, Scheduler, SchedulerLimits, Stepped
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
@@ -53,7 +53,7 @@ class Node:
 
     def __init__(
         self,
-        limits: Mapping[Role, Limits],
+        limits: Mapping[Role, SchedulerLimits],
         scheduler: Scheduler,
         *,
         stages: int = 1,
@@ -76,16 +76,16 @@ class Node:
         self._next_role: Role | None = None
         self._is_cut = False
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
-            events.Begin: self._begin,
-            events.Forget: self._forget,
+            events.StartAttempt: self._begin,
+            events.DropAttempt: self._forget,
             events.Lend: self._lend,
             events.Repay: self._repay,
             events.Convert: self._convert,
-            events.Heard: lambda heard, now, actions: self._letters[type(heard.letter)](
+            events.LetterReceived: lambda heard, now, actions: self._letters[type(heard.letter)](
                 heard.peer, heard.letter, now, actions
             ),
             events.Gone: self._gone,
-            events.Stowed: lambda event, now, actions: self._guests.stowed(event, actions),
+            events.ShipmentStored: lambda event, now, actions: self._guests.stowed(event, actions),
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
             Saved: self._saved,
@@ -93,24 +93,26 @@ class Node:
             events.Sampled: self._sampled,
             events.BlocksFetched: self._fetched,
             events.Loaded: self._loaded,
-            events.Received: self._received,
-            events.Moved: self._moved,
+            events.HandoverComplete: self._received,
+            events.Progress: self._moved,
             events.Broken: self._broken,
-            events.Lost: self._lost,
-            events.Recovered: self._recovered,
+            events.BlocksLost: self._lost,
+            events.PrefixesRecovered: self._recovered,
             events.Woken: self._woken,
         }
         self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
             **dict.fromkeys(get_args(letters.Letter), letters.void),
-            letters.Granted: self._granted,
-            letters.Landed: self._landed,
-            letters.Want: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
-            letters.Enough: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
-            letters.Reserve: lambda peer, wanted, now, actions: self._guests.reserve(peer, wanted, actions),
-            letters.Reserved: self._reserved,
-            letters.Claim: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
-            letters.Found: self._found,
-            letters.Shipped: self._shipped,
+            letters.HandoverGranted: self._granted,
+            letters.HandoverConfirmed: self._landed,
+            letters.FetchRequest: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
+            letters.FetchDone: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
+            letters.ReserveRequest: lambda peer, wanted, now, actions: self._guests.reserve(
+                peer, wanted, actions
+            ),
+            letters.ReserveReply: self._reserved,
+            letters.ClaimRequest: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
+            letters.ClaimReply: self._found,
+            letters.ShipmentConfirmed: self._shipped,
             letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
             letters.Shrink: self._shrink,
         }
@@ -174,7 +176,7 @@ class Node:
 
     # An attempt begins and ends.
 
-    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
+    def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
         distrusts = event.route.request in self._distrusted
         if distrusts:
             event = self._without_cache(event)
@@ -231,7 +233,7 @@ class Node:
             scheduler.expect(attempt, actions)
         else:
             if part is PREFILL:
-                actions.append(events.Offer(key, route.decode, attempt.extent))
+                actions.append(events.OfferHandover(key, route.decode, attempt.extent))
                 attempt.granted |= self._attempts.take_early(route.decode, key) is not None
             self._cut(actions)
             if fetch is not None:
@@ -242,7 +244,7 @@ class Node:
         if scheduler.run is None:
             self._plan(now, actions)
 
-    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
+    def _forget(self, event: events.DropAttempt, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._end(attempt, now, actions)
@@ -263,7 +265,7 @@ class Node:
 
     def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Nothing is under way for it any more, here and at holders."""
-        actions.append(events.Release(attempt.begin.key))
+        actions.append(events.ReleaseResources(attempt.begin.key))
         if attempt.remote.holders:
             self._away.end(attempt, actions)
 
@@ -299,7 +301,7 @@ class Node:
         self._fail(attempt, event.reason, now, actions, final=event.final)
 
     @staticmethod
-    def _without_cache(begin: events.Begin) -> events.Begin:
+    def _without_cache(begin: events.StartAttempt) -> events.StartAttempt:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return msgspec.structs.replace(begin, route=alone, names=())
@@ -337,13 +339,13 @@ class Node:
         """A holder that has nothing of it only does not answer."""
         peer, remote = event.peer, attempt.remote
         if remote.claimed.get(peer, 0) is None:
-            self._found(peer, letters.Found(attempt.request, 0), now, actions)
+            self._found(peer, letters.ClaimReply(attempt.request, 0), now, actions)
         elif peer in remote.asked and not remote.has_some(peer):
-            self._reserved(peer, letters.Reserved(attempt.request, False), now, actions)
+            self._reserved(peer, letters.ReserveReply(attempt.request, False), now, actions)
         elif any(peer in holding.holders for holding in remote.planned):
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
-    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
+    def _moved(self, event: events.Progress, now: int, actions: list[events.Action]) -> None:
         if not event.fetched:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
@@ -364,7 +366,9 @@ class Node:
 
     # Handing over.
 
-    def _granted(self, peer: NodeId, granted: letters.Granted, now: int, actions: list[events.Action]) -> None:
+    def _granted(
+        self, peer: NodeId, granted: letters.HandoverGranted, now: int, actions: list[events.Action]
+    ) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
             self._attempts.put_early(peer, granted)
@@ -379,7 +383,7 @@ class Node:
         is_due = attempt.is_whole or not attempt.packs
         if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
-            actions.append(events.Send(attempt.request, peer, extent, attempt.is_whole))
+            actions.append(events.SendHandover(attempt.request, peer, extent, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
@@ -392,9 +396,11 @@ class Node:
         if attempt.packs:
             self._send(attempt, actions)
         elif attempt.granted and attempt.is_whole and not attempt.due_ns:
-            actions.append(events.Finish(attempt.begin.key))
+            actions.append(events.FinishHandover(attempt.begin.key))
 
-    def _landed(self, peer: NodeId, landed: letters.Landed, now: int, actions: list[events.Action]) -> None:
+    def _landed(
+        self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: list[events.Action]
+    ) -> None:
         attempt = self._attempts.get(landed.key)
         if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
             return  # nobody says so of what was not all sent
@@ -439,7 +445,7 @@ class Node:
         self.scheduler.unpin(attempt)
         self._maybe_whole(attempt, now, actions)
 
-    def _received(self, event: events.Received, now: int, actions: list[events.Action]) -> None:
+    def _received(self, event: events.HandoverComplete, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             attempt.received = True
@@ -448,7 +454,7 @@ class Node:
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
-            actions.append(events.Tell(attempt.begin.peer, letters.Landed(attempt.begin.key)))
+            actions.append(events.SendLetter(attempt.begin.peer, letters.HandoverConfirmed(attempt.begin.key)))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -529,7 +535,7 @@ class Node:
             actions.append(attempt.spread())
 
     def _reserved(
-        self, holder: NodeId, reserved: letters.Reserved, now: int, actions: list[events.Action]
+        self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: list[events.Action]
     ) -> None:
         attempt = self._attempts.get(reserved.key)
         if attempt is None or holder not in attempt.remote.asked:
@@ -545,7 +551,7 @@ class Node:
         self._maybe_whole(attempt, now, actions)
         self._replan(now, actions)
 
-    def _found(self, holder: NodeId, found: letters.Found, now: int, actions: list[events.Action]) -> None:
+    def _found(self, holder: NodeId, found: letters.ClaimReply, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(found.key)
         if attempt is None:
             return
@@ -555,7 +561,7 @@ class Node:
             self._enter(attempt, now, actions)
 
     def _shipped(
-        self, holder: NodeId, shipped: letters.Shipped, now: int, actions: list[events.Action]
+        self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: list[events.Action]
     ) -> None:
         attempt = self._attempts.get(shipped.key)
         if attempt is None or holder not in attempt.remote.holders:
@@ -703,10 +709,10 @@ class Node:
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
+    def _lost(self, event: events.BlocksLost, now: int, actions: list[events.Action]) -> None:
         if event.names:
             self.scheduler.lose(event.names, actions)
             self._plan(now, actions)
 
-    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: list[events.Action]) -> None:
         self.scheduler.recover(event.chains, actions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from isthmus.core.attempts import Entry, MemoryUsed
+from isthmus.core.attempts import MemoryEntry, MemoryUsed
 from isthmus.core.node import events
 from isthmus.core.node.attempt import Attempt
 from isthmus.core.scheduler import Actions, Scheduler
@@ -22,7 +22,7 @@ class Usage:
     def __init__(self, scheduler: Scheduler, period_ns: int) -> None:
         self._scheduler, self._period_ns = scheduler, period_ns
         self._due_ns, self._is_due = 0, False
-        self._told: dict[RequestId, Entry] = {}
+        self._told: dict[RequestId, MemoryEntry] = {}
         self._told_node = self._node()  # which follows from its capacity
 
     def tell(self, attempts: Mapping[RequestId, Attempt], now: int, actions: Actions) -> None:
@@ -34,7 +34,9 @@ class Usage:
             return
         entries = {key: _entry(attempt) for key, attempt in attempts.items()}
         changed = [entry for key, entry in entries.items() if self._told.get(key) != entry]
-        gone = [Entry(each.request, each.attempt) for key, each in self._told.items() if key not in entries]
+        gone = [
+            MemoryEntry(each.request, each.attempt) for key, each in self._told.items() if key not in entries
+        ]
         node = self._node()
         if not (changed or gone or node != self._told_node):
             return
@@ -47,10 +49,10 @@ class Usage:
         return scheduler.pool.available, scheduler.num_spare, scheduler.num_wanted, scheduler.num_waiting
 
 
-def _entry(attempt: Attempt) -> Entry:
+def _entry(attempt: Attempt) -> MemoryEntry:
     route = attempt.begin.route
     movable = attempt.state is DECODING and attempt.packing is None
     remote = attempt.remote
     moving = remote.num_planned - remote.num_there
     num_blocks = len(attempt.blocks) + len(attempt.scratch)
-    return Entry(route.request, route.attempt, num_blocks, moving, movable, remote.planned)
+    return MemoryEntry(route.request, route.attempt, num_blocks, moving, movable, remote.planned)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import abc
 from heapq import heappop, heappush
 
-from isthmus.core.scheduler.events import Limits, Piece, Run
+from isthmus.core.scheduler.events import Piece, Run, SchedulerLimits
 from isthmus.core.scheduler.pool import Pool
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, Sequence
 from isthmus.core.scheduler.turns import Turns
@@ -23,7 +23,7 @@ Entry = tuple[int, int, Sequence]
 class DecodeClock:
     """All that decode on one node, and the iteration they are at."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.now = 0  # iterations so far
         self.sequences: dict[Sequence, None] = {}  # in the order in which they began
         self._limits = limits
@@ -146,7 +146,7 @@ class Batch:
     """`prompts` that are computed, oldest first; `decoding`; and `num_placed`, with those that leave, of at most
     `max_sequences`. `turns`: who comes next of those that have none."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.prompts: list[Sequence] = []
         self.decoding = DecodeClock(limits)
         self.turns = Turns(limits)

@@ -19,7 +19,7 @@ import msgspec
 
 from isthmus.core.cost.assembly import assembled_weight
 from isthmus.core.scheduler.batch import Batch
-from isthmus.core.scheduler.events import Actions, Limits, Piece
+from isthmus.core.scheduler.events import Actions, Piece, SchedulerLimits
 from isthmus.core.scheduler.queues import Admission
 from isthmus.core.scheduler.sequence import QUEUED, Sequence
 from isthmus.core.types import NS_PER_MS
@@ -75,8 +75,8 @@ class TbtTarget(msgspec.Struct, frozen=True):
 
 
 class Chunking(msgspec.Struct, frozen=True):
-    """How a node cuts prompts. `partial_prefills`: as in `Limits`; `tbt_ms`: what an iteration with decodes may take,
-    None: the token budget alone counts; `tile`: as in `TbtTarget`."""
+    """How a node cuts prompts. `partial_prefills`: as in `SchedulerLimits`; `tbt_ms`: what an iteration with decodes
+    may take, None: the token budget alone counts; `tile`: as in `TbtTarget`."""
 
     partial_prefills: int = 1
     tbt_ms: int | None = None
@@ -126,7 +126,9 @@ class TimedBudget(TokenBudget):
 class Chunks:
     """Takes prompts from the batch, and further ones by `admission`. Has no state of its own."""
 
-    def __init__(self, limits: Limits, target: TbtTarget | None, batch: Batch, admission: Admission) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, target: TbtTarget | None, batch: Batch, admission: Admission
+    ) -> None:
         self._limits, self._target, self._batch, self._admission = limits, target, batch, admission
 
     def cut(self, actions: Actions, now: int) -> list[Piece]:

@@ -16,7 +16,7 @@ from isthmus.core.reuse import Packing
 from isthmus.core.types import BlockName, RequestId
 
 
-class Limits(msgspec.Struct, frozen=True):
+class SchedulerLimits(msgspec.Struct, frozen=True):
     """What one node may use of its engine in the role that it has."""
 
     num_blocks: int
@@ -52,7 +52,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
-    """What one `Save` wanted saved of the engine's blocks of a request is, or cannot be: they may hold something
+    """What one `SaveBlocks` wanted saved of the engine's blocks of a request is, or cannot be: they may hold something
     else from now on."""
 
     request: RequestId
@@ -154,7 +154,7 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadBlocks(msgspec.Struct, frozen=True, tag=True):
     """Bring cached blocks, the first of a prompt and perhaps the recurrent state after them, into these blocks of the
     engine; of them the fetch of this key brings some if `arriving`. A run that needs them waits. `num_tokens`: that
     need no computing. `told`: say so when they are there. Blocks of donors may follow those of the prompt."""
@@ -167,7 +167,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     told: bool = False
 
 
-class Save(msgspec.Struct, frozen=True, tag=True):
+class SaveBlocks(msgspec.Struct, frozen=True, tag=True):
     """Copy blocks of the engine into DRAM, and from there, as time allows, to the SSD; then say `Saved`, and which of
     them found no room. Nobody else gets `blocks` before that. `head`: the block that the first follows. The last
     `num_sunk` are for the SSD only: DRAM holds each no longer than it takes to write it."""
@@ -179,7 +179,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     num_sunk: int = 0
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True):
+class AdoptBlocks(msgspec.Struct, frozen=True, tag=True):
     """These blocks, which the fetch for a request brought into DRAM, are the cache's from now on; say which of them
     could not be."""
 
@@ -199,7 +199,7 @@ class Demote(msgspec.Struct, frozen=True, tag=True):
     names: tuple[BlockName, ...]
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
+class DropBlocks(msgspec.Struct, frozen=True, tag=True):
     """In no tier any more."""
 
     names: tuple[BlockName, ...]

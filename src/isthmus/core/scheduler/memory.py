@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from isthmus.core.scheduler.events import Limits
+from isthmus.core.scheduler.events import SchedulerLimits
 from isthmus.core.scheduler.pool import Blocks, Pool
 from isthmus.core.scheduler.sequence import Prefix, Sequence
 from isthmus.core.scheduler.states import AnyStates, NoStates, States
@@ -17,7 +17,7 @@ from isthmus.core.types import RequestId
 class Memory:
     """Gives a request blocks for what it has and will have: KV, and snapshots of recurrent states."""
 
-    def __init__(self, limits: Limits, pool: Pool) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: Pool) -> None:
         self.pool = pool
         self.states: AnyStates = NoStates(limits.block_size)
         if limits.state_blocks:
@@ -114,7 +114,7 @@ class Memory:
         self._saving[request] = self._saving.get(request, 0) + 1
 
     def saved(self, request: RequestId) -> None:
-        """What one `Save` wanted is done."""
+        """What one `SaveBlocks` wanted is done."""
         self._saving[request] -= 1
         if not self._saving[request]:
             del self._saving[request]

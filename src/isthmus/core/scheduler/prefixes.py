@@ -87,15 +87,15 @@ class Keeper:
             return False
         change = self._tiers.put(names, tenant)
         start, fresh = change.start, len(change.stored) + len(change.sunk)
-        new: events.Save | events.Adopt | None = None
+        new: events.SaveBlocks | events.AdoptBlocks | None = None
         span = slice(start, start + fresh)
         if fresh and blocks:
             head = names[start - 1] if start else None
-            new = events.Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
+            new = events.SaveBlocks(request, names[span], head, tuple(blocks[span]), len(change.sunk))
         elif fresh:
-            new = events.Adopt(request, names[span])
+            new = events.AdoptBlocks(request, names[span])
         self._tell(change, actions, new)
-        return isinstance(new, events.Save)
+        return isinstance(new, events.SaveBlocks)
 
     def lose(self, names: Names, actions: Actions) -> None:
         """Their bytes are gone or damaged, in whichever tier they were."""
@@ -108,19 +108,21 @@ class Keeper:
             self._tell(self._tiers.restore(chain), actions)
         useless = [name for chain in chains for name in chain if not self._tiers.holds(name)]
         if useless:
-            actions.append(events.Drop(tuple(dict.fromkeys(useless))))
+            actions.append(events.DropBlocks(tuple(dict.fromkeys(useless))))
 
-    def _tell(self, change: Change, actions: Actions, new: events.Save | events.Adopt | None = None) -> None:
+    def _tell(
+        self, change: Change, actions: Actions, new: events.SaveBlocks | events.AdoptBlocks | None = None
+    ) -> None:
         """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
         takes its place there. `new`: how all comes that is."""
         node = self._node
         if change.evicted:
-            actions += (events.Drop(change.evicted), BlocksEvicted(node, change.evicted))
+            actions += (events.DropBlocks(change.evicted), BlocksEvicted(node, change.evicted))
         if change.promoted:
             actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.demoted:
             actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
-        if isinstance(new, events.Save):
+        if isinstance(new, events.SaveBlocks):
             actions += (new, BlocksStored(node, new.names))
         elif new is not None:
             actions.append(new)

@@ -14,7 +14,7 @@ from itertools import islice
 from isthmus.core.blocks import MAX_SNAPSHOTS
 from isthmus.core.scheduler import events
 from isthmus.core.scheduler.batch import Batch
-from isthmus.core.scheduler.events import Actions, Limits
+from isthmus.core.scheduler.events import Actions, SchedulerLimits
 from isthmus.core.scheduler.memory import Memory
 from isthmus.core.scheduler.prefixes import Prefixes
 from isthmus.core.scheduler.sequence import (
@@ -58,7 +58,7 @@ def promise_order(queue: abc.Sequence[Sequence], now: int, ready: abc.Callable[[
 class Admission:
     """The queue of prompts to compute here, and its door."""
 
-    def __init__(self, limits: Limits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
+    def __init__(self, limits: SchedulerLimits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
         self.waiting: deque[Sequence] = deque()  # in order of arrival; who was pre-empted comes first
         self._turns = batch.turns
         self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
@@ -98,7 +98,9 @@ class Admission:
             count, donated = -(-tokens // self._limits.block_size), sequence.donated
             names = self._memory.states.chain(sequence.names, count) + donated
             blocks = held[:count] + state + sequence.scratch[: len(donated)]
-            actions.append(events.Load(sequence.request, names, blocks, tokens, sequence.fetch is not None))
+            actions.append(
+                events.LoadBlocks(sequence.request, names, blocks, tokens, sequence.fetch is not None)
+            )
         actions += sequence.admitted()
         return True
 
@@ -180,7 +182,7 @@ class Admission:
 class Incoming:
     """Who comes from another node, in the order of the routes."""
 
-    def __init__(self, limits: Limits, memory: Memory, batch: Batch) -> None:
+    def __init__(self, limits: SchedulerLimits, memory: Memory, batch: Batch) -> None:
         self.expected: deque[Sequence] = deque()  # wait for blocks
         self.joining: deque[Sequence] = deque()  # are here, and wait for a place
         self._num_reserved = 0  # RECEIVING and JOINING: they hold blocks and no place yet

@@ -20,7 +20,7 @@ from itertools import count
 from isthmus.core.attempts import BlocksEvicted, BlocksStored
 from isthmus.core.scheduler.batch import PLACED, Batch
 from isthmus.core.scheduler.chunks import Chunks, TbtTarget
-from isthmus.core.scheduler.events import Actions, Limits, Preempted, Run, Stepped
+from isthmus.core.scheduler.events import Actions, Preempted, Run, SchedulerLimits, Stepped
 from isthmus.core.scheduler.memory import Memory
 from isthmus.core.scheduler.pool import BlockPool, Blocks, Pool
 from isthmus.core.scheduler.prefixes import PoolPrefixes, Prefixes, TierPrefixes
@@ -51,7 +51,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         tiers: TierCache | None = None,
         pool: Pool | None = None,
         target: TbtTarget | None = None,
@@ -77,7 +77,7 @@ class Scheduler:
         here."""
         self.change(limits)
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: SchedulerLimits) -> None:
         """Another role, with the same memory and caches. Nothing of the old one is under way."""
         assert not self._sequences, "somebody needs a node that was given another role"
         self.limits = limits

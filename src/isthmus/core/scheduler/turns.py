@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import abc
 from itertools import islice
 
-from isthmus.core.scheduler.events import Limits
+from isthmus.core.scheduler.events import SchedulerLimits
 from isthmus.core.scheduler.sequence import Sequence
 from isthmus.core.types import RequestId, Tenant
 
@@ -25,7 +25,7 @@ from isthmus.core.types import RequestId, Tenant
 class Turns:
     """The counters of one node in one role, and who holds memory after passing others."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.is_shared = False  # a second tenant came
         self._lone: str | None = None
         self._served: dict[str, float] = {}  # tokens over weight

@@ -136,19 +136,19 @@ class Moves:
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
-            events.Tell: self._tell,
-            events.Load: self._load,
+            events.SendLetter: self._tell,
+            events.LoadBlocks: self._load,
             events.Read: self._read,
-            events.Save: self._save,
+            events.SaveBlocks: self._save,
             events.Fetch: self._fetch,
             events.EndFetch: self._end_fetch,
             events.Give: self._give,
-            events.Offer: self._offer,
-            events.Send: self._send,
-            events.Finish: self._finish,
+            events.OfferHandover: self._offer,
+            events.SendHandover: self._send,
+            events.FinishHandover: self._finish,
             events.Ship: self._ship,
             events.Reclaim: self._reclaim,
-            events.Release: self._release,
+            events.ReleaseResources: self._release,
         }
         if self.disks.are_at_risk:
             self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
@@ -173,7 +173,7 @@ class Moves:
 
     # From a node's own memory and disk, and to them.
 
-    def _load(self, node: SimNode, load: events.Load) -> None:
+    def _load(self, node: SimNode, load: events.LoadBlocks) -> None:
         """A run's compute may end before that, but its first token waits for it."""
         job, now = self._attempts.get(load.key), self._clock.now
         if job is None:
@@ -213,7 +213,7 @@ class Moves:
 
     def _lose(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """As the node finds out, one after the other."""
-        self._due += [(node, events.Lost((name,))) for name in names]
+        self._due += [(node, events.BlocksLost((name,))) for name in names]
 
     def _read(self, node: SimNode, read: events.Read) -> None:
         """Brings what lies on the node's disk into its memory while the request waits."""
@@ -257,13 +257,13 @@ class Moves:
         key = job.key
         return key in self._reads or key in self._donor_reads or (key, job.prefill_slot) in self._fetches
 
-    def _save(self, node: SimNode, save: events.Save) -> None:
+    def _save(self, node: SimNode, save: events.SaveBlocks) -> None:
         if self.disks.are_at_risk:
             self.disks.settled(node, save.names)
         if node.facts.ssd_blocks:
             self._write(node, save.names)
             if save.num_sunk and self.disks.fails(node):
-                self._due.append((node, events.Lost(save.names[-save.num_sunk :])))
+                self._due.append((node, events.BlocksLost(save.names[-save.num_sunk :])))
         self._due.append((node, Saved(save.request)))
 
     def _write(self, node: SimNode, names: Sequence[BlockName]) -> None:
@@ -280,7 +280,7 @@ class Moves:
         unwritten = self.disks.unwritten.get(node.slot, ())
         lost = tuple([name for name in demote.names if name in unwritten])
         if lost:
-            self._due.append((node, events.Lost(lost)))
+            self._due.append((node, events.BlocksLost(lost)))
 
     def _promote(self, node: SimNode, promote: events.Promote) -> None:
         self._lose(node, self.disks.unreadable(node, promote.names))
@@ -301,7 +301,7 @@ class Moves:
         stop = give.stop
         if give.on_disk and self.disks.fails(node):
             stop -= give.on_disk
-            self._due.append((node, events.Lost((give.names[stop],))))
+            self._due.append((node, events.BlocksLost((give.names[stop],))))
         if stop <= give.start:
             self.sessions.carry(node, target, partial(self._nothing_came, transfer))
             return
@@ -392,12 +392,12 @@ class Moves:
 
     # From prefill to decode.
 
-    def _offer(self, node: SimNode, offer: events.Offer) -> None:
+    def _offer(self, node: SimNode, offer: events.OfferHandover) -> None:
         """A session with the decode node is opened, if there is none."""
         if not self._reaches(node, self._named[offer.peer]):
             self._due.append((node, events.Gone(offer.peer, "it cannot be reached")))
 
-    def _send(self, node: SimNode, send: events.Send) -> None:
+    def _send(self, node: SimNode, send: events.SendHandover) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
         key, extent = send.key, send.extent
         job = self._attempts.get(key)
@@ -419,7 +419,7 @@ class Moves:
         if leg.link is not None:
             self._watch(leg.link, handover)
 
-    def _finish(self, node: SimNode, finish: events.Finish) -> None:
+    def _finish(self, node: SimNode, finish: events.FinishHandover) -> None:
         """The prompt is computed: the last layer's KV follows, and the recurrent state."""
         handover = self._handovers.get(finish.key)
         if handover is None:
@@ -446,7 +446,7 @@ class Moves:
         after = self._after_ns(leg.source, leg.target, kv, codec, handover.since_ns)
         latency = leg.link.latency_ns if leg.link is not None else 0
         self._is_there(handover.job, self._clock.now + latency + after)
-        self._say(leg.source, leg.target, events.Received(handover.key), leg.link, after)
+        self._say(leg.source, leg.target, events.HandoverComplete(handover.key), leg.link, after)
 
     @staticmethod
     def _is_there(job: SimJob, now: int) -> None:
@@ -454,7 +454,7 @@ class Moves:
         if job.record.joined_ns < 0:
             job.record.landed_ns = max(job.record.landed_ns, now)
 
-    def _release(self, node: SimNode, release: events.Release) -> None:
+    def _release(self, node: SimNode, release: events.ReleaseResources) -> None:
         key = release.key
         handover = self._handovers.get(key)
         if handover is not None and (handover.leg.source is node or handover.leg.target is node):
@@ -482,7 +482,7 @@ class Moves:
         if not self._reaches(source, target):
             return
         if self._returns.get(key) is not target and target.decider.num_stowed(key) > ship.first:
-            self._due.append((target, events.Stowed(key, source.facts.node, ship.first)))
+            self._due.append((target, events.ShipmentStored(key, source.facts.node, ship.first)))
         size = len(ship.blocks) * self._block_size * source.cost.kv_token_bytes // ship.share.parts
         self._count("shipment", source, target, key, size)
         path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), target.links.net_in)
@@ -499,7 +499,7 @@ class Moves:
             del self._returns[key]
             self._due.append((target, events.Reclaimed(key, whole=True)))
         else:
-            stowed = events.Stowed(key, source.facts.node, ship.first + len(ship.blocks))
+            stowed = events.ShipmentStored(key, source.facts.node, ship.first + len(ship.blocks))
             self._due.append((target, stowed))
 
     def _reclaim(self, node: SimNode, reclaim: events.Reclaim) -> None:
@@ -525,10 +525,10 @@ class Moves:
     def _reaches(self, source: SimNode, target: SimNode) -> bool:
         return target.alive and not self.sessions.are_cut(source, target)
 
-    def _tell(self, node: SimNode, tell: events.Tell) -> None:
+    def _tell(self, node: SimNode, tell: events.SendLetter) -> None:
         target = self._named[tell.peer]
         if self._reaches(node, target):
-            self._say(node, target, events.Heard(node.facts.node, tell.letter))
+            self._say(node, target, events.LetterReceived(node.facts.node, tell.letter))
         else:
             self._due.append((node, events.Gone(tell.peer, "it cannot be reached")))
 
@@ -654,6 +654,6 @@ def _call(there: Call) -> None:
     there()
 
 
-def _donated(load: events.Load, job: SimJob, block_size: int) -> tuple[BlockName, ...]:
+def _donated(load: events.LoadBlocks, job: SimJob, block_size: int) -> tuple[BlockName, ...]:
     """What a load brings of donors, behind what is cached of the prompt. Models with states have no donors."""
     return load.names[-(-load.num_tokens // block_size) :] if job.route.assembly is not None else ()

@@ -15,6 +15,7 @@ from isthmus.core.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    HoldingsChanged,
     MemoryUsed,
     Order,
     PrefillFinished,
@@ -22,7 +23,6 @@ from isthmus.core.attempts import (
     RequestFailed,
     RoleChanged,
     Route,
-    Spread,
 )
 from isthmus.core.conductor import Event as ConductorEvent
 from isthmus.core.conductor import FirstToken, RequestEnded
@@ -38,8 +38,8 @@ from isthmus.lab.sim.node import SimNode, build_node, node_of
 from isthmus.lab.sim.records import Conversion
 
 TAKE_NO_TIME = (
-    events.Receive, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
-    events.Unhost, events.Adopt, events.Promote, events.Demote, events.Drop,
+    events.ReceiveHandover, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
+    events.Unhost, events.AdoptBlocks, events.Promote, events.Demote, events.DropBlocks,
 )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ class Nodes:
             events.Shorten: self._shorten,
             events.Wake: self._wake,
             **dict.fromkeys(
-                (BlocksStored, FetchFinished, PrefillFinished, RequestFailed, Spread, MemoryUsed), self._report
+                (BlocksStored, FetchFinished, PrefillFinished, RequestFailed, HoldingsChanged, MemoryUsed),
+                self._report,
             ),
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
@@ -111,7 +112,7 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: SimJob, route: Route, parts: Sequence[tuple[NodeId, events.Begin]]) -> None:
+    def begin(self, job: SimJob, route: Route, parts: Sequence[tuple[NodeId, events.StartAttempt]]) -> None:
         """An attempt, of whose way nothing is done."""
         job.begin(route)
         self.attempts[job.key] = job
@@ -123,7 +124,7 @@ class Nodes:
     def order(self, name: NodeId, order: Order) -> None:
         """What the conductor has a node told. One that is done with an attempt need not hear that it is over."""
         node = self.by_name[name]
-        if not isinstance(order, events.Forget) or order.key in node.decider:
+        if not isinstance(order, events.DropAttempt) or order.key in node.decider:
             self.tell(node, order)
         if node.stalled:
             self.due.append((node, None))

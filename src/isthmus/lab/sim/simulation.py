@@ -34,7 +34,7 @@ from isthmus.core.conductor import (
     RequestArrived,
     RequestEnded,
     Route,
-    Tell,
+    SendOrder,
     ThresholdSet,
     Unremember,
 )
@@ -83,7 +83,7 @@ class Simulation:
         self._handlers: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
-            Tell: self._tell,
+            SendOrder: self._tell,
             Hold: self._hold,
             **dict.fromkeys((Refuse, Fail, RequestEnded), self._end),
             ThresholdSet: self._threshold_set,
@@ -202,7 +202,7 @@ class Simulation:
     def _abort(self, abort: Abort) -> None:
         self._nodes.withdraw(self._job_of[abort.request])
 
-    def _tell(self, tell: Tell) -> None:
+    def _tell(self, tell: SendOrder) -> None:
         self._nodes.order(tell.node, tell.order)
 
     def _hold(self, hold: Hold) -> None:

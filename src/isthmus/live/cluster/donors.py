@@ -13,7 +13,7 @@ import blake3
 import numpy as np
 
 from isthmus.core.attempts import Route
-from isthmus.core.conductor import Content
+from isthmus.core.conductor import PromptContent
 from isthmus.core.errors import ProtocolError
 from isthmus.core.reuse import cut
 from isthmus.core.types import Job, ModelCard, NodeId, RequestId, Reuse
@@ -60,12 +60,12 @@ class Donors:
         sums = self._table[np.unique(np.asarray(tokens))].sum(0, dtype=np.int32)
         return np.packbits(sums > 0, bitorder="little").tobytes()
 
-    def content_of(self, job: Job) -> Content | None:
+    def content_of(self, job: Job) -> PromptContent | None:
         """What the conductor is told of a prompt; None for one that is computed as ever."""
         if job.reuse is Reuse.EXACT or self._no_reuse:
             return None
         pieces, stops = cut(job.tokens, job.salt)
-        return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, self.sign(job.tokens))
+        return PromptContent(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, self.sign(job.tokens))
 
     def keep(self, job: Job) -> None:
         """The tokens of a prompt's full blocks."""

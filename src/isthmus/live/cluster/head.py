@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from isthmus.core import conductor
-from isthmus.core.attempts import Convert, FetchFinished, PrefillFinished, Report, RequestFailed, Spread
+from isthmus.core.attempts import (
+    Convert,
+    FetchFinished,
+    HoldingsChanged,
+    PrefillFinished,
+    Report,
+    RequestFailed,
+)
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
@@ -49,7 +56,7 @@ MAX_NAMERS = 1024
 class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: messages.Hello, session: Session, now_ns: int) -> None:
+    def __init__(self, hello: messages.NodeHello, session: Session, now_ns: int) -> None:
         self.hello, self.session, self.role = hello, session, hello.joined.role
         self.becoming: Role | None = None  # what it was told to be next
         self.cluster = hello.joined.cluster
@@ -267,7 +274,7 @@ class Head:
                 self._route(answer, now)
             case conductor.Abort():
                 self._streams[answer.request].end_attempt()
-            case conductor.Tell():
+            case conductor.SendOrder():
                 if isinstance(answer.order, Convert) and answer.node in self._members:
                     self._members[answer.node].becoming = answer.order.role
                 self._send(answer.node, answer.order)
@@ -324,10 +331,10 @@ class Head:
 
     def _turn_away(self, session: Session, name: str, reason: str) -> None:
         log.warning("turned %s away: %s", name, reason)
-        session.send(messages.Turned(reason))
+        session.send(messages.TurnedAway(reason))
         session.close(reason)
 
-    def join(self, session: Session, hello: messages.Hello) -> NodeId | None:
+    def join(self, session: Session, hello: messages.NodeHello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
         joined = hello.joined
         reason = self._disowned(session, joined.node) or self._objection(hello)
@@ -343,7 +350,7 @@ class Head:
             self._layout, self._revision = hello.layout, hello.revision
             self._donors.block_size = hello.layout.block_size
         self._members[joined.node] = _Member(hello, session, self._hear())
-        session.send(messages.Welcome(self._beat_ms))
+        session.send(messages.NodeWelcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
         self._decide(joined)
         self._changed.set()
@@ -362,12 +369,12 @@ class Head:
     def _disowned(self, session: Session, node: NodeId) -> str:
         return self._enrolment.objection(session.identity, node) if self._enrolment is not None else ""
 
-    def _alien(self, hello: messages.Hello | messages.StageHello) -> str:
+    def _alien(self, hello: messages.NodeHello | messages.StageHello) -> str:
         if hello.protocol != messages.PROTOCOL:
             return f"it speaks protocol {hello.protocol}, this cluster {messages.PROTOCOL}"
         return ""
 
-    def _objection(self, hello: messages.Hello) -> str:
+    def _objection(self, hello: messages.NodeHello) -> str:
         if reason := self._alien(hello):
             return reason
         if hello.joined.node in self._members:
@@ -402,11 +409,11 @@ class Head:
         stage = Stage(hello, session, self._hear())
         self._groups.enter(stage)
         if hello.stage:
-            session.send(messages.Welcome(self._beat_ms))
+            session.send(messages.NodeWelcome(self._beat_ms))
         return stage
 
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
-        if not isinstance(message, messages.Beat):
+        if not isinstance(message, messages.Heartbeat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
         stage.heard_ns, stage.gauges = self._hear(), _counted(stage.gauges, message)
         self._changed.set()
@@ -447,7 +454,7 @@ class Head:
             case messages.Scores():
                 if self._speaks(node, message.request, message.attempt) is not None:
                     self._streams[message.request].score(message.first, message.logprobs)
-            case messages.Beat():
+            case messages.Heartbeat():
                 member.gauges = _counted(member.gauges, message)
                 self._changed.set()
                 self._link_stats.heard(node, member.cluster, message.links, self._clock_ns())
@@ -455,7 +462,7 @@ class Head:
                 if node == self._donors.asked:
                     self._donors.take(message)
                     self._changed.set()
-            case messages.Hello() | messages.StageHello() | messages.Enrol():
+            case messages.NodeHello() | messages.StageHello() | messages.Enrol():
                 raise ProtocolError("a second Hello")
             case _:
                 self._check_own(node, message)
@@ -468,7 +475,7 @@ class Head:
 
     def _check_own(self, node: NodeId, report: Report) -> None:
         """Raises ProtocolError for what another node is to report."""
-        if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | Spread):
+        if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | HoldingsChanged):
             self._speaks(node, report.request, report.attempt)
         elif report.node != node:
             raise ProtocolError(f"{node} reports what {report.node} does")
@@ -581,7 +588,7 @@ class _FromNode(NoPayloads):
     def on_message(self, session: Session, message: messages.HeadBound) -> None:
         if isinstance(message, messages.Enrol):
             self._head.enrol(session, message)
-        elif isinstance(message, messages.Hello) and self._node is None:
+        elif isinstance(message, messages.NodeHello) and self._node is None:
             self._node = self._head.join(session, message)
         elif isinstance(message, messages.StageHello) and self._stage is None:
             self._stage = self._head.join_stage(session, message)
@@ -599,6 +606,6 @@ class _FromNode(NoPayloads):
             self._head.leave(self._node, reason, session)
 
 
-def _counted(before: Mapping[str, float], beat: messages.Beat) -> dict[str, float]:
+def _counted(before: Mapping[str, float], beat: messages.Heartbeat) -> dict[str, float]:
     """Its gauges, and the number of beats so far."""
     return beat.gauges | {BEATS: before.get(BEATS, 0) + 1}

@@ -1,7 +1,7 @@
 """A node as a process: sessions in the event loop, a worker that computes, and between them the node that decides.
 
-    head ──Begin─> node ──worker──> tokens ──Outputs──> head
-    decode node ──Granted──> prefill node ──Slices…, Sent──> decode node ──Landed──>
+    head ──StartAttempt─> node ──worker──> tokens ──Outputs──> head
+    decode node ──HandoverGranted──> prefill node ──Slices…, Sent──> decode node ──HandoverConfirmed──>
 
 Event loop and worker tell facts to `isthmus.core.node.Node` under one lock, which nobody holds while the engine
 computes, so grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs`
@@ -69,10 +69,10 @@ class NodeProcess(EngineProcess):
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._run_handlers: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
-            events.Load: self.runs.loading,
+            events.LoadBlocks: self.runs.loading,
             events.Shorten: self.runs.shortened,
             Preempted: self.runs.preempted,
-            events.Release: self.runs.released,
+            events.ReleaseResources: self.runs.released,
         }
         self._handlers: dict[type, Callable[[Any], None]] = {
             Run: self.worker.submit,
@@ -150,30 +150,30 @@ class NodeProcess(EngineProcess):
 
     # The head.
 
-    def hello(self) -> messages.Hello | messages.StageHello:
+    def hello(self) -> messages.NodeHello | messages.StageHello:
         return self._hello() if self._group is None else super().hello()
 
-    def _hello(self) -> messages.Hello:
+    def _hello(self) -> messages.NodeHello:
         engine = self._engine
-        return messages.Hello(
+        return messages.NodeHello(
             messages.PROTOCOL, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length, engine.products,
         )  # fmt: skip
 
     def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case events.Begin():
+            case events.StartAttempt():
                 self._arrived(message)
             case messages.TellDirections():
                 self.spawn(self._tell_directions())
-            case events.Forget() | events.Lend() | events.Repay() | events.Convert():
-                if isinstance(message, events.Forget):
+            case events.DropAttempt() | events.Lend() | events.Repay() | events.Convert():
+                if isinstance(message, events.DropAttempt):
                     self._preparing.discard(message.key)
                 self.tell(message)
-            case messages.Gathered():
+            case messages.GroupGathered():
                 self._gathered(message.addresses)
 
-    def welcome(self, message: messages.Welcome) -> None:
+    def welcome(self, message: messages.NodeWelcome) -> None:
         super().welcome(message)
         found = self._found
         if self._cache is not None and self._group is not None:
@@ -181,7 +181,7 @@ class NodeProcess(EngineProcess):
             self._cache.drop(useless)
         chains = chains_of(found)
         if chains:
-            self.tell(events.Recovered(chains))
+            self.tell(events.PrefixesRecovered(chains))
 
     def gauges(self) -> dict[str, float]:
         scheduler = self.node.scheduler
@@ -200,7 +200,7 @@ class NodeProcess(EngineProcess):
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 
-    def _arrived(self, begin: events.Begin) -> None:
+    def _arrived(self, begin: events.StartAttempt) -> None:
         """One whose grammar has to be compiled first does not begin before, or the whole batch would wait for it."""
         prepared = self.runs.prepare(begin)
         if prepared is None or prepared.done():
@@ -209,13 +209,13 @@ class NodeProcess(EngineProcess):
             self._preparing.add(begin.key)
             self.spawn(self._prepared(begin, prepared))
 
-    async def _prepared(self, begin: events.Begin, prepared: Future[None]) -> None:
+    async def _prepared(self, begin: events.StartAttempt, prepared: Future[None]) -> None:
         await asyncio.wrap_future(prepared)
         if begin.key in self._preparing:
             self._preparing.remove(begin.key)
             self.begin(begin)
 
-    def begin(self, begin: events.Begin) -> None:
+    def begin(self, begin: events.StartAttempt) -> None:
         with self.worker.lock:
             self.runs.begin(begin)
             if self._group is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from isthmus.core.node.events import Action, Begin, Drop, Event
+from isthmus.core.node.events import Action, DropBlocks, Event, StartAttempt
 from isthmus.core.scheduler import Run, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId
 from isthmus.facts import NodeFacts
@@ -60,7 +60,7 @@ class Group(NoPayloads):
 
     # While the node decides, and while the engine computes.
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: StartAttempt) -> None:
         self._later(self._send, begin)
 
     def do(self, action: Action) -> None:
@@ -135,7 +135,7 @@ class Group(NoPayloads):
         self._found = []
         useless = tuple([name for name in anywhere if name not in everywhere])
         for at in range(0, len(useless), messages.MAX_NAMES):
-            self.do(Drop(useless[at : at + messages.MAX_NAMES]))
+            self.do(DropBlocks(useless[at : at + messages.MAX_NAMES]))
         return [pair for pair in found if pair[0] in everywhere], useless
 
     def gauges(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Groups:
         group[stage.hello.stage] = stage
         if len(group) == stage.hello.stages:
             addresses = tuple([group[number].hello.address for number in range(1, stage.hello.stages)])
-            group[0].session.send(messages.Gathered(addresses))
+            group[0].session.send(messages.GroupGathered(addresses))
 
     def leave(self, stage: Stage) -> None:
         """The others cannot go on without it: they leave as well, and may come back as a new group."""

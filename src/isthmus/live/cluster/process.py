@@ -231,10 +231,10 @@ class MemberProcess(ABC):
     # The head.
 
     @abstractmethod
-    def hello(self) -> messages.Hello | messages.StageHello:
+    def hello(self) -> messages.NodeHello | messages.StageHello:
         """First message to the head."""
 
-    def welcome(self, message: messages.Welcome) -> None:
+    def welcome(self, message: messages.NodeWelcome) -> None:
         log.info("%s joined the cluster", self._facts.node)
         self.spawn(self._beat(message.beat_ms))
 
@@ -248,7 +248,7 @@ class MemberProcess(ABC):
             await asyncio.sleep(every_ms / 1000)
 
     def _say(self) -> None:
-        self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
+        self._send(messages.Heartbeat(self.gauges(), tuple(self._link_monitor.report())))
 
     def _renew(self) -> None:
         """Asks for the next certificate in time. Sessions that are open go on with the one before."""
@@ -293,7 +293,7 @@ class MemberProcess(ABC):
 
     def on_head(self, message: messages.NodeBound) -> None:
         match message:
-            case messages.Welcome():
+            case messages.NodeWelcome():
                 self.welcome(message)
             case messages.Enrolled():
                 self._renewed(message)
@@ -307,7 +307,7 @@ class MemberProcess(ABC):
                     self._link_monitor.linked(message)
             case messages.Poll():
                 self._say()
-            case messages.Turned():
+            case messages.TurnedAway():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
             case messages.Stop():
                 self.end(STOPPED)
@@ -366,7 +366,7 @@ class EngineProcess(MemberProcess):
     def received(self, key: RequestId, token: int) -> None:
         """The first token of an attempt that was handed over."""
 
-    def hello(self) -> messages.Hello | messages.StageHello:
+    def hello(self) -> messages.NodeHello | messages.StageHello:
         options, facts = self._options, self._facts
         return messages.StageHello(messages.PROTOCOL, facts.node, options.stage, facts.pipeline, self._address)
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from isthmus.core.blocks import BlockNamer
-from isthmus.core.node.events import Begin, Broken, Load, Missing, Release, Shorten
+from isthmus.core.node.events import Broken, LoadBlocks, Missing, ReleaseResources, Shorten, StartAttempt
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.core.types import BlockName, FinishReason, Generated, RequestId, Reused, Role, Span, TokenLogprobs
 from isthmus.live.engine.constraints import Constraints
@@ -57,7 +57,7 @@ class _Attempt:
 
     __slots__ = ("_outputs", "begin", "cached", "num_loading", "reused", "row", "snapshots", "tokens")
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: StartAttempt) -> None:
         self.begin = begin
         self.num_loading = 0
         self.reused: Reused | None = None
@@ -145,11 +145,11 @@ class Runs:
 
     # Under the node's lock.
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: StartAttempt) -> None:
         self._attempts[begin.key] = _Attempt(begin)
         self.prepare(begin)
 
-    def prepare(self, begin: Begin) -> Future[None] | None:
+    def prepare(self, begin: StartAttempt) -> Future[None] | None:
         """Begins with what its first token will need; done when that is there."""
         return self.engine.constraints.prepare(begin.sampling) if self._onward is None else None
 
@@ -159,7 +159,7 @@ class Runs:
         if attempt is not None:
             attempt.append(token)
 
-    def released(self, action: Release) -> None:
+    def released(self, action: ReleaseResources) -> None:
         """No run needs its tokens any more."""
         self._attempts.pop(action.key, None)
 
@@ -172,7 +172,7 @@ class Runs:
             self.counters["prefix_cache_hits"] += attempt.cached
             self.counters["prefix_cache_queries"] += attempt.begin.num_prompt
 
-    def loading(self, action: Load) -> None:
+    def loading(self, action: LoadBlocks) -> None:
         attempt = self._attempts.get(action.key)
         if attempt is not None:
             attempt.num_loading = len(action.names)
@@ -314,7 +314,7 @@ class Runs:
             self._assembling(attempt.begin, piece), piece.packing,
         )  # fmt: skip
 
-    def _assembling(self, begin: Begin, piece: Piece) -> Assembling | None:
+    def _assembling(self, begin: StartAttempt, piece: Piece) -> Assembling | None:
         assembly = piece.assembly
         if assembly is None:
             return None

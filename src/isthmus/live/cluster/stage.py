@@ -45,7 +45,7 @@ class StageStepper:
         self.runs = Runs(
             engine, mover, lambda outputs: None, partial(later, owner.up), time.monotonic_ns, onward
         )
-        self._begun: dict[RequestId, events.Begin] = {}
+        self._begun: dict[RequestId, events.StartAttempt] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
         self._queue: SimpleQueue[tuple[messages.Downward, memoryview | None, bool] | None] = SimpleQueue()
@@ -62,19 +62,19 @@ class StageStepper:
 
     def receive(self, message: messages.Downward, data: memoryview | None = None) -> None:
         """From the event loop. `data`: the hidden states of a run."""
-        ahead = isinstance(message, events.Load) and not self._must_wait(message)
+        ahead = isinstance(message, events.LoadBlocks) and not self._must_wait(message)
         match message:
-            case events.Begin():
+            case events.StartAttempt():
                 self._begun[message.key] = message
                 self.runs.begin(message)
-            case events.Offer() | events.Send() | events.Read():
+            case events.OfferHandover() | events.SendHandover() | events.Read():
                 self._mover.do(message)
-            case events.Load() if ahead:
+            case events.LoadBlocks() if ahead:
                 self._load(message)
         self._waiting.append(message)
         self._queue.put((message, data, ahead))
 
-    def _must_wait(self, load: events.Load) -> bool:
+    def _must_wait(self, load: events.LoadBlocks) -> bool:
         """Whether something that came before still reads or writes these blocks, or has yet to save what is loaded."""
         blocks, names = set(load.blocks), set(load.names)
         for earlier in list(self._waiting):
@@ -82,10 +82,10 @@ class StageStepper:
                 case messages.StageRun():
                     if any(not blocks.isdisjoint(piece.blocks) for piece in earlier.pieces):
                         return True
-                case events.Load():
+                case events.LoadBlocks():
                     if not blocks.isdisjoint(earlier.blocks):
                         return True
-                case events.Save():
+                case events.SaveBlocks():
                     if not names.isdisjoint(earlier.names):
                         return True
                 case Preempted():
@@ -112,23 +112,23 @@ class StageStepper:
                 assert data is not None
                 self._run(message, Hidden(message.shape, message.dtype, data))
                 return
-            case events.Load() if not ahead:
+            case events.LoadBlocks() if not ahead:
                 self._load(message)
-            case events.Save():
+            case events.SaveBlocks():
                 self._save(message)
             case events.Shorten():
                 self.runs.shortened(message)
                 self._mover.do(message)
-            case events.Release():
+            case events.ReleaseResources():
                 self._begun.pop(message.key, None)
                 self._poisoned.pop(message.key, None)
                 self.runs.released(message)
                 self._mover.do(message)
-            case events.Promote() | events.Demote() | events.Drop() | Preempted():
+            case events.Promote() | events.Demote() | events.DropBlocks() | Preempted():
                 self._mover.do(message)
         self._later(self._owner.down, message)
 
-    def _load(self, message: events.Load) -> None:
+    def _load(self, message: events.LoadBlocks) -> None:
         if message.key in self._begun:
             self.runs.loading(message)
             self._mover.do(message)
@@ -145,7 +145,7 @@ class StageStepper:
             missing = execution.missing
             names = self._begun[missing.key].names
             # Only a new attempt can compute it: the stages before do not miss it.
-            self._later(self._owner.up, events.Lost(names[missing.num_blocks : missing.num_blocks + 1]))
+            self._later(self._owner.up, events.BlocksLost(names[missing.num_blocks : missing.num_blocks + 1]))
             self._poison(next(piece for piece in run.chunks if piece.request == missing.key))
         self.runs.finish(execution)
 
@@ -174,18 +174,18 @@ class StageStepper:
         self._poisoned[key] = piece.blocks
         self.runs.shortened(events.Shorten(key, 0))
         if not known:
-            self._mover.do(events.Release(key))
+            self._mover.do(events.ReleaseResources(key))
             reason = "a cached block is missing in a later pipeline stage"
             self._later(self._owner.up, events.Broken(key, reason, distrust=True))
 
     # Keeping blocks.
 
-    def _save(self, message: events.Save) -> None:
+    def _save(self, message: events.SaveBlocks) -> None:
         """What belongs to a poisoned attempt is not kept, nor what follows it."""
         bad = {block for blocks in self._poisoned.values() for block in blocks}
         good = next((at for at, block in enumerate(message.blocks) if block in bad), len(message.blocks))
         if good < len(message.blocks):
-            self._later(self._owner.up, events.Lost(message.names[good:]))
+            self._later(self._owner.up, events.BlocksLost(message.names[good:]))
         if good:
             num_sunk = max(0, message.num_sunk - len(message.names) + good)
             kept = replace(message, names=message.names[:good], blocks=message.blocks[:good], num_sunk=num_sunk)
@@ -228,7 +228,7 @@ class StageNode(EngineProcess):
         match fact:
             case Saved():
                 self.up(messages.StageSaved(self._options.stage, fact.request))
-            case events.Broken() | events.Gone() | events.Lost():
+            case events.Broken() | events.Gone() | events.BlocksLost():
                 self.up(fact)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:

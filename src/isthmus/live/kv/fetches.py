@@ -23,7 +23,7 @@ from isthmus.core.types import BlockName, RequestId, Span
 from isthmus.live.engine.codecs import EXACT
 from isthmus.live.kv.cache import NodeCache
 from isthmus.live.messenger import Session
-from isthmus.live.peers.messages import Ended, Given, Lent, Pull
+from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull
 from isthmus.live.peers.sessions import Reach, Tell
 from isthmus.live.peers.wire import Frames
 from isthmus.live.store import PeerArena, Pinned, copy_bytes
@@ -52,7 +52,7 @@ class Fetching:
         self.key, self.names, self.start, self.codec = order.key, order.names, order.start, order.codec
         self.session: Session | None = None
         self.pull: Pull | None = None
-        self.answer: asyncio.Future[Lent | Ended | None] | None = None
+        self.answer: asyncio.Future[LentBlocks | FetchServed | None] | None = None
         self.peer: PeerArena | None = None
         self._lent: list[
             tuple[int, Sequence[bytes]]
@@ -158,19 +158,19 @@ class Fetching:
             self._seals += [[] for _ in slots]
             return len(self._slots) - self.num_whole
 
-    def ask(self, session: Session, pull: Pull) -> asyncio.Future[Lent | Ended | None]:
+    def ask(self, session: Session, pull: Pull) -> asyncio.Future[LentBlocks | FetchServed | None]:
         self.pull, self.answer = pull, asyncio.get_running_loop().create_future()
         session.send(pull)
         return self.answer
 
-    def answered(self, answer: Lent | Ended | None) -> bool:
+    def answered(self, answer: LentBlocks | FetchServed | None) -> bool:
         """False when nobody waits for one."""
         if self.answer is None or self.answer.done():
             return False
         self.answer.set_result(answer)
         return True
 
-    def asked_for(self, lent: Lent) -> bool:
+    def asked_for(self, lent: LentBlocks) -> bool:
         """Whether it may be lent this."""
         pull, layout = self.pull, self._layout
         return (
@@ -182,14 +182,14 @@ class Fetching:
             and lent.arena.shape == self._cache.store.shape
         )
 
-    def borrow(self, lent: Lent) -> bool:
+    def borrow(self, lent: LentBlocks) -> bool:
         """To `copy` from; False when it cannot be read from here."""
         self.peer = PeerArena.attach(lent.arena)
         came_before = [(0, ())] * self.num_whole  # another way: not asked for, and not lent
         self._lent = [*came_before, *zip(lent.slots, lent.seals, strict=True)]
         return self.peer is not None
 
-    def place(self, session: Session, given: Given, size: int) -> list[memoryview] | None:
+    def place(self, session: Session, given: FetchedSlices, size: int) -> list[memoryview] | None:
         """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
         pull."""
         first, count, width = self.num_whole + given.first, len(given.seals), self._layout.block_size
@@ -205,7 +205,7 @@ class Fetching:
         targets = [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
         return self.frames.place(given, session, self.codec, tokens, targets, size)
 
-    def receive(self, given: Given) -> bool:
+    def receive(self, given: FetchedSlices) -> bool:
         """Takes in a whole payload; False when a seal does not match: nothing from there on counts."""
         targets, first = self.frames.take(given), self.num_whole + given.first
         if self.final is not None:
@@ -266,12 +266,12 @@ class Fetcher:
         decided what gives way to them."""
         while fetch.final is None and not session.closed and (room := fetch.make_room()):
             wanted = len(fetch.names) - fetch.start - fetch.num_whole
-            self._tell(events.Moved(fetch.key, fetched=True))
+            self._tell(events.Progress(fetch.key, fetched=True))
             if fetch.peer is None:
                 answer = await fetch.ask(session, self._pull(fetch, session, room))
                 if answer is None:
                     return
-                if isinstance(answer, Lent) and not fetch.borrow(answer):
+                if isinstance(answer, LentBlocks) and not fetch.borrow(answer):
                     self._strangers.add(session.peer)  # another container, or just gone
                     continue
             if fetch.peer is not None and not await self.cache.serve(fetch.copy, fetch.peer):
@@ -300,7 +300,7 @@ class Fetcher:
         fetch = self._open.get(key)
         return fetch if fetch is not None and fetch.session is session else None
 
-    def place(self, session: Session, given: Given, size: int) -> list[memoryview]:
+    def place(self, session: Session, given: FetchedSlices, size: int) -> list[memoryview]:
         """Raises ProtocolError for what nobody asked for."""
         fetch = self._open.get(given.key)
         if fetch is None:
@@ -312,29 +312,29 @@ class Fetcher:
             raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
         return targets
 
-    def receive(self, session: Session, given: Given) -> None:
+    def receive(self, session: Session, given: FetchedSlices) -> None:
         fetch = self._found(given.key, session)
         if fetch is None:
             return
-        self._tell(events.Moved(given.key, fetched=True))
+        self._tell(events.Progress(given.key, fetched=True))
         self.bytes_in += len(given.seals) * self.cache.layout.slice_bytes
         if not fetch.receive(given):
             self._damaged(session)
             fetch.answered(None)
 
-    def void(self, session: Session, given: Given) -> None:
+    def void(self, session: Session, given: FetchedSlices) -> None:
         """The sender gave up in the midst of it."""
         fetch = self._found(given.key, session)
         if fetch is not None:
             fetch.frames.void(session, given)
             fetch.answered(None)
 
-    def answer(self, session: Session, answer: Lent | Ended) -> None:
+    def answer(self, session: Session, answer: LentBlocks | FetchServed) -> None:
         """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
         fetch = self._found(answer.key, session)
         if fetch is None:
             return
-        if isinstance(answer, Lent) and not fetch.asked_for(answer):
+        if isinstance(answer, LentBlocks) and not fetch.asked_for(answer):
             raise ProtocolError(f"what was lent for {answer.key} is not what was asked for")
         fetch.answered(answer)
 

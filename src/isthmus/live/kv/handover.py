@@ -13,12 +13,12 @@ from functools import partial
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
-from isthmus.core.node.extent import Extent
+from isthmus.core.node.extent import HandoverSpan
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine.codecs import EXACT, NONE
 from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Priority, Sending, Session
-from isthmus.live.peers.messages import Sent, Slices
+from isthmus.live.peers.messages import HandoverSent, HandoverSlices
 from isthmus.live.peers.sessions import Reach, Spawn, Tell
 from isthmus.live.peers.wire import ENCODED_BLOCKS, Frames, pack
 
@@ -31,14 +31,14 @@ class Outgoing:
     `first_layer`: of the model, that is the first in `memory`: a pipeline stage sends its own layers.
     """
 
-    def __init__(self, key: RequestId, extent: Extent, memory: KVBytes, first_layer: int = 0) -> None:
+    def __init__(self, key: RequestId, extent: HandoverSpan, memory: KVBytes, first_layer: int = 0) -> None:
         self.key, self._extent, self._memory, self._first_layer = key, extent, memory, first_layer
         self.session: Session | None = None
         self._sendings: list[Sending] = []
         self._may_send = self._is_computed = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
         self._told = [extent.start] * memory.layout.num_layers
-        self._sent: Sent | None = None
+        self._sent: HandoverSent | None = None
         self.bytes_out = 0
 
     def attach(self, session: Session) -> None:
@@ -61,7 +61,7 @@ class Outgoing:
         self._go_on()
 
     def first_token(self, token: int) -> None:
-        self._sent = Sent(self.key, token)
+        self._sent = HandoverSent(self.key, token)
         self._go_on()
 
     def computed(self) -> None:
@@ -97,7 +97,7 @@ class Outgoing:
             payload, seals = pack(codec, layout, parts, len(span), partial(self._seals, layer, span, blocks))
             self.bytes_out += (stop - start) * self._memory.layout.token_bytes
             number = self._first_layer + layer
-            head = Slices(self.key, number, start // size, stop, seals)
+            head = HandoverSlices(self.key, number, start // size, stop, seals)
             self._sendings.append(session.send(head, *payload, priority=Priority.URGENT))
 
     def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
@@ -110,16 +110,16 @@ class Incoming:
     """One attempt that is received into `blocks`. Its layers may come over several sessions with `peer`, of a pipeline
     group one for each stage."""
 
-    def __init__(self, expected: events.Receive, memory: KVBytes) -> None:
+    def __init__(self, expected: events.ReceiveHandover, memory: KVBytes) -> None:
         self.key, self.peer, self._extent, self._blocks = (
             expected.key, expected.peer, expected.extent, expected.blocks
         )  # fmt: skip
         self._memory = memory
-        self.sent: Sent | None = None
+        self.sent: HandoverSent | None = None
         self._received = [self._extent.start] * memory.layout.num_layers
         self.frames = Frames(memory.layout)
 
-    def place(self, session: Session, slices: Slices, size: int) -> list[memoryview] | None:
+    def place(self, session: Session, slices: HandoverSlices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
         expected = (
@@ -137,7 +137,7 @@ class Incoming:
         codec, tokens = self._extent.codec_at(start), Span(start, slices.stop)
         return self.frames.place(slices, session, codec, tokens, targets, size)
 
-    def receive(self, slices: Slices) -> bool:
+    def receive(self, slices: HandoverSlices) -> bool:
         """Takes in a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
         targets, layout = self.frames.take(slices), self._memory.layout
@@ -168,7 +168,7 @@ class HandoverSender:
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._bytes_out = 0
 
-    def offer(self, offer: events.Offer) -> None:
+    def offer(self, offer: events.OfferHandover) -> None:
         outgoing = Outgoing(offer.key, offer.extent, self._memory, self._first_layer)
         self._outgoing[offer.key] = outgoing
         self._spawn(self._attach(outgoing, offer.peer))
@@ -213,7 +213,7 @@ class HandoverReceiver:
         self._incoming: dict[RequestId, Incoming] = {}
         self.bytes_in = self.seal_mismatches = 0
 
-    def expect(self, expected: events.Receive) -> None:
+    def expect(self, expected: events.ReceiveHandover) -> None:
         self._incoming[expected.key] = Incoming(expected, self._memory)
 
     def _from(self, session: Session, key: RequestId) -> Incoming | None:
@@ -223,7 +223,7 @@ class HandoverReceiver:
             raise ProtocolError(f"KV of {key} comes from {incoming.peer}, not from {session.peer}")
         return incoming
 
-    def place(self, session: Session, slices: Slices, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, slices: HandoverSlices, size: int) -> Sequence[memoryview]:
         """Raises ProtocolError for what is not expected."""
         incoming = self._from(session, slices.key)
         if incoming is None:
@@ -231,10 +231,10 @@ class HandoverReceiver:
         targets = incoming.place(session, slices, size)
         if targets is None:
             raise ProtocolError(f"KV of {slices.key}, layer {slices.layer}, is not what must come next")
-        self._tell(events.Moved(slices.key))
+        self._tell(events.Progress(slices.key))
         return targets
 
-    def receive(self, session: Session, slices: Slices) -> None:
+    def receive(self, session: Session, slices: HandoverSlices) -> None:
         """Raises ProtocolError for what comes from another node."""
         incoming = self._from(session, slices.key)
         if incoming is None:
@@ -249,7 +249,7 @@ class HandoverReceiver:
         reason = f"a KV block of layer {slices.layer} came damaged (seal mismatch)"
         self._tell(events.Broken(slices.key, reason))
 
-    def sent(self, session: Session, sent: Sent) -> None:
+    def sent(self, session: Session, sent: HandoverSent) -> None:
         incoming = self._from(session, sent.key)
         if incoming is not None and incoming.sent is None:
             incoming.sent = sent
@@ -259,9 +259,9 @@ class HandoverReceiver:
         if incoming.complete and incoming.sent is not None:
             self.release(incoming.key)
             self._received(incoming.key, incoming.sent.token)
-            self._tell(events.Received(incoming.key))
+            self._tell(events.HandoverComplete(incoming.key))
 
-    def void(self, session: Session, slices: Slices) -> None:
+    def void(self, session: Session, slices: HandoverSlices) -> None:
         """The sender gave up in the midst of a frame."""
         incoming = self._incoming.get(slices.key)
         if incoming is not None:

@@ -20,7 +20,7 @@ from isthmus.core.types import NodeId, RequestId
 from isthmus.live.engine.interface import Asked, KVBytes
 from isthmus.live.kv.shipments import Landing, Shipments
 from isthmus.live.messenger import Answerer, LineLost, Session, read
-from isthmus.live.peers.messages import KNOWN_ROWS, Attend, Shipment
+from isthmus.live.peers.messages import KNOWN_ROWS, Attend, ShipmentSlices
 from isthmus.live.peers.sessions import Tell
 
 Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
@@ -103,7 +103,7 @@ class Hosts:
         guest = self._guests[rekey.key] = _Guest(memory, share, old.room, stowed)
         guest.peers.add(rekey.peer)
         if stowed < rekey.num_blocks:
-            self._tell(events.Stowed(rekey.key, rekey.peer, stowed))
+            self._tell(events.ShipmentStored(rekey.key, rekey.peer, stowed))
 
     def trim(self, trim: events.Trim) -> None:
         """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
@@ -127,7 +127,7 @@ class Hosts:
 
     # KV.
 
-    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
         guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
@@ -137,10 +137,10 @@ class Hosts:
         placed = guest.landing.place(session, head, size)
         if head.first < guest.stowed:
             guest.stowed = head.first
-            self._tell(events.Stowed(head.key, peer, guest.stowed))
+            self._tell(events.ShipmentStored(head.key, peer, guest.stowed))
         return placed
 
-    def receive(self, session: Session, head: Shipment) -> None:
+    def receive(self, session: Session, head: ShipmentSlices) -> None:
         guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
             self._shipments.receive(head)
@@ -150,12 +150,12 @@ class Hosts:
         self.bytes_in += len(head.seals) * guest.landing.memory.layout.slice_bytes
         if not matches:
             self.seal_mismatches += 1
-            self._tell(events.Stowed(head.key, peer, guest.stowed, damaged=True))
+            self._tell(events.ShipmentStored(head.key, peer, guest.stowed, damaged=True))
         elif guest.landing.num_whole > guest.stowed:
             guest.stowed = guest.landing.num_whole
-            self._tell(events.Stowed(head.key, peer, guest.stowed))
+            self._tell(events.ShipmentStored(head.key, peer, guest.stowed))
 
-    def void(self, session: Session, head: Shipment) -> None:
+    def void(self, session: Session, head: ShipmentSlices) -> None:
         """The sender gave up in the midst of it."""
         if self._shipments.awaits(self._node_of(session), head):
             self._shipments.void(head)

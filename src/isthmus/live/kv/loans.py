@@ -18,7 +18,7 @@ from isthmus.live.engine.codecs import CODECS
 from isthmus.live.kv.cache import NodeCache
 from isthmus.live.kv.fetches import host_id
 from isthmus.live.messenger import Priority, Sending, Session
-from isthmus.live.peers.messages import Ended, Given, Lent, Pull
+from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull
 from isthmus.live.peers.sessions import Spawn
 from isthmus.live.peers.wire import pack
 from isthmus.live.store import ArenaHandle, Pinned
@@ -161,7 +161,7 @@ class Loans:
         lease = Lease(self._cache)
         try:
             await self._cache.serve(lease.add, names)
-            session.send(Lent(key, handle, tuple(lease.slots), tuple(lease.seals)))
+            session.send(LentBlocks(key, handle, tuple(lease.slots), tuple(lease.seals)))
             loan.answered = True
             await asyncio.get_running_loop().create_future()  # until `end` or `lost`
         finally:
@@ -187,7 +187,7 @@ class Loans:
                     await leases[-2].over.wait()
                 if not whole:
                     break
-            session.send(Ended(pull.key, count), priority=Priority.NORMAL)
+            session.send(FetchServed(pull.key, count), priority=Priority.NORMAL)
             loan.answered = True
             if leases:
                 await leases[-1].over.wait()
@@ -202,6 +202,6 @@ class Loans:
             parts = [arena.slice(slot, layer) for slot in lease.slots]
             known = partial(list[bytes], [seals[layer] for seals in lease.seals])
             payload, seals = pack(pull.codec, layout, parts, len(parts) * layout.block_size, known)
-            head = Given(pull.key, layer, first, seals)
+            head = FetchedSlices(pull.key, layer, first, seals)
             lease.hold()
             yield session.send(head, *payload, done=lambda _: lease.release())

@@ -56,24 +56,26 @@ class BlockMover(NoPayloads):
             self._fetcher = Fetcher(cache, peers.get, self._tell, shares_memory=shares_memory)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._handlers: dict[type, Callable[[Any], None]] = {
-            events.Tell: lambda action: self._post(peers.say, action.peer, action.letter),
-            events.Adopt: self._adopt,
+            events.SendLetter: lambda action: self._post(peers.say, action.peer, action.letter),
+            events.AdoptBlocks: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
-            events.Drop: lambda action: self.cache.drop(action.names),
+            events.DropBlocks: lambda action: self.cache.drop(action.names),
             events.Fetch: self._fetch,
             events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
             events.Give: lambda action: self._post(self._loans.give, action),
             events.EndGive: lambda action: self._post(self._loans.end, action),
-            events.Release: lambda action: self._post(self._release_sessions, action.key),
+            events.ReleaseResources: lambda action: self._post(self._release_sessions, action.key),
         }
         self._heard: dict[type, Callable[[Session, NodeId, Any], None]] = {
-            messages.Given: lambda session, _, given: self.fetcher.receive(session, given),
-            messages.Lent: lambda session, _, lent: self.fetcher.answer(session, lent),
-            messages.Ended: lambda session, _, ended: self.fetcher.answer(session, ended),
+            messages.FetchedSlices: lambda session, _, given: self.fetcher.receive(session, given),
+            messages.LentBlocks: lambda session, _, lent: self.fetcher.answer(session, lent),
+            messages.FetchServed: lambda session, _, ended: self.fetcher.answer(session, ended),
             messages.Pull: self._loans.pull,
         }
-        self._takers: dict[type, Any] = {messages.Given: self._fetcher} if self._fetcher is not None else {}
+        self._takers: dict[type, Any] = (
+            {messages.FetchedSlices: self._fetcher} if self._fetcher is not None else {}
+        )
         """Who takes what comes with a payload."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -125,7 +127,7 @@ class BlockMover(NoPayloads):
 
     def lost_bytes(self, names: Iterable[BlockName]) -> None:
         """These are in no tier. From any thread."""
-        self._tell(events.Lost(tuple(names)))
+        self._tell(events.BlocksLost(tuple(names)))
 
     # Cached blocks.
 
@@ -153,7 +155,7 @@ class BlockMover(NoPayloads):
         del self._fetches[fetch.key]
         fetch.release()
 
-    def _adopt(self, adopt: events.Adopt) -> None:
+    def _adopt(self, adopt: events.AdoptBlocks) -> None:
         fetch, names = self._fetches.get(adopt.request), adopt.names
         if fetch is None or not fetch.hold():
             self.lost_bytes(names)
@@ -186,7 +188,7 @@ class BlockMover(NoPayloads):
         """Over a session with `peer`. Raises ProtocolError."""
         kind = type(message)
         if kind in LETTERS:
-            self._tell(events.Heard(peer, cast(Letter, message)))
+            self._tell(events.LetterReceived(peer, cast(Letter, message)))
         elif kind in self._takers:
             self._takers[kind].receive(session, message)
         elif kind in self._heard:
@@ -239,15 +241,15 @@ class KVMover(BlockMover):
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
         self._handlers |= {
-            events.Load: self._load,
+            events.LoadBlocks: self._load,
             events.Read: self._read_ahead,
-            events.Save: self._save,
+            events.SaveBlocks: self._save,
             events.Shorten: self._shorten,
-            events.Release: self._release,
-            events.Offer: lambda action: self._post(self._sender.offer, action),
-            events.Send: lambda action: self.send(action.key, computed=action.computed),
-            events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
-            events.Receive: lambda action: self._post(self._receiver.expect, action),
+            events.ReleaseResources: self._release,
+            events.OfferHandover: lambda action: self._post(self._sender.offer, action),
+            events.SendHandover: lambda action: self.send(action.key, computed=action.computed),
+            events.FinishHandover: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
+            events.ReceiveHandover: lambda action: self._post(self._receiver.expect, action),
             events.Ship: lambda action: self._post(self.shipments.ship, action),
             events.OpenLine: lambda action: self._post(self.holders.open_line, action.peer),
             events.Reclaim: lambda action: self._post(self.shipments.reclaim, action),
@@ -257,10 +259,10 @@ class KVMover(BlockMover):
             events.Unhost: lambda action: self._post(self.hosts.unhost, action),
             Preempted: lambda action: self._let_go(action.request),
         }
-        self._heard[messages.Sent] = lambda session, _, sent: self._receiver.sent(session, sent)
+        self._heard[messages.HandoverSent] = lambda session, _, sent: self._receiver.sent(session, sent)
         self._takers |= {
-            messages.Slices: self._receiver,
-            messages.Shipment: self.hosts,
+            messages.HandoverSlices: self._receiver,
+            messages.ShipmentSlices: self.hosts,
         }
 
     def gauges(self) -> dict[str, float]:
@@ -281,7 +283,7 @@ class KVMover(BlockMover):
 
     # Cached blocks: to the engine and from it.
 
-    def _load(self, load: events.Load) -> None:
+    def _load(self, load: events.LoadBlocks) -> None:
         key = load.key
         fetch = self._fetches.get(key)
         # It may be for more than is of use: what lies there is not this prefix and its state.
@@ -330,7 +332,7 @@ class KVMover(BlockMover):
 
     def stage(self, key: RequestId, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging | None:
         """Room in the store for those of these blocks that it does not have and a run will complete: for `save_layer`,
-        until a `Save` takes them over."""
+        until a `SaveBlocks` takes them over."""
         new = [at for at, name in enumerate(names) if not self.cache.store.contains(name)]
         if not new:
             return None
@@ -342,7 +344,7 @@ class KVMover(BlockMover):
         """This layer of them is computed."""
         self.cache.save_layer(staging, layer)
 
-    def _save(self, save: events.Save) -> None:
+    def _save(self, save: events.SaveBlocks) -> None:
         def done(lost: Sequence[BlockName]) -> None:
             self._tell(Saved(save.request))
             if lost:
@@ -356,7 +358,7 @@ class KVMover(BlockMover):
         for staging in self._staged.pop(key, ()):
             self.cache.unstage(staging)
 
-    def _release(self, release: events.Release) -> None:
+    def _release(self, release: events.ReleaseResources) -> None:
         key = release.key
         self._let_go(key)
         if key in self._read:
@@ -380,7 +382,7 @@ class KVMover(BlockMover):
         self._post(partial(self._sender.send, computed=computed), key)
 
     def first_token(self, key: RequestId, token: int) -> None:
-        """It goes with the KV. From any thread, before `Finish`."""
+        """It goes with the KV. From any thread, before `FinishHandover`."""
         self._post(self._sender.on, key, Outgoing.first_token, token)
 
     def gone(self, node: NodeId, reason: str) -> None:

@@ -16,7 +16,7 @@ from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine.codecs import NONE
 from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Sending, Session
-from isthmus.live.peers.messages import Shipment
+from isthmus.live.peers.messages import ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Tell
 from isthmus.live.peers.wire import Frames, sealed
 
@@ -48,7 +48,7 @@ class Landing:
         """In all layers."""
         return min(self.whole)
 
-    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
         """Where a frame goes. Raises ProtocolError for what is not expected."""
         layout, first, stop = self.memory.layout, head.first, head.first + len(head.seals)
         fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.placed[head.layer]
@@ -65,7 +65,7 @@ class Landing:
         self.whole[head.layer] = min(self.whole[head.layer], first)
         return placed
 
-    def take(self, head: Shipment) -> bool | None:
+    def take(self, head: ShipmentSlices) -> bool | None:
         """A whole frame: whether all seals match; None for one that nobody waits for."""
         targets, memory, size = self._frames.take(head), self.memory, self.memory.layout.block_size
         if targets is None:
@@ -84,7 +84,7 @@ class Landing:
     def _runs(self, tokens: Span) -> Iterator[tuple[int, int]]:
         return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
 
-    def void(self, session: Session, head: Shipment) -> None:
+    def void(self, session: Session, head: ShipmentSlices) -> None:
         """It will not come."""
         self._frames.void(session, head)
 
@@ -110,7 +110,7 @@ class Shipments:
         sendings[:] = [sending for sending in sendings if not sending.over]
         for layer, start, blocks in framed(ship.blocks, layout.num_layers):
             payload, seals = self._slices(layer, blocks, share)
-            sendings.append(session.send(Shipment(ship.key, layer, ship.first + start, seals), *payload))
+            sendings.append(session.send(ShipmentSlices(ship.key, layer, ship.first + start, seals), *payload))
             self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
 
     def _slices(
@@ -151,16 +151,16 @@ class Shipments:
             found[1].refuse()
             self._tell(events.Reclaimed(key, whole))
 
-    def awaits(self, peer: NodeId | None, head: Shipment) -> bool:
+    def awaits(self, peer: NodeId | None, head: ShipmentSlices) -> bool:
         """Whether this is a part of what comes home."""
         holder, _ = self._returns.get(head.key, (None, None))
         return holder is not None and holder == peer
 
-    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
         return self._returns[head.key][1].place(session, head, size)
 
-    def receive(self, head: Shipment) -> None:
+    def receive(self, head: ShipmentSlices) -> None:
         """What came damaged lies with its holder still; what follows is awaited, so that it is not taken for another
         return."""
         _, landing = self._returns[head.key]
@@ -172,6 +172,6 @@ class Shipments:
         if head.layer == len(landing.whole) - 1 and head.first + len(head.seals) == count:
             self._end(head.key, whole=landing.num_whole == count)
 
-    def void(self, head: Shipment) -> None:
+    def void(self, head: ShipmentSlices) -> None:
         """The holder gave up in the midst of it."""
         self._end(head.key, whole=False)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.core.attempts import Begin, Order, Report
+from isthmus.core.attempts import Order, Report, StartAttempt
 from isthmus.core.blocks import KVLayout
 from isthmus.core.conductor import LinkState, NodeJoined
 from isthmus.core.node import events
@@ -30,7 +30,7 @@ MAX_METRICS = 1 << 14
 """Of one process, those of its tenants included."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class NodeHello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `joined`: what the conductor is to hear of it; `address`: where other nodes reach it for
     KV, `host:port`. For people: `products`, how its engine multiplies; `remark`, what they are to know of it."""
 
@@ -73,7 +73,7 @@ Measured = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 """A number: what is compared finds NaN to be none."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life with this node's gauges and counters. `links`: to each linked cluster, over all sessions of this
     node with its nodes, counted since the node started."""
 
@@ -110,10 +110,10 @@ class Directions(msgspec.Struct, frozen=True, tag=True):
     rows: bytes
 
 
-HeadBound = Hello | StageHello | Enrol | Outputs | Scores | Beat | Directions | Report
+HeadBound = NodeHello | StageHello | Enrol | Outputs | Scores | Heartbeat | Directions | Report
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class NodeWelcome(msgspec.Struct, frozen=True, tag=True):
     """The node is part of the cluster. `beat_ms`: how often it must send a Beat."""
 
     beat_ms: int
@@ -126,13 +126,13 @@ class Enrolled(msgspec.Struct, frozen=True, tag=True):
     authority: bytes
 
 
-class Gathered(msgspec.Struct, frozen=True, tag=True):
+class GroupGathered(msgspec.Struct, frozen=True, tag=True):
     """To the first stage: the others are at these addresses, in their order."""
 
     addresses: tuple[str, ...]
 
 
-class Turned(msgspec.Struct, frozen=True, tag=True):
+class TurnedAway(msgspec.Struct, frozen=True, tag=True):
     """The node is not wanted, and why."""
 
     reason: str
@@ -157,7 +157,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Enrolled | Gathered | Turned | Neighbours | Poll | Stop | TellDirections | Order
+NodeBound = (
+    NodeWelcome | Enrolled | GroupGathered | TurnedAway | Neighbours | Poll | Stop | TellDirections | Order
+)
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +173,7 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True):
     stage: int = 0
 
 
-class Slices(msgspec.Struct, frozen=True, tag=True):
+class HandoverSlices(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: one layer of blocks `[first_block, first_block + len(seals))`, tokens up to `stop`.
 
     Payload: the bytes of token positions `[first_block * block_size, stop)`, encoded by the attempt's codec; each
@@ -186,7 +188,7 @@ class Slices(msgspec.Struct, frozen=True, tag=True):
     seals: tuple[bytes, ...]
 
 
-class Sent(msgspec.Struct, frozen=True, tag=True):
+class HandoverSent(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: everything was sent; the first new token is `token` (the client has it already)."""
 
     key: RequestId
@@ -206,10 +208,10 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
     codec: str = "none"
 
 
-class Lent(msgspec.Struct, frozen=True, tag=True):
+class LentBlocks(msgspec.Struct, frozen=True, tag=True):
     """The leading blocks that are here, in slots of this node's arena, with the seals of their layers.
 
-    They stay as they are until `Enough`.
+    They stay as they are until `FetchDone`.
     """
 
     key: RequestId
@@ -218,7 +220,7 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
     seals: tuple[tuple[bytes, ...], ...]
 
 
-class Given(msgspec.Struct, frozen=True, tag=True):
+class FetchedSlices(msgspec.Struct, frozen=True, tag=True):
     """One layer of the blocks `[first, first + len(seals))` of a `Pull`. Payload: their slices, one after the other,
     encoded by the codec that was asked for."""
 
@@ -228,14 +230,14 @@ class Given(msgspec.Struct, frozen=True, tag=True):
     seals: tuple[bytes, ...]
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class FetchServed(msgspec.Struct, frozen=True, tag=True):
     """All that can be given of a `Pull` was sent: the first `count` blocks."""
 
     key: RequestId
     count: int
 
 
-class Shipment(msgspec.Struct, frozen=True, tag=True):
+class ShipmentSlices(msgspec.Struct, frozen=True, tag=True):
     """To a holder, or from it back home: one layer of blocks `[first, first + len(seals))` of those that there is room
     for; what was there from `first` on is void. Payload: their bytes."""
 
@@ -266,7 +268,18 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = Probe | PeerHello | Letter | Slices | Sent | Pull | Lent | Given | Ended | Shipment
+PeerMessage = (
+    Probe
+    | PeerHello
+    | Letter
+    | HandoverSlices
+    | HandoverSent
+    | Pull
+    | LentBlocks
+    | FetchedSlices
+    | FetchServed
+    | ShipmentSlices
+)
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
 # is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for
@@ -302,21 +315,21 @@ class StageRun(msgspec.Struct, frozen=True, tag=True):
 
 
 Followed = (
-    events.Load
+    events.LoadBlocks
     | events.Read
-    | events.Save
+    | events.SaveBlocks
     | events.Promote
     | events.Demote
-    | events.Drop
+    | events.DropBlocks
     | events.Shorten
-    | events.Offer
-    | events.Send
-    | events.Release
+    | events.OfferHandover
+    | events.SendHandover
+    | events.ReleaseResources
     | Preempted
 )
 """Actions of the leader's node that every stage carries out for its layers."""
 
-Downward = StageOpen | Begin | StageRun | Followed
+Downward = StageOpen | StartAttempt | StageRun | Followed
 
 
 class StageFound(msgspec.Struct, frozen=True, tag=True):
@@ -337,10 +350,10 @@ class StageSampled(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageSaved(msgspec.Struct, frozen=True, tag=True):
-    """A stage has carried out a `Save` of this request's blocks."""
+    """A stage has carried out a `SaveBlocks` of this request's blocks."""
 
     stage: int
     request: RequestId
 
 
-Upward = StageFound | Scores | StageSampled | StageSaved | events.Lost | events.Broken | events.Gone
+Upward = StageFound | Scores | StageSampled | StageSaved | events.BlocksLost | events.Broken | events.Gone

@@ -16,7 +16,7 @@ from isthmus.core.types import Span
 from isthmus.live.engine import codecs
 from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Session
-from isthmus.live.peers.messages import Given, Shipment, Slices
+from isthmus.live.peers.messages import FetchedSlices, HandoverSlices, ShipmentSlices
 
 ENCODED_BLOCKS = 64
 """Blocks of one encoded frame: more would keep the event loop for long."""
@@ -48,7 +48,7 @@ def sealed(
     return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
 
 
-Head = Slices | Given | Shipment
+Head = HandoverSlices | FetchedSlices | ShipmentSlices
 
 
 class _Frame(NamedTuple):

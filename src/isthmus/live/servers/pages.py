@@ -126,7 +126,7 @@ class Pages:
         if len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
 
-    def adopt(self, adopt: events.Adopt) -> bool:
+    def adopt(self, adopt: events.AdoptBlocks) -> bool:
         """Makes what a worker saved blocks of the store; False if it was not saved by one."""
         fill = self._fills.get(adopt.request)
         if fill is None:
@@ -282,7 +282,7 @@ class Pages:
 
     def _settle(self, key: RequestId) -> None:
         self._chains.pop(key, None)
-        self._tell(events.Settled(key))
+        self._tell(events.SavesDone(key))
 
     async def _save(self, worker: _Worker, save: wire.Save) -> None:
         """In parts, where the store has no room for all at once: what is kept of one makes room for the next."""
@@ -339,7 +339,7 @@ class Pages:
         key = RequestId(f"fill {next(self._numbers)}")
         self._fills[key] = fill
         try:
-            self._tell(events.Filled(key, fill.names))
+            self._tell(events.SlotsFilled(key, fill.names))
             if fill.adopted is not None:
                 await fill.adopted
                 await asyncio.wrap_future(self._cache.kept())  # what gave way is gone

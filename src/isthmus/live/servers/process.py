@@ -103,7 +103,7 @@ class AdapterProcess(MemberProcess):
         self._server, self._sockets, self._pages = server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None
         self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
-        self._begun: dict[RequestId, events.Begin] = {}
+        self._begun: dict[RequestId, events.StartAttempt] = {}
         self._asked: dict[RequestId, asyncio.Task[None]] = {}
         self._outputs: list[messages.Output] = []
         self._num_answering = 0
@@ -119,8 +119,8 @@ class AdapterProcess(MemberProcess):
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Submit: self._submit,
             events.Discard: self._begin_discard,
-            events.Release: self._release,
-            events.Adopt: self._adopt,
+            events.ReleaseResources: self._release,
+            events.AdoptBlocks: self._adopt,
             events.Wake: self.wake,
             **dict.fromkeys(get_args(Report), self._report),
         }
@@ -153,32 +153,32 @@ class AdapterProcess(MemberProcess):
                 self._metrics = read_metrics((await self._client.get("/metrics")).decode())
             await asyncio.sleep(METRICS_S)
 
-    def hello(self) -> messages.Hello:
+    def hello(self) -> messages.NodeHello:
         engine = self._engine
-        return messages.Hello(
+        return messages.NodeHello(
             messages.PROTOCOL, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length, remark=engine.remark,
         )  # fmt: skip
 
-    def welcome(self, message: messages.Welcome) -> None:
+    def welcome(self, message: messages.NodeWelcome) -> None:
         super().welcome(message)
         chains = chains_of(self._found)
         if chains:
-            self.tell(events.Recovered(chains))
+            self.tell(events.PrefixesRecovered(chains))
         listener = Listener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
         self.spawn(listener.run())
         self.spawn(self._measure())
 
     def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case events.Begin():
+            case events.StartAttempt():
                 self.begin(message)
-            case events.Forget() | events.Convert():
+            case events.DropAttempt() | events.Convert():
                 self.tell(message)
             case _:
                 super().heard(message)
 
-    def begin(self, begin: events.Begin) -> None:
+    def begin(self, begin: events.StartAttempt) -> None:
         self._begun[begin.key] = begin
         self.tell(begin.to_decide(self._clock_ns()))
 
@@ -229,11 +229,11 @@ class AdapterProcess(MemberProcess):
         self._flush()  # a failure is not to overtake tokens
         self.report(report)
 
-    def _adopt(self, adopt: events.Adopt) -> None:
+    def _adopt(self, adopt: events.AdoptBlocks) -> None:
         if self._pages is None or not self._pages.adopt(adopt):
             self.mover.do(adopt)
 
-    def _release(self, release: events.Release) -> None:
+    def _release(self, release: events.ReleaseResources) -> None:
         key = release.key
         self._begun.pop(key, None)
         asked = self._asked.pop(key, None)
@@ -248,7 +248,7 @@ class AdapterProcess(MemberProcess):
         work = self._compute if begin.part is PREFILL else self._answer
         self._asked[submit.key] = self.spawn(self._ask(work, begin, submit))
 
-    async def _ask(self, work: Callable[..., Any], begin: events.Begin, submit: events.Submit) -> None:
+    async def _ask(self, work: Callable[..., Any], begin: events.StartAttempt, submit: events.Submit) -> None:
         key, sampling = submit.key, begin.sampling
         reason = objection(sampling, continues=len(begin.tokens) > begin.num_prompt)
         if reason:
@@ -287,7 +287,7 @@ class AdapterProcess(MemberProcess):
             del self._salts[next(islice(self._salts, 1, None))]  # the first is that of no salt
         return {"cache_salt": named}
 
-    def _params_of(self, begin: events.Begin, submit: events.Submit) -> dict[str, Any] | None:
+    def _params_of(self, begin: events.StartAttempt, submit: events.Submit) -> dict[str, Any] | None:
         """What the server's connector is to do for it."""
         if self._pages is not None:
             namer = self._namer(begin.salt)
@@ -298,7 +298,7 @@ class AdapterProcess(MemberProcess):
             return params
         return _HANDOVER if begin.part is PREFILL else None
 
-    async def _compute(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
+    async def _compute(self, begin: events.StartAttempt, submit: events.Submit, body: dict[str, Any]) -> None:
         """A prompt that is answered elsewhere. Its token is not used: who decodes draws the whole answer."""
         found = await self._client.compute(submit.key, body)
         self._count_prompt(begin, found.cached_tokens)
@@ -307,11 +307,11 @@ class AdapterProcess(MemberProcess):
             if not own.get("do_remote_prefill"):
                 raise EngineError("vLLM did not keep the prompt's KV for another server")
             params = json.dumps(own).encode()
-        self.tell(events.Answered(submit.key, found.cached_tokens, params))
+        self.tell(events.EnginePrefilled(submit.key, found.cached_tokens, params))
         if self._pages is not None and not self._pages.connected:
-            self.tell(events.Settled(submit.key))  # nobody will
+            self.tell(events.SavesDone(submit.key))  # nobody will
 
-    async def _answer(self, begin: events.Begin, submit: events.Submit, body: dict[str, Any]) -> None:
+    async def _answer(self, begin: events.StartAttempt, submit: events.Submit, body: dict[str, Any]) -> None:
         key, index = submit.key, len(begin.tokens) - begin.num_prompt
         first = True
         stream = self._client.answer(key, body, begin.sampling.logprobs)
@@ -322,7 +322,7 @@ class AdapterProcess(MemberProcess):
                         self._put(begin, submit, index, token)
                         index += 1
                     if first:
-                        self.tell(events.Answered(key))
+                        self.tell(events.EnginePrefilled(key))
                         self._flush()  # nobody waits for a first token
                         self._num_answering += 1
                         first = False
@@ -331,9 +331,9 @@ class AdapterProcess(MemberProcess):
         finally:
             self._num_answering -= not first
         self._flush()
-        self.tell(events.Over(key))
+        self.tell(events.AnswerComplete(key))
 
-    def _put(self, begin: events.Begin, submit: events.Submit, index: int, token: Token) -> None:
+    def _put(self, begin: events.StartAttempt, submit: events.Submit, index: int, token: Token) -> None:
         """Tokens of one step of the server go in one message: each message costs the head as much as several tokens."""
         cached = token.cached_tokens
         if cached is not None:
@@ -356,7 +356,7 @@ class AdapterProcess(MemberProcess):
             outputs, self._outputs = self._outputs, []
             self._send(messages.Outputs(tuple(outputs)))
 
-    def _count_prompt(self, begin: events.Begin, cached: int) -> None:
+    def _count_prompt(self, begin: events.StartAttempt, cached: int) -> None:
         self._counters["prefix_cache_hits"] += min(cached, begin.num_prompt)
         self._counters["prefix_cache_queries"] += begin.num_prompt
         self._counters["tokens_computed"] += max(0, len(begin.tokens) - cached)

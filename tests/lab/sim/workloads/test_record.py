@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from isthmus.core.conductor import Content, Event, FirstToken, NodeJoined, RequestArrived, RequestEnded, Rules
+from isthmus.core.conductor import (
+    Event,
+    FirstToken,
+    NodeJoined,
+    PromptContent,
+    RequestArrived,
+    RequestEnded,
+    Rules,
+)
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, RequestId, Reuse, Role
@@ -135,7 +143,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_what_prompts_say_is_replayed(tmp_path: Path) -> None:
     """So that reuse beyond the prefix is simulated as it was asked for live."""
-    content = Content(Reuse.SEMANTIC, b"salt", (b"piece", b"other"), (20, 33), b"signature")
+    content = PromptContent(Reuse.SEMANTIC, b"salt", (b"piece", b"other"), (20, 33), b"signature")
     events: list[tuple[int, Event]] = [
         (5, NODE),
         (7, arrived("r1", 33, (A, B), content=content)),

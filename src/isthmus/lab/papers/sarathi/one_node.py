@@ -16,10 +16,10 @@ from isthmus.core.scheduler import (
     Admitted,
     Chunking,
     CountingPool,
-    Limits,
     Preempted,
     Run,
     Scheduler,
+    SchedulerLimits,
     Sequence,
     Stepped,
     StepTime,
@@ -33,8 +33,8 @@ _PS_PER_NS = 1000
 
 
 class BatchLimits(msgspec.Struct, frozen=True):
-    """What the node's scheduler may do; fields as of `scheduler.Limits`. `kv_tokens`: memory; `tbt_ms`: what it lets an
-    iteration with decodes take, as the step time says."""
+    """What the node's scheduler may do; fields as of `scheduler.SchedulerLimits`. `kv_tokens`: memory; `tbt_ms`: what
+    it lets an iteration with decodes take, as the step time says."""
 
     token_budget: int
     max_sequences: int
@@ -114,7 +114,7 @@ class OneNode:
     """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
 
     def __init__(self, requests: abc.Sequence[Asked], batch_limits: BatchLimits, step_ps: StepTime) -> None:
-        limits = Limits(
+        limits = SchedulerLimits(
             num_blocks=batch_limits.kv_tokens // _BLOCK,
             block_size=_BLOCK,
             token_budget=batch_limits.token_budget,

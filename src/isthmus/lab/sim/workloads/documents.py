@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.core.conductor import Content
+from isthmus.core.conductor import PromptContent
 from isthmus.core.reuse import cut
 from isthmus.core.types import Reuse
 from isthmus.lab.sim.workloads.lengths import Lengths
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 
     num_tokens: int
     blocks: tuple[int, ...]
-    content: Content | None
+    content: PromptContent | None
 
 
 class _Said(NamedTuple):
@@ -108,7 +108,7 @@ class Prompts:
     def _prompt(self, tokens: list[int], signature: bytes) -> Prompt:
         made, content = self._made, None
         if made.reuse is not Reuse.EXACT:
-            content = Content(made.reuse, b"", *cut(tokens, ""), signature)
+            content = PromptContent(made.reuse, b"", *cut(tokens, ""), signature)
         return Prompt(len(tokens), self._names(tokens), content)
 
     def _names(self, tokens: list[int]) -> tuple[int, ...]:

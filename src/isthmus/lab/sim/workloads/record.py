@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.core.conductor import Content
+from isthmus.core.conductor import PromptContent
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.workloads.lines import trace_name, wrong_line
@@ -45,7 +45,7 @@ class _Arrived(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
-    content: Content | None = None
+    content: PromptContent | None = None
 
 
 class _Ended(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.core.conductor import Content
+from isthmus.core.conductor import PromptContent
 from isthmus.core.errors import ConfigError
 
 PLAIN_BLOCK_SIZE = 512
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     ttft_slo_ms: int | None = None
     tbt_slo_ms: int | None = None
     answer: tuple[int, ...] | None = None
-    content: Content | None = None
+    content: PromptContent | None = None
 
 
 class Workload(msgspec.Struct, frozen=True):

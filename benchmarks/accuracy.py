@@ -41,7 +41,7 @@ from isthmus.cli.models import find_model
 from isthmus.config import load_config
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.deployment import deployment_of
-from isthmus.lab.sim.records import RequestRecord, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.spread import nearest_rank
 from isthmus.lab.sim.workloads import Request, Workload, load
@@ -263,7 +263,7 @@ def _replay(config: Path, recording: Path) -> list[Times]:
 
 
 def _simulated(record: RequestRecord) -> Times:
-    if record.status is not Status.COMPLETED:
+    if record.status is not RequestStatus.COMPLETED:
         raise BenchError(f"request {record.index} was answered live, but is {record.status} in the simulator")
     gaps_ns = record.end_ns - record.first_token_ns
     return Times(

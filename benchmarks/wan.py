@@ -23,7 +23,7 @@ from isthmus.bench.session_peer import Sessions
 from isthmus.bench.study import Columns, Outcome, Report, said, silent, table
 from isthmus.bench.transfer_peers import Direction, Peer, Sockets, Through, touched
 from isthmus.core.errors import ConfigError
-from isthmus.live.cluster.shaper import Port, Proxy, Shape
+from isthmus.live.cluster.shaper import LinkPort, LinkShape, Proxy
 
 MIB = 1 << 20
 REGION_BYTES = 256 * MIB
@@ -57,8 +57,8 @@ class Plan:
         """Bytes of a transfer, in whole pieces."""
         return max(1, round(self.seconds * rate_gbps * 1e9 / 8 / PIECE_BYTES)) * PIECE_BYTES
 
-    def shape(self, rate_gbps: float, stalled: bool) -> Shape:
-        return Shape(
+    def shape(self, rate_gbps: float, stalled: bool) -> LinkShape:
+        return LinkShape(
             delay_s=self.delay_ms / 1000,
             rate=rate_gbps * 1e9 / 8,
             window=self.window,
@@ -75,7 +75,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
     the first connection stood still for a while; `gbps`: bits of payload a second / 1e9, median.
     """
     region = touched(min(REGION_BYTES, plan.size(max(plan.rates))))
-    with _through(Shape(delay_s=0.0)) as through, contextlib.closing(Sockets(region, 4, through)) as bare:
+    with _through(LinkShape(delay_s=0.0)) as through, contextlib.closing(Sockets(region, 4, through)) as bare:
         ceiling = max(_gbps(bare, len(region)) for _ in range(4))
     report(f"bare sockets through the unbounded proxy: {ceiling:.1f} Gbit/s")
     rows: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
     return Outcome([table(title, columns, rows)], rows)
 
 
-def _once(shape: Shape, region: memoryview, connections: int, size: int) -> float:
+def _once(shape: LinkShape, region: memoryview, connections: int, size: int) -> float:
     """A new session for each: a stall happens once. Raises BenchError if a seal does not match."""
     with _through(shape) as through, contextlib.closing(Sessions(region, connections, through)) as session:
         return _gbps(session, size)
@@ -112,7 +112,7 @@ def _gbps(peer: Peer, size: int) -> float:
 
 
 @contextlib.contextmanager
-def _through(shape: Shape) -> Iterator[Through]:
+def _through(shape: LinkShape) -> Iterator[Through]:
     with contextlib.ExitStack() as stack:
 
         def through(port: int) -> int:
@@ -123,8 +123,8 @@ def _through(shape: Shape) -> Iterator[Through]:
 
 def serve(pipe: Pipe, shape: dict[str, Any], port: int) -> None:
     """In a process of its own: says its port, runs until the pipe is closed. `shape`: fields of a Shape."""
-    entry = Port(0, ("127.0.0.1", port))
-    proxy = Proxy(msgspec.convert(shape, Shape), [entry])
+    entry = LinkPort(0, ("127.0.0.1", port))
+    proxy = Proxy(msgspec.convert(shape, LinkShape), [entry])
     proxy.watch(pipe.fileno(), lambda: False)
     pipe.send(entry.number)
     proxy.run()

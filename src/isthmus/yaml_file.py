@@ -48,7 +48,7 @@ _HINTS = (
 """Words of a parser's complaint, and the same for whoever wrote the file."""
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """Composes nodes, which this module makes values of. Numbers and the rest are told apart by `_SCHEMA` alone."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
 
 
 for _name, _pattern, _first in _SCHEMA:
-    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"(?:{_pattern.pattern})\Z"), _first)
+    _YamlLoader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"(?:{_pattern.pattern})\Z"), _first)
 
 
 class Document:
@@ -92,7 +92,7 @@ class Document:
         """Bytes are parsed, since the parser knows UTF-16 and a byte order mark."""
         try:
             data = self._data.replace(b"\t", b" ") if self._is_json else self._data
-            return _Loader(data).get_single_node()
+            return _YamlLoader(data).get_single_node()
         except yaml.MarkedYAMLError as error:
             mark, problem = error.problem_mark or error.context_mark, str(error.problem).removeprefix("but ")
             line = f":{mark.line + 1}" if mark is not None else ""

@@ -24,7 +24,7 @@ from isthmus.config import Config, load_config
 from isthmus.core.cost import Analytic, Cost, Curve
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.core.types import NodeId, Role
-from isthmus.facts import Cluster, at_home, cost_of, nodes_of, role_config
+from isthmus.facts import ClusterPlace, at_home, cost_of, nodes_of, role_config
 from isthmus.live.engine.emulated import PacedEngine
 from isthmus.live.store import Store
 
@@ -104,7 +104,9 @@ def test_a_curve_that_is_none_is_one_line(folder: Path, text: str, complaint: st
 def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
     config = emulated(engine__kv_memory=100 * 16 * TOKEN_BYTES + 5)
     assert served(config, folder).kv_tokens == 1600
-    engine = open_engine(config, folder, 1, node_facts(Cluster("", config), Role.MIXED, folder, NodeId("a")))
+    engine = open_engine(
+        config, folder, 1, node_facts(ClusterPlace("", config), Role.MIXED, folder, NodeId("a"))
+    )
     assert isinstance(engine, PacedEngine)
     assert (engine.num_blocks, engine.max_length, engine.vocab_size) == (100, 131072, 272)
 
@@ -153,7 +155,10 @@ def test_a_node_that_is_started_again_goes_on_without_a_folder_that_cannot_be_us
 ) -> None:
     """Where that is the first start, the folder may be misspelt."""
     config = emulated(cache__dram="1MiB", cache__ssd="16MiB", cache__folder=str(tmp_path / "kv"))
-    model, facts = bytes_folder(), node_facts(Cluster("", config), Role.PREFILL, bytes_folder(), NodeId("p"))
+    model, facts = (
+        bytes_folder(),
+        node_facts(ClusterPlace("", config), Role.PREFILL, bytes_folder(), NodeId("p")),
+    )
     engine = open_engine(config, model, 1, facts)
 
     def opened(*, ran_before: bool) -> Store:

@@ -14,7 +14,7 @@ from isthmus.cli.models import bytes_folder
 from isthmus.config import Config, load_config
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import Role
-from isthmus.facts import Cluster, NodeFacts, at_home, nodes_of, places_of
+from isthmus.facts import ClusterPlace, NodeFacts, at_home, nodes_of, places_of
 from isthmus.lab.planner.fleet import fleet_of
 from isthmus.lab.sim.deployment import deployment_of
 from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE
@@ -43,7 +43,7 @@ def live(config: Config) -> tuple[NodeFacts, ...]:
     found = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
     for place, facts in zip(places_of(config), found, strict=True):
         told = Config.model_validate_json(place.cluster.config.model_dump_json(exclude_unset=True))
-        assert node_facts(Cluster(place.cluster.name, told), place.role, folder, place.node) == facts
+        assert node_facts(ClusterPlace(place.cluster.name, told), place.role, folder, place.node) == facts
     return found
 
 

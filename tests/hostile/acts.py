@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.live.messenger.frames import Kind, prefix_of
+from isthmus.live.messenger.frames import FrameKind, prefix_of
 from isthmus.live.messenger.ports import Terms
 from isthmus.live.peers.messages import Heartbeat
 from tests.hostile.victim import MODEL, Outcome, Victim
@@ -243,7 +243,7 @@ def unread(target: Victim, count: int) -> None:
 def hello() -> bytes:
     """As a node begins, without what only members know."""
     said = msgspec.msgpack.encode([2, 9, random.randbytes(16), 0, True, Terms(), False, random.randbytes(32)])
-    return prefix_of(Kind.HELLO, said) + said
+    return prefix_of(FrameKind.HELLO, said) + said
 
 
 def join_and(target: Victim, outcome: Outcome, count: int, *said: bytes) -> None:
@@ -278,13 +278,13 @@ def _ended(opened: socket.socket, until: float) -> str:
 def messages_from_one_on(count: int, size: int) -> bytes:
     """Messages that wait for one before them, which never comes."""
     header = msgspec.msgpack.encode(Heartbeat({f"{at:09}": 0.0 for at in range(size // 19)}))
-    return b"".join([prefix_of(Kind.DATA, header, seq=number) + header for number in range(1, count + 1)])
+    return b"".join([prefix_of(FrameKind.DATA, header, seq=number) + header for number in range(1, count + 1)])
 
 
 def long_frame_header(size: int) -> bytes:
     """All but the last byte of a frame's header."""
     header = bytes(size)
-    return (prefix_of(Kind.DATA, header) + header)[:-1]
+    return (prefix_of(FrameKind.DATA, header) + header)[:-1]
 
 
 def paused(pids: Sequence[int], for_s: float) -> None:

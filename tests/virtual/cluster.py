@@ -33,7 +33,7 @@ from isthmus.core.types import (
 )
 from isthmus.facts import NodeFacts, clusters_of
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.live.cluster.donors import Donors
+from isthmus.live.cluster.donors import DonorTokens
 from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.links import AddressBook
 from isthmus.live.cluster.node import NodeProcess
@@ -143,7 +143,7 @@ def _chance(token: int, row: Row) -> float:
     return -1.0 - (token + len(row.outputs)) % 97
 
 
-class TokenDonors(Donors):
+class TokenDonors(DonorTokens):
     """Signs tokens alone: the emulated engine has no embeddings."""
 
     ready = True

@@ -21,8 +21,8 @@ from isthmus.core.node.events import (
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.job import SimJob
-from isthmus.lab.sim.moves import Due, Moves, _Transfer
 from isthmus.lab.sim.node import SimNode, build_node
+from isthmus.lab.sim.transfers import Due, KVTransfers, _Transfer
 from isthmus.lab.sim.workloads import Request
 from tests.memory_network import MemoryNetwork
 from tests.virtual.carried import Carried
@@ -30,7 +30,7 @@ from tests.virtual.loop import ARRIVAL, FLOWS, MESSAGE, TRANSFER, ManualLoop
 from tests.virtual.mover import Ether, VirtualMover
 
 
-class VirtualMoves(Moves):
+class VirtualMoves(KVTransfers):
     """Cuts real sessions where the simulator's end."""
 
     ether: Ether
@@ -59,7 +59,7 @@ class VirtualMoves(Moves):
 
 
 class VirtualLinks:
-    """The simulator's `Moves` under the nodes of a `ManualLoop`: their actions take its times."""
+    """The simulator's `KVTransfers` under the nodes of a `ManualLoop`: their actions take its times."""
 
     def __init__(self, deployment: Deployment, loop: ManualLoop, layout: KVLayout) -> None:
         self.deployment, self.loop = deployment, loop

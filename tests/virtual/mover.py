@@ -19,7 +19,7 @@ from isthmus.lab.sim.node import SimNode
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.interface import Engine
 from isthmus.live.kv.holding import _Line as Line
-from isthmus.live.kv.hosting import Hosts
+from isthmus.live.kv.hosting import HostedKV
 from isthmus.live.kv.hosting import _decode as decode
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.messenger import Handler, LineLost, Priority, Sending, Server, Session
@@ -319,7 +319,7 @@ class LazyMover(KVMover):
 class InlineAsker:
     """A line to a holder that answers at once: an iteration asks when its time is over. `hosts`: of the holder."""
 
-    def __init__(self, session: Session, hosts: Hosts) -> None:
+    def __init__(self, session: Session, hosts: HostedKV) -> None:
         self._session, self._hosts = session, hosts
         self._known: dict[int, Any] = {}
         self._is_hung_up = False

@@ -23,9 +23,9 @@ from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
 from isthmus.bench.study import Columns, Outcome, Report, in_turns, medians, said, silent, table
 from isthmus.core.blocks import KVLayout
 from isthmus.core.types import Span
-from isthmus.live.engine.batch import Batch, build_batch
+from isthmus.live.engine.batch import BatchTensors, build_batch
 from isthmus.live.engine.interface import Chunk, Elsewhere, Held
-from isthmus.live.engine.remote import Remote
+from isthmus.live.engine.remote import RemoteAttention
 
 BLOCK = 16
 SAMPLE_S = 0.25
@@ -132,14 +132,14 @@ class _Case:
             tail = len(self.parts) * away + row
             yield tail, spans, [*range(row * away, (row + 1) * away), tail]
 
-    def layers(self, batch: Batch, elsewhere: Elsewhere | None = None) -> list[Tensor]:
+    def layers(self, batch: BatchTensors, elsewhere: Elsewhere | None = None) -> list[Tensor]:
         """The attention of each layer, as a layer's mixer does it."""
         found, memory = [], self.memory
         with torch.inference_mode():
             for layer, kv in enumerate(memory.kv.layers):
                 remote = None
                 if elsewhere is not None:
-                    remote = Remote(elsewhere, batch.remote, layer, 0, memory.kernels)
+                    remote = RemoteAttention(elsewhere, batch.remote, layer, 0, memory.kernels)
                     remote.ask(self.q_THD)
                 tables, lens, scale = batch.tables_RB, batch.lens_R, memory.shape.scale
                 out, lse = memory.kernels.attend_paged(self.q_THD, kv, tables, lens, BLOCK, 0, scale)
@@ -197,7 +197,7 @@ def _held(spans: Sequence[Span]) -> tuple[Held, ...]:
     return tuple([Held((f"holder-{at}",), len(span) * BLOCK) for at, span in enumerate(spans)])
 
 
-def _batch(chunks: Sequence[Chunk]) -> Batch:
+def _batch(chunks: Sequence[Chunk]) -> BatchTensors:
     return build_batch(chunks, BLOCK, torch.device("cpu"))
 
 

@@ -29,9 +29,9 @@ from isthmus.core.node import events
 from isthmus.core.node.letters import ReserveReply, ReserveRequest, ShipmentConfirmed, Shrink
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine import kernels
-from isthmus.live.engine.interface import Asked, Asking, Elsewhere
+from isthmus.live.engine.interface import Asking, Elsewhere, HolderQueries
 from isthmus.live.engine.kv import KVMemory
-from isthmus.live.engine.remote import Shape, answer_to, queries_of
+from isthmus.live.engine.remote import AttentionShape, answer_to, queries_of
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.messenger import Session, TcpNetwork
 from isthmus.live.peers import messages
@@ -51,9 +51,9 @@ class Memory:
         torch.set_num_threads(threads)
         self.layout, self.kernels = layout, kernels.select(CPU)
         self.kv = KVMemory(layout, num_blocks, CPU, self.kernels)
-        self.shape = Shape(num_heads, layout.head_dim, 0, layout.head_dim**-0.5)
+        self.shape = AttentionShape(num_heads, layout.head_dim, 0, layout.head_dim**-0.5)
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
         assert parts == 1, "holders here have all heads"
         with torch.inference_mode():
             queries, kv = queries_of(q, self.shape, asked), self.kv.layers[layer]
@@ -260,7 +260,8 @@ def _serve_bare(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: 
                 continue
             each = -(-num_tokens // size)
             asked = [
-                Asked(range(row * each, (row + 1) * each), 1, num_tokens, num_tokens, 0) for row in range(count)
+                HolderQueries(range(row * each, (row + 1) * each), 1, num_tokens, num_tokens, 0)
+                for row in range(count)
             ]
             link.sendall(memory.attend(layer, asked, memoryview(room)))
 

@@ -19,7 +19,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S, NodeId, Role
 from isthmus.facts import NodeFacts, Rates, Sequences
 from isthmus.lab.sim.deployment import FAR, Deployment, deployment_of
-from isthmus.lab.sim.records import Result, Status
+from isthmus.lab.sim.records import RequestStatus, Result
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.spread import nearest_rank
 from isthmus.lab.sim.summary import within_limits
@@ -183,7 +183,7 @@ class _Runs:
 
 def outcome_of(result: Result) -> Figures:
     """A simulation's figures. Raises ConfigError when no request was completed."""
-    served = [record for record in result.records if record.status is Status.COMPLETED]
+    served = [record for record in result.records if record.status is RequestStatus.COMPLETED]
     if not served:
         raise ConfigError(f"{result.workload}: no request fits the memory of these nodes; take larger nodes")
     ttfts = sorted(record.first_token_ns - record.arrival_ns for record in served)

@@ -21,7 +21,7 @@ from isthmus.core.models import Fields, ModelSpec, read_model, read_quantisation
 from isthmus.core.types import NodeId, Role
 from isthmus.extras import require
 from isthmus.facts import (
-    Cluster,
+    ClusterPlace,
     NodeFacts,
     clusters_of,
     cost_of,
@@ -198,7 +198,7 @@ def _weights_of(folder: Path) -> list[Path]:
     return found
 
 
-def node_facts(cluster: Cluster, role: Role, folder: Path, node: NodeId) -> NodeFacts:
+def node_facts(cluster: ClusterPlace, role: Role, folder: Path, node: NodeId) -> NodeFacts:
     """Of one node that may be started by hand. Raises ModelError or ConfigError."""
     config = cluster.config
     cost = cost_of(config, role_config(config, role), folder)

@@ -233,9 +233,9 @@ def _runtime_of(spec: LaunchSpec, config: Config) -> Runtime:
 
 def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
     from isthmus.cli.engines import node_facts
-    from isthmus.facts import Cluster
+    from isthmus.facts import ClusterPlace
 
-    return node_facts(Cluster(spec.cluster, config), spec.role, Path(spec.model), spec.node)
+    return node_facts(ClusterPlace(spec.cluster, config), spec.role, Path(spec.model), spec.node)
 
 
 def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, join_s: float) -> NodeOptions:

@@ -134,9 +134,9 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
 
     from isthmus.core.conductor.events import RECORDING_FORMAT
     from isthmus.lab.sim.simulation import Simulation
-    from isthmus.live.cluster.recorder import Header, Recorder
+    from isthmus.live.cluster.recorder import Recorder, RecordingHeader
 
-    recorder = None if log is None else Recorder(log, Header(RECORDING_FORMAT, deployment.rules))
+    recorder = None if log is None else Recorder(log, RecordingHeader(RECORDING_FORMAT, deployment.rules))
     try:
         with progress_bar("simulating") as progress:
             begin = perf_counter()

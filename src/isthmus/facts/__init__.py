@@ -17,7 +17,7 @@ from isthmus.facts.facts import NodeFacts as NodeFacts
 from isthmus.facts.facts import Rates as Rates
 from isthmus.facts.facts import Sequences as Sequences
 from isthmus.facts.facts import bytes_per_s as bytes_per_s
-from isthmus.facts.places import Cluster as Cluster
+from isthmus.facts.places import ClusterPlace as ClusterPlace
 from isthmus.facts.places import Place as Place
 from isthmus.facts.places import at_home as at_home
 from isthmus.facts.places import clusters_of as clusters_of

@@ -50,7 +50,7 @@ def _overridden(section: _Section, own: BaseModel, *keys: str) -> _Section:
     return section.model_copy(update={key: value for key in keys if (value := getattr(own, key)) is not None})
 
 
-class Cluster(msgspec.Struct, frozen=True):
+class ClusterPlace(msgspec.Struct, frozen=True):
     """One cluster. `config`: the deployment's as it holds for the nodes here: `roles`, `engine.hardware`, `engine.gpus`
     and `engine.cost` are this cluster's. `name`: "" where the configuration names none."""
 
@@ -62,16 +62,16 @@ class Cluster(msgspec.Struct, frozen=True):
         return NodeId(f"{self.name}-{role}-{number}" if self.name else f"{role}-{number}")
 
 
-def clusters_of(config: Config) -> list[Cluster]:
+def clusters_of(config: Config) -> list[ClusterPlace]:
     """In the order of the configuration, which is also that of their nodes."""
     if not config.clusters:
-        return [Cluster("", config)]
+        return [ClusterPlace("", config)]
     found = []
     for name, cluster in config.clusters.items():
         engine = _overridden(config.engine, cluster, "hardware", "gpus", "cost")
         roles = RolesConfig(**dict(cluster.roles))  # all are named, for who reads a dump of it
         update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
-        found.append(Cluster(name, config.model_copy(update=update), cluster.price))
+        found.append(ClusterPlace(name, config.model_copy(update=update), cluster.price))
     return found
 
 
@@ -80,7 +80,7 @@ class Place(msgspec.Struct, frozen=True):
 
     node: NodeId
     role: Role
-    cluster: Cluster
+    cluster: ClusterPlace
 
     @property
     def stages(self) -> int:
@@ -101,7 +101,7 @@ def places_of(config: Config) -> list[Place]:
     ]
 
 
-def _counts(cluster: Cluster) -> dict[Role, int]:
+def _counts(cluster: ClusterPlace) -> dict[Role, int]:
     """Nodes of each role."""
     where, counts = f"clusters.{cluster.name}.roles" if cluster.name else "roles", {}
     for role in Role:

@@ -18,7 +18,7 @@ from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S, NodeId, Role
 from isthmus.facts.costs import chunking_of, codec_dtype, cost_of, gpus_of, hardware_of
 from isthmus.facts.facts import NodeFacts, Rates, Sequences, bytes_per_s
-from isthmus.facts.places import Cluster, places_of, role_config
+from isthmus.facts.places import ClusterPlace, places_of, role_config
 
 MIN_SLOTS = 8
 TRANSIT = 8
@@ -58,7 +58,7 @@ def nodes_of(
 
 
 def role_facts(
-    cluster: Cluster, role: Role, cost: Cost, block_size: int, layout: KVLayout | None = None
+    cluster: ClusterPlace, role: Role, cost: Cost, block_size: int, layout: KVLayout | None = None
 ) -> NodeFacts:
     """What all nodes of a role have in common; they have no name yet. Raises ConfigError for too little memory."""
     config, nodes = cluster.config, role_config(cluster.config, role)

@@ -19,7 +19,7 @@ from isthmus.core.errors import ModelError
 from isthmus.core.models import Fields
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A type of tensors: a block of so many numbers takes so many bytes."""
 
     name: str
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 class TensorInfo(NamedTuple):
     """`shape`: the slowest dimension first. `start`: in bytes from that of the file `path`."""
 
-    kind: Kind
+    kind: TensorKind
     shape: tuple[int, ...]
     start: int
     path: Path
@@ -46,17 +46,17 @@ class Header(NamedTuple):
 
 
 KINDS = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    30: Kind("BF16", 1, 2),
+    0: TensorKind("F32", 1, 4),
+    1: TensorKind("F16", 1, 2),
+    2: TensorKind("Q4_0", 32, 18),
+    3: TensorKind("Q4_1", 32, 20),
+    6: TensorKind("Q5_0", 32, 22),
+    7: TensorKind("Q5_1", 32, 24),
+    8: TensorKind("Q8_0", 32, 34),
+    12: TensorKind("Q4_K", 256, 144),
+    13: TensorKind("Q5_K", 256, 176),
+    14: TensorKind("Q6_K", 256, 210),
+    30: TensorKind("BF16", 1, 2),
 }
 """By ggml's number."""
 

@@ -26,7 +26,7 @@ from isthmus.core.conductor.copies import ClusterLink
 from isthmus.core.cost.offload import Threshold
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.faults import Faults, LinkFault, NodeFault
-from isthmus.lab.sim.records import Result, Status
+from isthmus.lab.sim.records import RequestStatus, Result
 
 from .case_study import GBPS, both_ways, prompts, study, thresholds
 from .cluster import Cluster
@@ -259,7 +259,7 @@ def test_a_link_at_a_fifth_for_a_minute() -> None:
 def test_a_link_cut_for_a_minute_loses_no_request() -> None:
     rules = replace(CASE, threshold=19_400, control=True)
     result = study(rules, prompts(1.2, 300), faults=Faults((LinkFault("far", "near", 100, 160, 0.0),)))
-    assert all(each.status is Status.COMPLETED for each in result.records)
+    assert all(each.status is RequestStatus.COMPLETED for each in result.records)
     assert not any(offloaded(result, 101, 160 + RETURN_NS / S)) and any(offloaded(result, 166, 180))
     assert [threshold for _, threshold in thresholds(result, 420)] == [19_400, None, 19_400]
 

@@ -21,7 +21,7 @@ from isthmus.core.conductor import (
     RequestEnded,
     Rules,
 )
-from isthmus.core.conductor.debts import Memory, Resident, repayments
+from isthmus.core.conductor.debts import NodeMemory, Resident, repayments
 from isthmus.core.conductor.lending import POLICIES
 from isthmus.core.conductor.view import NodeView, RequestView, View
 from isthmus.core.cost import Curve
@@ -52,12 +52,12 @@ def joined(name: NodeId) -> NodeJoined:
     return NodeJoined(name, Role.MIXED, BLOCKS * SIZE, SIZE, COST)
 
 
-def some_memories(seed: int) -> list[Memory]:
+def some_memories(seed: int) -> list[NodeMemory]:
     """Full ones and empty ones, with requests that wait and requests that decode; nobody has borrowed yet."""
     draw, view = Random(seed), View()
     memories = []
     for name in NAMES:
-        memory = Memory(view.join(joined(name)))
+        memory = NodeMemory(view.join(joined(name)))
         memory.free = draw.choice([0, 5, 50, 100])
         held = BLOCKS - memory.free
         while held > 0:

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.cost import Curve, LogNormal, Sample, compile_cost, offload
-from isthmus.core.cost.offload import Fleet, Solution, Work, best_threshold
+from isthmus.core.cost.offload import PrefillFleet, RequestWork, Solution, best_threshold
 
 GBPS = 1e9 / 8
 LENGTHS = LogNormal(9.90, 1.00, 128, 131_072)
-WORK = Work(
+WORK = RequestWork(
     remote_s=lambda length: 0.4 + 2e-5 * length + 2.5e-10 * length * length,
     local_s=lambda length: 0.47 + 1.3e-4 * length + 3e-10 * length * length,
     kv_bytes=lambda length: 182_353_920 + 17_280 * length,
 )
-FLEET = Fleet(num_remote=4, num_local=8, egress=100 * GBPS, decode_rate=800 / 1024)
+FLEET = PrefillFleet(num_remote=4, num_local=8, egress=100 * GBPS, decode_rate=800 / 1024)
 GRID = range(200, 131_001, 200)
 
 samples = st.lists(st.integers(1, 130_000), min_size=1, max_size=40)
@@ -114,7 +114,7 @@ def test_the_grid_finds_the_best_of_all_pairs(split: offload.Split) -> None:
 
 
 def test_baselines_are_corners_of_the_grid() -> None:
-    homogeneous = Fleet(0, 12, 0.0, 800 / 1024)
+    homogeneous = PrefillFleet(0, 12, 0.0, 800 / 1024)
     (nothing,) = offload.solve(offload.representative(LENGTHS, WORK, [131_072]), homogeneous)
     assert (nothing.classes.share, nothing.egress, nothing.num_prefill) == (0, 0, 9)
     (naive,) = offload.solve(offload.representative(LENGTHS, WORK, [0]), FLEET)

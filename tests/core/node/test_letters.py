@@ -22,7 +22,7 @@ from isthmus.core.node.letters import (
 )
 from isthmus.core.types import Role
 
-from .test_adapter import node_of as server_node
+from .test_server_node import node_of as server_node
 from .test_away import A0, A1, KEY, OLD, decoding, lent
 from .test_away import begin as begin_at
 from .test_away import node as node_named

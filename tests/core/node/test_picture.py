@@ -12,7 +12,7 @@ from isthmus.core.node import adapter
 from isthmus.core.node.events import Action, Event
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import sequence
-from isthmus.core.scheduler.sequence import State
+from isthmus.core.scheduler.sequence import SequenceState
 
 STEPS = ("ADMITTED", "COMPUTED", "DEPARTS", "RESERVED", "WHOLE", "JOINED", "PREEMPTED", "ENDED")
 WAY: dict[str, dict[Any, Any]] = {step.lower(): getattr(sequence, step) for step in STEPS}
@@ -41,9 +41,9 @@ def test_the_page_has_the_picture_of_the_table() -> None:
 def test_every_state_is_in_the_table_and_can_be_reached() -> None:
     left = {state for ways in WAY.values() for state in ways}
     reached = {then for ways in WAY.values() for then in ways.values()}
-    assert left == set(State) == {State.QUEUED, State.EXPECTED} | (reached - {None})
+    assert left == set(SequenceState) == {SequenceState.QUEUED, SequenceState.EXPECTED} | (reached - {None})
     served = {then for ways in SERVERS_WAY.values() for then in ways.values()}
-    assert set(adapter.State) == {adapter.GATHERING} | served
+    assert set(adapter.ServerAttemptState) == {adapter.GATHERING} | served
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from isthmus.core.scheduler import (
     Stepped,
     TierCache,
 )
-from isthmus.core.scheduler.sequence import Prefix
+from isthmus.core.scheduler.sequence import CachedPrefix
 from isthmus.core.scheduler.states import States
 from isthmus.core.types import BlockName, NodeId, RequestId, Tier
 
@@ -83,7 +83,7 @@ def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
     states = States(PARTS, 4, BlockPool(8))
-    sequence, prefix = Sequence(A, length, 99, NAMES[: length // 4]), Prefix(computed, found)
+    sequence, prefix = Sequence(A, length, 99, NAMES[: length // 4]), CachedPrefix(computed, found)
     assert states.positions(sequence, prefix) == positions
     sequence.hands_over = True
     assert states.positions(sequence, prefix) == [*positions, (length, 0)]

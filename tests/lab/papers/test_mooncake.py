@@ -14,7 +14,7 @@ from isthmus.lab.papers.lab import Lab, loads_of
 from isthmus.lab.papers.mooncake import cluster, hit_rate, tables
 from isthmus.lab.papers.registry import TABLES
 from isthmus.lab.sim.deployment import deployment_of
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.workloads import Request
 from tests.lab.papers.traces import untraced, write_traces
 
@@ -84,7 +84,9 @@ def test_loads_in_opposite_phase() -> None:
     records = []
     for index in range(15):
         begin = 2 * index * minute
-        record = RequestRecord(index, Request(begin, 100, 10), Status.COMPLETED, prefill=0, arrival_ns=begin)
+        record = RequestRecord(
+            index, Request(begin, 100, 10), RequestStatus.COMPLETED, prefill=0, arrival_ns=begin
+        )
         record.prefill_start_ns = begin
         record.first_token_ns = record.joined_ns = begin + minute
         record.end_ns = begin + 2 * minute

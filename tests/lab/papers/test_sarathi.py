@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from isthmus.lab.papers.sarathi import setup, tables
-from isthmus.lab.papers.sarathi.one_node import WHOLE, Asked, BatchLimits
-from isthmus.lab.papers.sarathi.tables import Shape, apart, decode_speed_up, gain, peak, piped, run
+from isthmus.lab.papers.sarathi.one_node import WHOLE, BatchLimits, PaperRequest
+from isthmus.lab.papers.sarathi.tables import BatchShape, apart, decode_speed_up, gain, peak, piped, run
 from tests.lab.papers.traces import untraced
 
 
@@ -53,22 +53,22 @@ def test_whole_prompts_beside_decodes_gain_less_as_published() -> None:
 def test_with_the_best_chunk_no_ratio_loses() -> None:
     away = {row: value for (row, _), (_, value) in cells("sarathi-balance").items() if "best chunk" in row}
     assert len(away) == 6 and min(away.values()) > 1.1
-    assert gain(Shape(1024, 18, 80), setup.step_ps, 256) < 1, "one chunk size for all would"
+    assert gain(BatchShape(1024, 18, 80), setup.step_ps, 256) < 1, "one chunk size for all would"
 
 
 def test_chunks_that_end_with_a_tile_gain_more() -> None:
     """256 beats 320; and one row more than a tile costs most of the gain."""
-    shape = Shape(1024, 18, 14)
+    shape = BatchShape(1024, 18, 14)
     assert gain(shape, setup.step_ps, 256) > gain(shape, setup.step_ps, 320)
     assert gain(shape, setup.step_ps, 257) < gain(shape, setup.step_ps, 256) - 0.1
 
 
 def test_batches_are_as_the_paper_forms_them() -> None:
-    batches = run(Shape(1024, 6, 50), setup.step_ps, 256).batches
+    batches = run(BatchShape(1024, 6, 50), setup.step_ps, 256).batches
     middle = batches[len(batches) // 2 : -60]
     assert {batch.num_decodes for batch in middle} <= {5, 6}
     assert {sum(count for count, _ in batch.chunks) for batch in middle if batch.chunks} == {251}
-    for batch in run(Shape(1024, 6, 50), apart(setup.step_ps), WHOLE).batches:
+    for batch in run(BatchShape(1024, 6, 50), apart(setup.step_ps), WHOLE).batches:
         chunks = setup.step_ps(batch.chunks, 0, 0) if batch.chunks else 0
         decodes = setup.step_ps((), batch.num_decodes, batch.context) if batch.num_decodes else 0
         assert batch.took_ps == chunks + decodes
@@ -124,6 +124,6 @@ def test_bubbles_by_hand() -> None:
     def step_ps(chunks: Any, num_decodes: int, context: int) -> int:
         return 640 if chunks else 80
 
-    found = piped([[Asked(5, 2)], [Asked(5, 2)]], step_ps, BatchLimits(WHOLE, 1))
+    found = piped([[PaperRequest(5, 2)], [PaperRequest(5, 2)]], step_ps, BatchLimits(WHOLE, 1))
     assert found.bubbles_ps == [80 * 28 + 1890, 0 + 7 * 70 + 60]
     assert found.took_ps == 800

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.lab.papers.sarathi.one_node import WHOLE, Asked, BatchLimits, serve
+from isthmus.lab.papers.sarathi.one_node import WHOLE, BatchLimits, PaperRequest, serve
 
 MS = 10**9
 
@@ -13,7 +13,7 @@ def step_ps(chunks: Sequence[tuple[int, int]], num_decodes: int, context: int) -
 
 
 def test_a_request_alone() -> None:
-    served = serve([Asked(25, 3, arrival_ns=7_000_000)], step_ps, BatchLimits(10, 4))
+    served = serve([PaperRequest(25, 3, arrival_ns=7_000_000)], step_ps, BatchLimits(10, 4))
     assert [(batch.chunks, batch.num_decodes, batch.context) for batch in served.batches] == [
         (((10, 0),), 0, 0),
         (((10, 10),), 0, 0),
@@ -27,7 +27,9 @@ def test_a_request_alone() -> None:
 
 
 def test_who_comes_while_it_works_joins_the_next_batch() -> None:
-    served = serve([Asked(5, 4), Asked(6, 1, arrival_ns=16_000_000)], step_ps, BatchLimits(WHOLE, 4))
+    served = serve(
+        [PaperRequest(5, 4), PaperRequest(6, 1, arrival_ns=16_000_000)], step_ps, BatchLimits(WHOLE, 4)
+    )
     assert [(batch.chunks, batch.num_decodes) for batch in served.batches] == [
         (((5, 0),), 0),
         ((), 1),
@@ -39,13 +41,13 @@ def test_who_comes_while_it_works_joins_the_next_batch() -> None:
 
 
 def test_it_is_idle_until_somebody_comes() -> None:
-    served = serve([Asked(5, 1), Asked(5, 1, arrival_ns=10**12)], step_ps, BatchLimits(WHOLE, 4))
+    served = serve([PaperRequest(5, 1), PaperRequest(5, 1, arrival_ns=10**12)], step_ps, BatchLimits(WHOLE, 4))
     assert served.ttft_ns() == [15_000_000] * 2 and served.worked_ps == 30 * MS
 
 
 def test_short_prompts_wait_less_beside_a_long_one_and_the_node_works_no_longer() -> None:
     """Against order of arrival: short prompts come through, the long one is delayed by what they take."""
-    requests = [Asked(2000, 1)] + [Asked(20, 1, arrival_ns=at * 10**8) for at in range(10)]
+    requests = [PaperRequest(2000, 1)] + [PaperRequest(20, 1, arrival_ns=at * 10**8) for at in range(10)]
     order, shared = (serve(requests, step_ps, BatchLimits(100, 16, partial_prefills=n)) for n in (1, 4))
     shorts = [max(served.ttft_ns()[1:]) for served in (order, shared)]
     assert shorts[1] * 5 < shorts[0]

@@ -5,24 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from isthmus.lab.planner.answer import Answer, Simulated, Sustained, Trial
+from isthmus.lab.planner.answer import PlanAnswer, Simulated, Sustained, Trial
 from isthmus.lab.planner.fleet import fleet_of
 from isthmus.lab.planner.report import report
 from isthmus.lab.planner.search import answer
-from isthmus.lab.sim.spread import Spread
+from isthmus.lab.sim.spread import Percentiles
 from tests.lab.planner.fleets import config, demand
 from tests.lab.sim.report.pages import Page
 
 LENGTHS = [300, 900, 2500, 7000, 20_000]
 
 
-def answered(lengths: list[int], **changed: int) -> Answer:
+def answered(lengths: list[int], **changed: int) -> PlanAnswer:
     settings = config(**changed)
     return answer(settings, fleet_of(settings), demand(lengths), bandwidths=(5.0,))
 
 
-def simulated(found: Answer) -> Answer:
-    part = Spread(1.0, 1.0, 2.0, 3.0)
+def simulated(found: PlanAnswer) -> PlanAnswer:
+    part = Percentiles(1.0, 1.0, 2.0, 3.0)
     trials = [
         Trial(plan.name, arrivals, 0.8, 1.0, 100, 0.95, 0.5, part, part, part, part, 3.0)
         for plan in found.plans
@@ -44,7 +44,7 @@ SPLIT, THRESHOLD, BANDWIDTH = (
 )
 
 
-def page_of(found: Answer, config_text: str = "") -> Page:
+def page_of(found: PlanAnswer, config_text: str = "") -> Page:
     return Page(report(found, config_text))
 
 

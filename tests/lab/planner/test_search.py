@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from isthmus.lab.planner.answer import Answer
+from isthmus.lab.planner.answer import PlanAnswer
 from isthmus.lab.planner.fleet import fleet_of
 from isthmus.lab.planner.search import answer
 from tests.lab.planner.fleets import FAST, SLOW, config, demand
@@ -14,7 +14,7 @@ from tests.lab.planner.fleets import FAST, SLOW, config, demand
 LENGTHS = [300, 900, 2500, 7000, 20_000]
 
 
-def answered(**changed: object) -> Answer:
+def answered(**changed: object) -> PlanAnswer:
     settings = config(**changed)  # type: ignore[arg-type]
     return answer(settings, fleet_of(settings), demand(LENGTHS))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError
 from isthmus.lab.planner.fleet import Fleet, step_s
-from isthmus.lab.planner.solve import Method, Shape, Solver, decode_batch, round_step
+from isthmus.lab.planner.solve import FleetShape, Method, Solver, decode_batch, round_step
 from tests.lab.planner.fleets import FAST, SLOW, config, demand, fleet
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)
@@ -153,7 +153,7 @@ def test_nodes_that_cannot_change_their_role_do_not() -> None:
     found = fleet(remote=0, clusters={"home": {"cost": SLOW, "roles": roles}})
     solver = Solver(found, demand([1000]))
     assert list(solver.splits(solver.shape)) == [2]
-    assert list(solver.splits(Shape(4, (), ()))) == [0, 1, 2, 3]
+    assert list(solver.splits(FleetShape(4, (), ()))) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

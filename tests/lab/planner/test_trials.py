@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.lab.planner.answer import Answer
+from isthmus.lab.planner.answer import PlanAnswer
 from isthmus.lab.planner.fleet import fleet_of
 from isthmus.lab.planner.search import answer
 from isthmus.lab.planner.trials import FRACTIONS, WARM_UP, Trials
@@ -20,14 +20,14 @@ DEMAND = demand(LENGTHS, output_tokens=40)
 
 
 @pytest.fixture(scope="module")
-def found() -> Answer:
+def found() -> PlanAnswer:
     asked = answer(SETTINGS, fleet_of(SETTINGS), DEMAND, top=1)
     naive = [plan for plan in asked.baselines if plan.name == "naive"]
     asked = msgspec.structs.replace(asked, baselines=naive)
     return Trials(SETTINGS, Path(), DEMAND, num_requests=60, goodput=0.9).of(asked, None)
 
 
-def test_every_plan_at_every_fraction_under_both_arrivals(found: Answer) -> None:
+def test_every_plan_at_every_fraction_under_both_arrivals(found: PlanAnswer) -> None:
     assert found.simulated is not None
     keys = [(trial.plan, trial.arrivals, trial.fraction) for trial in found.simulated.trials]
     names = [plan.name for plan, _ in found.distinct()]
@@ -42,7 +42,7 @@ def test_every_plan_at_every_fraction_under_both_arrivals(found: Answer) -> None
         assert trial.ttft.mean == pytest.approx(trial.queue.mean + trial.prefill.mean)
 
 
-def test_as_many_requests_cross_the_link_as_reckoned(found: Answer) -> None:
+def test_as_many_requests_cross_the_link_as_reckoned(found: PlanAnswer) -> None:
     assert found.simulated is not None
     plans = {plan.name: plan for plan, _ in found.distinct()}
     for trial in found.simulated.trials:
@@ -63,7 +63,7 @@ def test_an_idle_fleet_takes_what_the_formula_says() -> None:
         assert ttft is not None and ttft.mean == pytest.approx(plan.service.mean_s, rel=0.02)
 
 
-def test_the_sustained_rate_lies_between_what_was_good_and_what_was_not(found: Answer) -> None:
+def test_the_sustained_rate_lies_between_what_was_good_and_what_was_not(found: PlanAnswer) -> None:
     assert found.simulated is not None and len(found.simulated.sustained) == 2 * len(found.distinct())
     for each in found.simulated.sustained:
         trials = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.lab.planner.solve import Method, Shape, Solver
+from isthmus.lab.planner.solve import FleetShape, Method, Solver
 from isthmus.lab.planner.what_if import cost_of_nodes, needs, what_if
 from tests.lab.planner.fleets import FAST, SLOW, demand, fleet
 
@@ -25,12 +25,12 @@ def test_no_cheaper_fleet_bears_the_rate(lengths: list[int], rate: float, gbps: 
     links = [{"between": ["remote", "home"], "gbps": gbps}]
     solver = Solver(fleet(clusters=PRICED, links=links), demand(lengths))
     found = needs(solver, rate)
-    shape = Shape(found.prefill + found.decode, tuple(found.remote.values()), solver.shape.egress)
+    shape = FleetShape(found.prefill + found.decode, tuple(found.remote.values()), solver.shape.egress)
     threshold = math.inf if found.threshold is None else float(found.threshold)
     borne = solver.at(shape, threshold, found.prefill, Method.EXACT).rate
     assert borne >= rate * (1 - 1e-9) and found.cost == cost_of_nodes(solver.fleet, shape)
     for home, remote in itertools.product(range(1, shape.home + 2), range(3)):
-        other = Shape(home, (remote,), solver.shape.egress)
+        other = FleetShape(home, (remote,), solver.shape.egress)
         if cost_of_nodes(solver.fleet, other) < found.cost - 1e-9:
             assert solver.best(other, Method.EXACT).rate < rate
 
@@ -43,9 +43,9 @@ def test_without_the_link_the_home_bears_all() -> None:
     assert failure is not None and failure.needed.remote == {"remote": 0}
     assert failure.resplit == pytest.approx(alone.best(alone.shape, Method.EXACT).rate)
     assert failure.as_planned == alone.at(alone.shape, math.inf, best.num_prefill, Method.EXACT).rate
-    bigger = Shape(failure.needed.prefill + failure.needed.decode, (), ())
+    bigger = FleetShape(failure.needed.prefill + failure.needed.decode, (), ())
     assert alone.best(bigger, Method.EXACT).rate >= best.rate
-    smaller = Shape(bigger.home - 1, (), ())
+    smaller = FleetShape(bigger.home - 1, (), ())
     assert alone.best(smaller, Method.EXACT).rate < best.rate
 
 

@@ -13,7 +13,7 @@ from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
 from isthmus.facts import NodeFacts, Rates
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.faults import Faults, LinkFault, NodeFault
-from isthmus.lab.sim.records import Status
+from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request
 
@@ -132,7 +132,7 @@ def test_without_faults_every_request_completes(feature: Feature, seed: int, spa
     result = Simulation(feature.deployment(), shared_prompts(seed, 30, span_ms), check=True).run()
     assert_each_ends_once(result)
     for record in result.records:
-        assert record.status is Status.COMPLETED or record.stage == "too_long"
+        assert record.status is RequestStatus.COMPLETED or record.stage == "too_long"
         if feature.dram_blocks:  # else what is to be recalled may be evicted from an engine's memory meanwhile
             assert record.attempts <= 1
 
@@ -166,7 +166,7 @@ def test_the_features_above_do_happen() -> None:
         seen["recalled"] += result.bytes_moved["recall"]
         seen["fetched"] += sum(each.fetched_tokens for each in crossed)
         seen["retried"] += sum(each.attempts > 1 for each in result.records)
-        seen["failed"] += sum(each.status is Status.FAILED for each in result.records)
+        seen["failed"] += sum(each.status is RequestStatus.FAILED for each in result.records)
         seen["threshold changed"] += len({change.threshold for change in result.thresholds}) > 1
         seen["snapshots used"] += sum(each.cached_tokens for each in result.records if feature.hybrid)
     assert all(seen.values()), seen
@@ -190,7 +190,7 @@ def test_nodes_change_roles_under_load_and_every_request_completes() -> None:
     requests = [Request(number // 2 * 12 * NS_PER_S, 520, 20) for number in range(120)]
     result = Simulation(deployment(specs, rules), workload(requests), check=True).run()
     assert {change.role for change in result.conversions} == {Role.PREFILL}
-    assert all(record.status is Status.COMPLETED for record in result.records)
+    assert all(record.status is RequestStatus.COMPLETED for record in result.records)
     turned = {change.node for change in result.conversions}
     used = {result.nodes[record.prefill].node for record in result.records}
     assert turned & used

@@ -35,7 +35,7 @@ from isthmus.core.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
 from isthmus.facts import Rates, Sequences
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.faults import Faults, LinkFault, NodeFault
-from isthmus.lab.sim.records import Result, Status
+from isthmus.lab.sim.records import RequestStatus, Result
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request
 
@@ -202,7 +202,7 @@ def test_what_is_not_kept_any_more_cannot_be_recalled(monkeypatch: pytest.Monkey
     orders = Orders([first, route(attempt=2)])
     result = played(cluster, [Request(0, 160, 2, tuple(range(10)))], orders, monkeypatch)
     assert [event.attempt for _, event in orders.of(RequestFailed)] == [1]
-    assert (result.records[0].status, result.records[0].attempts) == (Status.COMPLETED, 2)
+    assert (result.records[0].status, result.records[0].attempts) == (RequestStatus.COMPLETED, 2)
 
 
 def test_a_fetch_between_clusters_brings_the_state_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_link_that_is_down_too_long_fails_the_attempt(monkeypatch: pytest.Monk
         "far-prefill: the session with near-decode ended: nothing crossed far > near for 0.05 s",
     )
     record = result.records[0]
-    assert (record.status, record.attempts, record.prefill) == (Status.COMPLETED, 2, 1)
+    assert (record.status, record.attempts, record.prefill) == (RequestStatus.COMPLETED, 2, 1)
     # The first token was out already, the second came from the other prefill.
     assert record.first_token_ns == PREFILL_NS and record.joined_ns > gives_up + PREFILL_NS
 
@@ -264,7 +264,7 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_has(monkeypatch: pytest.
     result = played(cluster, [Request(0, 160, 20)], orders, monkeypatch)
     (record,) = result.records
     decoded = {str(node.node): node.tokens_decoded for node in result.nodes}
-    assert record.status is Status.COMPLETED
+    assert record.status is RequestStatus.COMPLETED
     # One token of each prefill, the others of the iterations that were over.
     assert decoded["near-decode"] == 7 and decoded["near-mixed"] == 20 - 2 - 7
     assert record.tbt_ns > 15 * MS  # the mean of the two longest gaps, the pause and another
@@ -288,7 +288,7 @@ def test_what_is_fetched_from_a_node_that_dies_is_computed(monkeypatch: pytest.M
     result, orders = fetching(Faults(nodes=(NodeFault("near-prefill", 1.01, 2.0),)), monkeypatch)
     record = result.records[1]
     assert not orders.of(RequestFailed) and len(orders.of(FetchFinished)) == 1
-    assert (record.status, record.attempts, record.cached_tokens) == (Status.COMPLETED, 1, 0)
+    assert (record.status, record.attempts, record.cached_tokens) == (RequestStatus.COMPLETED, 1, 0)
     assert record.first_token_ns == NS_PER_S + 10 * MS + PREFILL_NS
 
 
@@ -296,7 +296,7 @@ def test_so_is_what_stands_still_too_long_on_a_link(monkeypatch: pytest.MonkeyPa
     result, orders = fetching(Faults((LinkFault("near", "far", 1.01, 1.5),)), monkeypatch)
     record = result.records[1]
     assert [time for time, _ in orders.of(FetchFinished)] == [NS_PER_S + 60 * MS]
-    assert (record.status, record.attempts, record.cached_tokens) == (Status.COMPLETED, 1, 0)
+    assert (record.status, record.attempts, record.cached_tokens) == (RequestStatus.COMPLETED, 1, 0)
     assert record.first_token_ns == NS_PER_S + 60 * MS + PREFILL_NS
 
 

@@ -6,7 +6,7 @@ from isthmus.core.conductor import Rules
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
 from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
-from isthmus.lab.sim.records import Status
+from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request
 
@@ -92,15 +92,16 @@ def test_a_fault_of_nothing_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait_ms", "status"), [(0, Status.REFUSED), (300, Status.REFUSED), (500, Status.COMPLETED)]
+    ("wait_ms", "status"),
+    [(0, RequestStatus.REFUSED), (300, RequestStatus.REFUSED), (500, RequestStatus.COMPLETED)],
 )
-def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: Status) -> None:
+def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: RequestStatus) -> None:
     faults = Faults(nodes=(NodeFault("decode-0", 0.1, 0.5),))
     some = nodes(Role.PREFILL, 1) + nodes(Role.DECODE, 1)
     cluster = deployment(some, Rules(wait_ms=wait_ms), faults=faults)
     [record] = Simulation(cluster, workload([Request(110 * NS_PER_MS, 100, 10)]), check=True).run().records
     assert record.status is status
-    if status is Status.COMPLETED:
+    if status is RequestStatus.COMPLETED:
         assert record.first_token_ns > 500 * NS_PER_MS
     elif wait_ms:
         assert record.end_ns == (110 + wait_ms) * NS_PER_MS

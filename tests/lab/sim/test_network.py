@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.lab.sim.network import Flow, Network
+from isthmus.lab.sim.network import Flow, FlowNetwork
 
 GB = 1e9
 
@@ -44,7 +44,7 @@ class Reference:
     """Follows a network in lockstep: what is left of each flow, by the rates of the textbook."""
 
     def __init__(self, capacities: list[float]) -> None:
-        self.network = Network()
+        self.network = FlowNetwork()
         self.capacities = list(capacities)
         for number, capacity in enumerate(capacities):
             assert self.network.add_link(f"link {number}", capacity) == number
@@ -169,8 +169,8 @@ def test_every_rate_and_every_byte_is_the_references(capacities: list[float], st
     assert reference.network.next_finish() is None
 
 
-def one_link(bytes_per_s: float = GB) -> Network:
-    network = Network()
+def one_link(bytes_per_s: float = GB) -> FlowNetwork:
+    network = FlowNetwork()
     network.add_link("only", bytes_per_s)
     return network
 
@@ -180,7 +180,7 @@ def tags(flows: list[Flow]) -> list[object]:
 
 
 def test_a_flow_alone_takes_its_bytes_over_its_narrowest_link() -> None:
-    network = Network()
+    network = FlowNetwork()
     path = tuple(network.add_link(f"link {rate}", rate * GB) for rate in (25, 10, 50))
     network.start(path, 10**9, "kv", 5)
     assert network.next_finish() == 100_000_005
@@ -191,7 +191,7 @@ def test_a_flow_alone_takes_its_bytes_over_its_narrowest_link() -> None:
 
 
 def test_a_spine_wide_enough_for_all_couples_nobody() -> None:
-    network = Network()
+    network = FlowNetwork()
     spine = network.add_link("spine", 20 * GB)
     nics = [network.add_link(f"nic {number}", 10 * GB) for number in range(2)]
     first = network.start((nics[0], spine), 10**9, "first", 0)
@@ -289,7 +289,7 @@ def test_a_flow_that_has_ended_cannot_be_cancelled_or_grow() -> None:
 
 
 def test_a_link_behind_one_that_is_no_wider_holds_nobody_back_and_is_counted() -> None:
-    network = Network()
+    network = FlowNetwork()
     network.add_link("network", 1 * GB)
     network.add_link("device", 1 * GB, behind=0)
     network.start((0, 1), 10**9, "first", 0)
@@ -302,7 +302,7 @@ def test_a_link_behind_one_that_is_no_wider_holds_nobody_back_and_is_counted() -
 
 
 def test_a_link_behind_one_that_becomes_wider_holds_back() -> None:
-    network = Network()
+    network = FlowNetwork()
     network.add_link("network", 1 * GB)
     network.add_link("device", 1 * GB, behind=0)
     network.start((0, 1), 10**9, "kv", 0)
@@ -315,7 +315,7 @@ def test_a_link_behind_one_that_becomes_wider_holds_back() -> None:
 
 
 def test_a_flow_must_not_pass_by_the_link_that_another_is_behind() -> None:
-    network = Network()
+    network = FlowNetwork()
     network.add_link("network", 1 * GB)
     network.add_link("device", 1 * GB, behind=0)
     with pytest.raises(AssertionError, match="passes a link by"):
@@ -326,7 +326,7 @@ class Pair:
     """The same flows twice: once with every end told, and once as they ask. Rates and counts must agree."""
 
     def __init__(self, capacities: list[float]) -> None:
-        self.told, self.asked = Network(), Network()
+        self.told, self.asked = FlowNetwork(), FlowNetwork()
         for number, capacity in enumerate(capacities):
             for network in (self.told, self.asked):
                 network.add_link(f"link {number}", capacity)
@@ -382,7 +382,7 @@ class Pair:
             if told not in self.over:
                 assert (asked.rate, asked.finish_ns) == (told.rate, told.finish_ns)
         for link in range(NUM_LINKS):
-            for count in (Network.bytes_moved, Network.busy_ns):
+            for count in (FlowNetwork.bytes_moved, FlowNetwork.busy_ns):
                 assert count(self.asked, link, self.now) == count(self.told, link, self.now)
 
 
@@ -437,7 +437,7 @@ def test_where_a_quiet_flow_holds_others_back_its_end_counts_and_is_not_told() -
 
 
 def test_a_link_is_busy_until_its_last_flow_ends_though_a_quiet_one_is_taken_off_later() -> None:
-    network = Network()
+    network = FlowNetwork()
     slow, other, wide = (network.add_link(name, rate) for name, rate in (("a", GB), ("b", GB), ("c", 4 * GB)))
     network.start((slow, wide), 10**9, "quiet", 0, quiet=True)
     network.start((other, wide), 3 * 10**9, "other", 0)
@@ -470,7 +470,7 @@ def test_flows_kept_in_step_end_when_they_would_by_themselves(
 
     def ends(many: int) -> list[tuple[int, list[object]]]:
         monkeypatch.setattr("isthmus.lab.sim.network._MANY", many)
-        rng, network, now = random.Random(seed), Network(), 0
+        rng, network, now = random.Random(seed), FlowNetwork(), 0
         told: list[tuple[int, list[object]]] = []
         links = [network.add_link(f"link {number}", rng.choice((GB, 3 * GB, 7 * GB))) for number in range(4)]
         flows: list[Flow] = []

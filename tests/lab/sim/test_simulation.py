@@ -15,7 +15,7 @@ from isthmus.core.conductor import BlocksEvicted, BlocksStored, FirstToken, Rule
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
 from isthmus.facts import NodeFacts, Rates
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request, Workload
 
@@ -166,14 +166,14 @@ def shared_prompts(seed: int, count: int, span_ms: int) -> Workload:
 
 def assert_each_ends_once(result: Result) -> None:
     for record in result.records:
-        assert record.status is not Status.UNFINISHED and record.end_ns >= record.arrival_ns
-        if record.status is Status.COMPLETED:
+        assert record.status is not RequestStatus.UNFINISHED and record.end_ns >= record.arrival_ns
+        if record.status is RequestStatus.COMPLETED:
             times = (record.arrival_ns, record.prefill_start_ns, record.first_token_ns, record.end_ns)
             assert list(times) == sorted(times)
             assert record.stalled_ns <= record.first_token_ns - record.prefill_start_ns
             assert (record.tbt_ns > 0) == (record.request.output_tokens > 1)
             assert 0 <= record.cached_tokens < record.request.num_tokens
-        assert (record.status is Status.REFUSED) == bool(record.stage)
+        assert (record.status is RequestStatus.REFUSED) == bool(record.stage)
 
 
 @settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
@@ -181,7 +181,7 @@ def assert_each_ends_once(result: Result) -> None:
 def test_every_request_ends_once_and_everything_comes_back(feature: Feature, seed: int, span_ms: int) -> None:
     result = Simulation(feature.deployment(), shared_prompts(seed, 40, span_ms), check=True).run()
     assert_each_ends_once(result)
-    assert not any(record.status is Status.FAILED for record in result.records)
+    assert not any(record.status is RequestStatus.FAILED for record in result.records)
 
 
 def test_the_features_above_do_happen() -> None:
@@ -267,7 +267,7 @@ def test_an_answer_of_one_token_ends_with_its_prefill(role: Role) -> None:
     requests = [Request(0, 100, 1), Request(0, 100, 1), Request(0, 100, 3)]
     result = Simulation(deployment(specs), workload(requests), check=True).run()
     for record in result.records[:2]:
-        assert (record.status, record.tbt_ns) == (Status.COMPLETED, 0.0)
+        assert (record.status, record.tbt_ns) == (RequestStatus.COMPLETED, 0.0)
         assert record.end_ns == record.first_token_ns
     assert result.bytes_moved["handover"] == (0 if role is Role.MIXED else 100 * 1000)
 
@@ -290,7 +290,7 @@ def test_what_is_not_sent_when_the_prefill_ends_goes_on_with_the_last_layer() ->
 def test_a_burst_is_served_in_order_and_all_of_it() -> None:
     requests = [Request(7, 50 + number, 20) for number in range(300)]
     records = Simulation(deployment(disaggregated(3, 2)), workload(requests), check=True).run().records
-    assert all(record.status is Status.COMPLETED for record in records)
+    assert all(record.status is RequestStatus.COMPLETED for record in records)
     for slot in range(3):
         times = [record.first_token_ns for record in records if record.prefill == slot]
         assert times == sorted(set(times))
@@ -299,7 +299,7 @@ def test_a_burst_is_served_in_order_and_all_of_it() -> None:
 def test_a_request_too_long_for_any_node_is_refused() -> None:
     specs = nodes(Role.PREFILL, 1, kv_blocks=4) + nodes(Role.DECODE, 1)
     result = Simulation(deployment(specs), workload([Request(0, 65, 2), Request(0, 60, 2)]), check=True).run()
-    assert [record.status for record in result.records] == [Status.REFUSED, Status.COMPLETED]
+    assert [record.status for record in result.records] == [RequestStatus.REFUSED, RequestStatus.COMPLETED]
     assert result.records[0].stage == "too_long"
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.types import NS_PER_S, NodeId, Role
-from isthmus.lab.sim.records import LinkRecord, NodeRecord, Status
-from isthmus.lab.sim.spread import Spread, nearest_rank
+from isthmus.lab.sim.records import LinkRecord, NodeRecord, RequestStatus
+from isthmus.lab.sim.spread import Percentiles, nearest_rank
 from isthmus.lab.sim.summary import summarize, to_json, within_limits
 from tests.lab.sim.report.results import MS, record, replayed, result
 
@@ -22,12 +22,12 @@ NEVER: dict[str, Any] = {"prefill_start": -1, "first_token": -1, "landed": -1, "
 
 def test_the_times_of_one_request() -> None:
     summary = summarize(result([record(tbt_ns=600.0 * MS)]))
-    assert summary.queue_s == Spread(1, 1, 1, 1)
-    assert summary.ttft_s == Spread(3, 3, 3, 3)
-    assert summary.transfer_s == Spread(1, 1, 1, 1)
-    assert summary.tpot_s == Spread(0.5, 0.5, 0.5, 0.5)  # 5 s for the 10 tokens after the first
-    assert summary.tbt_s == Spread(0.6, 0.6, 0.6, 0.6)
-    assert summary.e2e_s == Spread(8, 8, 8, 8)
+    assert summary.queue_s == Percentiles(1, 1, 1, 1)
+    assert summary.ttft_s == Percentiles(3, 3, 3, 3)
+    assert summary.transfer_s == Percentiles(1, 1, 1, 1)
+    assert summary.tpot_s == Percentiles(0.5, 0.5, 0.5, 0.5)  # 5 s for the 10 tokens after the first
+    assert summary.tbt_s == Percentiles(0.6, 0.6, 0.6, 0.6)
+    assert summary.e2e_s == Percentiles(8, 8, 8, 8)
     assert (summary.requests, summary.completed, summary.goodput_share) == (1, 1, 1.0)
     assert (summary.goodput_per_s, summary.output_tokens_per_s, summary.makespan_s) == (0.1, 1.1, 10.0)
 
@@ -47,8 +47,8 @@ def test_an_empty_simulation_has_no_times_and_no_shares() -> None:
         ({"tbt_limit_ns": 100 * MS, "tbt_ns": 100.0 * MS}, True),
         ({"tbt_limit_ns": 100 * MS, "tbt_ns": 100.5 * MS}, False),
         ({"ttft_limit_ns": NS_PER_S, "tbt_ns": 1.0, "tbt_limit_ns": MS}, False),
-        ({"status": Status.UNFINISHED}, False),
-        ({"status": Status.FAILED}, False),
+        ({"status": RequestStatus.UNFINISHED}, False),
+        ({"status": RequestStatus.FAILED}, False),
     ],
 )
 def test_goodput_needs_an_end_and_both_limits(fields: dict[str, Any], inside: bool) -> None:
@@ -59,9 +59,9 @@ def test_goodput_needs_an_end_and_both_limits(fields: dict[str, Any], inside: bo
 
 def test_refusals_are_counted_by_stage_and_shares_are_of_all_requests() -> None:
     refused = [
-        record(1, status=Status.REFUSED, stage="prefill", times_s=NEVER, prefill_ns=0),
-        record(2, status=Status.REFUSED, stage="decode", times_s={"joined": -1}),
-        record(3, status=Status.REFUSED, stage="gate", times_s=NEVER, prefill_ns=0),
+        record(1, status=RequestStatus.REFUSED, stage="prefill", times_s=NEVER, prefill_ns=0),
+        record(2, status=RequestStatus.REFUSED, stage="decode", times_s={"joined": -1}),
+        record(3, status=RequestStatus.REFUSED, stage="gate", times_s=NEVER, prefill_ns=0),
     ]
     summary = summarize(result([record(), *refused]))
     assert summary.rejected == {"prefill": 1, "decode": 1, "gate": 1}
@@ -73,8 +73,10 @@ def test_waste_is_prefill_work_by_what_became_of_it() -> None:
     records = [
         record(0, prefill_ns=4 * NS_PER_S),
         record(1, prefill_ns=3 * NS_PER_S, ttft_limit_ns=1),
-        record(2, prefill_ns=2 * NS_PER_S, status=Status.REFUSED, stage="decode", times_s={"joined": -1}),
-        record(3, prefill_ns=NS_PER_S, status=Status.FAILED),
+        record(
+            2, prefill_ns=2 * NS_PER_S, status=RequestStatus.REFUSED, stage="decode", times_s={"joined": -1}
+        ),
+        record(3, prefill_ns=NS_PER_S, status=RequestStatus.FAILED),
     ]
     waste = summarize(result(records)).waste
     assert (waste.missed.node_s, waste.missed.share) == (3.0, 0.3)
@@ -87,7 +89,9 @@ def test_hit_rates_are_over_requests_whose_prefill_began() -> None:
         num_tokens=1000, blocks=(1, 2), cached_tokens=600, fetched_tokens=200, disk_tokens=100, cached_blocks=1
     )
     missed = record(1, num_tokens=3000, blocks=(1, 2, 3, 4, 5, 6))
-    refused = record(2, status=Status.REFUSED, stage="prefill", times_s=NEVER, prefill_ns=0, num_tokens=9000)
+    refused = record(
+        2, status=RequestStatus.REFUSED, stage="prefill", times_s=NEVER, prefill_ns=0, num_tokens=9000
+    )
     summary = summarize(result([hit, missed, refused]))
     assert summary.hit_rate_tokens == 0.15
     assert summary.hit_rate_blocks == 0.125

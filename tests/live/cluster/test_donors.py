@@ -9,7 +9,7 @@ from isthmus.core.attempts import Assembly, Donor, Route
 from isthmus.core.errors import ProtocolError
 from isthmus.core.reuse import CACHEBLEND, SIMILAR, similarity
 from isthmus.core.types import Job, ModelCard, NodeId, RequestId, Reuse, Sampling
-from isthmus.live.cluster.donors import PART_ROWS, Donors, parts_of, scope_of
+from isthmus.live.cluster.donors import PART_ROWS, DonorTokens, parts_of, scope_of
 from isthmus.live.engine.interface import SIGNATURE_BITS
 from isthmus.live.peers.messages import Directions
 
@@ -23,8 +23,8 @@ def job(tokens: list[int], reuse: Reuse = Reuse.SEMANTIC, **fields: str) -> Job:
     return Job(name, tuple(tokens), 1, Sampling(), reuse=reuse, **fields)
 
 
-def ready() -> Donors:
-    donors = Donors(CARD)
+def ready() -> DonorTokens:
+    donors = DonorTokens(CARD)
     for part in parts_of(TABLE.tobytes()):
         donors.take(part)
     assert donors.ready
@@ -33,7 +33,7 @@ def ready() -> Donors:
 
 def test_a_table_comes_in_parts_and_in_order() -> None:
     first, second = parts_of(TABLE.tobytes())
-    signer = Donors(CARD)
+    signer = DonorTokens(CARD)
     with pytest.raises(ProtocolError, match=f"from {PART_ROWS} on follow 0"):
         signer.take(second)
     signer.take(first)
@@ -57,7 +57,7 @@ def test_signatures_are_of_distinct_tokens_and_alike_as_prompts_are() -> None:
 
 def test_what_the_conductor_is_told_says_nothing_of_an_exact_request() -> None:
     assert ready().content_of(job([1, 2, 3], Reuse.EXACT)) is None
-    cannot = Donors(ModelCard("m", 1000, VOCAB_SIZE, 0, no_reuse="its states hold at one position only"))
+    cannot = DonorTokens(ModelCard("m", 1000, VOCAB_SIZE, 0, no_reuse="its states hold at one position only"))
     assert cannot.ready and cannot.content_of(job([1, 2, 3])) is None
 
 
@@ -90,7 +90,7 @@ def test_tokens_of_the_blocks_that_are_needed_go_with_a_task() -> None:
 
 
 def test_who_left_before_all_was_told_is_asked_no_more() -> None:
-    donors = Donors(CARD)
+    donors = DonorTokens(CARD)
     donors.asked = NodeId("a")
     donors.left(NodeId("b"))
     assert donors.asked == "a"

@@ -29,7 +29,7 @@ from isthmus.core.types import NS_PER_S
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
-from isthmus.live.engine.turns import Turns
+from isthmus.live.engine.turns import BatchTurns
 from tests.inside import Inside, inside
 from tests.live.cluster.kit import RECIPE, STEADY
 from tests.live.cluster.test_exact_hybrid import layout_of
@@ -226,7 +226,7 @@ def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, mod
 def test_batches_take_turns(batches: int, model: Path) -> None:
     """Of several answers together, most with KV at both attention nodes."""
     engine = {"batches": batches, "max_sequences": 6, "kv_memory": 40 * block_bytes()}
-    took = mock.patch.object(Turns, "_take", autospec=True, side_effect=Turns._take)
+    took = mock.patch.object(BatchTurns, "_take", autospec=True, side_effect=BatchTurns._take)
     with took as take, inside(deployment(model, ONE, attention=2, engine=engine)) as served:
         ask_all(served, model, prompts_of(20, 300, 60, 100, 250, 33), 24)
     assert max(len(call.args[1]) for call in take.call_args_list) == batches

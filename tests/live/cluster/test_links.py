@@ -15,7 +15,7 @@ from isthmus.core.errors import UnavailableError
 from isthmus.core.types import NS_PER_S, NodeId
 from isthmus.live.cluster import launcher
 from isthmus.live.cluster.links import AddressBook, LinkProcess, LinkStats
-from isthmus.live.cluster.shaper import LinkSpec, Point, Shape
+from isthmus.live.cluster.shaper import LinkShape, LinkSpec, Point
 from isthmus.live.peers.messages import Neighbours
 from tests.served import LIMIT_S
 
@@ -42,7 +42,7 @@ class Waits:
 async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[LinkProcess, Waits]]:
     waits = Waits()
     monkeypatch.setattr(launcher, "sleep", waits.sleep)
-    link = LinkProcess(("west", "east"), LinkSpec(Shape(delay_s=0.0), ((0,), (0, 0))))
+    link = LinkProcess(("west", "east"), LinkSpec(LinkShape(delay_s=0.0), ((0,), (0, 0))))
     await link.start()
     watch = asyncio.create_task(link.watch())
     try:
@@ -119,7 +119,7 @@ class FakeLink(LinkProcess):
     """Without a process. `said`: to it."""
 
     def __init__(self, towards_west: tuple[int, ...], towards_east: tuple[int, ...]) -> None:
-        super().__init__(("west", "east"), LinkSpec(Shape(), (towards_west, towards_east)))
+        super().__init__(("west", "east"), LinkSpec(LinkShape(), (towards_west, towards_east)))
         self.said: list[Point] = []
 
     def point(self, point: Point) -> None:

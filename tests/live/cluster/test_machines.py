@@ -12,7 +12,7 @@ from isthmus.core.errors import StartError
 from isthmus.live.cluster.machines import (
     Bundle,
     Machine,
-    Question,
+    MachineQuestion,
     Report,
     Seat,
     check_seats,
@@ -74,7 +74,7 @@ def test_a_report_tells_models_apart(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     (tmp_path / "README.md").write_text("no part of the model")
-    asked = Question(str(tmp_path), str(tmp_path / "kv"))
+    asked = MachineQuestion(str(tmp_path), str(tmp_path / "kv"))
     first = report_of(asked, "m")
     assert (first.address, first.no_model, first.no_folder) == ("m", "", "")
     assert (tmp_path / "kv").is_dir()
@@ -86,10 +86,10 @@ def test_a_report_tells_models_apart(tmp_path: Path) -> None:
 
 def test_a_report_says_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = report_of(Question(str(tmp_path / "none"), str(tmp_path / "file")), "m")
+    found = report_of(MachineQuestion(str(tmp_path / "none"), str(tmp_path / "file")), "m")
     assert found.no_model == f"{tmp_path / 'none'}: No such file or directory"
     assert found.no_folder == f"{tmp_path / 'file'}: File exists"
-    assert report_of(Question(str(tmp_path), None), "m").no_folder == ""
+    assert report_of(MachineQuestion(str(tmp_path), None), "m").no_folder == ""
 
 
 EAST = Machine("e", {"CPU": 8.0, "memory": 4 * GIB}, {"isthmus-cluster": "east"})

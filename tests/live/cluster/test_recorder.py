@@ -48,7 +48,15 @@ from isthmus.core.scheduler import BlockPool, Saved, Stepped
 from isthmus.core.types import NS_PER_S, NodeId, RequestId, Role
 from isthmus.facts import NodeFacts
 from isthmus.live.cluster.private import private
-from isthmus.live.cluster.recorder import Header, LiveRecorder, Recorder, node_recorder, opaque, read, replay
+from isthmus.live.cluster.recorder import (
+    LiveRecorder,
+    Recorder,
+    RecordingHeader,
+    node_recorder,
+    opaque,
+    read,
+    replay,
+)
 from tests.inside import inside
 from tests.served import LIMIT_S
 from tests.tape import Entry
@@ -84,7 +92,7 @@ def recording(tmp_path: Path) -> Path:
 
 def record(path: Path) -> Path:
     """A recording of EVENTS: line 1 is the header, event number i (from 0) is on line i + 2."""
-    recorder, conductor = Recorder(path, Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
+    recorder, conductor = Recorder(path, RecordingHeader(RECORDING_FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
     recorder.close()
@@ -105,7 +113,7 @@ def rewrite(path: Path, line: int, text: bytes) -> None:
 
 def test_what_was_recorded_is_read_back(recording: Path) -> None:
     header, numbered = read(recording)[0], list(entries(recording).items())
-    assert header == Header(RECORDING_FORMAT, RULES)
+    assert header == RecordingHeader(RECORDING_FORMAT, RULES)
     assert [number for number, _ in numbered] == list(range(2, len(EVENTS) + 2))
     assert [entry.event for _, entry in numbered] == EVENTS
     assert [entry.at_ns for _, entry in numbered] == list(range(len(EVENTS)))
@@ -122,7 +130,7 @@ def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> No
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "flight", Header(RECORDING_FORMAT, RULES))
+    recorder = Recorder(tmp_path / "flight", RecordingHeader(RECORDING_FORMAT, RULES))
     for count, event in enumerate(EVENTS, start=2):
         recorder.record(0, event, [])
         assert (tmp_path / "flight").read_bytes().count(b"\n") == count
@@ -158,7 +166,7 @@ def test_a_changed_event_is_found_where_it_first_matters(recording: Path) -> Non
 
 
 def test_other_rules_decide_otherwise(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(max_requests=99))))
+    rewrite(recording, 1, msgspec.json.encode(RecordingHeader(RECORDING_FORMAT, Rules(max_requests=99))))
     difference = replay(recording)[1]
     assert difference is not None and difference.line == 10
 
@@ -185,7 +193,7 @@ def test_a_garbage_line_is_refused_with_its_number(recording: Path, line: int, t
 
 
 def test_a_recording_of_an_unknown_policy_is_refused(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(policy="of tomorrow"))))
+    rewrite(recording, 1, msgspec.json.encode(RecordingHeader(RECORDING_FORMAT, Rules(policy="of tomorrow"))))
     with pytest.raises(ConfigError, match="of tomorrow"):
         replay(recording)
 
@@ -204,7 +212,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
+    rewrite(recording, 1, msgspec.json.encode(RecordingHeader(1, RULES)))
     with pytest.raises(ConfigError, match=f"recording format 1; this version reads {RECORDING_FORMAT}"):
         replay(recording)
 
@@ -216,7 +224,7 @@ def test_only_its_owner_may_read_a_recording(there: bool, tmp_path: Path) -> Non
     try:
         if there:
             path.write_text("an earlier run")
-        recorder = Recorder(path, Header(RECORDING_FORMAT, RULES))
+        recorder = Recorder(path, RecordingHeader(RECORDING_FORMAT, RULES))
         assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes().startswith(b'{"format"')
         recorder.close()
     finally:
@@ -244,9 +252,9 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "missing")
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path, Header(RECORDING_FORMAT, RULES))
+        Recorder(tmp_path, RecordingHeader(RECORDING_FORMAT, RULES))
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path / "no folder" / "flight", Header(RECORDING_FORMAT, RULES))
+        Recorder(tmp_path / "no folder" / "flight", RecordingHeader(RECORDING_FORMAT, RULES))
 
 
 # Recordings of nodes.
@@ -298,7 +306,7 @@ def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
     path, answers = record_node(tmp_path / "flight.jsonl")
     assert path.name == "flight.p1.jsonl"
     assert replay(path) == (len(answers), None)
-    assert read(path)[0] == Header(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
+    assert read(path)[0] == RecordingHeader(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
     kinds = {type(action).__name__ for actions in answers for action in actions}
     assert kinds >= {
         "Fetch", "OfferHandover", "Run", "Admitted", "LoadBlocks", "SendHandover", "FinishHandover",
@@ -329,8 +337,10 @@ def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("header", [Header(RECORDING_FORMAT), Header(RECORDING_FORMAT, RULES, FACTS)])
-def test_a_header_of_neither_or_both_is_refused(recording: Path, header: Header) -> None:
+@pytest.mark.parametrize(
+    "header", [RecordingHeader(RECORDING_FORMAT), RecordingHeader(RECORDING_FORMAT, RULES, FACTS)]
+)
+def test_a_header_of_neither_or_both_is_refused(recording: Path, header: RecordingHeader) -> None:
     rewrite(recording, 1, msgspec.json.encode(header))
     with pytest.raises(ConfigError, match="it names neither rules nor a node, or both") as caught:
         replay(recording)
@@ -350,7 +360,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "flight.jsonl"
-    recorder = LiveRecorder(path, Header(RECORDING_FORMAT, RULES))
+    recorder = LiveRecorder(path, RecordingHeader(RECORDING_FORMAT, RULES))
     recorder.record(0, EVENTS[0], [])
     with Path("/dev/full").open("wb") as full:
         os.dup2(full.fileno(), recorder._file.fileno())

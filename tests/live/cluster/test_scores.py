@@ -18,7 +18,7 @@ from isthmus.core.conductor import RequestArrived, Route
 from isthmus.core.cost import compile_cost, to_mapping
 from isthmus.core.types import Generated, Job, RequestId, Role, Sampling, TokenLogprobs
 from isthmus.lab.sim.faults import Faults, NodeFault
-from isthmus.live.cluster.streams import Stream
+from isthmus.live.cluster.streams import AnswerStream
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe
 from isthmus.live.engine.interface import Chunk
 from tests.inside import Inside, inside
@@ -124,21 +124,21 @@ class Watched:
         self.again: Counter[RequestId] = Counter()
         self.attempts: dict[RequestId, set[int]] = {}
         self._ended: Counter[RequestId] = Counter()
-        original, end_attempt = Stream.score, Stream.end_attempt
+        original, end_attempt = AnswerStream.score, AnswerStream.end_attempt
 
-        def ended(stream: Stream) -> None:
+        def ended(stream: AnswerStream) -> None:
             self._ended[stream.job.request] += 1
             end_attempt(stream)
 
-        def score(stream: Stream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        def score(stream: AnswerStream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
             name = stream.job.request
             self.again[name] += first < len(stream._scores)
             self.attempts.setdefault(name, set()).add(self._ended[name] + 1)
             assert not stream.generated, "scored again though the first token was there"
             original(stream, first, logprobs)
 
-        monkeypatch.setattr(Stream, "score", score)
-        monkeypatch.setattr(Stream, "end_attempt", ended)
+        monkeypatch.setattr(AnswerStream, "score", score)
+        monkeypatch.setattr(AnswerStream, "end_attempt", ended)
 
 
 def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:

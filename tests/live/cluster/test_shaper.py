@@ -21,7 +21,17 @@ from benchmarks.wan import serve
 from isthmus.bench.child import Child
 from isthmus.bench.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.live.cluster import shaper
-from isthmus.live.cluster.shaper import BACKLOG_S, TICK_S, LinkSpec, Pipe, Point, Port, Proxy, Shape, shape_of
+from isthmus.live.cluster.shaper import (
+    BACKLOG_S,
+    TICK_S,
+    LinkPort,
+    LinkShape,
+    LinkSpec,
+    Pipe,
+    Point,
+    Proxy,
+    shape_of,
+)
 from isthmus.live.cluster.shaper import Direction as LinkDirection
 from tests.served import command
 
@@ -42,14 +52,14 @@ def ends() -> Iterator[list[socket.socket]]:
 
 
 def test_the_rate_is_shared() -> None:
-    link = LinkDirection(Shape(rate=1000.0))
+    link = LinkDirection(LinkShape(rate=1000.0))
     assert [link.leave_s(now, 100) for now in (0.0, 0.0, 0.05, 1.0)] == pytest.approx([0.1, 0.2, 0.3, 1.1])
-    assert LinkDirection(Shape()).leave_s(3.0, 1 << 30) == 3.0
+    assert LinkDirection(LinkShape()).leave_s(3.0, 1 << 30) == 3.0
 
 
 def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=0.5, window=64 * KIB)
+    shape = LinkShape(delay_s=0.5, window=64 * KIB)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     sender.send(bytes(range(256)) * 256)  # as much as the window
     pipe.take(10.0)
@@ -67,7 +77,7 @@ def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list
 
 def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
-    shape = Shape(delay_s=0.0, stall_s=2.0)
+    shape = LinkShape(delay_s=0.0, stall_s=2.0)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     pipe.stall_after = 10
     sender.send(bytes(11))
@@ -81,7 +91,7 @@ def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
 
 def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=0.1, jitter_s=1.0, seed=3)
+    shape = LinkShape(delay_s=0.1, jitter_s=1.0, seed=3)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     for index in range(20):
         sender.send(bytes([index]))
@@ -93,9 +103,10 @@ def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(delay_s=0.001, rate=50e6, window=16 * KIB), Shape(0.0, jitter_s=0.001, stall_s=0.05)]
+    "shape",
+    [LinkShape(delay_s=0.001, rate=50e6, window=16 * KIB), LinkShape(0.0, jitter_s=0.001, stall_s=0.05)],
 )
-def test_bytes_pass_whole(shape: Shape) -> None:
+def test_bytes_pass_whole(shape: LinkShape) -> None:
     memory = touched(200_000)
     with contextlib.ExitStack() as stack:
 
@@ -110,7 +121,7 @@ def test_bytes_pass_whole(shape: Shape) -> None:
 def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        proxy = stack.enter_context(contextlib.closing(Child(serve, Shape(0.001), server.getsockname()[1])))
+        proxy = stack.enter_context(contextlib.closing(Child(serve, LinkShape(0.001), server.getsockname()[1])))
         near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=WAIT_S))
         server.settimeout(WAIT_S)
         far, _ = server.accept()
@@ -125,7 +136,7 @@ def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
 
 
 def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
-    direction = LinkDirection(Shape(rate=1000.0))
+    direction = LinkDirection(LinkShape(rate=1000.0))
     assert direction.room_s <= 5.0
     direction.leave_s(5.0, 100)
     assert direction.room_s == pytest.approx(5.1 - BACKLOG_S)
@@ -134,7 +145,7 @@ def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
 class Ends:
     """A link, and a server behind one of its ports."""
 
-    def __init__(self, stack: contextlib.ExitStack, shape: Shape) -> None:
+    def __init__(self, stack: contextlib.ExitStack, shape: LinkShape) -> None:
         self.server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.link = stack.enter_context(link_process(shape))
         self.port = self.link.ports.ports[1][0]
@@ -169,7 +180,7 @@ class LinkChild:
 
 
 @contextlib.contextmanager
-def link_process(shape: Shape) -> Iterator[LinkChild]:
+def link_process(shape: LinkShape) -> Iterator[LinkChild]:
     with subprocess.Popen(
         command("link", "--name", "a-b"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -192,7 +203,7 @@ def broken(each: socket.socket) -> bool:
 
 def test_a_link_is_cut_and_restored_by_a_signal() -> None:
     with contextlib.ExitStack() as stack:
-        ends = Ends(stack, Shape(0.001, rate=1e9))
+        ends = Ends(stack, LinkShape(0.001, rate=1e9))
         assert list(map(len, ends.link.ports.ports)) == [1, 2]
         near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
         far = stack.enter_context(ends.server.accept()[0])
@@ -209,7 +220,7 @@ def test_a_link_is_cut_and_restored_by_a_signal() -> None:
 
 def test_a_port_leads_where_it_is_pointed_and_nowhere_else() -> None:
     with contextlib.ExitStack() as stack:
-        ends = Ends(stack, Shape(0.0))
+        ends = Ends(stack, LinkShape(0.0))
         assert ends.passes()
         assert not ends.passes(ends.link.ports.ports[0][0])
         ends.link.say(Point(ends.port, ""))
@@ -218,7 +229,7 @@ def test_a_port_leads_where_it_is_pointed_and_nowhere_else() -> None:
 
 
 def test_the_window_never_limits_the_rate_of_a_link() -> None:
-    assert shape_of(10**9 // 8, 20_000_000) == Shape(delay_s=0.01, rate=1.25e8, window=5_000_000)
+    assert shape_of(10**9 // 8, 20_000_000) == LinkShape(delay_s=0.01, rate=1.25e8, window=5_000_000)
     assert shape_of(10**9, 0).window == 4 << 20
     assert shape_of(10**10, 10**9).window == 64 << 20
 
@@ -233,7 +244,7 @@ def test_at_once_is_taken_in_what_a_link_can_soon_carry(
     ends: list[socket.socket], rate: float, least: int, most: int
 ) -> None:
     sender, taken, handed, _ = ends
-    shape = Shape(rate=rate)
+    shape = LinkShape(rate=rate)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     sender.send(bytes(100_000))
     pipe.take(1.0)
@@ -244,7 +255,7 @@ def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
     ends: list[socket.socket],
 ) -> None:
     sender, taken, handed, _ = ends
-    shape = Shape(delay_s=5.0, rate=1e6)
+    shape = LinkShape(delay_s=5.0, rate=1e6)
     direction = LinkDirection(shape)
     pipe = Pipe(shape, direction, taken, handed)
     direction.leave_s(10.0, 1_000_000)  # of other connections
@@ -257,7 +268,7 @@ def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
 
 def test_a_stall_begins_after_so_many_bytes_and_not_with_them(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
-    shape = Shape(delay_s=0.0, stall_s=2.0)
+    shape = LinkShape(delay_s=0.0, stall_s=2.0)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     pipe.stall_after = 10
     sender.send(bytes(10))
@@ -268,7 +279,7 @@ def test_a_stall_begins_after_so_many_bytes_and_not_with_them(ends: list[socket.
 def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
-    shape = Shape(delay_s=0.0, window=100_000)
+    shape = LinkShape(delay_s=0.0, window=100_000)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     data, got, now_s = bytes(touched(300_000)), bytearray(), 1.0
     left = memoryview(data)
@@ -290,7 +301,7 @@ def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[so
 
 def test_of_a_connection_that_is_gone_nothing_is_handed_on(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=1.0)
+    shape = LinkShape(delay_s=1.0)
     pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     sender.send(b"question")
     pipe.take(1.0)
@@ -346,7 +357,7 @@ def test_the_proxy_waits_for_what_is_of_use_and_no_longer_than_it_may(
     poll, slept = Polled((1, select.POLLIN), (2, select.POLLOUT), (3, select.POLLHUP)), list[float]()
     monkeypatch.setattr(select, "poll", lambda: poll)
     monkeypatch.setattr(shaper, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 10.0))
-    proxy = Proxy(Shape(), [port := Port(0)])
+    proxy = Proxy(LinkShape(), [port := LinkPort(0)])
     proxy._pipes = pipes
     proxy.watch(3, bool)
     assert proxy._wait() == {1, 3}
@@ -359,7 +370,7 @@ def test_connections_are_served_first_in_turn(monkeypatch: pytest.MonkeyPatch) -
     """Or the first one would get all that there is."""
     served = list[Any]()
     left, over = iter([set[int]()] * 6), os.open(os.devnull, os.O_RDONLY)
-    proxy = Proxy(Shape(), [])
+    proxy = Proxy(LinkShape(), [])
     monkeypatch.setattr(proxy, "_wait", lambda: next(left, {over}))
     monkeypatch.setattr(proxy, "_serve", lambda pipe, *_: served.append(pipe.name))
     monkeypatch.setattr(proxy, "_forget_finished", bool)
@@ -378,11 +389,11 @@ class Running:
 
     pipes: list[Pipe]
 
-    def __init__(self, stack: contextlib.ExitStack, shape: Shape) -> None:
+    def __init__(self, stack: contextlib.ExitStack, shape: LinkShape) -> None:
         self._stack = stack
         self.server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.server.settimeout(WAIT_S)
-        self.proxy = Proxy(shape, [Port(towards, self.server.getsockname()[:2]) for towards in (0, 1)])
+        self.proxy = Proxy(shape, [LinkPort(towards, self.server.getsockname()[:2]) for towards in (0, 1)])
         ended, self._end = socket.socketpair()
         self.proxy.watch(ended.fileno(), lambda: False)
         self._thread = threading.Thread(target=self.proxy.run)
@@ -413,7 +424,7 @@ class Running:
 
 def test_a_connection_is_forgotten_when_both_its_ends_are_over() -> None:
     with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
+        running = Running(stack, LinkShape(0.0))
         near, far = running.connect(0)
         near.sendall(b"question")
         assert far.recv(100) == b"question"
@@ -432,7 +443,7 @@ def test_a_connection_is_forgotten_when_both_its_ends_are_over() -> None:
 
 def test_a_connection_that_one_end_resets_is_forgotten() -> None:
     with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
+        running = Running(stack, LinkShape(0.0))
         near, far = running.connect(0)
         shaper._reset(near)
         assert broken(far)
@@ -448,7 +459,7 @@ def test_a_connection_that_one_end_resets_is_forgotten() -> None:
 def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() -> None:
     for towards in (0, 1):
         with contextlib.ExitStack() as stack:
-            running = Running(stack, Shape(0.0, rate=1e9))
+            running = Running(stack, LinkShape(0.0, rate=1e9))
             near, far = running.connect(towards)
             near.sendall(b"question")
             assert far.recv(100) == b"question"
@@ -459,7 +470,7 @@ def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() ->
 
 def test_only_the_first_connection_stalls_and_only_on_its_way_there() -> None:
     with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0, stall_s=5.0, stall_after=100))
+        running = Running(stack, LinkShape(0.0, stall_s=5.0, stall_after=100))
         for _ in range(2):
             near, far = running.connect(1)
             near.sendall(b"question")
@@ -472,7 +483,7 @@ def test_only_the_first_connection_stalls_and_only_on_its_way_there() -> None:
 
 def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> None:
     with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
+        running = Running(stack, LinkShape(0.0))
         near, far = running.connect(0)
         silent = stack.enter_context(socket.socket())
         silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
@@ -484,7 +495,7 @@ def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> No
 
 
 def test_who_went_away_before_he_was_let_in_stops_nobody() -> None:
-    proxy = Proxy(Shape(), [port := Port(0, ("127.0.0.1", 1))])
+    proxy = Proxy(LinkShape(), [port := LinkPort(0, ("127.0.0.1", 1))])
     proxy._accept(port)
     assert proxy._pipes == []
     port.socket.close()
@@ -497,7 +508,7 @@ def test_who_went_away_before_he_was_let_in_stops_nobody() -> None:
 def commands() -> Iterator[tuple[Proxy, Any, int]]:
     """Of a proxy with one port, and where a launcher would write."""
     reads, writes = os.pipe()
-    proxy = Proxy(Shape(), [Port(0)])
+    proxy = Proxy(LinkShape(), [LinkPort(0)])
     made = shaper._Commands(proxy, reads)
     yield proxy, made, writes
     signal.set_wakeup_fd(-1)
@@ -546,7 +557,7 @@ def test_of_two_signals_at_once_the_link_is_restored(commands: tuple[Proxy, Any,
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         number = other.getsockname()[1]
-        spec = msgspec.json.encode(LinkSpec(Shape(), ((number,), ()))) + b"\n"
+        spec = msgspec.json.encode(LinkSpec(LinkShape(), ((number,), ()))) + b"\n"
         done = subprocess.run(command("link"), input=spec, capture_output=True, timeout=WAIT_S, check=False)
     assert done.returncode == 4 and done.stdout == b""
     assert f"the link cannot listen at 127.0.0.1:{number}: Address already in use" in done.stderr.decode()

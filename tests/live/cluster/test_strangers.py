@@ -14,7 +14,7 @@ import pytest
 
 from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.messenger import Terms
-from isthmus.live.messenger.frames import PREFIX_BYTES, Kind, parse_prefix, prefix_of
+from isthmus.live.messenger.frames import PREFIX_BYTES, FrameKind, parse_prefix, prefix_of
 from isthmus.live.messenger.greeting import NONCE_BYTES, Dialling, hello
 from tests.live.cluster.kit import RECIPE, STEADY
 from tests.served import LIMIT_S, serve
@@ -45,7 +45,7 @@ def http(client: socket.socket) -> None:
 
 
 def endless(client: socket.socket) -> None:
-    client.sendall(prefix_of(Kind.HELLO, bytes(16 << 20)) + bytes(1 << 20))
+    client.sendall(prefix_of(FrameKind.HELLO, bytes(16 << 20)) + bytes(1 << 20))
 
 
 def guessing(client: socket.socket) -> None:
@@ -56,7 +56,7 @@ def guessing(client: socket.socket) -> None:
     client.sendall(dialling.answer(prefix, received(client, prefix.header)))
     header = bytes(4_928_307)
     for seq in range(1, 31):
-        client.sendall(prefix_of(Kind.DATA, header, seq=seq) + header)
+        client.sendall(prefix_of(FrameKind.DATA, header, seq=seq) + header)
 
 
 def memory(pid: int) -> int:

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from isthmus.core.errors import ProtocolError, UnavailableError
 from isthmus.core.types import FinishReason, Generated, Job, RequestId, Sampling, TokenLogprobs
-from isthmus.live.cluster.streams import Stream
+from isthmus.live.cluster.streams import AnswerStream
 
 JOB = Job(RequestId("a"), (1, 2, 3), 100, Sampling())
 
 
-def stream(cancel: object = None) -> Stream:
-    return Stream(JOB, cancel or (lambda request: None))  # type: ignore[arg-type]
+def stream(cancel: object = None) -> AnswerStream:
+    return AnswerStream(JOB, cancel or (lambda request: None))  # type: ignore[arg-type]
 
 
 def answer(length: int) -> list[Generated]:
@@ -24,7 +24,7 @@ def answer(length: int) -> list[Generated]:
     return [Generated(index, 100 + index, finish.get(index)) for index in range(length)]
 
 
-async def everything(from_: Stream) -> list[Generated]:
+async def everything(from_: AnswerStream) -> list[Generated]:
     """Reads to the end; nothing here waits longer than the test lets it."""
     async with asyncio.timeout(60):
         return [token async for batch in from_ for token in batch]
@@ -100,8 +100,8 @@ def scores(seed: int, first: int, stop: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(-seed - number / 8, (), 1) for number in range(first, stop)]
 
 
-def scored(*told: tuple[int, list[TokenLogprobs]]) -> Stream:
-    made = Stream(SCORED, lambda request: None)
+def scored(*told: tuple[int, list[TokenLogprobs]]) -> AnswerStream:
+    made = AnswerStream(SCORED, lambda request: None)
     for each in told:
         made.score(*each)
     return made
@@ -138,7 +138,7 @@ def test_an_attempt_that_goes_on_from_tokens_brings_no_scores_again() -> None:
 
 
 def test_a_prompt_of_one_token_has_no_scores_and_says_so() -> None:
-    one = Stream(replace(SCORED, tokens=(1,)), lambda request: None)
+    one = AnswerStream(replace(SCORED, tokens=(1,)), lambda request: None)
     one.deliver(answer(1)[0])
     assert asyncio.run(everything(one))[0].prompt_logprobs == ()
 

@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.core.conductor import Route
 from isthmus.live.cluster.node import NodeProcess
-from isthmus.live.cluster.streams import Stream
+from isthmus.live.cluster.streams import AnswerStream
 from tests.inside import inside
 from tests.live.cluster.kit import STEADY
 from tests.live.cluster.test_deaths import entries
@@ -70,7 +70,7 @@ def test_an_answer_is_the_same_and_whole_when_its_decode_node_dies(tmp_path: Pat
                 begun.set()
                 assert killed.wait(LIMIT_S)
 
-        def streams() -> list[Stream]:
+        def streams() -> list[AnswerStream]:
             return list(served.head._streams.values())
 
         undisturbed = ask_all(served, seeds, long_schema, temperature=0)

@@ -18,7 +18,7 @@ from isthmus.core.errors import ModelError
 from isthmus.live.engine.batch import Chunk
 from isthmus.live.engine.emulated import EmulatedEngine
 from isthmus.live.engine.engine import Engine, EngineOptions
-from isthmus.live.engine.interface import Asked, Asking, HolderLost
+from isthmus.live.engine.interface import Asking, HolderLost, HolderQueries
 from tests.served import LIMIT_S
 
 NAN = float("nan")
@@ -188,7 +188,7 @@ class Others:
     def _attend(self, layer: int, asking: Asking, q: bytes) -> memoryview:
         self.late(layer)
         asked = [
-            Asked(self.tables[index][asking.holder], rows, num_tokens, first, position)
+            HolderQueries(self.tables[index][asking.holder], rows, num_tokens, first, position)
             for index, rows, num_tokens, first, position in asking.chunks
         ]
         return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isthmus.core.errors import ConfigError, StartError
-from isthmus.live.engine.batch import Batch, Chunk
+from isthmus.live.engine.batch import BatchTensors, Chunk
 from isthmus.live.engine.engine import Engine, EngineOptions
 
 from .conftest import FolderOf
@@ -96,7 +96,7 @@ def memory_bits(engine: Engine) -> list[torch.Tensor]:
     return [layer.view(torch.uint8).clone() for layer in engine.memory.layers]
 
 
-def mixed_batch(engine: Engine) -> Batch:
+def mixed_batch(engine: Engine) -> BatchTensors:
     """A long chunk and two that are computed as rows."""
     chunks = [
         Chunk(tokens_of(30), 0, [3, 4], True),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.core.errors import ModelError
-from isthmus.core.models import Attention, Delta, Dense, Experts, LatentAttention, ModelSpec
+from isthmus.core.models import Attention, DeltaRule, Dense, Experts, LatentAttention, ModelSpec
 from isthmus.live.engine.interface import Chunk
 from isthmus.live.engine.spec import kv_layout, read_spec
 from tests.models import reference_logits
@@ -175,7 +175,7 @@ def test_the_published_files_read_like_those_transformers_saves(tmp_path: Path) 
 
 def test_each_layer_is_of_its_kind(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, QWEN | {"mlp_only_layers": [5], "decoder_sparse_step": 2})
-    assert [type(layer.mixer) for layer in spec.layers] == [Delta, Delta, Delta, Attention] * 2
+    assert [type(layer.mixer) for layer in spec.layers] == [DeltaRule, DeltaRule, DeltaRule, Attention] * 2
     sparse = [isinstance(layer.mlp, Experts) for layer in spec.layers]
     assert sparse == [False, True, False, True, False, False, False, True]
     spec = spec_of(tmp_path, DEEPSEEK | {"first_k_dense_replace": 2})

@@ -1,4 +1,4 @@
-"""The two forms of `Packing` give the same bytes, for numbers of every kind."""
+"""The two forms of `BitPacking` give the same bytes, for numbers of every kind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from isthmus.core.types import Sampling
 from isthmus.live.engine.attention import merge, partial
 from isthmus.live.engine.emulated import EmulatedEngine, expected_tokens
 from isthmus.live.engine.engine import Engine
-from isthmus.live.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
+from isthmus.live.engine.interface import Asking, Chunk, Held, HolderLost, HolderQueries, Row
 from isthmus.live.engine.recipe import Recipe, layout_of
 from tests.live.engine.test_emulated import CURVE
 from tests.models import check_greedy
@@ -205,7 +205,7 @@ def test_queries_of_other_rows_are_refused(case: str, num_bytes: int, folder_of:
     row = engine.spec.layers[0].mixer
     assert isinstance(row, Attention)
     whole = 4 * row.num_heads * row.head_dim
-    asked = [Asked((0,), 3, SIZE, 40, 0), Asked((1,), 1, SIZE, 40, 0)]
+    asked = [HolderQueries((0,), 3, SIZE, 40, 0), HolderQueries((1,), 1, SIZE, 40, 0)]
     q = memoryview(bytearray(num_bytes if num_bytes >= 0 else 4 * whole + num_bytes * whole))
     with pytest.raises(ProtocolError, match=f"{q.nbytes} bytes are not the queries of 4 rows"):
         engine.attend(0, asked, q)

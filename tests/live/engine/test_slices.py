@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.models import Attention, Delta, Dense, LatentAttention, LayerSpec, ModelSpec
+from isthmus.core.models import Attention, DeltaRule, Dense, LatentAttention, LayerSpec, ModelSpec
 from isthmus.core.models.graph import ATTEND, Graph, Operator, graph_of
 from isthmus.core.models.slices import Slice, slices_of
 
@@ -22,10 +22,10 @@ def attention(**fields: int | bool) -> Attention:
 
 
 LATENT = LatentAttention(num_heads=HEADS, rank=24, nope_dim=16, rope_dim=8, value_dim=16, scale=1.0)
-DELTA = Delta("gdn", 2, 4, 16, 16, 4)
+DELTA = DeltaRule("gdn", 2, 4, 16, 16, 4)
 
 
-def spec_of(*mixers: Attention | LatentAttention | Delta) -> ModelSpec:
+def spec_of(*mixers: Attention | LatentAttention | DeltaRule) -> ModelSpec:
     layers = tuple([LayerSpec(mixer, DENSE) for mixer in mixers])
     return ModelSpec("x", 100, N, 100, 1e-5, None, layers, False, "float32")
 

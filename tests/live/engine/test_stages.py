@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError, ProtocolError, StartError
 from isthmus.core.types import Sampling
-from isthmus.live.engine.batch import Batch, Chunk
+from isthmus.live.engine.batch import BatchTensors, Chunk
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Hidden, Row, split_layers
 from tests.models import MODEL_CASES
@@ -36,7 +36,7 @@ def crossed(hidden: Hidden) -> Hidden:
     return Hidden(hidden.shape, hidden.dtype, memoryview(bytes(hidden.data)))
 
 
-def logits_of(stages: list[Engine], batches: list[Batch]) -> torch.Tensor:
+def logits_of(stages: list[Engine], batches: list[BatchTensors]) -> torch.Tensor:
     """One iteration through the stages; each has a batch of its own."""
     hidden = None
     for engine, batch in zip(stages[:-1], batches[:-1], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.engine.choice import RARELY, SELDOM, Choice, Team
+from isthmus.live.engine.choice import RARELY, SELDOM, StepChoice, Team
 
 
 class Machine:
@@ -79,7 +79,7 @@ def test_trials_become_rare() -> None:
     assert 1 <= taken[-2 * RARELY :].count(1) <= 3
 
 
-def trials(choice: Choice, steps: int) -> set[int]:
+def trials(choice: StepChoice, steps: int) -> set[int]:
     """The steps that were tried with another number, none of which was better."""
     found = set()
     for step in range(steps):
@@ -91,7 +91,7 @@ def trials(choice: Choice, steps: int) -> set[int]:
 
 
 def test_two_choices_do_not_try_in_the_same_step() -> None:
-    one, other = trials(Choice(4, 4), 4000), trials(Choice(2, 1, SELDOM // 2), 4000)
+    one, other = trials(StepChoice(4, 4), 4000), trials(StepChoice(2, 1, SELDOM // 2), 4000)
     assert len(one) > 20 and len(other) > 20 and not one & other
 
 

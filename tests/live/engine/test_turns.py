@@ -15,12 +15,12 @@ from torch import Tensor
 
 from isthmus.core.cost.turns import replica_of
 from isthmus.core.types import Sampling
-from isthmus.live.engine.batch import Batch
+from isthmus.live.engine.batch import BatchTensors
 from isthmus.live.engine.choice import SELDOM
 from isthmus.live.engine.interface import Chunk, Held, HolderLost, Row
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing
-from isthmus.live.engine.turns import Turns, rows_of
+from isthmus.live.engine.turns import BatchTurns, rows_of
 from tests.models import check_greedy
 
 from .conftest import FolderOf
@@ -165,9 +165,9 @@ def test_queries_are_sent_before_keys_and_values(family: str, folder_of: FolderO
 
 def test_what_stays_one_batch(folder_of: FolderOf) -> None:
     """One that waits for nobody, has prompts in it or a single row, or is followed layer by layer."""
-    run, turns = Run(folder_of("llama"), 4), Turns(4, time.perf_counter)
+    run, turns = Run(folder_of("llama"), 4), BatchTurns(4, time.perf_counter)
 
-    def splits(batch: Batch, **fields: Any) -> bool:
+    def splits(batch: BatchTensors, **fields: Any) -> bool:
         return turns.splits(Pass(batch, run.home.memory, **fields))
 
     home = Chunk([7], 48, range(16, 24), True, True)
@@ -183,7 +183,7 @@ def test_what_stays_one_batch(folder_of: FolderOf) -> None:
 
 
 def test_states_stay_whole_until_they_only_step(folder_of: FolderOf) -> None:
-    run, turns = Run(folder_of("qwen3_next"), 2), Turns(2, time.perf_counter)
+    run, turns = Run(folder_of("qwen3_next"), 2), BatchTurns(2, time.perf_counter)
     chunk = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
     blocks = tuple(range(run.home.layout.state_blocks))
     for first, splits in (
@@ -216,7 +216,7 @@ class Paced:
 def test_two_take_turns_where_that_is_quicker(others_s: float, batches: int, folder_of: FolderOf) -> None:
     """Layers take a second however few rows they are for, so two batches pay where others take longer."""
     run, program = Run(folder_of("llama"), 1), Paced(1.0, others_s)
-    turns, x_TN = Turns(None, lambda: program.now_s), torch.zeros(len(LENGTHS), 2)
+    turns, x_TN = BatchTurns(None, lambda: program.now_s), torch.zeros(len(LENGTHS), 2)
     asked = Pass(run.batch, run.home.memory, elsewhere=run.others)
     found = []
     for _ in range(12 * SELDOM):

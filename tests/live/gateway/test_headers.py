@@ -21,7 +21,7 @@ from starlette.types import Message, Scope
 from isthmus.core.errors import RequestError
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway import headers as module
-from isthmus.live.gateway.headers import REUSE, ApiKeys, Terms, salt_of, tenant_of, terms_of
+from isthmus.live.gateway.headers import REUSE, ApiKeys, RequestTerms, salt_of, tenant_of, terms_of
 from isthmus.live.gateway.problems import HttpError
 from isthmus.live.gateway.settings import ApiKey
 
@@ -432,7 +432,7 @@ def test_programs_that_are_no_browsers_are_served_as_ever(post: Poster) -> None:
 NAMES = ("x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms", "x-isthmus-priority")
 
 
-def terms(*headers: tuple[bytes, bytes]) -> Terms:
+def terms(*headers: tuple[bytes, bytes]) -> RequestTerms:
     return terms_of({"type": "http", "headers": list(headers)})
 
 

@@ -14,7 +14,7 @@ import pytest
 from isthmus.core.errors import OverloadedError, RequestError
 from isthmus.core.types import ModelCard
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer
-from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.headers import RequestTerms
 from isthmus.live.gateway.http import ClientGoneError
 from isthmus.live.gateway.metrics import Meter
 from isthmus.live.gateway.preparing import Preparation, Preparing
@@ -27,7 +27,7 @@ from .fake import FakeBackend, says
 
 CARD = ModelCard("acme/tiny", 1500, 300, 0)
 SETTINGS = GatewaySettings(keys=(ApiKey("ann", b"k" * 32),), long_body_bytes=2000, prepare_s=0.5)
-TERMS = Terms(priority=3, ttft_ms=100, tenant="ann")
+TERMS = RequestTerms(priority=3, ttft_ms=100, tenant="ann")
 MESSAGES = [{"role": "user", "content": "hi"}]
 CRASH = breaking()
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": CRASH}}}
@@ -235,7 +235,7 @@ def test_who_goes_away_takes_nobodys_place(apart: Preparing, monkeypatch: pytest
     long, short = (json.dumps({"prompt": "a " * count}).encode() for count in (50_000, 2_000))
     begun, prepare = list[str](), Preparing._prepare
 
-    def watched(preparing: Preparing, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
+    def watched(preparing: Preparing, name: str, body: bytes, hex_id: str, terms: RequestTerms) -> Any:
         begun.append(hex_id)
         return prepare(preparing, name, body, hex_id, terms)
 

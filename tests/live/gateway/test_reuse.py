@@ -13,7 +13,7 @@ import pytest
 from isthmus.core.errors import RequestError, UnavailableError
 from isthmus.core.types import Reuse, Reused
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
-from isthmus.live.gateway.headers import Terms, reuse_of
+from isthmus.live.gateway.headers import RequestTerms, reuse_of
 from isthmus.live.gateway.settings import ApiKey
 
 from . import folder
@@ -56,16 +56,16 @@ def details(response: httpx.Response) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("terms", "expected"),
     [
-        (Terms(tenant="acme"), SEMANTIC),
-        (Terms(tenant="acme", reuse=EXACT), EXACT),
-        (Terms(tenant="acme", reuse=CHUNKS), CHUNKS),
-        (Terms(tenant="globex"), CHUNKS),
-        (Terms(tenant="globex", reuse=SEMANTIC), SEMANTIC),
-        (Terms(), CHUNKS),
+        (RequestTerms(tenant="acme"), SEMANTIC),
+        (RequestTerms(tenant="acme", reuse=EXACT), EXACT),
+        (RequestTerms(tenant="acme", reuse=CHUNKS), CHUNKS),
+        (RequestTerms(tenant="globex"), CHUNKS),
+        (RequestTerms(tenant="globex", reuse=SEMANTIC), SEMANTIC),
+        (RequestTerms(), CHUNKS),
     ],
 )
 def test_the_header_goes_before_the_tenant_and_the_tenant_before_the_default(
-    terms: Terms, expected: Reuse
+    terms: RequestTerms, expected: Reuse
 ) -> None:
     assert reuse_of(terms, "", SETTINGS, CARD) is expected
     assert reuse_of(terms, "", GatewaySettings(), CARD) is (terms.reuse or EXACT)
@@ -84,13 +84,13 @@ def test_a_tenant_is_known_by_its_key(backend: FakeBackend, tokenizer: GatewayTo
 @pytest.mark.parametrize("reuse", [CHUNKS, SEMANTIC])
 def test_a_model_that_cannot_refuses_the_header_and_overrides_settings(reuse: Reuse) -> None:
     with pytest.raises(RequestError) as caught:
-        reuse_of(Terms(reuse=reuse), "", GatewaySettings(), FIXED)
+        reuse_of(RequestTerms(reuse=reuse), "", GatewaySettings(), FIXED)
     assert (
         str(caught.value) == "the header 'x-isthmus-reuse' can only be exact here: Mamba has recurrent layers"
     )
     assert caught.value.param == HEADER
     settings = GatewaySettings(reuse=reuse, tenant_reuse={"acme": reuse})
-    for terms in (Terms(), Terms(tenant="acme"), Terms(reuse=EXACT)):
+    for terms in (RequestTerms(), RequestTerms(tenant="acme"), RequestTerms(reuse=EXACT)):
         assert reuse_of(terms, "", settings, FIXED) is EXACT
 
 

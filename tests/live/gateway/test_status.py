@@ -11,13 +11,13 @@ from isthmus.core.types import NodeId, Role
 from isthmus.live.cluster.links import Offload
 from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.status import cluster_status
-from isthmus.live.store import Stat, TierStat
+from isthmus.live.store import StoreStat, TierStat
 
 from .fake import HANG, FakeBackend, FakeLink
 from .inprocess import Connection, Poster
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=4)  # 1,024 bytes a block
-STAT = Stat(
+STAT = StoreStat(
     memory=TierStat(8192, 5120, 5, hits=30, bytes_in=9216, bytes_out=30720, evictions=4),
     disk=TierStat(1 << 20, 40960, 10, hits=10, bytes_in=10240, bytes_out=10240, evictions=1),
     misses=2,

@@ -16,8 +16,8 @@ from isthmus.live.messenger.frames import (
     PREFIX_BYTES,
     STAGING,
     VOID,
+    FrameKind,
     FrameReader,
-    Kind,
     Prefix,
     prefix_of,
 )
@@ -75,7 +75,7 @@ class Inbox:
 
 def frame(header: bytes, payload: bytes = b"", verdict: bytes = GOOD) -> bytes:
     size = len(payload)
-    head = prefix_of(Kind.DATA, header, total=size, length=size)
+    head = prefix_of(FrameKind.DATA, header, total=size, length=size)
     return head + header + payload + (verdict if payload else b"")
 
 
@@ -165,10 +165,10 @@ def reading(wire: bytes) -> Inbox:
     [
         (b"GET / HTTP/1.1\r\nHost: some.where.example\r\n\r\n", "does not speak this protocol"),
         (bytes(PREFIX_BYTES), "does not speak this protocol"),
-        (prefix_of(Kind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
-        (prefix_of(Kind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),
-        (prefix_of(Kind.DATA, b"", total=10, offset=5, length=6), "limits"),
-        (prefix_of(Kind.DATA, b"abc") + b"abd", "damaged"),
+        (prefix_of(FrameKind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=10, offset=5, length=6), "limits"),
+        (prefix_of(FrameKind.DATA, b"abc") + b"abd", "damaged"),
         (frame(b"a", b"1", verdict=b"?"), "damaged"),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_is_no_frame_is_refused(wire: bytes, complaint: str) -> None:
 
 @given(st.binary(max_size=300), st.booleans())
 def test_garbage_never_raises_anything_else(garbage: bytes, well_begun: bool) -> None:
-    wire = prefix_of(Kind.DATA, garbage[:20]) + garbage if well_begun else garbage
+    wire = prefix_of(FrameKind.DATA, garbage[:20]) + garbage if well_begun else garbage
     with suppress(ProtocolError):
         reading(wire)
 

@@ -30,7 +30,7 @@ from isthmus.live.messenger import (
     split_address,
     tcp,
 )
-from isthmus.live.messenger.frames import PREFIX_BYTES, Kind, Prefix, parse_prefix, prefix_of
+from isthmus.live.messenger.frames import PREFIX_BYTES, FrameKind, Prefix, parse_prefix, prefix_of
 from isthmus.live.messenger.greeting import (
     NONCE_BYTES,
     Answer,
@@ -280,7 +280,7 @@ async def test_what_does_not_belong_ends_the_session(
     assert len(there.reasons) == 1 and complaint in there.reasons[0]
 
 
-def frame_of(kind: Kind, body: object) -> bytes:
+def frame_of(kind: FrameKind, body: object) -> bytes:
     header = msgspec.msgpack.encode(body)
     return prefix_of(kind, header) + header
 
@@ -305,19 +305,19 @@ MORE = msgspec.msgpack.encode((*msgspec.to_builtins(hello_of(), builtin_types=[b
 GREETINGS = {
     "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "does not speak this protocol"),
     "another version": (begun(hello_of(oldest=7, newest=9)), "not 7 to 9"),
-    "the version before": (frame_of(Kind.HELLO, (2, 2, bytes(16), 0, True, Terms(), False)), "not 2 to 2"),
-    "no greeting": (frame_of(Kind.CLOSE, Close((), "")), "must begin with HELLO"),
-    "an endless one": (prefix_of(Kind.HELLO, b"x" * 5000), "not that long"),
+    "the version before": (frame_of(FrameKind.HELLO, (2, 2, bytes(16), 0, True, Terms(), False)), "not 2 to 2"),
+    "no greeting": (frame_of(FrameKind.CLOSE, Close((), "")), "must begin with HELLO"),
+    "an endless one": (prefix_of(FrameKind.HELLO, b"x" * 5000), "not that long"),
     "a damaged one": (begun(hello_of())[:-1] + b"?", "damaged"),
-    "a nested one": (prefix_of(Kind.HELLO, MORE) + MORE, "could not be read"),
+    "a nested one": (prefix_of(FrameKind.HELLO, MORE) + MORE, "could not be read"),
     "a short name": (begun(hello_of(bytes(15))), "has 16 bytes"),
     "a short nonce": (begun(hello_of(nonce=b"x")), "a nonce has 32 bytes"),
     "no window": (begun(hello_of(terms=Terms(window=0))), "could not be read"),
     "no answer": (
-        begun(hello_of()) + frame_of(Kind.WELCOME, Welcome(3, Terms())),
+        begun(hello_of()) + frame_of(FrameKind.WELCOME, Welcome(3, Terms())),
         "must be answered by ANSWER",
     ),
-    "no proof": (begun(hello_of()) + frame_of(Kind.ANSWER, Answer(b"")), "its cluster token is wrong"),
+    "no proof": (begun(hello_of()) + frame_of(FrameKind.ANSWER, Answer(b"")), "its cluster token is wrong"),
 }
 
 
@@ -386,7 +386,7 @@ async def test_who_begins_wrongly_is_turned_away_with_one_line(
     await closed(server)
 
 
-CHALLENGE = frame_of(Kind.CHALLENGE, Challenge(NONCE))
+CHALLENGE = frame_of(FrameKind.CHALLENGE, Challenge(NONCE))
 
 
 @pytest.mark.parametrize(
@@ -394,9 +394,9 @@ CHALLENGE = frame_of(Kind.CHALLENGE, Challenge(NONCE))
     [
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "does not speak this protocol"),
         (refusal("protocol versions 7 to 9 are spoken here, not 2 to 2"), "7 to 9 are spoken here"),
-        (frame_of(Kind.WELCOME, Welcome(3, Terms())), "must say CHALLENGE or CLOSE"),
-        (CHALLENGE + frame_of(Kind.WELCOME, Welcome(9, Terms())), "version 9, which was not offered"),
-        (CHALLENGE + frame_of(Kind.WELCOME, Welcome(3, Terms())), "does not know this cluster's token"),
+        (frame_of(FrameKind.WELCOME, Welcome(3, Terms())), "must say CHALLENGE or CLOSE"),
+        (CHALLENGE + frame_of(FrameKind.WELCOME, Welcome(9, Terms())), "version 9, which was not offered"),
+        (CHALLENGE + frame_of(FrameKind.WELCOME, Welcome(3, Terms())), "does not know this cluster's token"),
         (CHALLENGE + CHALLENGE, "must say WELCOME or CLOSE"),
         (b"", "ended before it began"),
     ],
@@ -548,7 +548,7 @@ async def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(
             with contextlib.suppress(ConnectionError):
                 for seq, size in said:
                     header = bytes(size)
-                    writer.write(prefix_of(Kind.DATA, header, seq=seq) + header[: None if seq else -1])
+                    writer.write(prefix_of(FrameKind.DATA, header, seq=seq) + header[: None if seq else -1])
                     await writer.drain()
                     seen.append(kept(server))
             last = b""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ProtocolError
 from isthmus.live.messenger import Priority, Terms, inbox, lane, outbox, session
-from isthmus.live.messenger.frames import GOOD, Kind, prefix_of
+from isthmus.live.messenger.frames import GOOD, FrameKind, prefix_of
 
 from .pair import Pair, Parcel, Side, number_of
 
@@ -292,17 +292,21 @@ def test_a_peer_that_takes_nothing_ends_the_session(monkeypatch: pytest.MonkeyPa
 
 
 WRONG_FRAMES = {
-    "an acknowledgement of what was not sent": (Kind.ACK, msgspec.msgpack.encode([[0, 0, 0, 0], [[0, 5]]]), {}),
-    "an acknowledgement that is none": (Kind.ACK, msgspec.msgpack.encode("what"), {}),
-    "an end that is none": (Kind.CLOSE, b"\xc1", {}),
-    "a second greeting": (Kind.HELLO, b"", {}),
+    "an acknowledgement of what was not sent": (
+        FrameKind.ACK,
+        msgspec.msgpack.encode([[0, 0, 0, 0], [[0, 5]]]),
+        {},
+    ),
+    "an acknowledgement that is none": (FrameKind.ACK, msgspec.msgpack.encode("what"), {}),
+    "an end that is none": (FrameKind.CLOSE, b"\xc1", {}),
+    "a second greeting": (FrameKind.HELLO, b"", {}),
     "an unknown kind": (99, b"", {}),
-    "an unknown priority": (Kind.DATA, msgspec.msgpack.encode(Parcel(0)), {"priority": 4}),
-    "a cancellation of one": (Kind.CANCEL, b"", {"priority": 200}),
-    "a refusal of one": (Kind.REFUSE, b"", {"priority": 4}),
-    "a cancellation with a payload": (Kind.CANCEL, b"", {"total": 4, "length": 4}),
-    "a message that is none": (Kind.DATA, b"\xc1", {}),
-    "a message of another type": (Kind.DATA, msgspec.msgpack.encode({"type": "Other"}), {}),
+    "an unknown priority": (FrameKind.DATA, msgspec.msgpack.encode(Parcel(0)), {"priority": 4}),
+    "a cancellation of one": (FrameKind.CANCEL, b"", {"priority": 200}),
+    "a refusal of one": (FrameKind.REFUSE, b"", {"priority": 4}),
+    "a cancellation with a payload": (FrameKind.CANCEL, b"", {"total": 4, "length": 4}),
+    "a message that is none": (FrameKind.DATA, b"\xc1", {}),
+    "a message of another type": (FrameKind.DATA, msgspec.msgpack.encode({"type": "Other"}), {}),
 }
 
 
@@ -323,7 +327,9 @@ def test_a_peer_that_breaks_the_rules_is_told_and_left(wrong: tuple[int, bytes, 
 
 def slice_of(offset: int, data: bytes, total: int, number: int = 0) -> bytes:
     header = msgspec.msgpack.encode(Parcel(number))
-    head = prefix_of(Kind.DATA, header, total=total, offset=offset, length=len(data), priority=Priority.NORMAL)
+    head = prefix_of(
+        FrameKind.DATA, header, total=total, offset=offset, length=len(data), priority=Priority.NORMAL
+    )
     return head + header + data + GOOD
 
 
@@ -378,7 +384,7 @@ def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.Monk
     wire = pair.cables[0].wires[0]
     for number in range(1, 30):
         header = msgspec.msgpack.encode(Parcel(number))
-        wire += prefix_of(Kind.DATA, header, seq=number, total=8, length=8, priority=Priority.NORMAL)
+        wire += prefix_of(FrameKind.DATA, header, seq=number, total=8, length=8, priority=Priority.NORMAL)
         wire += header + bytes(8) + GOOD
     pair.settle()
     assert "more than it was allowed to" in there.reasons[0]
@@ -386,7 +392,7 @@ def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.Monk
 
 
 def raw(pair: Pair, header: bytes, seq: int, priority: Priority = Priority.CONTROL) -> None:
-    pair.cables[0].wires[0] += prefix_of(Kind.DATA, header, seq=seq, priority=priority) + header
+    pair.cables[0].wires[0] += prefix_of(FrameKind.DATA, header, seq=seq, priority=priority) + header
 
 
 def kept(side: Side) -> int:
@@ -438,7 +444,7 @@ def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) ->
     assert max(seen) <= 66 << 10 and "more than it was allowed to" in there.reasons[0]
     pair = Pair(Terms(), 1, first_s=5)
     for number in range(1, 100):
-        pair.cables[0].wires[0] += prefix_of(Kind.CANCEL, b"", seq=number, priority=priority)
+        pair.cables[0].wires[0] += prefix_of(FrameKind.CANCEL, b"", seq=number, priority=priority)
     pair.settle()
     assert "more than it was allowed to" in pair.sides[1].reasons[0]
 
@@ -485,15 +491,15 @@ def test_headers_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
     there = pair.sides[1]
     seen = []
     for cable in pair.cables:
-        cable.wires[0] += prefix_of(Kind.DATA, bytes(16 << 20)) + bytes(400_000)
+        cable.wires[0] += prefix_of(FrameKind.DATA, bytes(16 << 20)) + bytes(400_000)
         while not there.session.closed and cable.read(1, 1 << 16):
             seen.append(kept(there))
     pair.settle()
     assert "more than it was allowed to" in there.reasons[0] and max(seen) < 3 << 20
 
 
-@pytest.mark.parametrize("kind", [Kind.ACK, Kind.CLOSE, Kind.CANCEL, Kind.REFUSE])
-def test_notices_are_short(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FrameKind.ACK, FrameKind.CLOSE, FrameKind.CANCEL, FrameKind.REFUSE])
+def test_notices_are_short(kind: FrameKind) -> None:
     pair = Pair(Terms(), 1)
     pair.cables[0].wires[0] += prefix_of(kind, bytes(70_000))
     pair.settle()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.node.events import EngineBlocks
 from isthmus.live.servers import kv_events
-from isthmus.live.servers.kv_events import Listener, Translator
+from isthmus.live.servers.kv_events import EventListener, Translator
 
 SIZE = 4
 LAYOUT = KVLayout("float32", SIZE, 2, 2, 8)
@@ -209,7 +209,7 @@ class Heard:
     def __init__(self, publisher: Publisher, *, replay: bool = True) -> None:
         self.told: list[bytes | str] = []
         self._changed = asyncio.Event()
-        self.listener = Listener(
+        self.listener = EventListener(
             publisher.endpoint, publisher.replay if replay else None, self._tell, lambda: self._tell("void")
         )
 

@@ -9,7 +9,7 @@ from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.store import Log, Shape
 from isthmus.live.store.arena import aligned_buffer
 from isthmus.live.store.log import Entry
-from isthmus.live.store.record import GROUP, Header
+from isthmus.live.store.record import GROUP, RecordHeader
 from tests.live.store.support import LARGE, ODD, SMALL, content, log_bytes, room, seals_of
 
 SHAPES = pytest.mark.parametrize("shape", [SMALL, LARGE, ODD], ids=["small", "large", "odd"])
@@ -24,7 +24,7 @@ def entry(log: Log, name: int, sequence: int = 1) -> Entry:
     assert place is not None
     data = aligned_buffer(log.shape.block_bytes)
     data[:] = content(name, log.shape)
-    return Entry(place, Header(name, None, seals_of(bytes(data), log.shape), sequence), data)
+    return Entry(place, RecordHeader(name, None, seals_of(bytes(data), log.shape), sequence), data)
 
 
 def size_of(folder: Path) -> int:

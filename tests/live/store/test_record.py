@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.live.store.arena import Shape
-from isthmus.live.store.record import GROUP, Header, RecordFormat
+from isthmus.live.store.record import GROUP, RecordFormat, RecordHeader
 from tests.live.store.support import LARGE, ODD, SMALL
 
 NAMES = st.one_of(st.binary(max_size=32), st.integers(-(1 << 127), (1 << 127) - 1))
@@ -23,14 +23,14 @@ FORMAT = RecordFormat(SMALL, b"model")
 def test_what_is_written_is_read(
     name: bytes | int, parent: bytes | int | None, seals: tuple[bytes, ...], sequence: int, place: int
 ) -> None:
-    header = Header(name, parent, seals, sequence)
+    header = RecordHeader(name, parent, seals, sequence)
     data = FORMAT.encode(header, place)
     assert len(data) == FORMAT.header_bytes
     assert FORMAT.decode(memoryview(data), place) == header
 
 
 def example(place: int = 3) -> bytes:
-    return FORMAT.encode(Header(b"name", b"parent", (b"s" * 16,) * 3, 7), place)
+    return FORMAT.encode(RecordHeader(b"name", b"parent", (b"s" * 16,) * 3, 7), place)
 
 
 @given(st.binary(max_size=400))

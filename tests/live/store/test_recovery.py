@@ -4,11 +4,11 @@ from random import Random
 
 from isthmus.core.types import BlockName
 from isthmus.live.store.directory import whole_chains
-from isthmus.live.store.record import Header
+from isthmus.live.store.record import RecordHeader
 
 
-def record(place: int, name: BlockName, parent: BlockName | None, sequence: int) -> tuple[int, Header]:
-    return place, Header(name, parent, (), sequence)
+def record(place: int, name: BlockName, parent: BlockName | None, sequence: int) -> tuple[int, RecordHeader]:
+    return place, RecordHeader(name, parent, (), sequence)
 
 
 def test_parents_come_first_and_the_rest_in_order_of_writing() -> None:

@@ -100,7 +100,7 @@ class Capacity:
                 threshold = self.threshold(num_local).tokens
         lengths = Sample(self._uncached)
         (classes,) = offload.expected(lengths, self._work(), [math.inf if threshold is None else threshold])
-        fleet = offload.Fleet(
+        fleet = offload.PrefillFleet(
             num_remote=len(self.remote_nodes),
             num_local=num_local + num_decodes,
             egress=self.egress,
@@ -131,11 +131,11 @@ class Capacity:
         """Tokens of a request half way through its answer."""
         return max(1.0, self._num_tokens / max(1, len(self._latest)) + self._view.outputs.mean / 2)
 
-    def _work(self) -> offload.Work:
+    def _work(self) -> offload.RequestWork:
         """Prefill after as much cached as in the mean."""
         cached = sum([cached for _, cached in self._latest]) // len(self._latest)
         remote, local = (next(iter(nodes), None) for nodes in (self.remote_nodes, self.local_nodes))
-        return offload.Work(_seconds(remote, cached), _seconds(local, cached), _bytes(remote))
+        return offload.RequestWork(_seconds(remote, cached), _seconds(local, cached), _bytes(remote))
 
 
 def _seconds(node: NodeView | None, cached: int) -> Callable[[float], float]:

@@ -47,8 +47,8 @@ from isthmus.core.conductor.eviction_cost import EvictionCost
 from isthmus.core.conductor.lending import Lending
 from isthmus.core.conductor.routing import Router
 from isthmus.core.conductor.rules import Rules
-from isthmus.core.conductor.shedding import Places, to_replace, to_shorten, to_thin
-from isthmus.core.conductor.view import WAITING, Held, Kept, NodeView, Placement, RequestView, View
+from isthmus.core.conductor.shedding import ReservedPlaces, to_replace, to_shorten, to_thin
+from isthmus.core.conductor.view import WAITING, HeldBlocks, Kept, NodeView, Placement, RequestView, View
 from isthmus.core.types import MEMORY, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
@@ -78,7 +78,7 @@ class Conductor:
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
         self._lending = Lending(self.view, rules)
-        self._places = Places()
+        self._places = ReservedPlaces()
         self._short: dict[RequestId, None] = {}  # on hold until memory is free, of holders too
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -534,7 +534,7 @@ def _route_of(request: RequestView, placement: Placement, deadline_ns: int) -> R
     )
 
 
-def _holding(held: Held) -> Holding:
+def _holding(held: HeldBlocks) -> Holding:
     return Holding(tuple([node.node for node in held.holders]), held.num_blocks)
 
 

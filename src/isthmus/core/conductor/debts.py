@@ -5,8 +5,8 @@ Every rule begins with `repayments` and moves blocks of a debtor's longest reque
 so debts make no chains; and a holder never passes a guest on. Who owes whom is the sum of what requests have elsewhere
 and is written nowhere else.
 
-All counts are blocks. A `Memory` is made for one plan and changes with it: what is to go counts as gone, and what is to
-come home has its room there and is still where it was.
+All counts are blocks. A `NodeMemory` is made for one plan and changes with it: what is to go counts as gone, and what
+is to come home has its room there and is still where it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Resident:
 
     request: RequestView
     num_blocks: int
-    holders: Sequence[tuple[Memory, int]] = ()
+    holders: Sequence[tuple[NodeMemory, int]] = ()
 
     @property
     def returnable(self) -> int:
@@ -48,13 +48,13 @@ class Resident:
         """All but the block that is being filled."""
         return max(0, self.num_blocks - 1)
 
-    def may_go_to(self, holder: Memory) -> bool:
+    def may_go_to(self, holder: NodeMemory) -> bool:
         """What lies with one holder follows each other."""
         return all(other is not holder for other, _ in self.holders[:-1])
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class NodeMemory:
     """The KV memory of one node."""
 
     node: NodeView
@@ -66,7 +66,7 @@ class Memory:
     here: int = 0  # blocks of theirs at home
     lent: int = 0  # that hold others' KV
     borrows: bool = True  # it may: it has lacked memory for a while, and said so since the last plan for it
-    owed: dict[Memory, int] = field(default_factory=dict)  # of its own requests' KV, with whom and how much
+    owed: dict[NodeMemory, int] = field(default_factory=dict)  # of its own requests' KV, with whom and how much
     residents: list[Resident] = field(default_factory=list)
 
     def reserve(self, share: float) -> int:
@@ -95,13 +95,13 @@ class Memory:
         """Blocks of one that waits here, in the mean."""
         return max(1, -(-self.wanted // max(1, self.waiting)))
 
-    def creditors(self, memories: Sequence[Memory], reserve: float) -> list[tuple[Memory, int]]:
+    def creditors(self, memories: Sequence[NodeMemory], reserve: float) -> list[tuple[NodeMemory, int]]:
         """Who can lend for its longest request, and how much."""
         resident = self.longest
         others = [each for each in memories if each is not self and resident.may_go_to(each)]
         return [(each, room) for each in others if (room := each.room(reserve))]
 
-    def lend(self, holder: Memory, count: int) -> Lend:
+    def lend(self, holder: NodeMemory, count: int) -> Lend:
         """So many blocks of its longest request go to a holder."""
         resident = self.longest
         assert 0 < count <= resident.movable and count <= holder.free and resident.may_go_to(holder)
@@ -122,7 +122,7 @@ class Memory:
         return Repay(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)
 
 
-def repayments(memories: Sequence[Memory], reserve: float) -> Plan:
+def repayments(memories: Sequence[NodeMemory], reserve: float) -> Plan:
     """What a creditor needs itself goes home, if there is room; and so does what a debtor has room for again: all of a
     holding, or as much as it keeps in reserve, so that little is not sent to and fro."""
     plan: Plan = []
@@ -140,7 +140,7 @@ def repayments(memories: Sequence[Memory], reserve: float) -> Plan:
     return plan
 
 
-def _called_in(creditor: Memory, memories: Sequence[Memory]) -> Plan:
+def _called_in(creditor: NodeMemory, memories: Sequence[NodeMemory]) -> Plan:
     plan: Plan = []
     missing = creditor.lacking
     for debtor in memories:
@@ -153,7 +153,7 @@ def _called_in(creditor: Memory, memories: Sequence[Memory]) -> Plan:
     return plan
 
 
-def isthmus(memories: Sequence[Memory], reserve: float) -> Plan:
+def isthmus(memories: Sequence[NodeMemory], reserve: float) -> Plan:
     """As much as is lacking, with whoever loses least by it, where it pays.
 
     It counts what an iteration takes by batch and context, that a home whose KV is in part elsewhere asks for it in
@@ -175,7 +175,7 @@ def isthmus(memories: Sequence[Memory], reserve: float) -> Plan:
     return plan
 
 
-def _gained(debtor: Memory, creditor: Memory, count: int) -> float:
+def _gained(debtor: NodeMemory, creditor: NodeMemory, count: int) -> float:
     """Tokens per second that both nodes give more when so many blocks are with the creditor, as if a request were
     admitted in parts. Where nobody waits, what a pre-emption would lose counts instead, as much as all that decode
     there: less than nothing is not worth it."""
@@ -190,16 +190,16 @@ def _gained(debtor: Memory, creditor: Memory, count: int) -> float:
     return after - (debtor.batch / _iteration_s(debtor) + creditor.batch / alone_s)
 
 
-def _iteration_s(memory: Memory) -> float:
+def _iteration_s(memory: NodeMemory) -> float:
     return _home_s(memory, memory.batch, memory.here, memory.owed) + _attends_s(memory, memory.lent)
 
 
-def _attends_s(holder: Memory, num_blocks: int) -> float:
+def _attends_s(holder: NodeMemory, num_blocks: int) -> float:
     """That a holder takes for so much of others' KV, in each of their iterations."""
     return holder.node.cost.attend_ps(1, num_blocks * holder.node.block_size) / _PS
 
 
-def _home_s(home: Memory, batch: int, here: int, owed: dict[Memory, int]) -> float:
+def _home_s(home: NodeMemory, batch: int, here: int, owed: dict[NodeMemory, int]) -> float:
     """An iteration, with what it attends to here and elsewhere at the same time."""
     cost, size = home.node.cost, home.node.block_size
     fixed, slope = cost.decode_step_ps(max(1, batch))
@@ -213,11 +213,11 @@ def _home_s(home: Memory, batch: int, here: int, owed: dict[Memory, int]) -> flo
     return (fixed + attends) / _PS
 
 
-def _path(home: Memory, holder: Memory) -> Path:
+def _path(home: NodeMemory, holder: NodeMemory) -> Path:
     rtt_ns = max(home.node.paths.rtt_ns, holder.node.paths.rtt_ns)
     return Path(1000 * rtt_ns, min(_link(home), _link(holder)))
 
 
-def _link(memory: Memory) -> float:
+def _link(memory: NodeMemory) -> float:
     """Bytes per second; a stand-in where that is not known."""
     return memory.node.paths.network or memory.node.paths.handover or 1 << 40

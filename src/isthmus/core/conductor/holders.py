@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from isthmus.core.conductor.events import NodeJoined, RequestArrived
-from isthmus.core.conductor.view import Held, NodeView, View
+from isthmus.core.conductor.view import HeldBlocks, NodeView, View
 from isthmus.core.types import Role
 
 
@@ -46,7 +46,7 @@ def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
 
 def spread(
     view: View, request: RequestArrived, prefill: NodeView, decode: NodeView
-) -> tuple[tuple[Held, ...], tuple[NodeView, ...]] | None:
+) -> tuple[tuple[HeldBlocks, ...], tuple[NodeView, ...]] | None:
     """Where the blocks go for which there is no memory at home, or with nodes of role attention all full ones, and with
     whom what fills later. None if there is no room for them now."""
     size, most = prefill.block_size, (request.num_tokens - 1) // prefill.block_size
@@ -66,7 +66,7 @@ def spread(
     for room, node in lending:
         count = min(room, blocks - num_blocks(found))
         if count > 0:
-            found.append(Held((node,), count))
+            found.append(HeldBlocks((node,), count))
     return (tuple(found), ()) if num_blocks(found) >= blocks else None
 
 
@@ -91,7 +91,7 @@ def leaves_room(nodes: Sequence[NodeView], request: RequestArrived) -> bool:
 
 def _attending(
     nodes: list[tuple[int, NodeView]], most: int, answer: int
-) -> tuple[list[Held], tuple[NodeView, ...]]:
+) -> tuple[list[HeldBlocks], tuple[NodeView, ...]]:
     """So many blocks with nodes of role attention, of which the room is given; and, if all could be placed, with whom
     goes what follows them, up to `answer` blocks.
 
@@ -100,18 +100,18 @@ def _attending(
     """
     if not nodes:
         return [], ()
-    found: list[Held] = []
+    found: list[HeldBlocks] = []
     nodes = sorted(nodes, key=lambda each: each[0])
     parts = _parts(nodes[0][1].kv_heads, len(nodes))
     last = tuple([node for _, node in nodes[-parts:]])
     if parts > 1:
         count = min(most, nodes[-parts][0] * parts)
-        found = [Held(last, count)] if count else []
+        found = [HeldBlocks(last, count)] if count else []
     else:
         for at, (room, node) in enumerate(nodes):
             count = min(room, -(-(most - num_blocks(found)) // (len(nodes) - at)))
             if count > 0:
-                found.append(Held((node,), count))
+                found.append(HeldBlocks((node,), count))
         _, largest = nodes[-1]
         there = found[-1].num_blocks if found and found[-1].holders == last else 0
         if (there + answer) * largest.block_size > largest.capacity_tokens:
@@ -124,7 +124,7 @@ def _parts(kv_heads: int, most: int) -> int:
     return max([parts for parts in range(1, most + 1) if kv_heads % parts == 0])
 
 
-def num_blocks(found: Sequence[Held]) -> int:
+def num_blocks(found: Sequence[HeldBlocks]) -> int:
     return sum([held.num_blocks for held in found])
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from isthmus.core.attempts import Holding, Lend, MemoryEntry, MemoryUsed, Repay
 from isthmus.core.conductor.clusters import Cluster
-from isthmus.core.conductor.debts import Memory, Plan, Resident, isthmus
+from isthmus.core.conductor.debts import NodeMemory, Plan, Resident, isthmus
 from isthmus.core.conductor.rules import Rules
-from isthmus.core.conductor.view import Held, NodeView, RequestView, View
+from isthmus.core.conductor.view import HeldBlocks, NodeView, RequestView, View
 from isthmus.core.types import RequestId, Role
 
-Policy = Callable[[Sequence[Memory], float], Plan]
+Policy = Callable[[Sequence[NodeMemory], float], Plan]
 POLICIES: dict[str, Policy] = {"isthmus": isthmus}
 """By name, and those of the user's own that a configuration names."""
 
@@ -83,10 +83,10 @@ class Lending:
             granted = sum([each.num_blocks for each in holdings]) > before
             if not granted and node in self._nodes:
                 self._nodes[node].available += count
-        nodes, held = self._view.nodes, list[Held]()
+        nodes, held = self._view.nodes, list[HeldBlocks]()
         for each in holdings:
             if all(holder in nodes for holder in each.holders):
-                held.append(Held(tuple([nodes[holder] for holder in each.holders]), each.num_blocks))
+                held.append(HeldBlocks(tuple([nodes[holder] for holder in each.holders]), each.num_blocks))
         self._view.spread(request, tuple(held))
 
     def _begin(self, step: Lend | Repay) -> None:
@@ -100,16 +100,16 @@ class Lending:
         view.borrow(view.requests[step.request], holder, step.num_blocks)
         self._nodes[holder].available -= step.num_blocks
 
-    def _memories(self, cluster: Cluster) -> list[Memory]:
+    def _memories(self, cluster: Cluster) -> list[NodeMemory]:
         """Of all nodes that may lend; who has said nothing yet has had no request."""
         nodes = [each for each in self._view.members(cluster) if each.lends and each.role is not Role.ATTENTION]
-        memories = {node: Memory(node) for node in nodes}
+        memories = {node: NodeMemory(node) for node in nodes}
         working = [memory for node, memory in memories.items() if not node.draining]
         for memory in working:
             self._fill(memory, self._said(memory.node), memories)
         return working
 
-    def _fill(self, memory: Memory, said: _Said, memories: dict[NodeView, Memory]) -> None:
+    def _fill(self, memory: NodeMemory, said: _Said, memories: dict[NodeView, NodeMemory]) -> None:
         memory.free, memory.spare = said.available, said.spare
         memory.wanted, memory.waiting = said.wanted, said.waiting
         memory.lent, memory.borrows = memory.node.lent_blocks, said.may_borrow

@@ -81,7 +81,7 @@ def in_progress(view: View) -> Counter[str]:
     return Counter([each.arrived.tenant for each in view.requests.values() if each.arrived.weight])
 
 
-class Places:
+class ReservedPlaces:
     """Kept for tenants that were refused with less than their share in progress, one for each, until it is taken or
     nobody came for it in `KEPT_NS`. Else who asks most often would get each place that becomes free."""
 

@@ -72,7 +72,7 @@ class NodeView:
         return self.cost.prefill_ns(num_tokens - cached, cached)
 
 
-class Held(NamedTuple):
+class HeldBlocks(NamedTuple):
     """The next blocks of a request, which these nodes have: of several each an equal part of the heads."""
 
     holders: tuple[NodeView, ...]
@@ -88,7 +88,7 @@ class Kept(NamedTuple):
     """What holders keep for a while of an attempt whose home is gone."""
 
     attempt: int
-    held: Sequence[Held]
+    held: Sequence[HeldBlocks]
     growth: tuple[NodeView, ...]
 
     @property
@@ -119,7 +119,7 @@ class Placement:
     handover_start: int = 0
     recall: FetchOrder | None = None
     lender: NodeView | None = None
-    held: Sequence[Held] = ()  # where its leading blocks lie instead
+    held: Sequence[HeldBlocks] = ()  # where its leading blocks lie instead
     growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
     taken: int = 0  # which attempt's KV there is gone on with
     assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
@@ -134,7 +134,7 @@ class Placement:
         return 1 << 62 if self.assembly is None else self.cached
 
 
-class State(Enum):
+class RequestState(Enum):
     """WAITING: for a node or for memory, and no attempt is under way. PREFILLING: its prompt is not computed.
     HANDING_OVER: it is, and not all KV of it is where it decodes. DECODING: all KV is there."""
 
@@ -146,7 +146,7 @@ class State(Enum):
     DECODING = auto()
 
 
-WAITING, PREFILLING, HANDING_OVER, DECODING = State  # looking a member up in its class takes long
+WAITING, PREFILLING, HANDING_OVER, DECODING = RequestState  # looking a member up in its class takes long
 
 # What moves a request on, from where to where; from elsewhere is a bug of ours. It ends from WAITING: whatever ends it
 # first withdraws its attempt. docs/architecture.md has the picture.
@@ -162,7 +162,7 @@ class RequestView:
 
     arrived: RequestArrived
     arrived_ns: int
-    state: State = WAITING
+    state: RequestState = WAITING
     attempt: int = 0
     answering: int = 0  # the last attempt that gave a token, 0 before any
     work_ns: int = 0
@@ -181,11 +181,11 @@ class RequestView:
     across: ClusterLink | None = None  # the link between clusters that its hand-over crosses,
     owed: int = 0  # with so many bytes
     lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
-    held: Sequence[Held] = ()  # where its leading blocks lie
+    held: Sequence[HeldBlocks] = ()  # where its leading blocks lie
     growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
     expected_blocks: int = 0  # that its answer is expected to add at each of these
     kept: Kept | None = None  # what is left of an attempt whose home is gone
-    borrows: Held | None = None  # whom it asks for more, and for how much
+    borrows: HeldBlocks | None = None  # whom it asks for more, and for how much
     returns: bool = False  # some of it comes home
 
     def involves(self, node: NodeId) -> bool:
@@ -199,7 +199,7 @@ class RequestView:
         return self.answering != self.attempt
 
     @property
-    def lent(self) -> tuple[Held, ...]:
+    def lent(self) -> tuple[HeldBlocks, ...]:
         """What it has elsewhere, or asks for."""
         return (*self.held, self.borrows) if self.borrows is not None else tuple(self.held)
 
@@ -344,10 +344,10 @@ class View:
     def borrow(self, request: RequestView, node: NodeView, num_blocks: int) -> None:
         """It is to ask for so much more; until the answer that counts as lent."""
         assert request.borrows is None
-        request.borrows = Held((node,), num_blocks)
+        request.borrows = HeldBlocks((node,), num_blocks)
         node.lent_blocks += num_blocks
 
-    def spread(self, request: RequestView, held: Sequence[Held]) -> None:
+    def spread(self, request: RequestView, held: Sequence[HeldBlocks]) -> None:
         """Its leading blocks lie there now, and it asks nobody for more."""
         self._vacate(request)
         request.held = held

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.core.models import (
     Attention,
-    Delta,
+    DeltaRule,
     Dense,
     Experts,
     Fields,
@@ -173,13 +173,13 @@ Amounts = dict[str, int]
 """By names of ModelFacts."""
 
 
-def mixer_amounts(mixer: Attention | LatentAttention | Delta | Lightning, hidden: int) -> Amounts:
+def mixer_amounts(mixer: Attention | LatentAttention | DeltaRule | Lightning, hidden: int) -> Amounts:
     match mixer:
         case Attention():
             return _attention(mixer, hidden)
         case LatentAttention():
             return _latent_attention(mixer, hidden)
-        case Delta():
+        case DeltaRule():
             return _delta(mixer, hidden)
         case Lightning():
             return _lightning(mixer, hidden)
@@ -231,7 +231,7 @@ def _latent_attention(mixer: LatentAttention, hidden: int) -> Amounts:
     }
 
 
-def _delta(mixer: Delta, hidden: int) -> Amounts:
+def _delta(mixer: DeltaRule, hidden: int) -> Amounts:
     """Gated DeltaNet and Kimi Delta Attention: a fixed state, work linear in the length.
 
     FLOP per token and value head: 6 d^2 + 3 C d + C^2 (Kimi Linear, equation 13), with the product of key and

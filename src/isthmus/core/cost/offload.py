@@ -96,7 +96,7 @@ def _ratio(amount: float, per: float) -> float:
     return math.copysign(math.inf, amount)
 
 
-class Work(msgspec.Struct, frozen=True):
+class RequestWork(msgspec.Struct, frozen=True):
     """What a request of a length takes: seconds of one instance, there and at home, and bytes on the link."""
 
     remote_s: Callable[[float], float]
@@ -104,9 +104,9 @@ class Work(msgspec.Struct, frozen=True):
     kv_bytes: Callable[[float], float]
 
 
-def work_of(remote: NodeCost, local: NodeCost) -> Work:
+def work_of(remote: NodeCost, local: NodeCost) -> RequestWork:
     """By the cost models of one instance in each cluster, nothing cached. A length is rounded to whole tokens."""
-    return Work(
+    return RequestWork(
         remote_s=lambda length: remote.prefill_ns(round(length), 0) / NS_PER_S,
         local_s=lambda length: local.prefill_ns(round(length), 0) / NS_PER_S,
         kv_bytes=lambda length: remote.state_bytes + remote.kv_token_bytes * length,
@@ -126,11 +126,11 @@ class Classes(msgspec.Struct, frozen=True):
     kv_bytes: float
 
 
-Split = Callable[[Lengths, Work, Sequence[float]], list[Classes]]
+Split = Callable[[Lengths, RequestWork, Sequence[float]], list[Classes]]
 """`representative` or `expected`: the classes of each of ascending thresholds."""
 
 
-def representative(lengths: Lengths, work: Work, thresholds: Sequence[float]) -> list[Classes]:
+def representative(lengths: Lengths, work: RequestWork, thresholds: Sequence[float]) -> list[Classes]:
     """As the paper: each class is its mean length."""
     found = []
     for threshold in thresholds:
@@ -148,7 +148,7 @@ def representative(lengths: Lengths, work: Work, thresholds: Sequence[float]) ->
     return found
 
 
-def expected(lengths: Lengths, work: Work, thresholds: Sequence[float]) -> list[Classes]:
+def expected(lengths: Lengths, work: RequestWork, thresholds: Sequence[float]) -> list[Classes]:
     """With the exact distribution: the mean of what the requests of a class take."""
     *remote_s, all_remote_s = lengths.sums(work.remote_s, (*thresholds, math.inf))
     *kv_bytes, all_kv_bytes = lengths.sums(work.kv_bytes, (*thresholds, math.inf))
@@ -168,7 +168,7 @@ def expected(lengths: Lengths, work: Work, thresholds: Sequence[float]) -> list[
     return found
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class PrefillFleet(msgspec.Struct, frozen=True):
     """`num_remote`: prefill instances there; `num_local`: instances at home, to be split into prefill and decode.
 
     `egress`: of the link, bytes per second; `decode_rate`: requests per second of one decode instance, by (5).
@@ -198,7 +198,7 @@ class Solution(msgspec.Struct, frozen=True):
     egress: float
 
 
-def bear(classes: Classes, fleet: Fleet, num_prefill: int) -> Solution:
+def bear(classes: Classes, fleet: PrefillFleet, num_prefill: int) -> Solution:
     """Equations (3) to (6) with so many of the instances at home for prefill, the others for decode."""
     share, num_decode = classes.share, fleet.num_local - num_prefill
     remote = (
@@ -220,7 +220,7 @@ def bear(classes: Classes, fleet: Fleet, num_prefill: int) -> Solution:
     )
 
 
-def _binds(classes: Classes, fleet: Fleet, num_prefill: int, decode: float) -> str:
+def _binds(classes: Classes, fleet: PrefillFleet, num_prefill: int, decode: float) -> str:
     """The first of the terms of (6), (3) taken apart, that is the least."""
     share = classes.share
     terms = {
@@ -232,7 +232,7 @@ def _binds(classes: Classes, fleet: Fleet, num_prefill: int, decode: float) -> s
     return min(terms, key=lambda name: terms[name])
 
 
-def solve(many: Iterable[Classes], fleet: Fleet) -> list[Solution]:
+def solve(many: Iterable[Classes], fleet: PrefillFleet) -> list[Solution]:
     """The grid over thresholds and splits: the best split of each threshold, in order of the thresholds.
 
     Of equal splits the one with the fewest prefill instances.

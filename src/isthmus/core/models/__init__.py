@@ -5,7 +5,7 @@ from isthmus.core.models.fields import Fields
 from isthmus.core.models.quantisation import Quantisation, read_quantisation
 from isthmus.core.models.spec import (
     Attention,
-    Delta,
+    DeltaRule,
     Dense,
     Experts,
     LatentAttention,
@@ -17,7 +17,7 @@ from isthmus.core.models.spec import (
 
 __all__ = [
     "Attention",
-    "Delta",
+    "DeltaRule",
     "Dense",
     "Experts",
     "Fields",

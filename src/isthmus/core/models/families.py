@@ -36,7 +36,7 @@ from isthmus.core.models.parts import (
 )
 from isthmus.core.models.spec import (
     Attention,
-    Delta,
+    DeltaRule,
     Dense,
     Experts,
     Lightning,
@@ -92,7 +92,7 @@ def _qwen3_next(fields: Fields) -> ModelSpec:
     """Qwen3-Next and Qwen3.5: Gated DeltaNet layers with a gated full-attention layer every few."""
     num_layers = num_layers_of(fields)
     attention = qwen3_attention(fields, 256, gated=True)
-    delta = Delta(
+    delta = DeltaRule(
         kind="gdn",
         num_keys=fields.count("linear_num_key_heads", 16),
         num_values=fields.count("linear_num_value_heads", 32),
@@ -170,7 +170,7 @@ def _kimi_linear(fields: Fields) -> ModelSpec:
     size = nested.count("head_dim", fields.count("linear_head_dim", 128))
     heads = nested.count("num_heads", fields.count("linear_num_heads", 32))
     taps = nested.count("short_conv_kernel_size", fields.count("linear_conv_kernel_dim", 4, least=2), least=2)
-    delta = Delta(kind="kda", num_keys=heads, num_values=heads, key_dim=size, value_dim=size, taps=taps)
+    delta = DeltaRule(kind="kda", num_keys=heads, num_values=heads, key_dim=size, value_dim=size, taps=taps)
     experts = grouped_experts(
         fields,
         num_experts=fields.count("num_experts", 256),

@@ -9,7 +9,7 @@ import msgspec
 from isthmus.core.models.fields import Fields
 from isthmus.core.models.spec import (
     Attention,
-    Delta,
+    DeltaRule,
     Dense,
     Experts,
     LatentAttention,
@@ -23,7 +23,7 @@ _DEFAULT_WINDOW = 4096
 MIXERS = ("linear_attention", "full_attention")
 WINDOWS = ("sliding_attention", "full_attention")
 
-Mixer = Attention | LatentAttention | Delta | Lightning
+Mixer = Attention | LatentAttention | DeltaRule | Lightning
 Mlp = Dense | Experts
 
 
@@ -192,7 +192,7 @@ def qwen_sparse_layers(fields: Fields, experts: Experts) -> list[bool]:
 
 
 def hybrid_mixers(
-    fields: Fields, types: Sequence[str], delta: Delta, attention: Attention | LatentAttention
+    fields: Fields, types: Sequence[str], delta: DeltaRule, attention: Attention | LatentAttention
 ) -> list[Mixer]:
     if "full_attention" not in types:
         fields.refuse("a model without any full_attention layer is not supported")

@@ -64,7 +64,7 @@ class LatentAttention(msgspec.Struct, frozen=True, tag="latent"):
         return self.rank + self.rope_dim
 
 
-class Delta(msgspec.Struct, frozen=True, tag="delta"):
+class DeltaRule(msgspec.Struct, frozen=True, tag="delta"):
     """A gated delta rule: Gated DeltaNet ("gdn") or Kimi Delta Attention ("kda"). `taps` of the convolution."""
 
     kind: str
@@ -126,7 +126,7 @@ class Experts(msgspec.Struct, frozen=True, tag="experts"):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    mixer: Attention | LatentAttention | Delta | Lightning
+    mixer: Attention | LatentAttention | DeltaRule | Lightning
     mlp: Dense | Experts
 
 
@@ -156,9 +156,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
 
     @property
-    def recurrent(self) -> tuple[Delta, ...]:
+    def recurrent(self) -> tuple[DeltaRule, ...]:
         """Its layers that keep the state of a delta rule instead, in order."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Delta))
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaRule))
 
     @property
     def no_reuse(self) -> str:

@@ -12,7 +12,7 @@ from isthmus.core.scheduler import Scheduler
 from isthmus.core.types import BlockName, RequestId
 
 
-class Donors:
+class DonorFetches:
     """Of the attempts of one node."""
 
     def __init__(self, scheduler: Scheduler) -> None:

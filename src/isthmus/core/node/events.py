@@ -130,7 +130,7 @@ class PrefixesRecovered(msgspec.Struct, frozen=True, tag=True):
     chains: tuple[tuple[BlockName, ...], ...]
 
 
-# Of a node whose engine plans its own batches (`adapter.py`).
+# Of a node whose engine plans its own batches (`server_node.py`).
 
 
 class EnginePrefilled(msgspec.Struct, frozen=True, tag=True):

@@ -26,11 +26,11 @@ from isthmus.core.node import events, letters
 from isthmus.core.node.attempt import Attempt
 from isthmus.core.node.attempts import Attempts
 from isthmus.core.node.away import Away
-from isthmus.core.node.donors import Donors
+from isthmus.core.node.donors import DonorFetches
 from isthmus.core.node.extent import extent_of
 from isthmus.core.node.fetches import Fetches
 from isthmus.core.node.guests import Guests
-from isthmus.core.node.usage import Usage
+from isthmus.core.node.usage import MemoryUsage
 from isthmus.core.scheduler import Saved, Scheduler, SchedulerLimits, Stepped
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
@@ -68,8 +68,8 @@ class Node:
         self._fetches = Fetches(self.tiers, transfer_ns)
         self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
-        self._donors = Donors(scheduler)
-        self._usage = Usage(scheduler, report_ns) if report_ns else None
+        self._donors = DonorFetches(scheduler)
+        self._usage = MemoryUsage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._sampled_early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}

@@ -16,7 +16,7 @@ from isthmus.core.scheduler.sequence import DECODING
 from isthmus.core.types import RequestId
 
 
-class Usage:
+class MemoryUsage:
     """What was said, and when the next is due."""
 
     def __init__(self, scheduler: Scheduler, period_ns: int) -> None:

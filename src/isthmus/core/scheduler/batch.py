@@ -142,7 +142,7 @@ class DecodeClock:
             assert full_at >= end or (full_at, sequence) in fills, "nobody will give it a block"
 
 
-class Batch:
+class RunningBatch:
     """`prompts` that are computed, oldest first; `decoding`; and `num_placed`, with those that leave, of at most
     `max_sequences`. `turns`: who comes next of those that have none."""
 

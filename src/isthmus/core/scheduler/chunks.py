@@ -18,9 +18,9 @@ from itertools import islice
 import msgspec
 
 from isthmus.core.cost.assembly import assembled_weight
-from isthmus.core.scheduler.batch import Batch
+from isthmus.core.scheduler.batch import RunningBatch
 from isthmus.core.scheduler.events import Actions, Piece, SchedulerLimits
-from isthmus.core.scheduler.queues import Admission
+from isthmus.core.scheduler.queues import PromptQueue
 from isthmus.core.scheduler.sequence import QUEUED, Sequence
 from isthmus.core.types import NS_PER_MS
 
@@ -127,7 +127,7 @@ class Chunks:
     """Takes prompts from the batch, and further ones by `admission`. Has no state of its own."""
 
     def __init__(
-        self, limits: SchedulerLimits, target: TbtTarget | None, batch: Batch, admission: Admission
+        self, limits: SchedulerLimits, target: TbtTarget | None, batch: RunningBatch, admission: PromptQueue
     ) -> None:
         self._limits, self._target, self._batch, self._admission = limits, target, batch, admission
 

@@ -9,7 +9,7 @@ from collections import abc
 
 from isthmus.core.scheduler.events import SchedulerLimits
 from isthmus.core.scheduler.pool import Blocks, Pool
-from isthmus.core.scheduler.sequence import Prefix, Sequence
+from isthmus.core.scheduler.sequence import CachedPrefix, Sequence
 from isthmus.core.scheduler.states import AnyStates, NoStates, States
 from isthmus.core.types import RequestId
 
@@ -30,7 +30,7 @@ class Memory:
         self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
         self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
 
-    def admit(self, sequence: Sequence, prefix: Prefix, headroom: int) -> bool:
+    def admit(self, sequence: Sequence, prefix: CachedPrefix, headroom: int) -> bool:
         """Gives it blocks for its known tokens, and for the snapshots to be taken of them. False, and nothing, if then
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states

@@ -11,7 +11,7 @@ from isthmus.core.scheduler import events
 from isthmus.core.scheduler.events import Actions
 from isthmus.core.scheduler.memory import Memory
 from isthmus.core.scheduler.pool import Blocks
-from isthmus.core.scheduler.sequence import Prefix, Sequence
+from isthmus.core.scheduler.sequence import CachedPrefix, Sequence
 from isthmus.core.scheduler.tiers import Change, TierCache
 from isthmus.core.types import DISK, NOBODY, BlockName, NodeId, RequestId, Tenant
 
@@ -30,13 +30,13 @@ class PoolPrefixes:
     def __init__(self, memory: Memory, block_size: int) -> None:
         self._memory, self._size = memory, block_size
 
-    def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
+    def find(self, sequence: Sequence, prompts: list[Sequence]) -> CachedPrefix | None:
         """What it need not compute; never all of it, for the last token yields the logits. None: it is to wait for one
         of `prompts`, which are being computed."""
         memory = self._memory
         found = memory.pool.match(sequence.names[: memory.at_home(sequence) - 1])
         blocks, state = memory.states.in_pool(sequence.names, found)
-        return Prefix(len(blocks) * self._size, len(found), blocks, state)
+        return CachedPrefix(len(blocks) * self._size, len(found), blocks, state)
 
     def is_here(self, sequence: Sequence) -> bool:
         """Whether what it was sent here for is."""
@@ -148,7 +148,7 @@ class TierPrefixes(Keeper):
         fetched = sequence.fetch.stop if sequence.fetch is not None else 0
         self._pin(sequence, expected if expected > fetched else fetched)
 
-    def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
+    def find(self, sequence: Sequence, prompts: list[Sequence]) -> CachedPrefix | None:
         """As above; what a fetch under way will bring counts as here."""
         states, names, size = self._memory.states, sequence.names, self._size
         if sequence.remote.num_planned:  # it is loaded into blocks of the engine
@@ -168,7 +168,7 @@ class TierPrefixes(Keeper):
             if any(usable < len(prompt.names) and prompt.names[usable] == name for prompt in prompts):
                 return None
         tokens = usable * size if usable * size < sequence.length else sequence.length - 1
-        return Prefix(tokens, found, loads=tokens > 0, num_on_disk=on_disk)
+        return CachedPrefix(tokens, found, loads=tokens > 0, num_on_disk=on_disk)
 
     def is_here(self, sequence: Sequence) -> bool:
         """Whether what it was sent here for is; else it would compute what a request before it is about to leave."""

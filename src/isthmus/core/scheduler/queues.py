@@ -1,6 +1,6 @@
 """Who waits for memory and a place, and who gets them next.
 
-`Admission`: prompts to compute here. `Incoming`: requests whose prompt another node computes, from the time they are
+`PromptQueue`: prompts to compute here. `Incoming`: requests whose prompt another node computes, from the time they are
 expected until they decode here; they get memory as soon as there is some, since the other node waits for it, and a
 place when their KV is here.
 """
@@ -13,7 +13,7 @@ from itertools import islice
 
 from isthmus.core.blocks import MAX_SNAPSHOTS
 from isthmus.core.scheduler import events
-from isthmus.core.scheduler.batch import Batch
+from isthmus.core.scheduler.batch import RunningBatch
 from isthmus.core.scheduler.events import Actions, SchedulerLimits
 from isthmus.core.scheduler.memory import Memory
 from isthmus.core.scheduler.prefixes import Prefixes
@@ -27,11 +27,11 @@ from isthmus.core.scheduler.sequence import (
     RECEIVING,
     RESERVED,
     WHOLE,
-    Prefix,
+    CachedPrefix,
     Sequence,
 )
 
-_NOTHING = Prefix()
+_NOTHING = CachedPrefix()
 
 
 def promise_order(queue: abc.Sequence[Sequence], now: int, ready: abc.Callable[[Sequence], bool]) -> int:
@@ -55,10 +55,12 @@ def promise_order(queue: abc.Sequence[Sequence], now: int, ready: abc.Callable[[
     return choice
 
 
-class Admission:
+class PromptQueue:
     """The queue of prompts to compute here, and its door."""
 
-    def __init__(self, limits: SchedulerLimits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, memory: Memory, prefixes: Prefixes, batch: RunningBatch
+    ) -> None:
         self.waiting: deque[Sequence] = deque()  # in order of arrival; who was pre-empted comes first
         self._turns = batch.turns
         self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
@@ -77,9 +79,9 @@ class Admission:
         if index is None:
             return False
         sequence = self.waiting[index]
-        prefix: Prefix | None = _NOTHING
+        prefix: CachedPrefix | None = _NOTHING
         if sequence.num_absent:  # it lies with those who had it of an attempt before
-            prefix = Prefix(sequence.num_absent * self._limits.block_size)
+            prefix = CachedPrefix(sequence.num_absent * self._limits.block_size)
         elif sequence.names:
             prefix = self._prefixes.find(sequence, batch.prompts)
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
@@ -182,7 +184,7 @@ class Admission:
 class Incoming:
     """Who comes from another node, in the order of the routes."""
 
-    def __init__(self, limits: SchedulerLimits, memory: Memory, batch: Batch) -> None:
+    def __init__(self, limits: SchedulerLimits, memory: Memory, batch: RunningBatch) -> None:
         self.expected: deque[Sequence] = deque()  # wait for blocks
         self.joining: deque[Sequence] = deque()  # are here, and wait for a place
         self._num_reserved = 0  # RECEIVING and JOINING: they hold blocks and no place yet

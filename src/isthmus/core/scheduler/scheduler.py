@@ -5,7 +5,7 @@ new requests, until the token budget is spent. A prompt therefore never stalls t
 
 A request's way here, and who knows of it:
 
-    arrive ──> `Admission` ──> `Batch.prompts`, cut by `Chunks` ──> `Batch.decoding`, the `DecodeClock` ──> over
+    arrive ──> `PromptQueue` ──> `Batch.prompts`, cut by `Chunks` ──> `Batch.decoding`, the `DecodeClock` ──> over
                                                               └──> leaves for another node ──────────────> over
     expect ──> `Incoming` ─────────────────────────────────────> `Batch.decoding`
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 from itertools import count
 
 from isthmus.core.attempts import BlocksEvicted, BlocksStored
-from isthmus.core.scheduler.batch import PLACED, Batch
+from isthmus.core.scheduler.batch import PLACED, RunningBatch
 from isthmus.core.scheduler.chunks import Chunks, TbtTarget
 from isthmus.core.scheduler.events import Actions, Preempted, Run, SchedulerLimits, Stepped
 from isthmus.core.scheduler.memory import Memory
 from isthmus.core.scheduler.pool import BlockPool, Blocks, Pool
 from isthmus.core.scheduler.prefixes import PoolPrefixes, Prefixes, TierPrefixes
-from isthmus.core.scheduler.queues import Admission, Incoming
+from isthmus.core.scheduler.queues import Incoming, PromptQueue
 from isthmus.core.scheduler.sequence import (
     COMPUTED,
     COMPUTING,
@@ -81,8 +81,8 @@ class Scheduler:
         """Another role, with the same memory and caches. Nothing of the old one is under way."""
         assert not self._sequences, "somebody needs a node that was given another role"
         self.limits = limits
-        self._batch = batch = Batch(limits)
-        self._admission = Admission(limits, self._memory, self._prefixes, batch)
+        self._batch = batch = RunningBatch(limits)
+        self._admission = PromptQueue(limits, self._memory, self._prefixes, batch)
         self._incoming = Incoming(limits, self._memory, batch)
         self._chunks = Chunks(limits, self._target, batch, self._admission)
 

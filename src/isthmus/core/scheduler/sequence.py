@@ -15,7 +15,7 @@ from isthmus.core.scheduler.remote import ALL_HERE, RemoteKV
 from isthmus.core.types import NOBODY, BlockName, RequestId, Tenant
 
 
-class State(Enum):
+class SequenceState(Enum):
     """QUEUED, EXPECTED: waits for blocks of the engine. COMPUTING: its prompt. DEPARTING: computed, on its way to where
     it decodes. RECEIVING: comes from where it was computed. JOINING: all is here, waits for a place in the batch."""
 
@@ -31,7 +31,7 @@ class State(Enum):
 
 
 # Looking a member up in its class takes long.
-QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = State
+QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = SequenceState
 
 # What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over. It may be forgotten
 # from everywhere. docs/node.md has the picture.
@@ -45,7 +45,7 @@ PREEMPTED = {COMPUTING: QUEUED, DECODING: QUEUED}
 ENDED = {DEPARTING: None, DECODING: None}
 
 
-class Prefix(msgspec.Struct, frozen=True):
+class CachedPrefix(msgspec.Struct, frozen=True):
     """The cached prefix of a prompt."""
 
     num_tokens: int = 0  # that need no computing
@@ -57,7 +57,7 @@ class Prefix(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Snapshot:
+class PlannedSnapshot:
     """The recurrent state after `position` tokens, to be written to `blocks`."""
 
     position: int
@@ -77,7 +77,7 @@ class Sequence:
     length: int
     stop_length: int  # it ends at the latest when it has so many tokens
     names: tuple[BlockName, ...] = ()  # of the prompt's full blocks
-    state: State = QUEUED
+    state: SequenceState = QUEUED
     tenant: Tenant = NOBODY  # in whose share it is computed and kept
     hands_over: bool = (
         False  # a decode node takes it over after prefill; its blocks stay held until it is forgotten
@@ -107,7 +107,7 @@ class Sequence:
     # With recurrent states.
     slot: int = -1  # of the live state
     restore: Blocks = ()  # of a snapshot to go on from
-    snapshots: list[Snapshot] = field(default_factory=list)  # taken, or to be taken, of its prompt
+    snapshots: list[PlannedSnapshot] = field(default_factory=list)  # taken, or to be taken, of its prompt
 
     @property
     def donated(self) -> tuple[BlockName, ...]:
@@ -175,7 +175,7 @@ class Sequence:
         """Of its first blocks only so much is kept."""
         self.packing, self.num_absent = packing, packing.num_dropped
 
-    def take_cached_snapshots(self) -> list[Snapshot]:
+    def take_cached_snapshots(self) -> list[PlannedSnapshot]:
         """Its prompt is computed: those that others may go on from. What is left travels with it."""
         cached = [snapshot for snapshot in self.snapshots if snapshot.depth]
         self.snapshots = [snapshot for snapshot in self.snapshots if not snapshot.depth]

@@ -23,13 +23,13 @@ from heapq import heappop, heappush
 
 from isthmus.core.blocks import state_name, state_names
 from isthmus.core.scheduler.pool import Blocks, Pool
-from isthmus.core.scheduler.sequence import COMPUTING, DECODING, Prefix, Sequence, Snapshot
+from isthmus.core.scheduler.sequence import COMPUTING, DECODING, CachedPrefix, PlannedSnapshot, Sequence
 from isthmus.core.scheduler.tiers import TierCache
 from isthmus.core.types import BlockName
 
 Names = tuple[BlockName, ...]
 Positions = abc.Sequence[tuple[int, int]]
-"""(position, depth) of snapshots, as in `Snapshot`."""
+"""(position, depth) of snapshots, as in `PlannedSnapshot`."""
 
 
 class States:
@@ -88,18 +88,18 @@ class States:
 
     # What a request holds.
 
-    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
+    def positions(self, sequence: Sequence, prefix: CachedPrefix) -> Positions:
         """The snapshots to be taken of its prompt. Ascending."""
         last = min((sequence.length - 1) // self._size, len(sequence.names))
         depths = sorted({min(prefix.num_found, last), last})
         at = [(depth * self._size, depth) for depth in depths if depth * self._size > prefix.num_tokens]
         return [*at, (sequence.length, 0)] if sequence.hands_over else at
 
-    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None:
+    def admit(self, sequence: Sequence, prefix: CachedPrefix, positions: Positions) -> None:
         """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
         allocate = self._pool.allocate
         sequence.restore = allocate(self.num_blocks) if prefix.loads else prefix.state
-        sequence.snapshots = [Snapshot(*position, allocate(self.num_blocks)) for position in positions]
+        sequence.snapshots = [PlannedSnapshot(*position, allocate(self.num_blocks)) for position in positions]
         self._take_slot(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
@@ -129,7 +129,7 @@ class States:
             heappush(self._free, sequence.slot)
             sequence.slot = -1
 
-    def release(self, sequence: Sequence) -> list[Snapshot]:
+    def release(self, sequence: Sequence) -> list[PlannedSnapshot]:
         """Gives all back but the blocks of its snapshots, which may be in saving, and hands these over."""
         self.restored(sequence)
         self.leave(sequence)
@@ -180,16 +180,16 @@ class NoStates:
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.computed = min(sequence.computed, num_blocks * self._size)
 
-    def positions(self, sequence: Sequence, prefix: Prefix) -> Positions:
+    def positions(self, sequence: Sequence, prefix: CachedPrefix) -> Positions:
         return ()
 
-    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None: ...
+    def admit(self, sequence: Sequence, prefix: CachedPrefix, positions: Positions) -> None: ...
     def reserve(self, sequence: Sequence) -> None: ...
     def ran(self) -> None: ...
 
     join = restored = leave = reserve
 
-    def release(self, sequence: Sequence) -> abc.Sequence[Snapshot]:
+    def release(self, sequence: Sequence) -> abc.Sequence[PlannedSnapshot]:
         return ()
 
     def check(self, sequences: abc.Iterable[Sequence]) -> None:

@@ -40,7 +40,7 @@ class Change(msgspec.Struct, frozen=True):
     """In DRAM now and on the SSD before: each is one block read there."""
 
 
-class Tier:
+class CacheTier:
     """One level: at most `capacity_blocks`, which go in the order of its `eviction`."""
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -78,8 +78,8 @@ class TierCache:
     """
 
     def __init__(self, dram_blocks: int, ssd_blocks: int = 0) -> None:
-        self.dram = Tier(dram_blocks)
-        self.ssd = Tier(ssd_blocks)
+        self.dram = CacheTier(dram_blocks)
+        self.ssd = CacheTier(ssd_blocks)
         self._pins: dict[BlockName, int] = {}
         self._owner: Tenant | None = None  # of all that is kept, until a second tenant comes
         self._weights: dict[str, float] = {}

@@ -12,7 +12,7 @@ import msgspec
 from isthmus.core.cost import compile_cost
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.report.series import Bins, binned, decoding, prefill_nodes_at_work
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.summary import Summary, summarize
@@ -136,7 +136,7 @@ def _changed(workload: Workload, variant: Variant) -> Workload:
 def _outcome(result: Result, deployment: Deployment) -> Outcome:
     costs = [compile_cost(facts.cost) for facts in deployment.nodes]
     budget = deployment.nodes[0].token_budget
-    completed = [each for each in result.records if each.status is Status.COMPLETED]
+    completed = [each for each in result.records if each.status is RequestStatus.COMPLETED]
 
     def prefill_s(record: RequestRecord) -> float:
         starts = range(record.cached_tokens, record.request.num_tokens, budget)

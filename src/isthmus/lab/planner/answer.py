@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.lab.sim.spread import Spread
+from isthmus.lab.sim.spread import Percentiles
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Figures(msgspec.Struct, frozen=True):
     split_residual: float | None
 
 
-class Service(msgspec.Struct, frozen=True):
+class IdleTtft(msgspec.Struct, frozen=True):
     """Time to first token on an idle fleet: prefill alone. `wire_s`: what the KV of an offloaded prompt takes on the
     link, most of it while the prefill runs."""
 
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     representative: Figures
     mean_above: float | None
     mean_below: float | None
-    service: Service
+    service: IdleTtft
     cost: float | None
 
     @property
@@ -148,10 +148,10 @@ class Trial(msgspec.Struct, frozen=True):
     requests: int
     goodput: float
     offloaded: float
-    ttft: Spread | None
-    queue: Spread | None
-    prefill: Spread | None
-    transfer: Spread | None
+    ttft: Percentiles | None
+    queue: Percentiles | None
+    prefill: Percentiles | None
+    transfer: Percentiles | None
     egress_gbps: float
 
 
@@ -200,7 +200,7 @@ class Side(msgspec.Struct, frozen=True):
     compute_bound: bool
 
 
-class Offload(msgspec.Struct, frozen=True):
+class AttentionOffload(msgspec.Struct, frozen=True):
     """Attention elsewhere, and the same money without. `ratio`: of tokens for the price; `reason`: of that in words."""
 
     elsewhere: Side
@@ -209,7 +209,7 @@ class Offload(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Demand(msgspec.Struct, frozen=True):
+class DemandFacts(msgspec.Struct, frozen=True):
     source: str
     mean_uncached: float
     mean_cached: float
@@ -219,7 +219,7 @@ class Demand(msgspec.Struct, frozen=True):
     rate: float | None
 
 
-class Cluster(msgspec.Struct, frozen=True):
+class PlannedCluster(msgspec.Struct, frozen=True):
     """`gbps`: of its link to the home, None for the home itself; `price`: of a node, None without prices;
     `attention`: nodes beside them that hold KV."""
 
@@ -231,12 +231,12 @@ class Cluster(msgspec.Struct, frozen=True):
     attention: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PlanAnswer(msgspec.Struct, frozen=True):
     """`plans`: the best splits, each with its best threshold, best first; `baselines`: the same demand otherwise;
     `attention`: where there are attention nodes, what they bring."""
 
-    demand: Demand
-    clusters: list[Cluster]
+    demand: DemandFacts
+    clusters: list[PlannedCluster]
     batch: DecodeBatch
     plans: list[Plan]
     paper: Plan
@@ -244,7 +244,7 @@ class Answer(msgspec.Struct, frozen=True):
     what_if: WhatIf
     simulated: Simulated | None
     notes: list[str]
-    attention: Offload | None = None
+    attention: AttentionOffload | None = None
 
     def distinct(self) -> list[tuple[Plan, str]]:
         """Plans, the paper's and baselines, each once, with the names of all that are the same."""
@@ -257,6 +257,6 @@ class Answer(msgspec.Struct, frozen=True):
         return [(plan, ", ".join(names[key])) for key, plan in first.items()]
 
 
-def to_json(answer: Answer) -> bytes:
+def to_json(answer: PlanAnswer) -> bytes:
     """Indented JSON, keys in a fixed order."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=1) + b"\n"

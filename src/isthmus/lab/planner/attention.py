@@ -13,13 +13,13 @@ from isthmus.core.errors import ConfigError
 from isthmus.facts import NodeFacts
 from isthmus.lab.planner import answer as say
 from isthmus.lab.planner.decode import decode_batch, pooled, turns_of
-from isthmus.lab.planner.fleet import Attending, Fleet
+from isthmus.lab.planner.fleet import AttentionPool, Fleet
 
 _S_PER_HOUR = 3600
 """Prices are of an hour."""
 
 
-def offload_of(fleet: Fleet, context: float) -> say.Offload | None:
+def offload_of(fleet: Fleet, context: float) -> say.AttentionOffload | None:
     """For sequences of so many tokens; None without attention nodes. Raises ConfigError where no sequence fits."""
     attending = fleet.home.attending
     if attending is None:
@@ -38,10 +38,10 @@ def offload_of(fleet: Fleet, context: float) -> say.Offload | None:
         raise problem
     alone = max(sides, key=lambda side: side.per_price)
     ratio = elsewhere.per_price / alone.per_price
-    return say.Offload(elsewhere, alone, ratio, _reason(elsewhere, alone, ratio))
+    return say.AttentionOffload(elsewhere, alone, ratio, _reason(elsewhere, alone, ratio))
 
 
-def _elsewhere(fleet: Fleet, attending: Attending, context: float) -> say.Side:
+def _elsewhere(fleet: Fleet, attending: AttentionPool, context: float) -> say.Side:
     decode = fleet.home.decode
     batch = decode_batch(decode, context, fleet.tbt_ms, attending)
     found = pooled(decode, attending)
@@ -60,7 +60,7 @@ def _elsewhere(fleet: Fleet, attending: Attending, context: float) -> say.Side:
     )
 
 
-def _alone(fleet: Fleet, attending: Attending, context: float, copies: int, facts: NodeFacts) -> say.Side:
+def _alone(fleet: Fleet, attending: AttentionPool, context: float, copies: int, facts: NodeFacts) -> say.Side:
     batch = decode_batch(facts, context, fleet.tbt_ms)
     rate = copies * batch.size / batch.step_s
     price = copies * attending.decode_price * _gpus(facts) / _gpus(fleet.home.decode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.lab.planner.answer import Answer, Simulated
+from isthmus.lab.planner.answer import PlanAnswer, Simulated
 from isthmus.lab.sim.report.charts import Trace, bar_axes, bars, limit, line
 from isthmus.lab.sim.report.page import Chart
 from isthmus.lab.sim.report.words import seconds
@@ -19,7 +19,7 @@ SHOWN = 0.8
 _RATE = {"title": {"text": "requests/s"}, "rangemode": "tozero"}
 
 
-def split(answer: Answer) -> Chart:
+def split(answer: PlanAnswer) -> Chart:
     """Rate over the number of prefill nodes (the paper's Figure 5a)."""
     points = answer.what_if.split
     x = [each.prefill for each in points]
@@ -39,7 +39,7 @@ def split(answer: Answer) -> Chart:
     return Chart("Rate over the split", "", _dotted(traces), {"xaxis": axis, "yaxis": _RATE})
 
 
-def threshold(answer: Answer) -> Chart:
+def threshold(answer: PlanAnswer) -> Chart:
     """What each stage allows over the threshold, and the least of it (the paper's Figure 5b)."""
     best, all_points = answer.plans[0], answer.what_if.threshold
     reach = _REACH * (best.threshold or all_points[-1].threshold or 1)
@@ -63,7 +63,7 @@ def threshold(answer: Answer) -> Chart:
     return Chart("What each stage allows, over the threshold", "", traces, layout)
 
 
-def bandwidth(answer: Answer) -> Chart:
+def bandwidth(answer: PlanAnswer) -> Chart:
     """The best rate over the links' bandwidth."""
     points = answer.what_if.bandwidth
     x = [each.gbps for each in points]

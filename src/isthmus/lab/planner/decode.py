@@ -13,10 +13,10 @@ from isthmus.core.cost.pooled import Pooled
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S
 from isthmus.facts import NodeFacts
-from isthmus.lab.planner.fleet import Attending, step_s
+from isthmus.lab.planner.fleet import AttentionPool, step_s
 
 
-class DecodeBatch(msgspec.Struct, frozen=True):
+class LargestBatch(msgspec.Struct, frozen=True):
     """What an instance decodes at once: the largest batch whose step, of `step_s`, is inside the limit on TBT."""
 
     size: int
@@ -24,7 +24,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     binds: str
 
 
-def pooled(decode: NodeFacts, attending: Attending) -> Pooled:
+def pooled(decode: NodeFacts, attending: AttentionPool) -> Pooled:
     """A decode node and its share of the attention nodes. What both sides' links bear, the narrower one's do."""
     there = attending.facts
     return Pooled(
@@ -42,8 +42,8 @@ def turns_of(decode: NodeFacts) -> int:
 
 
 def decode_batch(
-    decode: NodeFacts, context: float, tbt_ms: int | None, attending: Attending | None = None
-) -> DecodeBatch:
+    decode: NodeFacts, context: float, tbt_ms: int | None, attending: AttentionPool | None = None
+) -> LargestBatch:
     """BS_max and T_decode of equation (5), of sequences with `context` tokens each, whose KV `attending` hold if given.
 
     Raises ConfigError if not even one sequence meets the limit or fits the memory, and where steps take no time.
@@ -76,4 +76,4 @@ def decode_batch(
             f"above the limit of {tbt_ms} ms"
         )
     binds = "slo.tbt_ms" if size < most else "max_sequences" if most == decode.max_sequences else "kv_memory"
-    return DecodeBatch(size, took(size), binds)
+    return LargestBatch(size, took(size), binds)

@@ -14,7 +14,7 @@ from isthmus.core.cost import Analytic, compile_cost
 from isthmus.core.cost.transfer import INT8, ZSTD
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import Role
-from isthmus.facts import Cluster, NodeFacts, at_home, clusters_of, cost_of, role_config, role_facts
+from isthmus.facts import ClusterPlace, NodeFacts, at_home, clusters_of, cost_of, role_config, role_facts
 from isthmus.lab.sim.deployment import deployment_of
 from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE
 
@@ -27,7 +27,7 @@ def step_s(facts: NodeFacts, batch: int, context: float) -> float:
     return (fixed + per_token * batch * context) / _PS_PER_S
 
 
-class Attending(msgspec.Struct, frozen=True):
+class AttentionPool(msgspec.Struct, frozen=True):
     """Nodes that hold the KV of all that decodes, and attend to it. `share`: of them for each decode node. `price`: of
     one; `decode_price`: of a decode node.
 
@@ -58,7 +58,7 @@ class Home(msgspec.Struct, frozen=True):
     price: float
     prefill: NodeFacts
     decode: NodeFacts
-    attending: Attending | None = None
+    attending: AttentionPool | None = None
 
     @property
     def beside_cost(self) -> float:
@@ -66,7 +66,7 @@ class Home(msgspec.Struct, frozen=True):
         return self.attending.nodes * self.attending.price if self.attending else 0.0
 
 
-class Remote(msgspec.Struct, frozen=True):
+class RemotePrefill(msgspec.Struct, frozen=True):
     """A cluster that prefills for the home. `egress`: bytes per second of its link to there; `rtt_s`: of that link."""
 
     name: str
@@ -84,7 +84,7 @@ class Fleet(msgspec.Struct, frozen=True):
     """
 
     home: Home
-    remotes: tuple[Remote, ...]
+    remotes: tuple[RemotePrefill, ...]
     priced: bool
     ttft_ms: int | None
     tbt_ms: int | None
@@ -168,7 +168,7 @@ def kept(instance: NodeFacts, codec: str) -> float:
     return instance.cost.handling.speeds(instance.kv_dtype, instance.block_size)[name].kept
 
 
-def _home_of(clusters: list[Cluster]) -> Cluster:
+def _home_of(clusters: list[ClusterPlace]) -> ClusterPlace:
     decoding = [each for each in clusters if each.config.roles.decode.count or each.config.roles.mixed.count]
     if not decoding:
         where = "clusters" if clusters[0].name else "roles"
@@ -181,7 +181,7 @@ def _home_of(clusters: list[Cluster]) -> Cluster:
     return decoding[0]
 
 
-def _home(cluster: Cluster) -> Home:
+def _home(cluster: ClusterPlace) -> Home:
     roles = cluster.config.roles
     for role in Role:
         _check_alone(cluster, role)
@@ -205,7 +205,7 @@ def _home(cluster: Cluster) -> Home:
     )
 
 
-def _attending(cluster: Cluster) -> Attending:
+def _attending(cluster: ClusterPlace) -> AttentionPool:
     """Its attention nodes, which serve those that only decode."""
     roles = cluster.config.roles
     if roles.mixed.count or not roles.decode.count:
@@ -218,10 +218,10 @@ def _attending(cluster: Cluster) -> Attending:
     share, facts = roles.attention.count / roles.decode.count, _instance(cluster, Role.ATTENTION)
     price, decode_price = roles.attention.price or cluster.price, roles.decode.price or cluster.price
     alone = _alone(cluster, (decode_price + share * price) / decode_price)
-    return Attending(roles.attention.count, share, price, decode_price, facts, alone)
+    return AttentionPool(roles.attention.count, share, price, decode_price, facts, alone)
 
 
-def _alone(cluster: Cluster, times: float) -> tuple[tuple[int, NodeFacts], ...]:
+def _alone(cluster: ClusterPlace, times: float) -> tuple[tuple[int, NodeFacts], ...]:
     """What so many times the price of a decode node buys of its kind, to the nearest accelerator, grouped in any way in
     which the weights fit. A measured curve is of the nodes as they are."""
     config, decode = cluster.config, _instance(cluster, Role.DECODE)
@@ -238,7 +238,7 @@ def _alone(cluster: Cluster, times: float) -> tuple[tuple[int, NodeFacts], ...]:
     return tuple(found)
 
 
-def _remote(config: Config, cluster: Cluster, home: str) -> Remote:
+def _remote(config: Config, cluster: ClusterPlace, home: str) -> RemotePrefill:
     link = next((each for each in config.links if set(each.between) == {cluster.name, home}), None)
     if link is None:
         raise ConfigError(
@@ -250,17 +250,17 @@ def _remote(config: Config, cluster: Cluster, home: str) -> Remote:
     _check_alone(cluster, Role.PREFILL)
     instance = _instance(cluster, Role.PREFILL)
     count = cluster.config.roles.prefill.count
-    return Remote(cluster.name, count, cluster.price, instance, link.gbps * 1e9 / 8, link.rtt_ms / 1000)
+    return RemotePrefill(cluster.name, count, cluster.price, instance, link.gbps * 1e9 / 8, link.rtt_ms / 1000)
 
 
-def _check_alone(cluster: Cluster, role: Role) -> None:
+def _check_alone(cluster: ClusterPlace, role: Role) -> None:
     if role_config(cluster.config, role).pipeline > 1:
         raise ConfigError(
             f"{_named(cluster)}roles.{role}.pipeline: the equations know nodes that work alone; plan with pipeline 1"
         )
 
 
-def _instance(cluster: Cluster, role: Role) -> NodeFacts:
+def _instance(cluster: ClusterPlace, role: Role) -> NodeFacts:
     """One node of a role as it would be, also where the configuration has none yet."""
     config = cluster.config
     model = Path(config.model) if config.model else None
@@ -268,5 +268,5 @@ def _instance(cluster: Cluster, role: Role) -> NodeFacts:
     return role_facts(cluster, role, cost, PLAIN_BLOCK_SIZE)
 
 
-def _named(cluster: Cluster) -> str:
+def _named(cluster: ClusterPlace) -> str:
     return f"clusters.{cluster.name}: " if cluster.name else ""

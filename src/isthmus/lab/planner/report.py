@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from isthmus.lab.planner import charts
-from isthmus.lab.planner.answer import Answer
+from isthmus.lab.planner.answer import PlanAnswer
 from isthmus.lab.planner.sheets import BANDWIDTHS, SPLITS, STAGES, analytic, simulated, threshold
 from isthmus.lab.sim.report.page import Chart, Html, configuration, heading, headline, page
 from isthmus.lab.sim.report.words import percent
 from isthmus.sheet import NOTHING, Sheet, texts
 
 
-def report(answer: Answer, config_text: str) -> str:
+def report(answer: PlanAnswer, config_text: str) -> str:
     """The page's text."""
     what_if = answer.what_if
     drawn = {SPLITS: charts.split(answer)}
@@ -29,7 +29,7 @@ def report(answer: Answer, config_text: str) -> str:
     return page(f"Isthmus plan: {answer.demand.source}", [*blocks, configuration(config_text)])
 
 
-def _headline(answer: Answer) -> Html:
+def _headline(answer: PlanAnswer) -> Html:
     best = answer.plans[0]
     others = {plan.name: plan.exact.rate for plan in answer.baselines}
     tiles = [

@@ -12,7 +12,7 @@ from isthmus.lab.planner import answer as say
 from isthmus.lab.planner.attention import offload_of
 from isthmus.lab.planner.demand import Demand
 from isthmus.lab.planner.fleet import Fleet
-from isthmus.lab.planner.solve import GBPS, Method, Shape, Solver, tokens
+from isthmus.lab.planner.solve import GBPS, FleetShape, Method, Solver, tokens
 from isthmus.lab.planner.what_if import cost_of_nodes, what_if
 
 _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
@@ -20,12 +20,12 @@ _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
 
 def answer(
     config: Config, fleet: Fleet, demand: Demand, *, top: int = 3, bandwidths: Sequence[float] = ()
-) -> say.Answer:
+) -> say.PlanAnswer:
     """Everything but the simulations. `top`: how many plans; `bandwidths`: of the sweep, in Gbps."""
     solver = Solver(fleet, demand)
     found = solver.solve(solver.shape, _EXACT)
     plans = [plan(solver, solver.shape, each, f"plan {rank}") for rank, each in enumerate(found[:top], start=1)]
-    return say.Answer(
+    return say.PlanAnswer(
         demand=_demand(demand),
         clusters=_clusters(fleet),
         batch=say.DecodeBatch(solver.batch.size, 1000 * solver.batch.step_s, solver.batch.binds),
@@ -39,7 +39,7 @@ def answer(
     )
 
 
-def plan(solver: Solver, shape: Shape, solution: Solution, name: str) -> say.Plan:
+def plan(solver: Solver, shape: FleetShape, solution: Solution, name: str) -> say.Plan:
     """A solution with all that is to be said of it, by both methods."""
     threshold, split = solution.classes.threshold, solution.num_prefill
     by = {method: solver.at(shape, threshold, split, method) for method in Method}
@@ -81,7 +81,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _service(solver: Solver, shape: Shape, threshold: float) -> say.Service:
+def _service(solver: Solver, shape: FleetShape, threshold: float) -> say.IdleTtft:
     """Over evenly spaced quantiles of the lengths. Offloaded requests are shared out as the remote nodes are."""
     lengths = solver.quantiles
     count = len(lengths)
@@ -95,7 +95,7 @@ def _service(solver: Solver, shape: Shape, threshold: float) -> say.Service:
         gone += [(remote_s(length), weight) for length in above]
         wire += [weight * solver.kv_bytes(length) / egress for length in above]
     every = sorted([(seconds, 1.0) for seconds in stays] + gone)
-    return say.Service(
+    return say.IdleTtft(
         mean_s=math.fsum(seconds * weight for seconds, weight in every) / count,
         p90_s=_weighted(every, 0.9 * count),
         remote_mean_s=_mean(math.fsum(seconds * weight for seconds, weight in gone), count - len(stays)),
@@ -127,14 +127,14 @@ def _baselines(config: Config, solver: Solver) -> list[say.Plan]:
         found.append(plan(solver, shape, configured, "as configured"))
     if not fleet.remotes:
         return found
-    homogeneous = Shape(fleet.num_nodes, (), ())
+    homogeneous = FleetShape(fleet.num_nodes, (), ())
     found.append(plan(solver, homogeneous, solver.best(homogeneous, _EXACT), "homogeneous"))
     naive = solver.at(shape, 0.0, 0, _EXACT)
     if not fleet.home.fixed:
         found.append(plan(solver, shape, naive, "naive"))
     if fleet.priced:
         nodes = int(fleet.cost / fleet.home.price + 1e-9)
-        equal = Shape(nodes, (), ())
+        equal = FleetShape(nodes, (), ())
         found.append(plan(solver, equal, solver.best(equal, _EXACT), "equal cost"))
     return found
 
@@ -149,8 +149,8 @@ def _configured(config: Config, solver: Solver) -> Solution | None:
     return solver.best_threshold(solver.shape, home.configured, _EXACT)
 
 
-def _demand(demand: Demand) -> say.Demand:
-    return say.Demand(
+def _demand(demand: Demand) -> say.DemandFacts:
+    return say.DemandFacts(
         source=demand.source,
         mean_uncached=mean_of(demand.lengths),
         mean_cached=demand.cached,
@@ -161,11 +161,11 @@ def _demand(demand: Demand) -> say.Demand:
     )
 
 
-def _clusters(fleet: Fleet) -> list[say.Cluster]:
+def _clusters(fleet: Fleet) -> list[say.PlannedCluster]:
     home = fleet.home
     priced = fleet.priced
     return [
-        say.Cluster(
+        say.PlannedCluster(
             home.name,
             home.nodes,
             True,
@@ -174,7 +174,7 @@ def _clusters(fleet: Fleet) -> list[say.Cluster]:
             home.attending.nodes if home.attending else 0,
         ),
         *(
-            say.Cluster(each.name, each.nodes, False, each.egress / GBPS, each.price if priced else None)
+            say.PlannedCluster(each.name, each.nodes, False, each.egress / GBPS, each.price if priced else None)
             for each in fleet.remotes
         ),
     ]

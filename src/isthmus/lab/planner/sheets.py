@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.lab.planner.answer import Answer, Needs, Offload, Plan, Simulated
-from isthmus.lab.sim.spread import Spread
+from isthmus.lab.planner.answer import AttentionOffload, Needs, Plan, PlanAnswer, Simulated
+from isthmus.lab.sim.spread import Percentiles
 from isthmus.sheet import NOTHING, Cell, Sheet, numbers, texts
 
 SPLITS = "Every split of the home cluster"
@@ -14,7 +14,7 @@ BANDWIDTHS = "Other bandwidths"
 _RATE = {"unit": "requests/s", "form": ".3f"}
 
 
-def analytic(answer: Answer) -> list[Sheet]:
+def analytic(answer: PlanAnswer) -> list[Sheet]:
     """All but the simulations."""
     what_if = answer.what_if
     sheets = [_question(answer), _plans(answer), _stages(answer), _splits(answer)]
@@ -25,7 +25,7 @@ def analytic(answer: Answer) -> list[Sheet]:
     return [*sheets, _others(answer)]
 
 
-def simulated(answer: Answer) -> list[Sheet]:
+def simulated(answer: PlanAnswer) -> list[Sheet]:
     """The rates that were sustained, and every simulation; none where nothing was simulated."""
     return [] if answer.simulated is None else [_sustained(answer.simulated), _trials(answer.simulated)]
 
@@ -34,7 +34,7 @@ def threshold(tokens: int | None) -> str:
     return "none" if tokens is None else f"{tokens:,}"
 
 
-def _question(answer: Answer) -> Sheet:
+def _question(answer: PlanAnswer) -> Sheet:
     demand, batch = answer.demand, answer.batch
     rows = [
         ("prompts, uncached tokens", f"mean {demand.mean_uncached:,.0f}, P50 {demand.p50_uncached:,.0f}, "
@@ -57,7 +57,7 @@ def _question(answer: Answer) -> Sheet:
     return Sheet(f"Question: {answer.demand.source}", texts("", ""), rows)
 
 
-def _plans(answer: Answer) -> Sheet:
+def _plans(answer: PlanAnswer) -> Sheet:
     best = answer.plans[0].exact.rate
     rows = [
         (
@@ -85,7 +85,7 @@ def _nodes(plan: Plan | Needs) -> str:
     return f"{remote} / {plan.prefill} / {plan.decode}{beside}"
 
 
-def _stages(answer: Answer) -> Sheet:
+def _stages(answer: PlanAnswer) -> Sheet:
     rows = []
     for plan, name in answer.distinct():
         found, service = plan.exact, plan.service
@@ -114,7 +114,7 @@ def _stages(answer: Answer) -> Sheet:
     return Sheet(STAGES, columns, rows, [note])
 
 
-def _splits(answer: Answer) -> Sheet:
+def _splits(answer: PlanAnswer) -> Sheet:
     rows = [
         (
             *(f"{each.prefill} / {each.decode}", each.rate_at_best),
@@ -133,7 +133,7 @@ def _splits(answer: Answer) -> Sheet:
     return Sheet(SPLITS, columns, rows)
 
 
-def _bandwidths(answer: Answer) -> Sheet:
+def _bandwidths(answer: PlanAnswer) -> Sheet:
     rows = [
         (
             *(each.gbps, each.rate, each.representative, each.int8, threshold(each.threshold)),
@@ -153,7 +153,7 @@ def _bandwidths(answer: Answer) -> Sheet:
     return Sheet(BANDWIDTHS, columns, rows, ["The best plan for each."])
 
 
-def _others(answer: Answer) -> Sheet:
+def _others(answer: PlanAnswer) -> Sheet:
     """Failure of the links, and more load."""
     rows: list[tuple[Cell, ...]] = []
     best = answer.plans[0].exact.rate
@@ -173,7 +173,7 @@ def _needed(name: str, needs: Needs) -> tuple[Cell, ...]:
     return name, threshold(needs.threshold), _nodes(needs), needs.rate
 
 
-def _attention(found: Offload) -> Sheet:
+def _attention(found: AttentionOffload) -> Sheet:
     rows = [
         (
             *(side.nodes, side.price, side.batch, side.step_ms, side.rate, side.per_price),
@@ -234,5 +234,5 @@ def _trials(found: Simulated) -> Sheet:
     return Sheet("Simulated", columns, rows)
 
 
-def _spread(spread: Spread | None) -> str | None:
+def _spread(spread: Percentiles | None) -> str | None:
     return None if spread is None else f"{spread.mean:.2f}, {spread.p90:.2f}"

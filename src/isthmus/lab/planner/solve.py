@@ -16,9 +16,9 @@ import msgspec
 from isthmus.core.cost import compile_cost
 from isthmus.core.cost.offload import (
     Classes,
+    RequestWork,
     Solution,
     Split,
-    Work,
     bear,
     decode_rate,
     expected,
@@ -26,7 +26,7 @@ from isthmus.core.cost.offload import (
     remote_rate,
     representative,
 )
-from isthmus.core.cost.offload import Fleet as Stages
+from isthmus.core.cost.offload import PrefillFleet as Stages
 from isthmus.core.types import NS_PER_S
 from isthmus.facts import NodeFacts
 from isthmus.lab.planner.decode import decode_batch
@@ -49,7 +49,7 @@ class Method(StrEnum):
 _SPLITS: dict[Method, Split] = {Method.REPRESENTATIVE: representative, Method.EXACT: expected}
 
 
-class Shape(msgspec.Struct, frozen=True):
+class FleetShape(msgspec.Struct, frozen=True):
     """How many instances there are, and bytes per second from each remote cluster to the home."""
 
     home: int
@@ -57,7 +57,7 @@ class Shape(msgspec.Struct, frozen=True):
     egress: tuple[float, ...]
 
 
-class Column(msgspec.Struct, frozen=True):
+class ThresholdColumn(msgspec.Struct, frozen=True):
     """One threshold: its classes, and what a request above it takes in each remote cluster, in seconds."""
 
     classes: Classes
@@ -69,14 +69,14 @@ class Solver:
 
     def __init__(self, fleet: Fleet, demand: Demand, codec: str | None = None) -> None:
         self.fleet, self.demand = fleet, demand
-        self.shape = Shape(
+        self.shape = FleetShape(
             fleet.home.nodes,
             tuple(remote.nodes for remote in fleet.remotes),
             tuple(remote.egress for remote in fleet.remotes),
         )
         self.codec = fleet.codec if codec is None else codec
         self.batch = decode_batch(fleet.home.decode, demand.context, fleet.tbt_ms, fleet.home.attending)
-        self._made_columns: dict[Method, list[Column]] = {}
+        self._made_columns: dict[Method, list[ThresholdColumn]] = {}
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:
@@ -93,31 +93,31 @@ class Solver:
         lengths = self.demand.lengths
         return [lengths.quantile((index + 0.5) / _NUM_QUANTILES) for index in range(_NUM_QUANTILES)]
 
-    def solve(self, shape: Shape, method: Method) -> list[Solution]:
+    def solve(self, shape: FleetShape, method: Method) -> list[Solution]:
         """The best threshold of every split, the best split first; of equals the one with fewer prefill nodes."""
         found = [self.best_threshold(shape, split, method) for split in self.splits(shape)]
         return sorted(found, key=lambda each: (-each.rate, each.num_prefill))
 
-    def best(self, shape: Shape, method: Method) -> Solution:
+    def best(self, shape: FleetShape, method: Method) -> Solution:
         return self.solve(shape, method)[0]
 
-    def best_threshold(self, shape: Shape, num_prefill: int, method: Method) -> Solution:
+    def best_threshold(self, shape: FleetShape, num_prefill: int, method: Method) -> Solution:
         """Of thresholds with the same rate, as where decode binds, the one that leaves prefill the most room."""
         return max(
             self.over_thresholds(shape, num_prefill, method), key=lambda each: (each.rate, _prefill(each))
         )
 
-    def splits(self, shape: Shape) -> Sequence[int]:
+    def splits(self, shape: FleetShape) -> Sequence[int]:
         """Numbers of prefill nodes at home. The configured one alone where nodes cannot change their role."""
         home = self.fleet.home
         return (home.configured,) if home.fixed and shape.home == home.nodes else range(shape.home)
 
-    def over_thresholds(self, shape: Shape, num_prefill: int, method: Method) -> list[Solution]:
+    def over_thresholds(self, shape: FleetShape, num_prefill: int, method: Method) -> list[Solution]:
         """One split at every threshold."""
         columns = self._columns(method) if sum(shape.remotes) else [self.column(method, math.inf)]
         return [self._bear(shape, column, num_prefill) for column in columns]
 
-    def at(self, shape: Shape, threshold: float, num_prefill: int, method: Method) -> Solution:
+    def at(self, shape: FleetShape, threshold: float, num_prefill: int, method: Method) -> Solution:
         return self._bear(shape, self.column(method, threshold), num_prefill)
 
     def kv_bytes(self, num_tokens: float) -> float:
@@ -125,10 +125,10 @@ class Solver:
         cost = compile_cost(self._link_source.cost)
         return cost.state_bytes + kept(self._link_source, self.codec) * cost.kv_token_bytes * num_tokens
 
-    def service_s(self, where: NodeFacts) -> Service:
-        return Service(where, self.demand.cached)
+    def service_s(self, where: NodeFacts) -> PrefillSeconds:
+        return PrefillSeconds(where, self.demand.cached)
 
-    def column(self, method: Method, threshold: float) -> Column:
+    def column(self, method: Method, threshold: float) -> ThresholdColumn:
         """What a threshold makes of the demand: of the grid, where it is on it."""
         at = self._at.get(threshold)
         if at is None:
@@ -139,7 +139,7 @@ class Solver:
     def _at(self) -> dict[float, int]:
         return {threshold: at for at, threshold in enumerate(self.thresholds)}
 
-    def _columns(self, method: Method) -> list[Column]:
+    def _columns(self, method: Method) -> list[ThresholdColumn]:
         found = self._made_columns.get(method)
         if found is None:
             found = self._made_columns[method] = self._made(method, self.thresholds)
@@ -149,19 +149,20 @@ class Solver:
     def _link_source(self) -> NodeFacts:
         return self.fleet.remotes[0].prefill if self.fleet.remotes else self.fleet.home.prefill
 
-    def _made(self, method: Method, thresholds: Sequence[float]) -> list[Column]:
+    def _made(self, method: Method, thresholds: Sequence[float]) -> list[ThresholdColumn]:
         lengths, split = self.demand.lengths, _SPLITS[method]
         local_s = self.service_s(self.fleet.home.prefill)
         sources = [remote.prefill for remote in self.fleet.remotes] or [self.fleet.home.prefill]
         classes = [
-            split(lengths, Work(self.service_s(source), local_s, self.kv_bytes), thresholds)
+            split(lengths, RequestWork(self.service_s(source), local_s, self.kv_bytes), thresholds)
             for source in sources
         ]
         return [
-            Column(column[0], tuple(each.remote_s for each in column)) for column in zip(*classes, strict=True)
+            ThresholdColumn(column[0], tuple(each.remote_s for each in column))
+            for column in zip(*classes, strict=True)
         ]
 
-    def _bear(self, shape: Shape, column: Column, num_prefill: int) -> Solution:
+    def _bear(self, shape: FleetShape, column: ThresholdColumn, num_prefill: int) -> Solution:
         classes, num_remote = column.classes, sum(shape.remotes)
         if len(shape.remotes) > 1 and classes.share > 0:
             # Each cluster is bound by its own nodes and its own link: take what all bear together as their nodes' rate.
@@ -174,7 +175,7 @@ class Solver:
         return bear(classes, Stages(num_remote, shape.home, sum(shape.egress), decode), num_prefill)
 
 
-class Service:
+class PrefillSeconds:
     """Seconds that the uncached part of a prompt takes on an instance, `cached` tokens of it being there.
 
     In chunks, as the engine computes it: each pays anew for what every iteration costs.

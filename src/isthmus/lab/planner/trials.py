@@ -82,7 +82,7 @@ class Trials:
             gaps["as traced"] = _own_gaps(workload)
         self._common = Common(workload, gaps)
 
-    def of(self, found: say.Answer, progress: Progress | None, pool: Pool | None = None) -> say.Answer:
+    def of(self, found: say.PlanAnswer, progress: Progress | None, pool: Pool | None = None) -> say.PlanAnswer:
         """The answer with simulations of its plans and baselines; of those that are the same, only the first. `pool`:
         where they run, None runs one after the other here."""
         home = next(cluster.name for cluster in found.clusters if cluster.home)

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.core.cost.offload import Solution, decode_rate
 from isthmus.lab.planner import answer as say
 from isthmus.lab.planner.fleet import Fleet
-from isthmus.lab.planner.solve import GBPS, Method, Shape, Solver, round_step, tokens
+from isthmus.lab.planner.solve import GBPS, FleetShape, Method, Solver, round_step, tokens
 
 _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
 _CURVE_POINTS = 100
@@ -40,7 +40,7 @@ def needs(solver: Solver, rate: float, *, offload: bool = True) -> say.Needs:
     return min(found, key=lambda each: (each.cost, sum(each.remote.values()), each.egress_gbps))
 
 
-def cost_of_nodes(fleet: Fleet, shape: Shape) -> float:
+def cost_of_nodes(fleet: Fleet, shape: FleetShape) -> float:
     """Of so many instances, and the attention nodes that there are, in the unit of the prices."""
     remote = sum(each.price * nodes for each, nodes in zip(fleet.remotes, shape.remotes, strict=False))
     return shape.home * fleet.home.price + fleet.home.beside_cost + remote
@@ -63,7 +63,7 @@ def _needs(solver: Solver, rate: float, threshold: float) -> say.Needs | None:
         left -= borne
     if left > 1e-9 * rate:
         return None
-    shape = Shape(prefill + decode, tuple(remotes), solver.shape.egress)
+    shape = FleetShape(prefill + decode, tuple(remotes), solver.shape.egress)
     cost, beside, attending = cost_of_nodes(fleet, shape), 0, fleet.home.attending
     if attending is not None:
         beside = _whole(decode * attending.share)
@@ -150,7 +150,7 @@ def _splits(solver: Solver, best: Solution) -> list[say.SplitPoint]:
 
 
 def _link_failure(solver: Solver, best: Solution) -> say.LinkFailure:
-    alone = Shape(solver.shape.home, (0,) * len(solver.shape.remotes), solver.shape.egress)
+    alone = FleetShape(solver.shape.home, (0,) * len(solver.shape.remotes), solver.shape.egress)
     resplit = solver.best(alone, _EXACT)
     return say.LinkFailure(
         as_planned=solver.at(alone, math.inf, best.num_prefill, _EXACT).rate,

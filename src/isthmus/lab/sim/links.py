@@ -8,7 +8,7 @@ from isthmus.core.conductor import LinkRule
 from isthmus.core.types import Role
 from isthmus.facts import NodeFacts
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.network import ROUNDING, Flow, Network
+from isthmus.lab.sim.network import ROUNDING, Flow, FlowNetwork
 from isthmus.lab.sim.records import LinkRecord
 
 
@@ -49,7 +49,7 @@ class NodeLinks:
 
 
 @dataclass(slots=True)
-class ClusterLink:
+class SimulatedLink:
     """One direction of a link between two clusters. `number`: in the network. `factor`: of its rate, that holds since
     `since_ns`.
 
@@ -75,15 +75,15 @@ class Wiring:
     """All links. `between`: those between clusters, in the order of `Rules.links`."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self.network = Network()
-        self.between: list[ClusterLink] = []
+        self.network = FlowNetwork()
+        self.between: list[SimulatedLink] = []
         self._deployment = deployment
         self._records: list[LinkRecord] = []
         self._numbers: list[tuple[int, LinkRecord]] = []  # of the links in the network
-        self._paths: dict[tuple[str, str], ClusterLink] = {}
+        self._paths: dict[tuple[str, str], SimulatedLink] = {}
         for rule in deployment.rules.links:
             number = self._link(f"{rule.source} > {rule.target}", "cluster", rule.bytes_per_s)
-            link = ClusterLink(rule, number, self._records[-1])
+            link = SimulatedLink(rule, number, self._records[-1])
             self.between.append(link)
             self._paths[rule.source, rule.target] = link
 
@@ -122,7 +122,7 @@ class Wiring:
             links.load = self._serial(f"{facts.node} load", "memory", facts.rates.memory)
         return links.load
 
-    def link_between(self, source: NodeFacts, target: NodeFacts) -> ClusterLink | None:
+    def link_between(self, source: NodeFacts, target: NodeFacts) -> SimulatedLink | None:
         """The link between the clusters of two nodes; None inside one."""
         return None if source.cluster == target.cluster else self._paths[source.cluster, target.cluster]
 
@@ -131,12 +131,12 @@ class Wiring:
         link = self.link_between(source, target)
         return () if link is None else (link.number,)
 
-    def set_factor(self, link: ClusterLink, factor: float, now: int) -> None:
+    def set_factor(self, link: SimulatedLink, factor: float, now: int) -> None:
         """From now on the link has so much of its rate."""
         link.factor, link.since_ns = factor, now
         self.network.set_rate(link.number, link.rule.bytes_per_s * factor, now)
 
-    def flows_on(self, link: ClusterLink) -> list[Flow]:
+    def flows_on(self, link: SimulatedLink) -> list[Flow]:
         """Transfers under way on a link, in order of start."""
         return self.network.flows_on(link.number)
 

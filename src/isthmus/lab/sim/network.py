@@ -208,7 +208,7 @@ class Flow:
             self.finish_ns = NEVER
 
 
-class Network:
+class FlowNetwork:
     """All links and the flows on them.
 
     `now` never goes back, and never passes `next_finish()` without a call of `finish`. `version` changes

@@ -33,9 +33,9 @@ from isthmus.core.types import BlockName, NodeId, RequestId
 from isthmus.lab.sim.clock import PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.job import SimJob
-from isthmus.lab.sim.moves import Due, Moves
 from isthmus.lab.sim.node import SimNode, build_node, node_of
-from isthmus.lab.sim.records import Conversion
+from isthmus.lab.sim.records import RoleConversion
+from isthmus.lab.sim.transfers import Due, KVTransfers
 
 TAKE_NO_TIME = (
     events.ReceiveHandover, events.EndGive, events.OpenLine, events.Host, events.Rekey, events.Trim,
@@ -56,9 +56,9 @@ class Nodes:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
         self.attempts: dict[RequestId, SimJob] = {}
-        self.conversions: list[Conversion] = []
+        self.conversions: list[RoleConversion] = []
         self.due: Due = []
-        self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
+        self.moves = KVTransfers(deployment, clock, self.nodes, self.attempts, self.due)
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
         self._deployment, self._clock, self._decide = deployment, clock, decide
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
@@ -370,7 +370,7 @@ class Nodes:
 
     def _role_changed(self, node: SimNode, report: RoleChanged) -> None:
         node.facts = msgspec.structs.replace(node.facts, role=report.role)
-        self.conversions.append(Conversion(self._clock.now, report.node, report.role))
+        self.conversions.append(RoleConversion(self._clock.now, report.node, report.role))
         self.due.append((None, report))
 
     def lose(self, node: SimNode, tell_conductor: Callable[[], None]) -> None:

@@ -10,14 +10,14 @@ from isthmus.core.types import NodeId, Role
 from isthmus.lab.sim.workloads import Request
 
 
-class Status(StrEnum):
+class RequestStatus(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
     FAILED = "failed"
     UNFINISHED = "unfinished"
 
 
-COMPLETED, REFUSED, FAILED, UNFINISHED = Status
+COMPLETED, REFUSED, FAILED, UNFINISHED = RequestStatus
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class RequestRecord:
 
     index: int
     request: Request
-    status: Status = UNFINISHED
+    status: RequestStatus = UNFINISHED
     stage: str = ""
     prefill: int = -1
     decode: int = -1
@@ -105,7 +105,7 @@ class LinkSample(NamedTuple):
     queued_bytes: tuple[int, ...]
 
 
-class Conversion(NamedTuple):
+class RoleConversion(NamedTuple):
     """From `at_ns` on, a node has another role."""
 
     at_ns: int
@@ -132,7 +132,7 @@ class Result:
     end_ns: int
     bytes_moved: dict[str, int]
     thresholds: list[ThresholdChange] = field(default_factory=list)
-    conversions: list[Conversion] = field(default_factory=list)
+    conversions: list[RoleConversion] = field(default_factory=list)
     link_samples: list[LinkSample] = field(default_factory=list)
     wall_s: float = 0.0
     num_events: int = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from isthmus.lab.sim.spread import Spread
-from isthmus.lab.sim.summary import Group, Loss, ReuseUse, Summary, ThresholdUse
+from isthmus.lab.sim.spread import Percentiles
+from isthmus.lab.sim.summary import Loss, RequestGroup, ReuseUse, Summary, ThresholdUse
 from isthmus.sheet import Cell, Sheet, numbers, texts
 
 _MOST_GROUPS = 20
@@ -86,7 +86,7 @@ def _times(summary: Summary) -> Sheet:
     return Sheet("Times", (*texts(""), *numbers("mean", "P50", "P90", "P99", form=",.3f")), rows)
 
 
-def _spread(name: str, spread: Spread | None, per_second: int = 1) -> tuple[Cell, ...]:
+def _spread(name: str, spread: Percentiles | None, per_second: int = 1) -> tuple[Cell, ...]:
     if spread is None:
         return (name, *[None] * 4)
     return (name, *(per_second * value for value in (spread.mean, spread.p50, spread.p90, spread.p99)))
@@ -173,7 +173,7 @@ def _links(summary: Summary) -> Sheet:
     return Sheet("Links", columns, rows)
 
 
-def _groups(name: str, groups: Mapping[str, Group]) -> Sheet:
+def _groups(name: str, groups: Mapping[str, RequestGroup]) -> Sheet:
     rows = [
         (
             *(key or "(none)", group.requests, 100 * group.goodput_share, sum(group.rejected.values())),

@@ -47,13 +47,21 @@ from isthmus.lab.sim.gaps import set_tbt
 from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.network import NEVER
 from isthmus.lab.sim.nodes import Nodes
-from isthmus.lab.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, Status, ThresholdChange
+from isthmus.lab.sim.records import (
+    COMPLETED,
+    FAILED,
+    REFUSED,
+    LinkSample,
+    RequestStatus,
+    Result,
+    ThresholdChange,
+)
 from isthmus.lab.sim.workloads import Workload
 
 PATIENCE_NS = 600 * NS_PER_S
 """How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
 
-_STATUS: dict[type, Status] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
+_STATUS: dict[type, RequestStatus] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]

@@ -13,7 +13,7 @@ from isthmus.core.types import NS_PER_S
 _Number = TypeVar("_Number", int, float)
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Mean and nearest-rank percentiles, in seconds."""
 
     mean: float
@@ -22,13 +22,13 @@ class Spread(msgspec.Struct, frozen=True):
     p99: float
 
 
-def spread(values_ns: Sequence[float]) -> Spread | None:
+def spread(values_ns: Sequence[float]) -> Percentiles | None:
     """Of times in ns; None of none."""
     if not values_ns:
         return None
     ordered = sorted(map(float, values_ns))  # floats sort faster than large integers
     percentiles = (nearest_rank(ordered, percent) / NS_PER_S for percent in (50, 90, 99))
-    return Spread(mean_s(values_ns), *percentiles)
+    return Percentiles(mean_s(values_ns), *percentiles)
 
 
 def mean_s(values_ns: Sequence[float]) -> float:

@@ -21,11 +21,11 @@ from isthmus.lab.sim.records import (
     LinkRecord,
     NodeRecord,
     RequestRecord,
+    RequestStatus,
     Result,
-    Status,
     ThresholdChange,
 )
-from isthmus.lab.sim.spread import Spread, mean_s, share, spread
+from isthmus.lab.sim.spread import Percentiles, mean_s, share, spread
 
 MINUTE_NS = 60 * NS_PER_S
 
@@ -93,7 +93,7 @@ class LinkUse(msgspec.Struct, frozen=True):
     utilisation_max: float
 
 
-class Parts(msgspec.Struct, frozen=True):
+class TtftParts(msgspec.Struct, frozen=True):
     """Mean seconds. `queue + load + prefill` is the mean TTFT; `transfer` is what comes after it, until the decode node
     has all KV."""
 
@@ -110,9 +110,9 @@ class RouteUse(msgspec.Struct, frozen=True):
     share: float
     prompt_tokens: float
     uncached_tokens: float
-    ttft_s: Spread | None
-    ready_s: Spread | None
-    ttft_parts: Parts | None
+    ttft_s: Percentiles | None
+    ready_s: Percentiles | None
+    ttft_parts: TtftParts | None
 
 
 class CrossUse(msgspec.Struct, frozen=True):
@@ -144,7 +144,7 @@ class RoleChange(msgspec.Struct, frozen=True):
     role: str
 
 
-class Group(msgspec.Struct, frozen=True):
+class RequestGroup(msgspec.Struct, frozen=True):
     """The requests of one priority or one tenant; fields as in `Summary`."""
 
     requests: int
@@ -153,8 +153,8 @@ class Group(msgspec.Struct, frozen=True):
     rejected: dict[str, int]
     failed: int
     unfinished: int
-    ttft_s: Spread | None
-    tbt_s: Spread | None
+    ttft_s: Percentiles | None
+    tbt_s: Percentiles | None
     hit_rate_tokens: float
 
 
@@ -169,14 +169,14 @@ class Summary(msgspec.Struct, frozen=True):
     completed: int
     goodput_share: float
     goodput_per_s: float
-    ttft_s: Spread | None
-    ttft_parts: Parts | None
-    ready_s: Spread | None
-    tbt_s: Spread | None
-    tpot_s: Spread | None
-    e2e_s: Spread | None
-    queue_s: Spread | None
-    transfer_s: Spread | None
+    ttft_s: Percentiles | None
+    ttft_parts: TtftParts | None
+    ready_s: Percentiles | None
+    tbt_s: Percentiles | None
+    tpot_s: Percentiles | None
+    e2e_s: Percentiles | None
+    queue_s: Percentiles | None
+    transfer_s: Percentiles | None
     hit_rate_tokens: float
     hit_rate_blocks: float
     hits_by_source: Hits
@@ -195,8 +195,8 @@ class Summary(msgspec.Struct, frozen=True):
     conversions: list[RoleChange]
     makespan_s: float
     output_tokens_per_s: float
-    by_priority: dict[str, Group]
-    by_tenant: dict[str, Group]
+    by_priority: dict[str, RequestGroup]
+    by_tenant: dict[str, RequestGroup]
     notes: list[str]
     events: int
     wall_s: float
@@ -271,7 +271,7 @@ class _Requests:
         self.count = len(records)
         self.started = [each for each in records if each.prefill_start_ns >= 0]
         self.first = [each for each in self.started if each.first_token_ns >= 0]
-        ended: dict[Status, list[RequestRecord]] = {status: [] for status in Status}
+        ended: dict[RequestStatus, list[RequestRecord]] = {status: [] for status in RequestStatus}
         for each in records:
             ended[each.status].append(each)
         self.completed = ended[COMPLETED]
@@ -362,7 +362,7 @@ def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:
 
 def _groups(
     records: Sequence[RequestRecord], key: Callable[[RequestRecord], Any], *, highest_first: bool = False
-) -> dict[str, Group]:
+) -> dict[str, RequestGroup]:
     """The records by `key`, in its order; nothing if all have the same."""
     groups = list(_by(key, records).items())
     if len(groups) < 2:
@@ -370,8 +370,8 @@ def _groups(
     return {str(name): _group(_Requests(each)) for name, each in groups[:: -1 if highest_first else 1]}
 
 
-def _group(requests: _Requests) -> Group:
-    return Group(
+def _group(requests: _Requests) -> RequestGroup:
+    return RequestGroup(
         requests=requests.count,
         completed=len(requests.completed),
         goodput_share=share(requests.good, requests.count),
@@ -392,11 +392,11 @@ def ready_ns(record: RequestRecord) -> int:
     return record.first_token_ns if record.prefill == record.decode else record.landed_ns
 
 
-def _parts(first: Sequence[RequestRecord]) -> Parts | None:
+def _parts(first: Sequence[RequestRecord]) -> TtftParts | None:
     """Of requests with a first token."""
     if not first:
         return None
-    return Parts(
+    return TtftParts(
         queue=mean_s([each.prefill_start_ns - each.arrival_ns for each in first]),
         load=mean_s([each.stalled_ns for each in first]),
         prefill=mean_s([each.first_token_ns - each.prefill_start_ns - each.stalled_ns for each in first]),

@@ -23,7 +23,7 @@ from isthmus.live.peers.messages import Directions
 PART_ROWS = 8192
 
 
-class Donors:
+class DonorTokens:
     """`asked`: the node that is to tell the table of signatures; `ready`: it has, or nobody needs any."""
 
     def __init__(self, card: ModelCard) -> None:

@@ -29,13 +29,13 @@ from isthmus.core.attempts import (
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
-from isthmus.live.cluster.donors import Donors
+from isthmus.live.cluster.donors import DonorTokens
 from isthmus.live.cluster.joining import is_loopback
 from isthmus.live.cluster.launcher import process_name
 from isthmus.live.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.live.cluster.pipeline import Groups, Stage
 from isthmus.live.cluster.recorder import Recorder
-from isthmus.live.cluster.streams import Stream
+from isthmus.live.cluster.streams import AnswerStream
 from isthmus.live.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import REFUSED, NoPayloads
@@ -101,11 +101,11 @@ class Head:
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
-        self._streams: dict[RequestId, Stream] = {}
+        self._streams: dict[RequestId, AnswerStream] = {}
         self._layout: KVLayout | None = None
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
-        self._donors = Donors(card)
+        self._donors = DonorTokens(card)
         self._alias_of = alias_of  # what conductor and nodes call a tenant
         self._tenants: dict[str, str] = {}  # by what nodes call them
         self._changed = asyncio.Event()
@@ -205,7 +205,7 @@ class Head:
         """Requests turned away so far, by the stage that could not take them."""
         return dict(self._refused)
 
-    def submit(self, job: Job) -> Stream:
+    def submit(self, job: Job) -> AnswerStream:
         """Starts a job. Raises RequestError, OverloadedError or UnavailableError when it is not accepted.
 
         One that is accepted may still fail with OverloadedError, as long as it has got no token.
@@ -228,7 +228,7 @@ class Head:
             content=self._donors.content_of(job) if names else None,
             weight=job.weight,
         )
-        stream = self._streams[job.request] = Stream(job, self._cancel)
+        stream = self._streams[job.request] = AnswerStream(job, self._cancel)
         self._decide(arrived)
         if stream.error is not None:
             raise stream.error

@@ -21,7 +21,7 @@ from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.joining import JoinToken, is_loopback, outward_host
 from isthmus.live.cluster.launcher import Launcher
 from isthmus.live.cluster.links import AddressBook, LinkProcess
-from isthmus.live.cluster.recorder import Header, LiveRecorder, opaque
+from isthmus.live.cluster.recorder import LiveRecorder, RecordingHeader, opaque
 from isthmus.live.cluster.shaper import LinkSpec, shape_of
 from isthmus.live.messenger import address_of, split_address
 from isthmus.live.peers.sessions import network_of
@@ -45,7 +45,9 @@ class LocalCluster:
     def __init__(self, config: Config, card: ModelCard, launcher: Launcher) -> None:
         limits, rules = config.limits, rules_of(config)
         self._recorder = (
-            LiveRecorder(Path(config.record), Header(RECORDING_FORMAT, rules)) if config.record else None
+            LiveRecorder(Path(config.record), RecordingHeader(RECORDING_FORMAT, rules))
+            if config.record
+            else None
         )
         self._config, self._launcher = config, launcher
         self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)

@@ -21,7 +21,7 @@ LABEL = "isthmus-cluster"
 """The label of machines that says in which cluster they stand."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class MachineQuestion(msgspec.Struct, frozen=True):
     """What every process of a deployment needs where it runs. `folder`: of the SSD tier, None without one."""
 
     model: str
@@ -50,7 +50,7 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def report_of(question: Question, address: str) -> Report:
+def report_of(question: MachineQuestion, address: str) -> Report:
     model = no_model = no_folder = ""
     try:
         model = fingerprint(Path(question.model))

@@ -180,7 +180,7 @@ class MemberProcess(ABC):
         own = self._credentials
         if own is not None and not own.is_enrolled:
             await own.enrol(self._network, join, self._options.stage, CONNECT_S)
-        handler = Vital(self, "the head", self.on_head)
+        handler = RequiredSession(self, "the head", self.on_head)
         session = await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
         check_peer(session, None)
         return session
@@ -392,7 +392,7 @@ def _in_words(error: Exception) -> str:
     return str(error) or "it is silent"
 
 
-class Vital(NoPayloads):
+class RequiredSession(NoPayloads):
     """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
     def __init__(self, process: MemberProcess, what: str, heard: Callable[[Any], None]) -> None:

@@ -43,7 +43,7 @@ from isthmus.live.cluster.launcher import (
 from isthmus.live.cluster.machines import (
     Bundle,
     Machine,
-    Question,
+    MachineQuestion,
     Report,
     Seat,
     check_seats,
@@ -120,7 +120,7 @@ class RayLauncher(Launcher):
         connect()
         self.address = ray.util.get_node_ip_address()
         self._taken = config.join_host if "join_host" in config.model_fields_set else self.address
-        self._question = Question(str(model), config.cache.folder if config.cache.ssd else None)
+        self._question = MachineQuestion(str(model), config.cache.folder if config.cache.ssd else None)
         self._here = report_of(self._question, self.address)
         # An emulated engine sleeps; more threads would only ask for cores that nobody uses.
         fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(self._processes))
@@ -235,7 +235,9 @@ class Keeper:
 
     async def report(self, question: bytes) -> bytes:
         address = ray.util.get_node_ip_address()
-        report = await asyncio.to_thread(report_of, msgspec.json.decode(question, type=Question), address)
+        report = await asyncio.to_thread(
+            report_of, msgspec.json.decode(question, type=MachineQuestion), address
+        )
         return msgspec.json.encode(report)
 
     async def start(self, spec: bytes) -> None:

@@ -35,7 +35,7 @@ def opaque(tenant: str, secret: str) -> str:
     return blake3.blake3(tenant.encode(), key=key).hexdigest(length=8)
 
 
-class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordingHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """First line of a recording: `rules` of a conductor, or `node`, what a node was, and how long its transfers may
     bring nothing."""
 
@@ -63,7 +63,7 @@ class Line(msgspec.Struct, frozen=True):
 class Recorder:
     """Appends to a file; each line is written at once, so a crash loses at most the line under way."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: RecordingHeader) -> None:
         try:
             self._file: BufferedWriter = open(path, "wb", opener=private)  # noqa: SIM115
         except OSError as error:
@@ -103,7 +103,7 @@ class LiveRecorder(Recorder):
 
 def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:
     """Beside the conductor's recording at `path`: one file for each start of a node, the `start`-th."""
-    header = Header(RECORDING_FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
+    header = RecordingHeader(RECORDING_FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
     number = f".{start}" if start > 1 else ""
     return LiveRecorder(path.with_suffix(f".{facts.node}{number}{path.suffix}"), header)
 
@@ -117,7 +117,7 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
-def read(path: Path) -> tuple[Header, Sequence[bytes]]:
+def read(path: Path) -> tuple[RecordingHeader, Sequence[bytes]]:
     """Header and the lines that follow it. Raises ConfigError for what is no recording of this version."""
     try:
         lines = path.read_bytes().splitlines()
@@ -126,7 +126,7 @@ def read(path: Path) -> tuple[Header, Sequence[bytes]]:
     if not lines:
         raise ConfigError(f"{path}: empty; a recording starts with a header line")
     try:
-        header = msgspec.json.decode(lines[0], type=Header)
+        header = msgspec.json.decode(lines[0], type=RecordingHeader)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: line 1 is no recording header: {error}") from None
     if header.format != RECORDING_FORMAT:

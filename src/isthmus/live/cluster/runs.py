@@ -30,7 +30,7 @@ from isthmus.live.engine.interface import (
     OnScores,
     Row,
 )
-from isthmus.live.kv.cache import PrefixMissing, Staging
+from isthmus.live.kv.cache import BlockStaging, PrefixMissing
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.peers.messages import Output, Scores, StageSampled
 
@@ -50,7 +50,7 @@ MAX_NAMERS = 64
 Names = tuple[BlockName, ...]
 
 
-class _Attempt:
+class TokenSequence:
     """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
     its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
@@ -101,7 +101,7 @@ class Execution:
 
     run: Run
     batch: Any
-    sampled: list[tuple[_Attempt, Piece]]
+    sampled: list[tuple[TokenSequence, Piece]]
     on_layer: OnLayer | None
     before_layer: OnLayer | None
     on_scores: OnScores | None
@@ -111,7 +111,7 @@ class Execution:
     steps: int = 0
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
-    ended: list[_Attempt] = field(default_factory=list)
+    ended: list[TokenSequence] = field(default_factory=list)
     broken: dict[RequestId, Broken] = field(default_factory=dict)
 
     @property
@@ -136,7 +136,7 @@ class Runs:
         self.engine, self._mover, self._outputs, self._scores = engine, mover, outputs, scores
         self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
-        self._attempts: dict[RequestId, _Attempt] = {}
+        self._attempts: dict[RequestId, TokenSequence] = {}
         self._awaited: RequestId
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
@@ -146,7 +146,7 @@ class Runs:
     # Under the node's lock.
 
     def begin(self, begin: StartAttempt) -> None:
-        self._attempts[begin.key] = _Attempt(begin)
+        self._attempts[begin.key] = TokenSequence(begin)
         self.prepare(begin)
 
     def prepare(self, begin: StartAttempt) -> Future[None] | None:
@@ -304,7 +304,7 @@ class Runs:
 
     # One iteration.
 
-    def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
+    def _chunk(self, attempt: TokenSequence, piece: Piece, decodes: bool) -> Chunk:
         start, stop, num_top = piece.start, piece.start + piece.count, attempt.num_top
         return Chunk(
             attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.begin.salt,
@@ -327,11 +327,11 @@ class Runs:
         packed = () if packing is None else piece.scratch[: packing.num_packed]
         return Assembling(assembly.selection, tuple(donated), assembly.passages, packing, packed)
 
-    def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
+    def _scored(self, attempt: TokenSequence, position: int, found: Sequence[TokenLogprobs]) -> None:
         route = attempt.begin.route
         self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
 
-    def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
+    def _stage(self, attempt: TokenSequence, piece: Piece) -> BlockStaging | None:
         """Blocks that a chunk completes go to the store while it is computed."""
         if not self.saves or piece.assembly is not None:
             return None
@@ -340,7 +340,7 @@ class Runs:
         )
         return self._mover.stage(piece.request, attempt.names[full], piece.table[full])
 
-    def _await_loads(self, layer: int, loading: Sequence[_Attempt]) -> None:
+    def _await_loads(self, layer: int, loading: Sequence[TokenSequence]) -> None:
         """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
         one that it waited for last."""
         started_ns = self._clock_ns()
@@ -351,7 +351,7 @@ class Runs:
                 load.wait(layer, attempt.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
-    def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
+    def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[BlockStaging]) -> None:
         for staging in staged:
             self._mover.save_layer(staging, layer)
         for piece in departing:
@@ -393,7 +393,7 @@ class Runs:
                 tokens = Span(dropped * self._size, len(attempt.tokens))
                 self._mover.kv_ready(piece.request, layers, tokens, (0,) * dropped + kept)
 
-    def _emit(self, sampled: Iterable[tuple[_Attempt, int, TokenLogprobs | None]]) -> list[_Attempt]:
+    def _emit(self, sampled: Iterable[tuple[TokenSequence, int, TokenLogprobs | None]]) -> list[TokenSequence]:
         """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
         outputs, ended = [], []
         for attempt, token, logprobs in sampled:
@@ -413,7 +413,7 @@ class Runs:
             self._outputs(outputs)
         return ended
 
-    def _all_names(self, attempt: _Attempt) -> Names:
+    def _all_names(self, attempt: TokenSequence) -> Names:
         """Of all full blocks of prompt and answer. The last token has no KV."""
         if attempt.begin.route.assembly is not None:
             return ()  # it follows from more than its tokens

@@ -45,7 +45,7 @@ RESET = struct.pack("ii", 1, 0)
 """As SO_LINGER: closing a socket resets its connection."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class LinkShape(msgspec.Struct, frozen=True):
     """`delay_s`: of each direction; `rate`: bytes/s of each, shared by all connections, None: no bound; `window`: bytes
     of one connection on the way. `jitter_s`: each chunk is late by up to this much, in order. The first connection
     stands still, once, for `stall_s` after `stall_after` bytes."""
@@ -62,7 +62,7 @@ class Shape(msgspec.Struct, frozen=True):
 class Direction:
     """One direction of the link: chunks leave one after another at its rate."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LinkShape) -> None:
         self._rate, self._free_s = shape.rate, 0.0
 
     @property
@@ -82,7 +82,7 @@ class Pipe:
     """One direction of one connection. Bytes on the way lie in a ring as large as the window."""
 
     def __init__(
-        self, shape: Shape, direction: Direction, source: socket.socket, target: socket.socket
+        self, shape: LinkShape, direction: Direction, source: socket.socket, target: socket.socket
     ) -> None:
         self._shape, self._direction, self.source, self.target = shape, direction, source, target
         self._ring = memoryview(bytearray(shape.window))
@@ -161,7 +161,7 @@ class Pipe:
             self._acknowledged = self._acknowledgements.popleft()[1]
 
 
-class Port:
+class LinkPort:
     """Where one end of the link is entered. `towards`: which direction what is sent in takes, 0 or 1; `target`: where
     connections lead, None: nowhere yet; `number`: 0 for any that is free. Raises StartError when it is taken."""
 
@@ -183,7 +183,7 @@ class Port:
 class Proxy:
     """Carries connections from `ports` to their targets, with a thread of its own."""
 
-    def __init__(self, shape: Shape, ports: list[Port]) -> None:
+    def __init__(self, shape: LinkShape, ports: list[LinkPort]) -> None:
         self._shape, self.ports = shape, ports
         self._directions = Direction(shape), Direction(shape)
         self._pipes: list[Pipe] = []
@@ -245,7 +245,7 @@ class Proxy:
         wait_ms = max(0.0, min(times) - now_s) * 1000 if times else None
         return {fileno for fileno, events in poll.poll(wait_ms) if events & ~select.POLLOUT}
 
-    def _accept(self, port: Port) -> None:
+    def _accept(self, port: LinkPort) -> None:
         try:
             near, _ = port.socket.accept()
         except OSError:  # it went away before
@@ -297,7 +297,7 @@ def _reset(each: socket.socket) -> None:
 class LinkSpec(msgspec.Struct, frozen=True):
     """`ports`: at which the link is to be entered in each direction, 0 for any that is free."""
 
-    shape: Shape
+    shape: LinkShape
     ports: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -308,10 +308,10 @@ class Point(msgspec.Struct, frozen=True):
     target: str
 
 
-def shape_of(bytes_per_s: int, rtt_ns: int) -> Shape:
+def shape_of(bytes_per_s: int, rtt_ns: int) -> LinkShape:
     """The window of one connection is twice what is on the way at the full rate, so that it is not what limits."""
     window = min(MAX_WINDOW, max(MIN_WINDOW, 2 * bytes_per_s * rtt_ns // 10**9))
-    return Shape(delay_s=rtt_ns / 2e9, rate=float(bytes_per_s), window=window)
+    return LinkShape(delay_s=rtt_ns / 2e9, rate=float(bytes_per_s), window=window)
 
 
 def main() -> None:
@@ -321,7 +321,7 @@ def main() -> None:
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     spec = msgspec.json.decode(line, type=LinkSpec)
-    ports = [[Port(towards, number=number) for number in each] for towards, each in enumerate(spec.ports)]
+    ports = [[LinkPort(towards, number=number) for number in each] for towards, each in enumerate(spec.ports)]
     proxy = Proxy(spec.shape, [*ports[0], *ports[1]])
     commands = _Commands(proxy, control.fileno())
     proxy.watch(control.fileno(), commands.read)

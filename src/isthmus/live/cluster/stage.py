@@ -24,7 +24,7 @@ from isthmus.core.errors import ProtocolError, StartError
 from isthmus.core.node import events
 from isthmus.core.scheduler import Piece, Preempted, Run, Saved
 from isthmus.core.types import RequestId
-from isthmus.live.cluster.process import EngineProcess, NodeOptions, Opener, Runtime, Vital
+from isthmus.live.cluster.process import EngineProcess, NodeOptions, Opener, RequiredSession, Runtime
 from isthmus.live.cluster.runs import Execution, Runs
 from isthmus.live.engine.interface import Engine, Hidden
 from isthmus.live.kv.mover import KVMover
@@ -259,7 +259,7 @@ class StageNode(EngineProcess):
         stage = self._options.stage
         if opening.later:
             try:
-                after = Vital(self, "the next stage", self.up)  # all it says is for the leader
+                after = RequiredSession(self, "the next stage", self.up)  # all it says is for the leader
                 self._after = await self._network.connect(
                     opening.later[0], messages.Upward, after, timeout_s=CONNECT_S
                 )
@@ -283,7 +283,7 @@ class StageNode(EngineProcess):
             self._after.send(message, *payload, priority=Priority.URGENT)
 
 
-class _FromBefore(Vital):
+class _FromBefore(RequiredSession):
     """The stage before. Hidden states are received into memory of their own."""
 
     def __init__(self, node: StageNode) -> None:

@@ -11,7 +11,7 @@ from isthmus.core.errors import IsthmusError, ProtocolError
 from isthmus.core.types import Generated, Job, RequestId, TokenLogprobs
 
 
-class Stream:
+class AnswerStream:
     """Async iterator over batches of tokens, in order and without gaps, over all attempts of the request.
 
     Ends after the token with a finish reason; raises the IsthmusError the request failed with.

@@ -28,7 +28,7 @@ from isthmus.core.reuse import extended
 from isthmus.core.reuse.selection import TAIL
 from isthmus.core.types import Reused
 from isthmus.live.engine.alike import nearest, warped
-from isthmus.live.engine.batch import Batch, build_batch
+from isthmus.live.engine.batch import BatchTensors, build_batch
 from isthmus.live.engine.interface import Assembling, Chunk
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.mixers import Pass
@@ -213,7 +213,7 @@ class Assembled:
         stays[open_C[off_C.topk(quota).indices]] = True
         return stays
 
-    def _attended(self, q_SHD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    def _attended(self, q_SHD: Tensor, kv: Tensor, batch: BatchTensors) -> Tensor:
         """What the last tokens attend to in this layer: mean weights over them and all heads, `[L]`."""
         q, length = q_SHD[-TAIL:].float() * q_SHD.shape[-1] ** -0.5, len(self._slots_L)
         k_KDL = kv[self._slots_L, 0].float().permute(1, 2, 0)

@@ -12,7 +12,7 @@ from isthmus.core.blocks import KVLayout
 from isthmus.live.engine import kernels
 from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.engine import EngineOptions, device_of, num_blocks_of
-from isthmus.live.engine.interface import Asked
+from isthmus.live.engine.interface import HolderQueries
 from isthmus.live.engine.kv import TORCH_DTYPES, KVMemory
 from isthmus.live.engine.remote import answer_to, queries_of, shapes_of, split_of
 from isthmus.live.engine.spec import kv_layout, read_spec
@@ -50,7 +50,7 @@ class AttentionEngine:
     def products(self) -> tuple[str, ...]:
         return ()
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
         """See `isthmus.live.engine.interface.Engine`."""
         kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():

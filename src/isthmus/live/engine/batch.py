@@ -60,7 +60,7 @@ class Scored:
 
 
 @dataclass
-class Batch:
+class BatchTensors:
     """Legend: T flat tokens, R paged rows (the first R of T), S sampled tokens, B blocks of the longest row."""
 
     tokens_T: Tensor
@@ -98,7 +98,7 @@ class Batch:
     def only_decodes(self) -> bool:
         return not self.prefills and self.num_rows == len(self.order)
 
-    def within(self, first: int, stop: int) -> Batch:
+    def within(self, first: int, stop: int) -> BatchTensors:
         """Rows `[first, stop)` of a batch of decodes, for one iteration. Nothing is copied."""
         assert self.only_decodes, "rows of a prompt stay together"
         at = slice(first, stop)
@@ -117,7 +117,7 @@ class Batch:
             packed=None if self.packed is None else self.packed.within(at),
         )
 
-    def thinned(self, rows_S: Tensor) -> Batch:
+    def thinned(self, rows_S: Tensor) -> BatchTensors:
         """Of a batch that is one long chunk, these tokens, ascending; the others are through."""
         (chunk,), device = self.prefills, self.slots_T.device
         positions = chunk.positions[rows_S.cpu().numpy()]
@@ -155,7 +155,7 @@ def build_batch(
     states: LiveStates | None = None,
     *,
     num_blocks: int = 0,
-) -> Batch:
+) -> BatchTensors:
     """Lays out chunks (in any order) as one flat batch. Mutates nothing. `states`: of the model, if it has any;
     `num_blocks`: of the KV memory, for what is packed."""
     by_rows = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) <= ROW_TOKENS]
@@ -204,7 +204,7 @@ def build_batch(
     packed = None
     if any(chunk.packing is not None for chunk in row_chunks):
         packed = PackedRows(row_chunks, num_blocks, block_size, lens_R)
-    return Batch(
+    return BatchTensors(
         tokens_T=place(tokens, torch.int64),
         positions_T=place(flat_positions, torch.int32),
         slots_T=place(np.concatenate([nothing, *slots]), torch.int32),

@@ -20,7 +20,7 @@ SELDOM, RARELY = 16, 128
 """One step in so many is a trial: often at first, half as often after every series that changed nothing."""
 
 
-class Choice:
+class StepChoice:
     """For steps that are alike, with 1 to `most`. `number`: the one that most are taken with, `first` in the beginning.
     `offset`: trials come so many steps earlier, so that two choices do not try at once."""
 
@@ -75,12 +75,12 @@ class Team:
 
     def __init__(self, threads: int, set_threads: Callable[[int], None], clock_s: Callable[[], float]) -> None:
         self._threads, self._set_threads, self._clock_s = threads, set_threads, clock_s
-        self._set, self._choices = threads, dict[int, Choice]()
+        self._set, self._choices = threads, dict[int, StepChoice]()
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
         """Takes a decode step of so many rows with the number of threads that is right, and times it."""
-        choice = self._choices.setdefault(num_rows.bit_length(), Choice(self._threads, self._threads))
+        choice = self._choices.setdefault(num_rows.bit_length(), StepChoice(self._threads, self._threads))
         threads = choice.next()
         self._take(threads)
         started_s = self._clock_s()

@@ -26,12 +26,12 @@ from isthmus.core.errors import ProtocolError, StartError
 from isthmus.core.types import Reused, Sampling, TokenLogprobs
 from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
-    Asked,
     Asking,
     BeforeLayer,
     Chunk,
     Elsewhere,
     Hidden,
+    HolderQueries,
     OnLayer,
     OnScores,
     Row,
@@ -244,7 +244,7 @@ class EmulatedEngine:
         self.states.finish(passage)
         return below, digests
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
         """The bytes of what is asked for, one after the other."""
         size, found, memory = self.layout.block_size, bytearray(), self.memory
         memory = memory.split(parts) if parts > 1 else memory
@@ -455,16 +455,16 @@ class EmulatedStates:
         self._recipe, self._memory, self.max_sequences = recipe, memory, max_sequences
         self._live: dict[int, LayerStates] = {}
 
-    def begin(self, chunks: Sequence[Chunk]) -> Passage:
+    def begin(self, chunks: Sequence[Chunk]) -> LayerPassage:
         """The passage of a batch's chunks through the layers. The blocks they restore from are in place."""
         if not self._recipe.layout.state_bytes:
-            return Passage(self._recipe, chunks, [[] for _ in chunks])
+            return LayerPassage(self._recipe, chunks, [[] for _ in chunks])
         slots = [chunk.slot for chunk in chunks]
         assert len(set(slots)) == len(slots), "each request of a batch has a live state of its own"
         assert all(0 <= slot < self.max_sequences for slot in slots), "slots lie among those the engine has"
-        return Passage(self._recipe, chunks, [self._before(chunk) for chunk in chunks])
+        return LayerPassage(self._recipe, chunks, [self._before(chunk) for chunk in chunks])
 
-    def finish(self, passage: Passage) -> None:
+    def finish(self, passage: LayerPassage) -> None:
         """All layers are done: states and snapshots are where others find them."""
         for chunk, states in zip(passage.chunks, passage.states, strict=True):
             if states:
@@ -504,7 +504,7 @@ class EmulatedStates:
         return [(layer, block * size, (block + 1) * size) for block in blocks for layer in layers]
 
 
-class Passage:
+class LayerPassage:
     """A batch on its way through the layers: the states of its chunks so far, and those that are to be kept."""
 
     def __init__(self, recipe: Recipe, chunks: Sequence[Chunk], states: list[LayerStates]) -> None:

@@ -18,15 +18,15 @@ from isthmus.core.models import ModelSpec
 from isthmus.live.engine import kernels
 from isthmus.live.engine.alike import directions
 from isthmus.live.engine.assembling import Assembled
-from isthmus.live.engine.batch import Batch, build_batch
+from isthmus.live.engine.batch import BatchTensors, build_batch
 from isthmus.live.engine.choice import Team
 from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
-    Asked,
     BeforeLayer,
     Chunk,
     Elsewhere,
     Hidden,
+    HolderQueries,
     OnLayer,
     OnScores,
     Row,
@@ -41,7 +41,7 @@ from isthmus.live.engine.remote import answer_to, queries_of, shapes_of, split_o
 from isthmus.live.engine.sampling import parts_of, sample, score
 from isthmus.live.engine.spec import kv_layout, read_spec
 from isthmus.live.engine.states import LiveStates
-from isthmus.live.engine.turns import Turns
+from isthmus.live.engine.turns import BatchTurns
 from isthmus.live.engine.weights import Weights, load_weights
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
@@ -58,7 +58,7 @@ class EngineOptions:
     max_length: int | None = None
     layers: tuple[int, int] | None = None  # half-open, of a pipeline stage (`split_layers`); None: all
     max_sequences: int = 64  # slots for live states, in models with recurrent layers
-    batches: int | None = None  # take turns where KV lies elsewhere (`Turns`)
+    batches: int | None = None  # take turns where KV lies elsewhere (`BatchTurns`)
     grammars: GrammarLimits = GRAMMAR_LIMITS
 
 
@@ -73,7 +73,7 @@ class Engine:
         self.device = device_of(options.device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         self._team = Team(threads, torch.set_num_threads, time.perf_counter)
-        self._turns = Turns(options.batches, time.perf_counter)
+        self._turns = BatchTurns(options.batches, time.perf_counter)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
@@ -139,7 +139,7 @@ class Engine:
     def products(self) -> tuple[str, ...]:
         return self.kernels.described()
 
-    def build(self, chunks: Sequence[Chunk]) -> Batch:
+    def build(self, chunks: Sequence[Chunk]) -> BatchTensors:
         size, blocks = self.layout.block_size, self.memory.num_blocks
         batch = build_batch(chunks, size, self.device, self.states, num_blocks=blocks)
         assembled = [index for index, chunk in enumerate(chunks) if chunk.assembling is not None]
@@ -161,7 +161,7 @@ class Engine:
 
     def forward(
         self,
-        batch: Batch,
+        batch: BatchTensors,
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
@@ -188,7 +188,7 @@ class Engine:
                 found.append(self.model.logits_of((x_TN[-1:].contiguous(), delta_TN[-1:].contiguous())))
             return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _score(self, residual: Residual, batch: Batch, on_scores: OnScores) -> None:
+    def _score(self, residual: Residual, batch: BatchTensors, on_scores: OnScores) -> None:
         """The head is put on so many tokens at a time as bounds the memory. Changes `residual`."""
         x_TN, delta_TN = residual
         for part in parts_of(batch.scored, self.vocab_size):
@@ -198,7 +198,7 @@ class Engine:
 
     def step(
         self,
-        batch: Batch,
+        batch: BatchTensors,
         rows: Sequence[Row],
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
@@ -209,7 +209,7 @@ class Engine:
         logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores, elsewhere)
         return sample(logits_SV, rows, self.constraints.allowed(rows))
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
         """Reads `memory` alone, and has no buffers in common with a step."""
         kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
@@ -219,7 +219,7 @@ class Engine:
 
     def relay(
         self,
-        batch: Batch,
+        batch: BatchTensors,
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
@@ -233,7 +233,7 @@ class Engine:
         return Hidden(tuple(x_TN.shape), _name(x_TN.dtype), bytes_of(x_TN))
 
     @contextmanager
-    def _iteration(self, batch: Batch) -> Iterator[None]:
+    def _iteration(self, batch: BatchTensors) -> Iterator[None]:
         """Nothing of an iteration is left in the queue of a device afterwards, however it ends: its blocks may be
         given to another request then, whose KV comes on another stream."""
         try:
@@ -243,13 +243,13 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 
-    def _threads(self, batch: Batch) -> AbstractContextManager[None]:
+    def _threads(self, batch: BatchTensors) -> AbstractContextManager[None]:
         if batch.only_decodes and not batch.assembled:
             return self._team.step(batch.num_rows)
         self._team.all()
         return nullcontext()
 
-    def _taken(self, batch: Batch, hidden: Hidden | None) -> Tensor:
+    def _taken(self, batch: BatchTensors, hidden: Hidden | None) -> Tensor:
         """What the first layer here takes, as a tensor that may be changed."""
         assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
         if hidden is None:

@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from isthmus.core.errors import ModelError
-from isthmus.live.engine.grammar import Setup, Step, Stepped
+from isthmus.live.engine.grammar import GrammarSetup, GrammarStep, Step
 from isthmus.model_files import end_tokens, open_files
 from isthmus.model_files.grammar import check, compile_grammar, grammar_tokenizer
 from isthmus.model_files.grammar_limits import GrammarError
@@ -30,7 +30,7 @@ IDLE_S = 20.0
 """Without a grammar, the fork server leaves."""
 
 
-class _Row:
+class _MatcherRow:
     """A matcher that has taken a row's tokens; or why there is none any more."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -59,11 +59,11 @@ class _Row:
 
 
 class _Follower:
-    def __init__(self, tokenizer: LLTokenizer, setup: Setup) -> None:
+    def __init__(self, tokenizer: LLTokenizer, setup: GrammarSetup) -> None:
         self._tokenizer, self._limits = tokenizer, setup.limits
         self._width = -(-setup.vocab_size // 32)
         self._first: LLMatcher | None = None
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _MatcherRow] = {}
         self._executor: LLExecutor | None = None
 
     def answer(self, question: bytes) -> Sequence[bytes | memoryview]:
@@ -75,20 +75,23 @@ class _Follower:
             if step.grammar:
                 self._first = compile_grammar(step.grammar, self._tokenizer, self._limits)
         except GrammarError as error:
-            return [_encode(Stepped(grown_bytes(), str(error))), bits_RW.tobytes()]
+            return [_encode(GrammarStep(grown_bytes(), str(error))), bits_RW.tobytes()]
         assert self._first is not None, "the first question brings the grammar"
         num_tokens = sum(len(tokens) for _, tokens in step.rows)
         with cpu_limit(MASK_S * (1 + len(step.rows)) + SLOW_TOKEN_S * num_tokens):
             rows = []
             for number, tokens in step.rows:
                 if number not in self._rows:
-                    self._rows[number] = _Row(self._first.deep_copy())
+                    self._rows[number] = _MatcherRow(self._first.deep_copy())
                 rows.append(self._rows[number])
                 rows[-1].take(tokens)
             self._mask(rows, bits_RW)
-        return [_encode(Stepped(grown_bytes(), "", tuple([row.objection for row in rows]))), bits_RW.tobytes()]
+        return [
+            _encode(GrammarStep(grown_bytes(), "", tuple([row.objection for row in rows]))),
+            bits_RW.tobytes(),
+        ]
 
-    def _mask(self, rows: Sequence[_Row], bits_RW: NDArray[np.int32]) -> None:
+    def _mask(self, rows: Sequence[_MatcherRow], bits_RW: NDArray[np.int32]) -> None:
         """Of rows that are objected to the bits mean nothing."""
         address, stride = bits_RW.ctypes.data, self._width * bits_RW.itemsize
         pairs = [(row.matcher, at) for at, row in enumerate(rows) if row.matcher is not None]
@@ -112,7 +115,7 @@ _step = msgspec.msgpack.Decoder(Step).decode
 
 def _load(setup: bytes) -> Answer:
     """Raises ModelError with why no grammar can be followed."""
-    said = msgspec.msgpack.decode(setup, type=Setup)
+    said = msgspec.msgpack.decode(setup, type=GrammarSetup)
     if said.model is None:
         raise ModelError("this engine has no tokenizer")
     files = open_files(Path(said.model))

@@ -39,7 +39,7 @@ NUM_COMPILERS = max(1, len(os.sched_getaffinity(0)) // 2)
 """Grammars that are compiled at once: not on all cores."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """`model`: where tokenizer and end tokens are, None: nowhere; `vocab_size`: of the logits."""
 
     model: str | None
@@ -49,14 +49,14 @@ class Setup(msgspec.Struct, frozen=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """`grammar`: of this worker, once; "" from then on. `gone`: rows that are over. `rows`: by number, each with its
-    tokens since it was told of last. The answer is a `Stepped`, and behind it a mask of each row."""
+    tokens since it was told of last. The answer is a `GrammarStep`, and behind it a mask of each row."""
 
     grammar: str
     gone: tuple[int, ...] = ()
     rows: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-class Stepped(msgspec.Struct, frozen=True, array_like=True):
+class GrammarStep(msgspec.Struct, frozen=True, array_like=True):
     """Why the grammar cannot be followed at all, and why each row cannot go on; empty while it can. `num_bytes`: of
     memory that all of it takes."""
 
@@ -66,7 +66,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_stepped = msgspec.msgpack.Decoder(Stepped).decode
+_stepped = msgspec.msgpack.Decoder(GrammarStep).decode
 
 
 @lru_cache(8)
@@ -152,7 +152,7 @@ class Grammars:
         `vocab_size`: of the logits."""
         self._model, self._limits, self._width = model, limits, -(-vocab_size // 32)
         path = None if model is None else str(model.absolute())
-        self._server = _server(_encode(Setup(path, vocab_size, limits)))
+        self._server = _server(_encode(GrammarSetup(path, vocab_size, limits)))
         self._grammars: OrderedDict[str, _Grammar] = OrderedDict()
         self._lock = Lock()
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "grammar-compiler")

@@ -82,7 +82,7 @@ class HolderLost(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class HolderQueries:
     """At the holder: the next `num_rows` queries attend to the first `num_tokens` tokens in `blocks`, which are those
     from `position` on of a request. `first`: position of the first query, each further one follows it (for windows)."""
 
@@ -293,7 +293,7 @@ class Engine(Protocol):
         `hidden` does not fit the batch, HolderLost.
         """
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
         """What queries `[R, H, D]` of other engines get of KV that lies here: `out [R, H, D]` and then `lse [R, H]`,
         all float32, H a `parts`-th of the model's heads; blocks are those of `memory.split(parts)`. From any thread,
         while a step runs; nobody writes to those blocks meanwhile. Raises ProtocolError for queries of other rows."""

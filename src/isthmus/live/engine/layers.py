@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isthmus.core.models import Attention, Delta, Dense, Experts, LatentAttention, Lightning, ModelSpec
+from isthmus.core.models import Attention, DeltaRule, Dense, Experts, LatentAttention, Lightning, ModelSpec
 from isthmus.live.engine.experts import Mixture, Mlp, Routing
 from isthmus.live.engine.linear import GatedDeltaNet, KimiDelta
 from isthmus.live.engine.linear.layer import projection
@@ -22,7 +22,7 @@ from isthmus.live.engine.rope import half_split
 from isthmus.live.engine.tiles import Weight, plain, stacked
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where the tensors of a model come from, each of an exact shape. Raises ModelError naming file or tensor.
 
     `dtype`: of matrices that are not quantised.
@@ -102,7 +102,7 @@ class Layer:
     mlp: MlpWeights
 
 
-def load_layer(source: Source, spec: ModelSpec, index: int) -> Layer:
+def load_layer(source: TensorSource, spec: ModelSpec, index: int) -> Layer:
     """One layer of a model; every tensor of it is taken, always in the same order."""
     at, layer = f"model.layers.{index}", spec.layers[index]
     assert not isinstance(layer.mixer, Lightning), "read_spec refuses such a model"
@@ -116,18 +116,18 @@ def load_layer(source: Source, spec: ModelSpec, index: int) -> Layer:
 
 
 class _LayerLoader:
-    def __init__(self, source: Source, spec: ModelSpec, at: str) -> None:
+    def __init__(self, source: TensorSource, spec: ModelSpec, at: str) -> None:
         self._source, self._spec, self._at, self._hidden = source, spec, at, spec.hidden_size
 
-    def mixer(self, kind: Attention | LatentAttention | Delta) -> MixerWeights:
+    def mixer(self, kind: Attention | LatentAttention | DeltaRule) -> MixerWeights:
         match kind:
             case Attention():
                 return self._attention(kind)
             case LatentAttention():
                 return self._latent(kind)
-            case Delta(kind="gdn"):
+            case DeltaRule(kind="gdn"):
                 return self._gated_delta_net(kind)
-            case Delta():
+            case DeltaRule():
                 return self._kimi_delta(kind)
 
     def mlp(self, kind: Dense | Experts) -> MlpWeights:
@@ -200,7 +200,7 @@ class _LayerLoader:
             output=self._linear(f"{at}.o_proj", hidden, kind.num_heads * kind.value_dim, bias=bias),
         )
 
-    def _gated_delta_net(self, kind: Delta) -> GatedDeltaNet:
+    def _gated_delta_net(self, kind: DeltaRule) -> GatedDeltaNet:
         at, heads, hidden, take = f"{self._at}.linear_attn", kind, self._hidden, self._source
         values = kind.num_values * kind.value_dim
         keys = kind.num_keys * kind.key_dim
@@ -219,7 +219,7 @@ class _LayerLoader:
             eps=self._spec.norm_eps,
         )
 
-    def _kimi_delta(self, kind: Delta) -> KimiDelta:
+    def _kimi_delta(self, kind: DeltaRule) -> KimiDelta:
         at, hidden, take = f"{self._at}.self_attn", self._hidden, self._source
         heads, size = kind.num_values, kind.value_dim
         wide = heads * size

@@ -17,14 +17,14 @@ from torch import Tensor
 from isthmus.core.models import Attention, LatentAttention
 from isthmus.live.engine import linear
 from isthmus.live.engine.attention import Part, merge, partial
-from isthmus.live.engine.batch import Batch, Prefill
+from isthmus.live.engine.batch import BatchTensors, Prefill
 from isthmus.live.engine.interface import BeforeLayer, Elsewhere, OnLayer, runs_of
 from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import attend_parts
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import AttentionWeights, LatentWeights
 from isthmus.live.engine.linear import layer
-from isthmus.live.engine.remote import Remote
+from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
 EXPANDED_TOKENS = 4096
@@ -49,19 +49,19 @@ class Thinning(Protocol):
 class Pass:
     """A batch on its way through the layers; KV layers say when they touch their KV and when it is in place."""
 
-    batch: Batch
+    batch: BatchTensors
     memory: KVMemory
     on_layer: OnLayer | None = None
     before_layer: BeforeLayer | None = None
     elsewhere: Elsewhere | None = None
     thinning: Thinning | None = None
 
-    def remote(self, layer: int, window: int = 0) -> Remote | None:
+    def remote(self, layer: int, window: int = 0) -> RemoteAttention | None:
         """Whom to ask for the rest of a layer's sums, if KV of the batch lies elsewhere."""
         if not self.batch.remote:
             return None
         assert self.elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
-        return Remote(self.elsewhere, self.batch.remote, layer, window, self.memory.kernels)
+        return RemoteAttention(self.elsewhere, self.batch.remote, layer, window, self.memory.kernels)
 
     def enter(self, layer: int) -> Tensor:
         """The KV of a layer, once it may be read and written."""
@@ -86,10 +86,10 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SentQueries:
     """Queries of a layer as they were sent to all who have more of its KV."""
 
-    remote: Remote
+    remote: RemoteAttention
     q_THD: Tensor
 
 
@@ -103,13 +103,13 @@ class AttendingMixer(Protocol):
 
     index: int
 
-    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+    def ask(self, q_THD: Tensor, run: Pass) -> SentQueries | None:
         """None where all KV is here."""
 
-    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
         """`kv`: of the layer, the batch's own in place. Where nobody was asked, that is all: `out [T, H, V]`."""
 
-    def add(self, sums: Sums, asked: Asked) -> Tensor:
+    def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         """`[T, H, V]`, with what those who were asked answer. Waits for them; raises HolderLost."""
 
 
@@ -148,20 +148,20 @@ class AttentionMixer:
         assert gate is not None, "the model's layers are gated, or they are not"
         return self.kernels.linear(x_TN, gate.weight, gate.bias).sigmoid()
 
-    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+    def ask(self, q_THD: Tensor, run: Pass) -> SentQueries | None:
         remote = run.remote(self.index, self.shape.window)
         if remote is None:
             return None
         remote.ask(q_THD)
-        return Asked(remote, q_THD)
+        return SentQueries(remote, q_THD)
 
-    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
         window, scale = self.shape.window, self.shape.head_dim**-0.5
         remote = None if asked is None else asked.remote
         rows = run.rows(self.index, kv)
         return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, window=window, scale=scale)
 
-    def add(self, sums: Sums, asked: Asked) -> Tensor:
+    def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return sum_all(sums, asked.remote)
 
     def output(self, run: Pass, out_THD: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -215,15 +215,15 @@ class LatentMixer:
         if self.cos_sin is not None:
             heads.copy_(rotate(heads, self.cos_sin[run.batch.positions_T]))
 
-    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+    def ask(self, q_THD: Tensor, run: Pass) -> SentQueries | None:
         remote = run.remote(self.index)
         if remote is None:
             return None
         absorbed = self._absorb(q_THD).contiguous()
         remote.ask(absorbed)
-        return Asked(remote, absorbed)
+        return SentQueries(remote, absorbed)
 
-    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
         """In the latent space if others were asked, in that of the values otherwise."""
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
@@ -231,7 +231,7 @@ class LatentMixer:
         rows = run.rows(self.index, kv)
         return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, window=0, scale=scale)
 
-    def add(self, sums: Sums, asked: Asked) -> Tensor:
+    def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return self._values(sum_all(sums, asked.remote))
 
     def output(self, run: Pass, out_THV: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class LatentMixer:
         output = self.weights.output
         return self.kernels.linear(out_THV.flatten(1), output.weight, output.bias)
 
-    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q_THD: Tensor, kv: Tensor, batch: BatchTensors) -> Tensor:
         """`[T, H, V]`, of KV that is all here."""
         rows, scale = batch.num_rows, self.shape.scale
         both = kv.expand(-1, 2, -1, -1)
@@ -336,9 +336,9 @@ class RecurrentMixer:
 def sum_here(
     q_THD: Tensor,
     kv: Tensor,
-    batch: Batch,
+    batch: BatchTensors,
     kernels: Kernels,
-    remote: Remote | None,
+    remote: RemoteAttention | None,
     rows_in: tuple[Tensor, Tensor, Tensor],
     *,
     window: int,
@@ -371,7 +371,7 @@ def sum_here(
     return out_THD, lses[0] if len(lses) == 1 else torch.cat(lses)
 
 
-def sum_all(sums: Sums, remote: Remote) -> Tensor:
+def sum_all(sums: Sums, remote: RemoteAttention) -> Tensor:
     """`[T, H, D]`: of what is here and what others answer."""
     out_THD, lse_TH = sums
     assert lse_TH is not None, "what was asked for comes to a weight"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isthmus.core.models import Attention, LatentAttention, LayerSpec, ModelSpec
 from isthmus.core.models.graph import ATTEND, graph_of
-from isthmus.live.engine.batch import Batch
+from isthmus.live.engine.batch import BatchTensors
 from isthmus.live.engine.experts import Mixture, mix
 from isthmus.live.engine.interface import BeforeLayer
 from isthmus.live.engine.kernels import Kernels
@@ -24,7 +24,7 @@ from isthmus.live.engine.mixers import AttentionMixer, LatentMixer, Pass, Recurr
 from isthmus.live.engine.program import Compute, Program, Residual, through
 from isthmus.live.engine.rope import cos_sin_table, padded
 from isthmus.live.engine.tiles import rows_of
-from isthmus.live.engine.turns import Turns
+from isthmus.live.engine.turns import BatchTurns
 from isthmus.live.engine.weights import Weights
 
 
@@ -36,7 +36,7 @@ class Model:
         self.spec, self._weights, self._kernels = spec, weights, kernels
         self.activations = kernels.activation_dtype(weights.dtype)
         graph = graph_of(spec, weights.range, self.activations.itemsize)
-        builder = _Builder(spec, weights, kernels, max_length)
+        builder = _ModelBuilder(spec, weights, kernels, max_length)
         self.cos_sin = builder.cos_sin
         self._program = Program(graph, builder.computes())
 
@@ -45,7 +45,7 @@ class Model:
         assert self._weights.embedding is not None, "only the first stage has the embedding"
         return rows_of(self._weights.embedding, tokens_T).to(self.activations)
 
-    def run_layers(self, x_TN: Tensor, run: Pass, turns: Turns | None = None) -> Residual:
+    def run_layers(self, x_TN: Tensor, run: Pass, turns: BatchTurns | None = None) -> Residual:
         """Writes the new KV of all layers. Changes `x_TN`. `turns`: how a batch of decodes may be split whose KV lies
         elsewhere; None: it is not."""
         if turns is not None and turns.splits(run):
@@ -65,7 +65,7 @@ class Model:
         x_TN, delta_TN = residual
         return x_TN.add_(delta_TN)
 
-    def logits(self, residual: Residual, batch: Batch) -> Tensor:
+    def logits(self, residual: Residual, batch: BatchTensors) -> Tensor:
         """`[S, V]`, float32, of the sampled tokens."""
         x_TN, delta_TN = residual
         if not batch.only_decodes:
@@ -88,7 +88,7 @@ def _all_before(before_layer: BeforeLayer | None, memory: KVMemory) -> None:
             before_layer(layer)
 
 
-class _Builder:
+class _ModelBuilder:
     """Puts weights and kernels of each layer together."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from isthmus.core.errors import ProtocolError
 from isthmus.core.models import Attention, LatentAttention, ModelSpec
 from isthmus.live.engine.attention import Part, partial
-from isthmus.live.engine.interface import Asked, Asking, Chunk, Elsewhere, HolderLost, runs_of
+from isthmus.live.engine.interface import Asking, Chunk, Elsewhere, HolderLost, HolderQueries, runs_of
 from isthmus.live.engine.kernels import Kernels
 
 FEW_ROWS = 8
@@ -29,7 +29,7 @@ _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What attention of a layer is. A `window` of 0 is none."""
 
     num_heads: int
@@ -38,15 +38,15 @@ class Shape:
     scale: float
 
 
-def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[Shape, ...]:
+def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[AttentionShape, ...]:
     """Of those of a half-open range of layers that keep KV."""
     found = []
     for layer in spec.layers[slice(*layers)]:
         mixer = layer.mixer
         if isinstance(mixer, Attention):
-            found.append(Shape(mixer.num_heads, mixer.head_dim, mixer.window, mixer.head_dim**-0.5))
+            found.append(AttentionShape(mixer.num_heads, mixer.head_dim, mixer.window, mixer.head_dim**-0.5))
         elif isinstance(mixer, LatentAttention):
-            found.append(Shape(mixer.num_heads, mixer.kept_dim, 0, mixer.scale))
+            found.append(AttentionShape(mixer.num_heads, mixer.kept_dim, 0, mixer.scale))
     return tuple(found)
 
 
@@ -117,7 +117,7 @@ def _flat(ranges: list[range], device: torch.device) -> slice | Tensor:
     return torch.tensor([at for each in ranges for at in each], device=device)
 
 
-class Remote:
+class RemoteAttention:
     """One layer's questions to others. Nothing is asked of a holder whose part no query sees."""
 
     def __init__(
@@ -158,7 +158,7 @@ def part_of(data: memoryview, num_rows: int, num_heads: int, head_dim: int) -> P
     return numbers[:split].view(num_rows, num_heads, head_dim), numbers[split:].view(num_rows, num_heads)
 
 
-def split_of(kv: Tensor, shape: Shape, parts: int) -> tuple[Tensor, Shape]:
+def split_of(kv: Tensor, shape: AttentionShape, parts: int) -> tuple[Tensor, AttentionShape]:
     """A layer's KV `[S, 2, K, D]` as blocks with a `parts`-th of the heads each, and attention of so many heads."""
     if parts == 1:
         return kv, shape
@@ -167,7 +167,7 @@ def split_of(kv: Tensor, shape: Shape, parts: int) -> tuple[Tensor, Shape]:
     return view, replace(shape, num_heads=shape.num_heads // parts)
 
 
-def queries_of(q: memoryview, shape: Shape, asked: Sequence[Asked]) -> Tensor:
+def queries_of(q: memoryview, shape: AttentionShape, asked: Sequence[HolderQueries]) -> Tensor:
     """`[R, H, D]`, one for each row that is asked. Raises ProtocolError for more or fewer."""
     num_rows = sum([each.num_rows for each in asked])
     if q.nbytes != num_rows * shape.num_heads * shape.head_dim * _NUMBER_BYTES:
@@ -177,7 +177,12 @@ def queries_of(q: memoryview, shape: Shape, asked: Sequence[Asked]) -> Tensor:
 
 
 def answer_to(
-    asked: Sequence[Asked], q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape, kernels: Kernels
+    asked: Sequence[HolderQueries],
+    q_RHD: Tensor,
+    kv: Tensor,
+    block_size: int,
+    shape: AttentionShape,
+    kernels: Kernels,
 ) -> memoryview:
     """What a layer's KV here adds to each query: `out [R, H, D]` and then `lse [R, H]`, float32."""
     parts, first = [], 0
@@ -202,7 +207,7 @@ def _answer_of(parts: Sequence[Part]) -> memoryview:
     return answer
 
 
-def _gathered(asked: Asked, q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape) -> Part:
+def _gathered(asked: HolderQueries, q_RHD: Tensor, kv: Tensor, block_size: int, shape: AttentionShape) -> Part:
     """Of many queries of one request, or with a window, which each of them has elsewhere."""
     if kv.shape[1] == 1:  # one vector that is key and value
         kv = kv.expand(-1, 2, -1, -1)
@@ -212,7 +217,7 @@ def _gathered(asked: Asked, q_RHD: Tensor, kv: Tensor, block_size: int, shape: S
     return partial(q_RHD, joined, scale=shape.scale, causal_from=causal_from, window=shape.window)
 
 
-def _tables(asked: Sequence[Asked], device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(asked: Sequence[HolderQueries], device: torch.device) -> tuple[Tensor, Tensor]:
     counts = [each.num_rows for each in asked]
     tables = np.zeros((sum(counts), max(len(each.blocks) for each in asked)), np.int32)
     row = 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.core.blocks import KVLayout
-from isthmus.core.models import Delta
+from isthmus.core.models import DeltaRule
 from isthmus.live.engine.interface import Chunk
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.linear import State
@@ -43,7 +43,7 @@ class LiveStates:
     """One state for each slot. Legend: S slots, L recurrent layers, X numbers of one layer's state."""
 
     def __init__(
-        self, heads: Delta, num_layers: int, max_sequences: int, layout: KVLayout, device: torch.device
+        self, heads: DeltaRule, num_layers: int, max_sequences: int, layout: KVLayout, device: torch.device
     ) -> None:
         shape = max_sequences, num_layers, heads.state_numbers
         self._live_SLX = torch.zeros(shape, dtype=torch.float32, device=device)

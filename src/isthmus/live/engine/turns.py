@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isthmus.core.cost.turns import jobs_of, replica_of, replicas_of
-from isthmus.live.engine.choice import SELDOM, Choice
+from isthmus.live.engine.choice import SELDOM, StepChoice
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing, Program, Residual, onward, through
 
@@ -25,13 +25,13 @@ MOST_UNASKED = 2
 """More need replicas of the layers on other devices, to be of use."""
 
 
-class Turns:
+class BatchTurns:
     """`batches`: into so many a batch is split, or fewer if it has fewer rows; None: into two where steps are quicker
     then. Whether they are depends on how long others take, and is tried now and then."""
 
     def __init__(self, batches: int | None, clock_s: Callable[[], float]) -> None:
         self._batches, self._clock_s = batches, clock_s
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, StepChoice] = {}
         # A new thread counts on as many threads as the process was told to take once torch was asked in it.
         self._threads = [
             ThreadPoolExecutor(1, f"replica-{at}", torch.get_num_threads)
@@ -54,7 +54,9 @@ class Turns:
         """`program` for a pass that splits. Raises HolderLost."""
         if self._batches is not None:
             return self._run(program, x_TN, run, self._batches)
-        choice = self._choices.setdefault(run.batch.num_rows.bit_length(), Choice(MOST_UNASKED, 1, SELDOM // 2))
+        choice = self._choices.setdefault(
+            run.batch.num_rows.bit_length(), StepChoice(MOST_UNASKED, 1, SELDOM // 2)
+        )
         batches, started_s = choice.next(), self._clock_s()
         residual = self._run(program, x_TN, run, batches)
         choice.took(batches, self._clock_s() - started_s)

@@ -32,7 +32,7 @@ class BlockShape(Protocol):
     def block_bytes(self) -> int: ...
 
 
-class LinkView(Protocol):
+class GatewayLink(Protocol):
     """One direction of a link between clusters. `sent_bytes` since the gateway started; the rate and what waits for the
     link, of late; `rtt_ns` 0 when it is not known."""
 
@@ -81,7 +81,7 @@ class OffloadView(Protocol):
     def conversions(self) -> int: ...
 
     @property
-    def links(self) -> Sequence[LinkView]: ...
+    def links(self) -> Sequence[GatewayLink]: ...
 
 
 class Backend(Protocol):

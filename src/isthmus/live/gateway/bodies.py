@@ -27,7 +27,7 @@ Loc = tuple[int | str, ...]
 def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
     """The error that answers the first fault pydantic found in JSON of type `kind`: a model, or a union of some."""
     first = error.errors(include_url=False)[0]
-    place = _Place(kind, first["loc"])
+    place = _BodyPlace(kind, first["loc"])
     if first["type"] == "unknown_field":
         return _unknown_field(place, first["ctx"]["name"])
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -37,7 +37,7 @@ def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
     return RequestError(f"{place.path!r} {_complaint(first, place)}", param=place.path)
 
 
-class _Place:
+class _BodyPlace:
     """Where in a body a fault lies. `steps`: names and numbers that lead there; `field`: the last named one, None if no
     model declares it; `inner`: the model that stands there.
 
@@ -92,13 +92,13 @@ def _literals(model: type[BaseModel]) -> list[str]:
     return [word for kind in types if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
 
 
-def _unknown_field(place: _Place, name: str) -> RequestError:
+def _unknown_field(place: _BodyPlace, name: str) -> RequestError:
     """The error is placed at the object that has the field; `name` is the field."""
     param = place.path_of(name)
     return RequestError(f"{param!r} is not a known field{_suggestion(place.inner, name)}", param=param)
 
 
-def _wrong_tag(place: _Place, fault: ErrorDetails) -> RequestError:
+def _wrong_tag(place: _BodyPlace, fault: ErrorDetails) -> RequestError:
     """Which of several objects stands here is said by one of its fields, and that is missing or wrong."""
     name = fault["ctx"]["discriminator"].strip("'")
     param = place.path_of(name)
@@ -110,7 +110,7 @@ def _wrong_tag(place: _Place, fault: ErrorDetails) -> RequestError:
     return RequestError(message, param=param)
 
 
-def _complaint(fault: ErrorDetails, place: _Place) -> str:
+def _complaint(fault: ErrorDetails, place: _BodyPlace) -> str:
     if fault["type"] == "refused":
         return fault["msg"]
     if fault["type"] == "missing":

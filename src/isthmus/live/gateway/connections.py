@@ -37,7 +37,7 @@ class _EndOfInputError(Exception):
     """Raised in a callback of the parser, so that it reads no further."""
 
 
-class Exchange(RequestResponseCycle):
+class HttpExchange(RequestResponseCycle):
     """One request and its answer. `error`: why its body will never be whole, None for as long as it may be."""
 
     error: IsthmusError | None = None
@@ -131,7 +131,7 @@ class Opening(NamedTuple):
 class Connection(HttpToolsProtocol):
     """One client's connection, from its acceptance on."""
 
-    cycle: Exchange
+    cycle: HttpExchange
 
     def __init__(self, traffic: Traffic, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config, state, {})
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
         self._deaf = False  # nothing more is read
         self._given_up = False  # before it was made
         self._declining = False  # the parser reads a head of our own
-        self._answering: Exchange | None = None  # of those that came, the first without an answer
+        self._answering: HttpExchange | None = None  # of those that came, the first without an answer
         traffic.enter(self, Phase.HEADERS)
 
     # From the transport.
@@ -281,7 +281,7 @@ class Connection(HttpToolsProtocol):
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
         before, self.cycle = (
             self.cycle,
-            Exchange(
+            HttpExchange(
                 scope=scope,
                 transport=self.transport,
                 flow=self.flow,
@@ -329,7 +329,7 @@ class Connection(HttpToolsProtocol):
 
     # Answers.
 
-    def _begin(self, exchange: Exchange, app: Any) -> None:
+    def _begin(self, exchange: HttpExchange, app: Any) -> None:
         self._answering = exchange
         self._start_asgi_task(exchange, app)
 
@@ -346,7 +346,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             exchange, app = self.pipeline.pop()
-            assert isinstance(exchange, Exchange)
+            assert isinstance(exchange, HttpExchange)
             self._begin(exchange, app)
         self._settle()
 

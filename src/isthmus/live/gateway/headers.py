@@ -184,7 +184,7 @@ HEADERS = {SLO_TTFT: (1, MAX_MS), SLO_TBT: (1, MAX_MS), PRIORITY: (-MAX_PRIORITY
 REUSE = "x-isthmus-reuse"
 
 
-class Terms(msgspec.Struct, frozen=True):
+class RequestTerms(msgspec.Struct, frozen=True):
     """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last. `tenant`: whose key came,
     None where nobody needs one. `reuse`: which KV it may be computed with, None if that is not said."""
 
@@ -195,9 +195,9 @@ class Terms(msgspec.Struct, frozen=True):
     reuse: Reuse | None = None
 
 
-def terms_of(scope: Scope) -> Terms:
+def terms_of(scope: Scope) -> RequestTerms:
     """Raises RequestError naming a header that is none of its values, or given twice."""
-    return Terms(
+    return RequestTerms(
         priority=_integer(scope, PRIORITY) or 0,
         ttft_ms=_integer(scope, SLO_TTFT),
         tbt_ms=_integer(scope, SLO_TBT),
@@ -240,7 +240,7 @@ def _wrong(name: str, expected: str, text: bytes) -> RequestError:
     return RequestError(f"the header {name!r} must be {expected}, got {shown!r}", param=name)
 
 
-def reuse_of(terms: Terms, scored: str, settings: GatewaySettings, card: ModelCard) -> Reuse:
+def reuse_of(terms: RequestTerms, scored: str, settings: GatewaySettings, card: ModelCard) -> Reuse:
     """`scored`: what asks for log-probabilities of the prompt, whose tokens are then all computed; "" if nothing does.
 
     Raises RequestError where the header asks for more than can be done. Settings give way to that in silence: who did

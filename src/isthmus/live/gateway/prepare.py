@@ -11,7 +11,7 @@ from typing import Any
 
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Job, ModelCard, RequestId, Reuse, Sampling
-from isthmus.live.gateway.headers import Terms, reuse_of, salt_of
+from isthmus.live.gateway.headers import RequestTerms, reuse_of, salt_of
 from isthmus.live.gateway.messages import left_out
 from isthmus.live.gateway.problems import unknown_model
 from isthmus.live.gateway.requests import (
@@ -109,7 +109,7 @@ class RequestPreparer:
     tool_format: Format | None
 
     def chat(
-        self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
+        self, request: ChatRequest, hex_id: str, terms: RequestTerms, prefix: str = "chatcmpl-"
     ) -> PreparedRequest:
         """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
@@ -128,7 +128,7 @@ class RequestPreparer:
         prepared = self._prepared(f"{prefix}{hex_id}", request, terms, sampling, [prompt], tools)
         return replace(prepared, left_out=tuple(dict.fromkeys(left_out(request.tools_))))
 
-    def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
+    def completion(self, request: CompletionRequest, hex_id: str, terms: RequestTerms) -> PreparedRequest:
         """Raises RequestError."""
         self.check_model(request.model)
         asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
@@ -196,7 +196,7 @@ class RequestPreparer:
         self,
         answer_id: str,
         request: GenerationRequest,
-        terms: Terms,
+        terms: RequestTerms,
         base: Sampling,
         prompts: list[_PreparedPrompt],
         tools: ToolUse | None = None,

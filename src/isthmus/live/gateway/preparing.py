@@ -21,7 +21,7 @@ from starlette.types import Receive
 from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.core.types import Job, ModelCard
 from isthmus.live.gateway.bodies import parse_body
-from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.headers import RequestTerms
 from isthmus.live.gateway.http import while_connected
 from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.live.gateway.requests import (
@@ -91,10 +91,10 @@ class Preparation:
     """`read`: kind of the body; `make`: what becomes of it, a PreparedRequest, or the answer itself."""
 
     read: Any
-    make: Callable[[Any, str, Terms], PreparedRequest | bytes]
+    make: Callable[[Any, str, RequestTerms], PreparedRequest | bytes]
 
 
-class Setup(msgspec.Struct, frozen=True):
+class PreparerSetup(msgspec.Struct, frozen=True):
     """What workers need. `model`: where the tokenizer is."""
 
     model: str
@@ -115,7 +115,7 @@ class Preparing:
         self._sandboxes = list[Sandbox]()
         num_workers = settings.num_preparers
         self._threads = ThreadPoolExecutor(num_workers, "preparing")
-        self.setup = Setup(str(model), card, replace(settings, keys=()))
+        self.setup = PreparerSetup(str(model), card, replace(settings, keys=()))
         if model is not None:
             self._server = ForkServer("isthmus.live.gateway.preparing", msgspec.msgpack.encode(self.setup))
             limits = Limits(settings.prepare_bytes, settings.prepare_s, KEPT_BYTES, nice=NICE)
@@ -127,7 +127,7 @@ class Preparing:
         for _ in self._sandboxes:
             self._threads.submit(self._with_sandbox, Sandbox.open)
 
-    async def __call__(self, name: str, body: bytes, hex_id: str, terms: Terms, receive: Receive) -> Any:
+    async def __call__(self, name: str, body: bytes, hex_id: str, terms: RequestTerms, receive: Receive) -> Any:
         """A client that goes away meanwhile, of which `receive` tells, takes no worker's time. Raises RequestError,
         OverloadedError, ClientGoneError."""
         preparation = self._preparations[name]
@@ -160,7 +160,7 @@ class Preparing:
             return
         raise OverloadedError(message, retry_after_s=1)
 
-    def _prepare(self, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
+    def _prepare(self, name: str, body: bytes, hex_id: str, terms: RequestTerms) -> Any:
         """In a thread. Raises RequestError."""
         if not self._sandboxes:
             preparation = self._preparations[name]
@@ -245,7 +245,7 @@ class _BodyToPrepare(msgspec.Struct, frozen=True, array_like=True):
     name: str
     body: bytes
     hex_id: str
-    terms: Terms
+    terms: RequestTerms
 
 
 class _PackedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -303,7 +303,7 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
 
 
 def _load(setup: bytes) -> Answer:
-    said = msgspec.msgpack.decode(setup, type=Setup)
+    said = msgspec.msgpack.decode(setup, type=PreparerSetup)
     tokenizer = GatewayTokenizer.load(Path(said.model))
     found = preparations(said.card, tokenizer, said.settings)
     tokenizer.read_for_grammars()

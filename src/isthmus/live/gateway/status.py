@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from isthmus.core.types import NS_PER_MS, NodeId, Role
-from isthmus.live.gateway.backend import Backend, BlockShape, LinkView, OffloadView
+from isthmus.live.gateway.backend import Backend, BlockShape, GatewayLink, OffloadView
 
 Gauges = Mapping[str, float]
 
@@ -166,7 +166,7 @@ def _offload(found: OffloadView | None) -> OffloadStatus | None:
     )
 
 
-def _link(link: LinkView) -> LinkStatus:
+def _link(link: GatewayLink) -> LinkStatus:
     return LinkStatus(
         source=link.source,
         target=link.target,

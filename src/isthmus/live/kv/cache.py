@@ -317,7 +317,7 @@ class Loading:
             self._condition.notify_all()
 
 
-class Staging:
+class BlockStaging:
     """Blocks of the engine on their way to the store layer by layer; those that a chunk completes, while the engine
     computes the next layers. They are the store's when they are committed; until then nobody sees them."""
 
@@ -433,7 +433,7 @@ class EngineCache(NodeCache):
 
     # From the engine to the store.
 
-    def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
+    def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> BlockStaging:
         """Makes room for blocks that are about to be computed, for as many as there is any."""
         with self._lock:
             count = min(len(names), self._may_stage)
@@ -441,24 +441,24 @@ class EngineCache(NodeCache):
             self._may_stage -= len(staging.slots)
         return staging
 
-    def _reserve(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
+    def _reserve(self, names: Sequence[BlockName], blocks: Sequence[int]) -> BlockStaging:
         slots = self.store.reserve(len(names))
-        return Staging(names[: len(slots)], blocks[: len(slots)], slots)
+        return BlockStaging(names[: len(slots)], blocks[: len(slots)], slots)
 
-    def save_layer(self, staging: Staging, layer: int) -> None:
+    def save_layer(self, staging: BlockStaging, layer: int) -> None:
         """Begins to copy this layer of the staged blocks, which is computed."""
         self._keep(self._save_layer, staging, layer)
 
-    def unstage(self, staging: Staging) -> None:
+    def unstage(self, staging: BlockStaging) -> None:
         """The blocks are not kept."""
         self._keep(self._unstage, [staging], {})
 
-    def _unstage(self, staged: Sequence[Staging], kept: Mapping[BlockName, int]) -> None:
+    def _unstage(self, staged: Sequence[BlockStaging], kept: Mapping[BlockName, int]) -> None:
         self._give_back(staged, kept)
         with self._lock:
             self._may_stage += sum([len(each.slots) for each in staged])
 
-    def _give_back(self, reserved: Sequence[Staging], kept: Mapping[BlockName, int]) -> None:
+    def _give_back(self, reserved: Sequence[BlockStaging], kept: Mapping[BlockName, int]) -> None:
         """Slots that did not become a block's. One may be here twice, with two blocks: it was empty in between."""
         pairs = [pair for each in reserved for pair in zip(each.names, each.slots, strict=True)]
         self.store.give_back([slot for name, slot in pairs if kept.get(name) != slot])
@@ -469,7 +469,7 @@ class EngineCache(NodeCache):
         heads: Sequence[BlockName | None],
         blocks: Sequence[int],
         num_sunk: int,
-        staged: Sequence[Staging],
+        staged: Sequence[BlockStaging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
         """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
@@ -478,7 +478,7 @@ class EngineCache(NodeCache):
         """
         self._keep_coming(names, self._save, names, heads, blocks, num_sunk, staged, done)
 
-    def _save_layer(self, staging: Staging, layer: int) -> None:
+    def _save_layer(self, staging: BlockStaging, layer: int) -> None:
         try:
             offsets = [self.offset(slot, layer) for slot in staging.slots]
             self._memory.save(layer, staging.blocks, self.store.arena.memory, offsets)
@@ -492,10 +492,10 @@ class EngineCache(NodeCache):
         heads: Sequence[BlockName | None],
         blocks: Sequence[int],
         num_sunk: int,
-        staged: Sequence[Staging],
+        staged: Sequence[BlockStaging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
-        arena, slots, fresh = self.store.arena, self._filled(staged), list[Staging]()
+        arena, slots, fresh = self.store.arena, self._filled(staged), list[BlockStaging]()
         kept: dict[BlockName, int] = {}
         first, stays = 0, len(names) - num_sunk
         try:
@@ -525,7 +525,7 @@ class EngineCache(NodeCache):
             self._unstage(staged, kept)
             done([name for name in names if name not in kept])
 
-    def _filled(self, staged: Sequence[Staging]) -> dict[BlockName, int]:
+    def _filled(self, staged: Sequence[BlockStaging]) -> dict[BlockName, int]:
         """The slots of what is whole; of a block that is there twice, as its chunk was computed again, one of them."""
         whole = [staging for staging in staged if len(staging.layers) == self._layers]
         return {name: slot for each in whole for name, slot in zip(each.names, each.slots, strict=True)}

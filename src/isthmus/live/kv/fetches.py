@@ -25,7 +25,7 @@ from isthmus.live.kv.cache import NodeCache
 from isthmus.live.messenger import Session
 from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull
 from isthmus.live.peers.sessions import Reach, Tell
-from isthmus.live.peers.wire import Frames
+from isthmus.live.peers.wire import KVFrames
 from isthmus.live.store import PeerArena, Pinned, copy_bytes
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Fetching:
         self.condition = threading.Condition()
         self._cache = cache
         self._layout = cache.layout
-        self.frames = Frames(self._layout)
+        self.frames = KVFrames(self._layout)
         self._slots: list[int] = []  # of this node's arena, for `names[start:]`
         self._adopted: dict[int, Pinned] = {}  # by slot, those that became the cache's
         self._seals: list[list[bytes]] = []

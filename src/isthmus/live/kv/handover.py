@@ -20,7 +20,7 @@ from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Priority, Sending, Session
 from isthmus.live.peers.messages import HandoverSent, HandoverSlices
 from isthmus.live.peers.sessions import Reach, Spawn, Tell
-from isthmus.live.peers.wire import ENCODED_BLOCKS, Frames, pack
+from isthmus.live.peers.wire import ENCODED_BLOCKS, KVFrames, pack
 
 MAX_FRAME_BLOCKS = 256
 
@@ -106,7 +106,7 @@ class Outgoing:
         ]
 
 
-class Incoming:
+class IncomingHandover:
     """One attempt that is received into `blocks`. Its layers may come over several sessions with `peer`, of a pipeline
     group one for each stage."""
 
@@ -117,7 +117,7 @@ class Incoming:
         self._memory = memory
         self.sent: HandoverSent | None = None
         self._received = [self._extent.start] * memory.layout.num_layers
-        self.frames = Frames(memory.layout)
+        self.frames = KVFrames(memory.layout)
 
     def place(self, session: Session, slices: HandoverSlices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
@@ -210,13 +210,13 @@ class HandoverReceiver:
         received: Callable[[RequestId, int], object],
     ) -> None:
         self._memory, self._node_of, self._tell, self._received = memory, node_of, tell, received
-        self._incoming: dict[RequestId, Incoming] = {}
+        self._incoming: dict[RequestId, IncomingHandover] = {}
         self.bytes_in = self.seal_mismatches = 0
 
     def expect(self, expected: events.ReceiveHandover) -> None:
-        self._incoming[expected.key] = Incoming(expected, self._memory)
+        self._incoming[expected.key] = IncomingHandover(expected, self._memory)
 
-    def _from(self, session: Session, key: RequestId) -> Incoming | None:
+    def _from(self, session: Session, key: RequestId) -> IncomingHandover | None:
         """What may come over this session; None for an attempt given up. Raises ProtocolError for another node's."""
         incoming = self._incoming.get(key)
         if incoming is not None and self._node_of(session) != incoming.peer:
@@ -255,7 +255,7 @@ class HandoverReceiver:
             incoming.sent = sent
             self._maybe_whole(incoming)
 
-    def _maybe_whole(self, incoming: Incoming) -> None:
+    def _maybe_whole(self, incoming: IncomingHandover) -> None:
         if incoming.complete and incoming.sent is not None:
             self.release(incoming.key)
             self._received(incoming.key, incoming.sent.token)

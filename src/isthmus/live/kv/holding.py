@@ -50,7 +50,7 @@ class _Line:
         return None
 
 
-class Holders:
+class HolderLines:
     """Lines to holders. `open_line` in the event loop; `remote` gives what the engine's thread asks. `answer_s`: how
     long a holder may take."""
 
@@ -101,7 +101,7 @@ def _works(line: Future[_Line]) -> bool:
 class Remote:
     """`isthmus.live.engine.interface.Elsewhere` over lines. `keys`: of the run's chunks."""
 
-    def __init__(self, holders: Holders, keys: Sequence[RequestId]) -> None:
+    def __init__(self, holders: HolderLines, keys: Sequence[RequestId]) -> None:
         self._holders, self._keys = holders, keys
         self._asked: dict[tuple[int, str, int, int], tuple[Asker, Question]] = {}
 

@@ -17,19 +17,19 @@ from isthmus.core.attempts import Share
 from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
 from isthmus.core.types import NodeId, RequestId
-from isthmus.live.engine.interface import Asked, KVBytes
+from isthmus.live.engine.interface import HolderQueries, KVBytes
 from isthmus.live.kv.shipments import Landing, Shipments
 from isthmus.live.messenger import Answerer, LineLost, Session, read
 from isthmus.live.peers.messages import KNOWN_ROWS, Attend, ShipmentSlices
 from isthmus.live.peers.sessions import Tell
 
-Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
+Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
 """`isthmus.live.engine.interface.Engine.attend`."""
 log = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(Attend).decode
 
 
-class _Guest:
+class _HostedShare:
     """A share of one attempt's KV here, in a memory whose blocks have no other heads. `stowed`: blocks that are
     whole; `peers`: who may ship more."""
 
@@ -55,12 +55,12 @@ class _Guest:
 class _Known(NamedTuple):
     """What the rows of a step are here, if these guests are still there with so many blocks."""
 
-    guests: list[tuple[RequestId, _Guest | None, int]]
-    rows: list[Asked]
+    guests: list[tuple[RequestId, _HostedShare | None, int]]
+    rows: list[HolderQueries]
     num_rows: int
 
 
-class Hosts:
+class HostedKV:
     """For an event loop, but for what is said. `shipments`: what leaves here, and what comes home."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Hosts:
         self._memory, self._node_of, self._attends, self._tell = memory, node_of, attends, tell
         self._shipments = shipments
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
-        self._guests: dict[RequestId, _Guest] = {}
+        self._guests: dict[RequestId, _HostedShare] = {}
         self.bytes_in = self.num_attended = self.seal_mismatches = 0
 
     # Room.
@@ -82,7 +82,7 @@ class Hosts:
     def host(self, host: events.Host) -> None:
         guest = self._guests.get(host.key)
         if guest is None:
-            guest = self._guests[host.key] = _Guest(self._memory_of(host.share.parts), host.share)
+            guest = self._guests[host.key] = _HostedShare(self._memory_of(host.share.parts), host.share)
         guest.give(host.blocks)
         guest.peers.add(host.peer)
 
@@ -100,7 +100,7 @@ class Hosts:
         self._shipments.stop(rekey.old)
         memory = self._memory_of(share.parts)
         stowed = min(rekey.num_blocks, old.stowed)
-        guest = self._guests[rekey.key] = _Guest(memory, share, old.room, stowed)
+        guest = self._guests[rekey.key] = _HostedShare(memory, share, old.room, stowed)
         guest.peers.add(rekey.peer)
         if stowed < rekey.num_blocks:
             self._tell(events.ShipmentStored(rekey.key, rekey.peer, stowed))
@@ -187,8 +187,8 @@ class Hosts:
 
     def _asked(self, head: Attend) -> _Known:
         """What is asked for may not be here; that is found with each question."""
-        guests: list[tuple[RequestId, _Guest | None, int]] = []
-        rows, size = list[Asked](), self._memory.layout.block_size
+        guests: list[tuple[RequestId, _HostedShare | None, int]] = []
+        rows, size = list[HolderQueries](), self._memory.layout.block_size
         for key, num_rows, num_tokens, first, position in head.rows:
             if num_rows < 1 or num_tokens < 1:
                 raise ProtocolError(f"{num_rows} queries of {num_tokens} tokens")
@@ -197,7 +197,7 @@ class Hosts:
                 guest = None
             blocks = () if guest is None else guest.blocks[:num_blocks]
             guests.append((key, guest, num_blocks))
-            rows.append(Asked(blocks, num_rows, num_tokens, first, position))
+            rows.append(HolderQueries(blocks, num_rows, num_tokens, first, position))
         return _Known(guests, rows, sum([each.num_rows for each in rows]))
 
     def _answer(self, head: Attend, asked: _Known | None, q: memoryview) -> memoryview | None:

@@ -21,11 +21,11 @@ from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Preempted, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId, Span
 from isthmus.live.engine.interface import KVBytes
-from isthmus.live.kv.cache import EngineCache, Loading, NodeCache, Staging
+from isthmus.live.kv.cache import BlockStaging, EngineCache, Loading, NodeCache
 from isthmus.live.kv.fetches import Fetcher, Fetching
 from isthmus.live.kv.handover import HandoverReceiver, HandoverSender, Outgoing
-from isthmus.live.kv.holding import Holders
-from isthmus.live.kv.hosting import Attends, Hosts
+from isthmus.live.kv.holding import HolderLines
+from isthmus.live.kv.hosting import Attends, HostedKV
 from isthmus.live.kv.loans import Loans
 from isthmus.live.kv.shipments import Shipments
 from isthmus.live.messenger import Session
@@ -234,12 +234,12 @@ class KVMover(BlockMover):
         peers = self._peers
         self._sender = HandoverSender(memory, first_layer, peers.get, self._spawn)
         self._receiver = HandoverReceiver(memory, peers.node_of, self._tell, partial(self._later, received))
-        self.holders = Holders(peers, self._spawn, answer_s)
+        self.holders = HolderLines(peers, self._spawn, answer_s)
         self.shipments = Shipments(memory, peers, self._tell)
-        self.hosts = Hosts(memory, peers.node_of, attends, self._tell, self.shipments)
+        self.hosts = HostedKV(memory, peers.node_of, attends, self._tell, self.shipments)
         self._loads: dict[RequestId, Loading] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
-        self._staged: dict[RequestId, list[Staging]] = {}
+        self._staged: dict[RequestId, list[BlockStaging]] = {}
         self._handlers |= {
             events.LoadBlocks: self._load,
             events.Read: self._read_ahead,
@@ -330,7 +330,7 @@ class KVMover(BlockMover):
         if load is not None:
             load.cancel()
 
-    def stage(self, key: RequestId, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging | None:
+    def stage(self, key: RequestId, names: Sequence[BlockName], blocks: Sequence[int]) -> BlockStaging | None:
         """Room in the store for those of these blocks that it does not have and a run will complete: for `save_layer`,
         until a `SaveBlocks` takes them over."""
         new = [at for at, name in enumerate(names) if not self.cache.store.contains(name)]
@@ -340,7 +340,7 @@ class KVMover(BlockMover):
         self._staged.setdefault(key, []).append(staging)
         return staging
 
-    def save_layer(self, staging: Staging, layer: int) -> None:
+    def save_layer(self, staging: BlockStaging, layer: int) -> None:
         """This layer of them is computed."""
         self.cache.save_layer(staging, layer)
 

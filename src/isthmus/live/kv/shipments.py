@@ -18,7 +18,7 @@ from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Sending, Session
 from isthmus.live.peers.messages import ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Tell
-from isthmus.live.peers.wire import Frames, sealed
+from isthmus.live.peers.wire import KVFrames, sealed
 
 FRAME_BLOCKS = 64
 
@@ -37,7 +37,7 @@ class Landing:
     def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
         self.memory, self.blocks = memory, blocks
         self.go_on(0)
-        self._frames = Frames(memory.layout)
+        self._frames = KVFrames(memory.layout)
 
     def go_on(self, num_whole: int) -> None:
         """So many are whole, and nothing is on its way."""

@@ -39,7 +39,7 @@ STAGING = 16 << 10
 """Bytes read ahead behind a payload: enough for a prefix and most headers, little to copy when it is payload."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     WELCOME = 2
     DATA = 3

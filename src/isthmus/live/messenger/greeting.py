@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.core.errors import ProtocolError
-from isthmus.live.messenger.frames import Kind, Prefix, prefix_of, read
+from isthmus.live.messenger.frames import FrameKind, Prefix, prefix_of, read
 from isthmus.live.messenger.inbox import Close
 from isthmus.live.messenger.ports import Terms
 
@@ -79,7 +79,7 @@ def line(session: bytes, terms: Terms, nonce: bytes) -> Hello:
 
 
 def refusal(reason: str) -> bytes:
-    return _frame(Kind.CLOSE, Close((), reason))
+    return _frame(FrameKind.CLOSE, Close((), reason))
 
 
 class Dialling:
@@ -90,16 +90,16 @@ class Dialling:
         self._nonce = b""
 
     def begin(self) -> bytes:
-        return prefix_of(Kind.HELLO, self._said) + self._said
+        return prefix_of(FrameKind.HELLO, self._said) + self._said
 
     def answer(self, prefix: Prefix, header: bytes) -> bytes:
         """Raises TurnedAway, or ProtocolError when it is no challenge."""
-        self._nonce = _nonce(_answer_of(prefix, header, Kind.CHALLENGE, Challenge).nonce)
-        return _frame(Kind.ANSWER, Answer(_proof(self._secret, "dialler", self._said, self._nonce)))
+        self._nonce = _nonce(_answer_of(prefix, header, FrameKind.CHALLENGE, Challenge).nonce)
+        return _frame(FrameKind.ANSWER, Answer(_proof(self._secret, "dialler", self._said, self._nonce)))
 
     def end(self, prefix: Prefix, header: bytes) -> Terms:
         """What the listener offers. Raises TurnedAway, or ProtocolError when it does not know the secret."""
-        said = _answer_of(prefix, header, Kind.WELCOME, Welcome)
+        said = _answer_of(prefix, header, FrameKind.WELCOME, Welcome)
         if not OLDEST <= said.version <= NEWEST:
             raise ProtocolError(f"the listener chose protocol version {said.version}, which was not offered")
         shown = _proof(self._secret, "listener", self._said, self._nonce, said.version, said.terms)
@@ -114,7 +114,7 @@ class Listening:
 
     def __init__(self, prefix: Prefix, header: bytes, nonce: bytes, secret: bytes) -> None:
         """Raises ProtocolError with what is wrong: not a HELLO, or no common version."""
-        if prefix.kind != Kind.HELLO or prefix.length:
+        if prefix.kind != FrameKind.HELLO or prefix.length:
             raise ProtocolError("a connection must begin with HELLO")
         said = _read(header, Hello)
         if not said.oldest <= NEWEST or not said.newest >= OLDEST:
@@ -127,11 +127,11 @@ class Listening:
         self._said, self._secret, self._own = header, secret, nonce
 
     def challenge(self) -> bytes:
-        return _frame(Kind.CHALLENGE, Challenge(self._own))
+        return _frame(FrameKind.CHALLENGE, Challenge(self._own))
 
     def check(self, prefix: Prefix, header: bytes) -> None:
         """Raises ProtocolError when the dialler does not know the secret."""
-        if prefix.kind != Kind.ANSWER or prefix.length:
+        if prefix.kind != FrameKind.ANSWER or prefix.length:
             raise ProtocolError("CHALLENGE must be answered by ANSWER")
         given = _read(header, Answer).proof
         if not hmac.compare_digest(given, _proof(self._secret, "dialler", self._said, self._own)):
@@ -139,7 +139,7 @@ class Listening:
 
     def welcome(self, terms: Terms) -> bytes:
         proof = _proof(self._secret, "listener", self._said, self._own, NEWEST, terms)
-        return _frame(Kind.WELCOME, Welcome(NEWEST, terms, proof))
+        return _frame(FrameKind.WELCOME, Welcome(NEWEST, terms, proof))
 
 
 def _proof(secret: bytes, side: str, said: bytes, nonce: bytes, *more: object) -> bytes:
@@ -152,16 +152,16 @@ def _nonce(given: bytes) -> bytes:
     return given
 
 
-def _answer_of(prefix: Prefix, header: bytes, kind: Kind, body: type[Body]) -> Body:
+def _answer_of(prefix: Prefix, header: bytes, kind: FrameKind, body: type[Body]) -> Body:
     """What the listener said, or TurnedAway."""
-    if prefix.kind == Kind.CLOSE and not prefix.length:
+    if prefix.kind == FrameKind.CLOSE and not prefix.length:
         raise TurnedAway(_read(header, Close).reason)
     if prefix.kind != kind or prefix.length:
         raise ProtocolError(f"the listener must say {kind.name} or CLOSE")
     return _read(header, body)
 
 
-def _frame(kind: Kind, body: Challenge | Answer | Welcome | Close) -> bytes:
+def _frame(kind: FrameKind, body: Challenge | Answer | Welcome | Close) -> bytes:
     header = _encode(body)
     return prefix_of(kind, header) + header
 

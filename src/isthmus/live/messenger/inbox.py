@@ -20,8 +20,8 @@ from isthmus.live.messenger.frames import (
     MAX_HEADER,
     MAX_SLICE,
     PREFIX_BYTES,
+    FrameKind,
     FrameReader,
-    Kind,
     Pieces,
     Prefix,
     prefix_of,
@@ -297,12 +297,12 @@ class Arrivals:
         header = _encode(Ack(tuple(through), tuple((lane.number, lane.frames_in) for lane in self._new)))
         self._new.clear()
         self._bytes, self.is_due = 0, False
-        return Frame(prefix_of(Kind.ACK, header) + header)
+        return Frame(prefix_of(FrameKind.ACK, header) + header)
 
 
 def close_frame(finals: tuple[int, ...], reason: str) -> Frame:
     header = _encode(Close(finals, reason))
-    return Frame(prefix_of(Kind.CLOSE, header) + header)
+    return Frame(prefix_of(FrameKind.CLOSE, header) + header)
 
 
 def read_ack(header: bytes) -> Ack:

@@ -19,7 +19,7 @@ from isthmus.live.messenger.frames import (
     GOOD,
     MAX_SLICE,
     PREFIX_BYTES,
-    Kind,
+    FrameKind,
     Pieces,
     check_of,
     prefix_of,
@@ -141,7 +141,7 @@ class Outbox:
         self._wake()
         return sending
 
-    def notice(self, kind: Kind, priority: int, seq: int) -> None:
+    def notice(self, kind: FrameKind, priority: int, seq: int) -> None:
         """A frame without header, before all messages."""
         self._notices.append(Frame(prefix_of(kind | ACK_SOON, b"", priority=priority, seq=seq)))
         self._wake()
@@ -209,7 +209,7 @@ class Outbox:
         length = min(sending.slice_bytes, payload.size - offset)
         self.queued_bytes -= length
         head = prefix_of(
-            Kind.DATA | ACK_SOON if payload.size or sending.done else Kind.DATA,
+            FrameKind.DATA | ACK_SOON if payload.size or sending.done else FrameKind.DATA,
             sending.header,
             header_check=sending.check,
             priority=sending.priority,
@@ -295,7 +295,7 @@ class Outbox:
             return
         self._unqueue(sending)
         if sending.started:
-            self.notice(Kind.CANCEL, sending.priority, sending.seq)
+            self.notice(FrameKind.CANCEL, sending.priority, sending.seq)
         self._end(sending, arrived=False)
 
     def refused(self, priority: int, seq: int) -> None:

@@ -25,7 +25,7 @@ from isthmus.live.messenger.frames import (
     GOOD,
     MAX_HEADER,
     PREFIX_BYTES,
-    Kind,
+    FrameKind,
     Pieces,
     Prefix,
     scratch,
@@ -144,7 +144,7 @@ class Session:
         found = self._inbox.refuse(message)
         if found is None:
             return False
-        self._outbox.notice(Kind.REFUSE, *found)
+        self._outbox.notice(FrameKind.REFUSE, *found)
         self._acknowledge()  # messages that waited behind it are through
         return True
 
@@ -317,7 +317,7 @@ class Session:
     # What lanes bring.
 
     def admit(self, prefix: Prefix) -> None:
-        is_message = prefix.kind & ~ACK_SOON == Kind.DATA and not self._is_stranger
+        is_message = prefix.kind & ~ACK_SOON == FrameKind.DATA and not self._is_stranger
         most = MAX_HEADER if is_message else MAX_FIRST
         if prefix.header > most:
             raise ProtocolError(f"a header of {prefix.header} bytes came where {most} may")
@@ -328,7 +328,7 @@ class Session:
             raise ProtocolError("the peer sent more than it was allowed to")
 
     def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
-        if prefix.kind & ~ACK_SOON == Kind.DATA:
+        if prefix.kind & ~ACK_SOON == FrameKind.DATA:
             if self._closing:
                 return scratch(prefix.length)
             return self._inbox.begin(prefix, header, lane.reader)
@@ -339,7 +339,7 @@ class Session:
 
     def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool:
         kind = prefix.kind & ~ACK_SOON
-        if kind == Kind.DATA:
+        if kind == FrameKind.DATA:
             self._end_data(lane, prefix, is_good)
         else:
             self._end_notice(lane, prefix, kind, self._headers.pop(lane))
@@ -353,16 +353,16 @@ class Session:
             self._inbox.end(prefix, lane.reader, is_good)
 
     def _end_notice(self, lane: Lane, prefix: Prefix, kind: int, header: bytes) -> None:
-        if kind == Kind.ACK:
+        if kind == FrameKind.ACK:
             self._acknowledged(read_ack(header))
-        elif kind == Kind.CLOSE:
+        elif kind == FrameKind.CLOSE:
             self._peer_closed(read_close(header))
         elif prefix.priority >= len(Priority):
             raise ProtocolError(f"priority {prefix.priority} does not exist")
-        elif kind == Kind.CANCEL:
+        elif kind == FrameKind.CANCEL:
             self._count_in(lane, prefix)
             self._inbox.cancelled(prefix.priority, prefix.seq)
-        elif kind == Kind.REFUSE:
+        elif kind == FrameKind.REFUSE:
             self._count_in(lane, prefix)
             self._outbox.refused(prefix.priority, prefix.seq)
         else:
@@ -415,7 +415,7 @@ class Session:
 
     def _count_in(self, lane: Lane, prefix: Prefix) -> None:
         count = PREFIX_BYTES + prefix.header + prefix.length + (len(GOOD) if prefix.length else 0)
-        if prefix.kind & ~ACK_SOON == Kind.DATA:
+        if prefix.kind & ~ACK_SOON == FrameKind.DATA:
             self.bytes_in += count
         if self._arrivals.count(lane, count):
             self._acknowledge()

@@ -60,7 +60,7 @@ class _Frame(NamedTuple):
     encoded: memoryview | None
 
 
-class Frames:
+class KVFrames:
     """KV on its way in, frame by frame: into its place, or beside it if it is to be decoded. Heads name a layer, and
     have a seal for each block."""
 

@@ -35,7 +35,7 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
@@ -52,7 +52,7 @@ class _Usage(msgspec.Struct):
 class _Answer(msgspec.Struct):
     """A whole answer, or one chunk of a streamed one."""
 
-    choices: list[_Choice] = []
+    choices: list[_CompletionChoice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -245,7 +245,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     raise EngineError(f"vLLM: {message[:500]} (HTTP {response.status})", final=response.status in (400, 422))
 
 
-def _tokens(choice: _Choice, num_top: int | None) -> list[Token]:
+def _tokens(choice: _CompletionChoice, num_top: int | None) -> list[Token]:
     assert choice.token_ids is not None
     found = [Token(token, _logprobs(choice.logprobs, at, num_top)) for at, token in enumerate(choice.token_ids)]
     if choice.finish_reason is not None:

@@ -139,7 +139,7 @@ class Translator:
         return [events.EngineBlocks(removed=tuple(gone))] if gone else []
 
 
-class Listener:
+class EventListener:
     """Follows a server's events. `heard` takes each batch, in order, without gaps; `void` is told when that cannot be
     had, and what was heard is all to be forgotten. `replay`: the endpoint where batches are asked for again, if any."""
 

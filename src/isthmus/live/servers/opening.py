@@ -22,7 +22,7 @@ from isthmus.core.types import Sampling
 from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.live.servers.client import Client, EngineError, body_of
-from isthmus.live.servers.kv_events import Listener, Translator
+from isthmus.live.servers.kv_events import EventListener, Translator
 from isthmus.live.servers.pages import Pages, staged_of
 from isthmus.live.servers.process import UNSEALED, AdapterProcess, ServedEngine
 from isthmus.live.servers.server import Server, Sockets, own_folder
@@ -168,7 +168,7 @@ async def _probe(client: Client, sockets: Sockets, engine: ServedEngine) -> None
         if any(wanted in fact.stored for fact in translator.batch(batch)):
             seen.set()
 
-    listener = Listener(sockets.kv_events, sockets.replay, heard, lambda: None)
+    listener = EventListener(sockets.kv_events, sockets.replay, heard, lambda: None)
     task = asyncio.create_task(listener.run())
     try:
         await client.compute(f"probe-{os.getpid()}", body_of(Sampling(temperature=0), tokens, len(tokens), 1))

@@ -1,8 +1,8 @@
 """The adapter: a node whose engine is a vLLM server beside it.
 
-`isthmus.core.node.adapter.Adapter` decides; here its actions are carried out: requests over HTTP (`client.py`), blocks
-between the server's worker and the store (`pages.py`), blocks between nodes as for any other node (`mover.py`).
-All of it lives in one event loop; only copies of blocks have threads.
+`isthmus.core.node.server_node.ServerNode` decides; here its actions are carried out: requests over HTTP
+(`client.py`), blocks between the server's worker and the store (`pages.py`), blocks between nodes as for any other
+node (`mover.py`). All of it lives in one event loop; only copies of blocks have threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isthmus.core.attempts import Report
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import StartError
 from isthmus.core.node import events
-from isthmus.core.node.adapter import Adapter
+from isthmus.core.node.server_node import ServerNode
 from isthmus.core.types import NS_PER_S, PREFILL, Generated, RequestId
 from isthmus.live.cluster.process import MemberProcess, NodeOptions, Opener, Runtime
 from isthmus.live.cluster.runs import COUNTERS
@@ -31,7 +31,7 @@ from isthmus.live.kv.cache import NodeCache, chains_of
 from isthmus.live.kv.mover import BlockMover
 from isthmus.live.peers import messages
 from isthmus.live.servers.client import Client, EngineError, Token, body_of, objection
-from isthmus.live.servers.kv_events import Listener, Translator
+from isthmus.live.servers.kv_events import EventListener, Translator
 from isthmus.live.servers.pages import Pages
 from isthmus.live.servers.server import Server, Sockets
 
@@ -102,7 +102,7 @@ class AdapterProcess(MemberProcess):
         facts, self._engine = options.facts, engine
         self._server, self._sockets, self._pages = server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None
-        self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
+        self.node = ServerNode(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
         self._begun: dict[RequestId, events.StartAttempt] = {}
         self._asked: dict[RequestId, asyncio.Task[None]] = {}
         self._outputs: list[messages.Output] = []
@@ -165,7 +165,7 @@ class AdapterProcess(MemberProcess):
         chains = chains_of(self._found)
         if chains:
             self.tell(events.PrefixesRecovered(chains))
-        listener = Listener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
+        listener = EventListener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
         self.spawn(listener.run())
         self.spawn(self._measure())
 

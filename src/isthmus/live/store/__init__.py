@@ -8,7 +8,7 @@ from isthmus.live.store.directory import Pinned
 from isthmus.live.store.files import Files
 from isthmus.live.store.log import Log
 from isthmus.live.store.record import RecordFormat
-from isthmus.live.store.stat import Stat, TierStat
+from isthmus.live.store.stat import StoreStat, TierStat
 from isthmus.live.store.store import Store
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "Pinned",
     "RecordFormat",
     "Shape",
-    "Stat",
     "Store",
+    "StoreStat",
     "TierStat",
     "aligned_buffer",
     "copy_bytes",

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store.record import Header
+from isthmus.live.store.record import RecordHeader
 
 
 class Places(Protocol):
@@ -340,7 +340,7 @@ class Slots:
 # Which of the records found at the start are of use. Pure.
 
 
-Found = tuple[int, Header]
+Found = tuple[int, RecordHeader]
 """A place in the log and the header there."""
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.store.arena import Buffer, Shape, address, aligned_buffer, copy_bytes, round_up
 from isthmus.live.store.files import Files
-from isthmus.live.store.record import GROUP, Header, RecordFormat
+from isthmus.live.store.record import GROUP, RecordFormat, RecordHeader
 from isthmus.live.store.segments import Segments
 
 _BOUNCE_BYTES = 2 << 20
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     """One block to write: its place, its header, its bytes."""
 
     place: int
-    header: Header
+    header: RecordHeader
     payload: memoryview
 
 
@@ -175,7 +175,7 @@ class Log:
             return 0
         return self._segments.read_payloads(place, 0, intos[: self._segments.num_following(place)]) // size
 
-    def scan(self) -> list[tuple[int, Header]]:
+    def scan(self) -> list[tuple[int, RecordHeader]]:
         """All whole headers, by place; what cannot be read is left out. To be called before any write."""
         with ThreadPoolExecutor(_SCAN_THREADS, "isthmus-scan") as pool:
             return [found for part in pool.map(self._scan_group, self._segments.groups()) for found in part]
@@ -230,7 +230,7 @@ class Log:
         copy_bytes(into, memory[skip : skip + len(into)])
         return True
 
-    def _scan_group(self, places: range) -> list[tuple[int, Header]]:
+    def _scan_group(self, places: range) -> list[tuple[int, RecordHeader]]:
         size = self.format.header_bytes
         memory = aligned_buffer(size * len(places))
         try:

@@ -30,7 +30,7 @@ _LARGE_BYTES = 64 * 1024
 _SMALL_ALIGN = 64
 
 
-class Header(NamedTuple):
+class RecordHeader(NamedTuple):
     """What a record says about its payload."""
 
     name: BlockName
@@ -73,7 +73,7 @@ class RecordFormat:
         groups, rest = divmod(size, self.group_bytes)
         return groups * GROUP + max(0, rest - GROUP * self.header_bytes) // self.payload_bytes
 
-    def encode(self, header: Header, place: int) -> bytes:
+    def encode(self, header: RecordHeader, place: int) -> bytes:
         """The header of the record at `place`, padded to `header_bytes`."""
         fixed = _FIXED.pack(
             _MAGIC, _VERSION, self.fingerprint, place, header.sequence,
@@ -89,7 +89,7 @@ class RecordFormat:
             heads[at : at + len(_MAGIC)] = _MAGIC
         return heads
 
-    def decode(self, data: memoryview, place: int) -> Header | None:
+    def decode(self, data: memoryview, place: int) -> RecordHeader | None:
         """Reads the header of the record at `place`; None when there is none, or a damaged or misplaced one."""
         if len(data) < self._used_bytes or data[: len(_MAGIC)] != _MAGIC:
             return None
@@ -104,7 +104,7 @@ class RecordFormat:
             return None
         raw = bytes(data[_FIXED.size : end])
         seals = tuple(raw[at : at + SEAL_BYTES] for at in range(0, len(raw), SEAL_BYTES))
-        return Header(name, parent, seals, sequence)
+        return RecordHeader(name, parent, seals, sequence)
 
 
 def has_records(start: memoryview) -> bool:

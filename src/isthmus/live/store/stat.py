@@ -22,7 +22,7 @@ class TierStat(msgspec.Struct, frozen=True):
     """Blocks that left this tier by `demote` (DRAM) or by `drop` (either)."""
 
 
-class Stat(msgspec.Struct, frozen=True):
+class StoreStat(msgspec.Struct, frozen=True):
     """A store at one moment."""
 
     memory: TierStat

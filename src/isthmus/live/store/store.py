@@ -14,7 +14,7 @@ from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
 from isthmus.live.store.log import Log
 from isthmus.live.store.reader import Fault, Reader, Source
 from isthmus.live.store.record import check_name
-from isthmus.live.store.stat import Counters, Stat, TierStat
+from isthmus.live.store.stat import Counters, StoreStat, TierStat
 from isthmus.live.store.writer import Writer
 
 _CLOSE_S = 10.0
@@ -272,7 +272,7 @@ class Store:
         with self._changed:
             return self._changed.wait_for(self._writer.idle, timeout_s)
 
-    def stat(self) -> Stat:
+    def stat(self) -> StoreStat:
         with self._changed:
             return self._stat()
 
@@ -384,11 +384,11 @@ class Store:
         if names:
             self._on_lost(names)
 
-    def _stat(self) -> Stat:
+    def _stat(self) -> StoreStat:
         directory, counters, size = self._directory, self._counters, self.shape.block_bytes
         num_slots_used = self.arena.num_slots - directory.slots.num_empty
         num_records = 0 if self.log is None else self.log.num_used
-        return Stat(
+        return StoreStat(
             memory=TierStat(
                 capacity_bytes=self.arena.capacity_bytes,
                 used_bytes=num_slots_used * size,

@@ -15,7 +15,7 @@ from isthmus.core.types import BlockName
 from isthmus.live.store.arena import Arena
 from isthmus.live.store.directory import Block, BlockDirectory
 from isthmus.live.store.log import Entry, Log
-from isthmus.live.store.record import Header
+from isthmus.live.store.record import RecordHeader
 from isthmus.live.store.stat import Counters
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Writer:
     def _entry(self, block: Block) -> Entry:
         assert block.writing is not None and block.slot is not None
         self.sequence += 1
-        header = Header(block.name, block.parent, block.seals, self.sequence)
+        header = RecordHeader(block.name, block.parent, block.seals, self.sequence)
         return Entry(block.writing, header, self._arena.slot(block.slot))
 
     def _write(self, entries: Sequence[Entry]) -> None:

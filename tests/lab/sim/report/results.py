@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from isthmus.core.types import NS_PER_S, NodeId, Role
-from isthmus.lab.sim.records import LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.lab.sim.records import LinkRecord, NodeRecord, RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.workloads import Request
 
 MS = NS_PER_S // 1000
@@ -24,7 +24,12 @@ def record(index: int = 0, *, output_tokens: int = 11, **fields: Any) -> Request
     )
     times = {"arrival": 1.0, "prefill_start": 2.0, "first_token": 4.0, "landed": 4.5, "joined": 5.0, "end": 9.0}
     times |= fields.pop("times_s", {})
-    values: dict[str, Any] = {"status": Status.COMPLETED, "prefill": 0, "decode": 1, "prefill_ns": 2 * NS_PER_S}
+    values: dict[str, Any] = {
+        "status": RequestStatus.COMPLETED,
+        "prefill": 0,
+        "decode": 1,
+        "prefill_ns": 2 * NS_PER_S,
+    }
     values |= {f"{name}_ns": round(time * NS_PER_S) if time >= 0 else -1 for name, time in times.items()}
     return RequestRecord(index=index, request=request, **(values | fields))
 
@@ -100,7 +105,7 @@ def _one(rng: random.Random, index: int, arrival_ns: int, free_ns: list[int]) ->
     node = min(range(len(free_ns)), key=free_ns.__getitem__)
     if free_ns[node] - arrival_ns > 28 * NS_PER_S:
         made.status, made.stage, made.end_ns = (
-            Status.REFUSED,
+            RequestStatus.REFUSED,
             "prefill",
             arrival_ns + rng.randrange(4 * NS_PER_S),
         )
@@ -117,11 +122,11 @@ def _one(rng: random.Random, index: int, arrival_ns: int, free_ns: list[int]) ->
     free_ns[node] = made.first_token_ns
     made.landed_ns = made.first_token_ns + rng.randrange(1, 80) * MS
     if rng.random() < 0.03:
-        made.status, made.stage, made.end_ns = Status.REFUSED, "decode", made.landed_ns
+        made.status, made.stage, made.end_ns = RequestStatus.REFUSED, "decode", made.landed_ns
         return made
     made.decode = index % 8
     made.joined_ns = made.landed_ns + rng.randrange(40) * MS
     made.tbt_ns = rng.lognormvariate(3.7, 0.35) * MS if request.output_tokens > 1 else 0.0
     made.end_ns = made.joined_ns + (request.output_tokens - 1) * int(made.tbt_ns * 0.8)
-    made.status = Status.FAILED if rng.random() < 0.002 else Status.COMPLETED
+    made.status = RequestStatus.FAILED if rng.random() < 0.002 else RequestStatus.COMPLETED
     return made

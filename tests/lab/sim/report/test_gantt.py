@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.sim.records import RequestRecord, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus
 from isthmus.lab.sim.report.gantt import chosen, describe, phases
 from tests.lab.sim.report.results import record, replayed, result
 
@@ -46,10 +46,10 @@ def test_a_request_that_is_never_handed_over_has_no_such_phase() -> None:
 
 def test_a_refused_request_ends_in_the_phase_it_was_refused_in() -> None:
     times_s = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1, "end": 3}
-    assert lengths_s(record(status=Status.REFUSED, stage="prefill", times_s=times_s)) == {
+    assert lengths_s(record(status=RequestStatus.REFUSED, stage="prefill", times_s=times_s)) == {
         "wait for prefill": 2.0
     }
-    assert lengths_s(record(status=Status.UNFINISHED, times_s=times_s | {"end": -1})) == {
+    assert lengths_s(record(status=RequestStatus.UNFINISHED, times_s=times_s | {"end": -1})) == {
         "wait for prefill": 9.0
     }
 
@@ -57,7 +57,7 @@ def test_a_refused_request_ends_in_the_phase_it_was_refused_in() -> None:
 def test_median_and_worst_are_of_the_completed_ones() -> None:
     waits_s = [5.0, 1.0, 9.0, 3.0, 7.0]
     records = [record(index, times_s={"first_token": 2 + wait}) for index, wait in enumerate(waits_s)]
-    records.append(record(5, status=Status.FAILED, times_s={"first_token": 99}))
+    records.append(record(5, status=RequestStatus.FAILED, times_s={"first_token": 99}))
     (_, median), (_, worst) = chosen(result(records), None)
     assert (median.index, worst.index) == (0, 2)
     assert chosen(result([records[5]]), None) == []

@@ -10,12 +10,12 @@ import pytest
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S, NodeId, Role
 from isthmus.lab.sim.records import (
-    Conversion,
     LinkRecord,
     LinkSample,
     NodeRecord,
+    RequestStatus,
     Result,
-    Status,
+    RoleConversion,
     ThresholdChange,
 )
 from isthmus.lab.sim.report import write_report
@@ -46,7 +46,7 @@ def two_clusters() -> Result:
     thresholds = [
         ThresholdChange(at * NS_PER_S, threshold, "") for at, threshold in ((1, 100), (3, None), (5, 150))
     ]
-    turned = [Conversion(4 * NS_PER_S, NodeId("far <p>"), Role.DECODE)]
+    turned = [RoleConversion(4 * NS_PER_S, NodeId("far <p>"), Role.DECODE)]
     return result(
         [record(), record(1)],
         nodes=nodes,
@@ -64,14 +64,14 @@ RESULTS = {
     "nothing": result([], nodes=[], end_ns=0),
     "one": result([record()]),
     "one token": result([record(output_tokens=1)]),
-    "all refused": result([record(status=Status.REFUSED, stage="prefill", times_s=NEVER)]),
-    "never started": result([record(status=Status.UNFINISHED, times_s=NEVER | {"end": -1})]),
+    "all refused": result([record(status=RequestStatus.REFUSED, stage="prefill", times_s=NEVER)]),
+    "never started": result([record(status=RequestStatus.UNFINISHED, times_s=NEVER | {"end": -1})]),
     "no time": result([record(times_s=dict.fromkeys(("arrival", *NEVER), 0))], end_ns=0),
     "mixed nodes": result(
         [record(times_s={"landed": -1, "joined": 4})], nodes=[NodeRecord(NodeId("m"), Role.MIXED)] * 2
     ),
     "many limits": many_limits(),
-    "an odd stage": result([record(status=Status.REFUSED, stage=NASTY, times_s=NEVER)]),
+    "an odd stage": result([record(status=RequestStatus.REFUSED, stage=NASTY, times_s=NEVER)]),
     "beyond full": result([record()], links=[LinkRecord("n", "network", 1.0, 10**15)]),
 }
 
@@ -114,7 +114,7 @@ def test_what_users_write_stays_text() -> None:
     records = [
         record(tenant=NASTY),
         record(1, tenant="b"),
-        record(2, status=Status.REFUSED, stage=NASTY, times_s=NEVER),
+        record(2, status=RequestStatus.REFUSED, stage=NASTY, times_s=NEVER),
     ]
     whole = result(
         records, workload=NASTY, policy=NASTY, admission=NASTY, order=NASTY, nodes=nodes, notes=[NASTY, "{{plotly}}"],

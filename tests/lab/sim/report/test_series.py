@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.sim.records import Status
+from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.report import series
-from isthmus.lab.sim.report.series import Bins, Curve, binned, merged, presence
+from isthmus.lab.sim.report.series import BinnedCurve, Bins, binned, merged, presence
 from tests.lab.sim.report.results import record, result
 
 SECONDS = Bins(0, NS_PER_S, 10)
 INTERVALS = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 120)), max_size=12)
 
 
-def in_seconds(changes: list[series.Change]) -> Curve:
+def in_seconds(changes: list[series.Change]) -> BinnedCurve:
     return binned(changes, SECONDS)
 
 
@@ -72,7 +72,7 @@ def test_two_prefills_at_once_on_a_node_are_one_node_at_work() -> None:
 
 def test_a_refused_request_waits_until_its_refusal_and_an_unfinished_one_to_the_end() -> None:
     never = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1}
-    refused = record(0, status=Status.REFUSED, stage="prefill", times_s=never | {"end": 3})
-    unfinished = record(1, status=Status.UNFINISHED, times_s=never | {"end": -1})
+    refused = record(0, status=RequestStatus.REFUSED, stage="prefill", times_s=never | {"end": 3})
+    unfinished = record(1, status=RequestStatus.UNFINISHED, times_s=never | {"end": -1})
     assert in_seconds(series.prefill_queue(result([refused, unfinished]))).mean == [0, 2, 2, *[1] * 7]
     assert series.decoding(result([refused, unfinished])) == []

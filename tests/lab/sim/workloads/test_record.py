@@ -21,7 +21,7 @@ from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, RequestId, Reuse, Role
 from isthmus.lab.sim.workloads import Replay, Request, load
-from isthmus.live.cluster.recorder import Header, Recorder
+from isthmus.live.cluster.recorder import Recorder, RecordingHeader
 from tests.lab.sim.workloads.trace import write
 
 NODE = NodeJoined(NodeId("p0"), Role.MIXED, 10_000, 16)
@@ -37,7 +37,7 @@ def ended(request: str, num_generated: int) -> RequestEnded:
 
 
 def record(path: Path, events: list[tuple[int, Event]]) -> Path:
-    recorder = Recorder(path, Header(RECORDING_FORMAT, Rules()))
+    recorder = Recorder(path, RecordingHeader(RECORDING_FORMAT, Rules()))
     for at_ns, event in events:
         recorder.record(at_ns, event, ())
     recorder.close()

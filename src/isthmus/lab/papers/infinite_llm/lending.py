@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.core.conductor.debts import Memory, Plan, repayments
+from isthmus.core.conductor.debts import NodeMemory, Plan, repayments
 from isthmus.core.conductor.view import NodeView
 
 LEDGER, GREEDY = (f"{__name__}:{name}" for name in ("ledger", "greedy"))
@@ -17,7 +17,7 @@ LEAST_GAIN = 1e-3
 _PS = 1e12
 
 
-def ledger(memories: Sequence[Memory], reserve: float) -> Plan:
+def ledger(memories: Sequence[NodeMemory], reserve: float) -> Plan:
     """As much as is lacking, from whom has most."""
     plan = repayments(memories, reserve)
     for debtor in memories:
@@ -30,7 +30,7 @@ def ledger(memories: Sequence[Memory], reserve: float) -> Plan:
     return plan
 
 
-def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
+def greedy(memories: Sequence[NodeMemory], reserve: float) -> Plan:
     """To whom has most, so many blocks that the tokens of both together, per second, become most, where the debtor
     admits whom it has room for then and the creditor attends to more; until no move adds any.
 
@@ -54,7 +54,7 @@ def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
             return plan
 
 
-def _admit(debtor: Memory, count: int) -> None:
+def _admit(debtor: NodeMemory, count: int) -> None:
     """So many of those that wait are there."""
     num_blocks = count * debtor.needs
     debtor.waiting, debtor.batch = debtor.waiting - count, debtor.batch + count
@@ -62,7 +62,7 @@ def _admit(debtor: Memory, count: int) -> None:
     debtor.free -= num_blocks
 
 
-def best(debtor: Memory, creditor: Memory, most: int) -> tuple[int, int]:
+def best(debtor: NodeMemory, creditor: NodeMemory, most: int) -> tuple[int, int]:
     """Of up to `most` blocks, how many to move, and how many requests the debtor then admits; (0, 0) for none.
 
     Between two admissions every further block only makes the creditor slower than the debtor faster, or the other way
@@ -81,7 +81,7 @@ def best(debtor: Memory, creditor: Memory, most: int) -> tuple[int, int]:
     return found
 
 
-def rate(memory: Memory) -> float:
+def rate(memory: NodeMemory) -> float:
     """Tokens per second, by the greedy rule's model."""
     return _rate(memory.node, memory.batch, memory.here + memory.lent)
 

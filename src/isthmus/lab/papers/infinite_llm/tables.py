@@ -26,7 +26,7 @@ from isthmus.lab.papers.infinite_llm.setup import (
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.table import Cell, Table
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.records import Status
+from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request, Workload
 
@@ -37,7 +37,7 @@ _SHORT, _ANSWER, _LONG_ANSWER = 1_000, 256, 3_000
 _UNPUBLISHED_GAIN = "printed as a range over traces that are not public"
 
 
-class Load(msgspec.Struct, frozen=True):
+class InstanceLoad(msgspec.Struct, frozen=True):
     """What comes at once: so many short requests an instance, and before them some with `length` tokens. Of 90 short
     ones no instance is full."""
 
@@ -51,16 +51,16 @@ class Load(msgspec.Struct, frozen=True):
 
 
 LOADS = {
-    "all alike, none waits": Load(90),
-    "all alike": Load(180),
-    "1 of 30,000": Load(180, 1, 30_000),
-    "1 of 60,000": Load(180, 1, 60_000),
-    "1 of 90,000": Load(180, 1, 90_000),
-    "2 of 90,000": Load(180, 2, 90_000),
+    "all alike, none waits": InstanceLoad(90),
+    "all alike": InstanceLoad(180),
+    "1 of 30,000": InstanceLoad(180, 1, 30_000),
+    "1 of 60,000": InstanceLoad(180, 1, 60_000),
+    "1 of 90,000": InstanceLoad(180, 1, 90_000),
+    "2 of 90,000": InstanceLoad(180, 2, 90_000),
 }
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedTokens(msgspec.Struct, frozen=True):
     """Tokens of short answers a second until the last of them, and bytes that moved between instances."""
 
     rate: float
@@ -68,7 +68,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 @cache
-def served(load: Load, lending: str, placement: str = "round_robin") -> Served:
+def served(load: InstanceLoad, lending: str, placement: str = "round_robin") -> ServedTokens:
     """By instances that lend by this policy."""
     return _run(
         load, cluster(_MODEL_GAIN, _INSTANCES, measured(), policy=placement, lending={"policy": lending})
@@ -76,16 +76,16 @@ def served(load: Load, lending: str, placement: str = "round_robin") -> Served:
 
 
 @cache
-def served_by_one(load: Load) -> Served:
+def served_by_one(load: InstanceLoad) -> ServedTokens:
     """By one instance on all GPUs, with tensor parallelism."""
     return _run(load, single(_MODEL_GAIN, _INSTANCES, measured()))
 
 
-def _run(load: Load, deployment: Deployment) -> Served:
+def _run(load: InstanceLoad, deployment: Deployment) -> ServedTokens:
     result = Simulation(deployment, Workload("gain", BLOCK_SIZE, load.requests())).run()
     short = [each for each in result.records if each.request.output_tokens == _ANSWER]
     seconds = max(each.end_ns for each in short) / NS_PER_S
-    return Served(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"])
+    return ServedTokens(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"])
 
 
 def _measure_gain(lab: Lab) -> Iterator[Cell]:
@@ -150,7 +150,7 @@ def completes(model: str, count: int, num_tokens: int) -> bool:
     """Whether so many instances serve one prompt of this length, in virtual time."""
     workload = Workload("one prompt", BLOCK_SIZE, [Request(0, num_tokens, BLOCK_SIZE)])
     [record] = Simulation(cluster(model, count), workload).run().records
-    return record.status is Status.COMPLETED
+    return record.status is RequestStatus.COMPLETED
 
 
 def longest(model: str, count: int) -> int:

@@ -22,7 +22,7 @@ NCCL_LINK, NCCL_RTT_S = 35.5e9, 66.6e-6
 _SENT_BYTES = 2
 
 
-class Model(msgspec.Struct, frozen=True):
+class PaperModel(msgspec.Struct, frozen=True):
     """Of its Lamina: `compute` and `memory` devices; its vLLM has twice as many H100 as the former. `weights_gb`: as
     printed."""
 
@@ -33,13 +33,13 @@ class Model(msgspec.Struct, frozen=True):
 
 
 MODELS = {
-    "33B": Model(LLAMA_33B, 1, 2, 64.7),
-    "65B": Model(llama(80, 64, 8_192, 22_016, 32_000, 64), 2, 4, 130.1),
-    "70B": Model(llama(80, 64, 8_192, 28_672, 128_256, 8), 2, 4, 137.5),
+    "33B": PaperModel(LLAMA_33B, 1, 2, 64.7),
+    "65B": PaperModel(llama(80, 64, 8_192, 22_016, 32_000, 64), 2, 4, 130.1),
+    "70B": PaperModel(llama(80, 64, 8_192, 28_672, 128_256, 8), 2, 4, 137.5),
 }
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class MeanLengths(msgspec.Struct, frozen=True):
     """Means of a trace."""
 
     prompt: float
@@ -52,10 +52,10 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 TRACES = {
-    "Azure-Conv": Lengths(1154.7, 211.1),
-    "Azure-Code": Lengths(2047.8, 27.9),
-    "Kimi-Conv": Lengths(12035.1, 342.6),
-    "Kimi-TA": Lengths(8560.0, 182.1),
+    "Azure-Conv": MeanLengths(1154.7, 211.1),
+    "Azure-Code": MeanLengths(2047.8, 27.9),
+    "Kimi-Conv": MeanLengths(12035.1, 342.6),
+    "Kimi-TA": MeanLengths(8560.0, 182.1),
 }
 
 

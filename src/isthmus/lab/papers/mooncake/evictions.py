@@ -9,7 +9,7 @@ from itertools import count
 from isthmus.core.types import BlockName
 
 
-class Block:
+class RankedBlock:
     """What the ranks are made of."""
 
     __slots__ = ("depth", "last_store", "last_use", "reach", "uses")
@@ -28,26 +28,26 @@ class Block:
 Rank = tuple[int, ...]
 
 
-def first_in(block: Block) -> Rank:
+def first_in(block: RankedBlock) -> Rank:
     """A block counts as old as the newest that follows it: before that it cannot go anyhow."""
     return block.last_store, -block.depth
 
 
-def least_used(block: Block) -> Rank:
+def least_used(block: RankedBlock) -> Rank:
     return block.uses, block.last_use, -block.depth
 
 
-def least_used_keep_late(block: Block) -> Rank:
+def least_used_keep_late(block: RankedBlock) -> Rank:
     """Favours what comes late in its prompt. That is of use with all before it only, so long prompts stay."""
     return block.uses, block.reach, block.last_use, -block.depth
 
 
-def least_used_keep_early(block: Block) -> Rank:
+def least_used_keep_early(block: RankedBlock) -> Rank:
     """Favours what comes early in its prompt."""
     return block.uses, -block.depth, block.last_use
 
 
-RANKS: dict[str, Callable[[Block], Rank]] = {
+RANKS: dict[str, Callable[[RankedBlock], Rank]] = {
     "lfu": least_used,
     "fifo": first_in,
     "length_aware": least_used_keep_late,
@@ -56,14 +56,14 @@ RANKS: dict[str, Callable[[Block], Rank]] = {
 
 
 def ranked_hits(
-    chains: Sequence[Sequence[BlockName]], capacity: int, rank: Callable[[Block], Rank]
+    chains: Sequence[Sequence[BlockName]], capacity: int, rank: Callable[[RankedBlock], Rank]
 ) -> Iterator[int]:
     """Blocks found of each chain in turn in a pool of `capacity` blocks; each is looked up and then stored.
 
     Of what is too much the lowest rank goes first, and of a chain that alone is too long its end. A block's rank never
     falls, and is always below that of the block it follows, so that no block is held without it.
     """
-    held: dict[BlockName, Block] = {}
+    held: dict[BlockName, RankedBlock] = {}
     heap: list[tuple[Rank, int, BlockName]] = []
     """At least one entry for each block held. One out of date is too low, so it is met and put right."""
     serial = count()  # keeps comparison away from the names
@@ -71,7 +71,7 @@ def ranked_hits(
         found = next((at for at, name in enumerate(names) if name not in held), len(names))
         yield found
         for depth in range(found, len(names)):
-            held[names[depth]] = Block(depth)
+            held[names[depth]] = RankedBlock(depth)
         for name in names:
             block = held[name]
             block.uses += 1

@@ -26,10 +26,10 @@ import msgspec
 from isthmus.core.cost import Curve, LogNormal
 from isthmus.core.cost.offload import (
     Classes,
-    Fleet,
+    PrefillFleet,
+    RequestWork,
     Solution,
     Split,
-    Work,
     bear,
     best,
     decode_rate,
@@ -92,8 +92,8 @@ def h20() -> Times:
 
 
 @cache
-def work(h200: Times | None = None) -> Work:
-    return Work(h200 or quadratic(h200_points()), h20(), kv_bytes)
+def work(h200: Times | None = None) -> RequestWork:
+    return RequestWork(h200 or quadratic(h200_points()), h20(), kv_bytes)
 
 
 def curve(points: Points, origin: str, **decode: Any) -> Curve:
@@ -114,23 +114,27 @@ def curve(points: Points, origin: str, **decode: Any) -> Curve:
     )
 
 
-class Deployment(msgspec.Struct, frozen=True):
+class CaseDeployment(msgspec.Struct, frozen=True):
     """One of the three: its instances, and the thresholds it may choose from."""
 
-    fleet: Fleet
+    fleet: PrefillFleet
     thresholds: Sequence[float]
 
-    def classes(self, by: Split, what: Work) -> list[Classes]:
+    def classes(self, by: Split, what: RequestWork) -> list[Classes]:
         return by(LENGTHS, what, self.thresholds)
 
     def solved(
-        self, by: Split = representative, what: Work | None = None, factors: Factors = AS_IS
+        self, by: Split = representative, what: RequestWork | None = None, factors: Factors = AS_IS
     ) -> Solution:
         """The best split, and the best threshold where there is a choice."""
         return _solved(self, by, what or work(), factors)
 
     def held(
-        self, plan: Solution, by: Split = representative, what: Work | None = None, factors: Factors = AS_IS
+        self,
+        plan: Solution,
+        by: Split = representative,
+        what: RequestWork | None = None,
+        factors: Factors = AS_IS,
     ) -> Solution:
         """What the threshold and the split of `plan` bear with these inputs."""
         (classes,) = by(LENGTHS, factors.work(what or work()), [plan.classes.threshold])
@@ -138,27 +142,29 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 @cache
-def _solved(deployment: Deployment, by: Split, what: Work, factors: Factors) -> Solution:
+def _solved(deployment: CaseDeployment, by: Split, what: RequestWork, factors: Factors) -> Solution:
     return best(solve(deployment.classes(by, factors.work(what)), factors.fleet(deployment.fleet)))
 
 
-def fleet(*, remote: int = REMOTE_INSTANCES, local: int = LOCAL_INSTANCES, gbps: float = LINK_GBPS) -> Fleet:
-    return Fleet(remote, local, gbps * GBPS, DECODE_RATE)
+def fleet(
+    *, remote: int = REMOTE_INSTANCES, local: int = LOCAL_INSTANCES, gbps: float = LINK_GBPS
+) -> PrefillFleet:
+    return PrefillFleet(remote, local, gbps * GBPS, DECODE_RATE)
 
 
-OFFLOADING = Deployment(fleet(), GRID)
-HOMOGENEOUS_PD = Deployment(fleet(remote=0, local=REMOTE_INSTANCES + LOCAL_INSTANCES, gbps=0), (LONGEST,))
+OFFLOADING = CaseDeployment(fleet(), GRID)
+HOMOGENEOUS_PD = CaseDeployment(fleet(remote=0, local=REMOTE_INSTANCES + LOCAL_INSTANCES, gbps=0), (LONGEST,))
 """As many instances, all H20 and in one cluster."""
-NAIVE_PD = Deployment(fleet(), (0,))
+NAIVE_PD = CaseDeployment(fleet(), (0,))
 """As OFFLOADING, but every request is prefilled remotely, so all H20 decode."""
 DEPLOYMENTS = {"PrfaaS-PD": OFFLOADING, "homogeneous PD": HOMOGENEOUS_PD, "naive heterogeneous": NAIVE_PD}
 
 
 def ttft_s(
-    threshold: float, what: Work, transfer_s: Callable[[float], float] = lambda length: 0.0
+    threshold: float, what: RequestWork, transfer_s: Callable[[float], float] = lambda length: 0.0
 ) -> tuple[float, float]:
     """Mean and 90th percentile of the prefill's own time, no queue; `transfer_s`: added to what is offloaded."""
-    remote = Work(lambda length: what.remote_s(length) + transfer_s(length), what.local_s, what.kv_bytes)
+    remote = RequestWork(lambda length: what.remote_s(length) + transfer_s(length), what.local_s, what.kv_bytes)
     (classes,) = expected(LENGTHS, remote, [threshold])
     mean = classes.share * classes.remote_s + (1 - classes.share) * classes.local_s
     times = sorted(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from isthmus.core.cost.offload import Fleet, Work
+from isthmus.core.cost.offload import PrefillFleet, RequestWork
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.table import Cell
 
@@ -25,14 +25,14 @@ class Factors(msgspec.Struct, frozen=True):
     def __mul__(self, other: Factors) -> Factors:
         return Factors(self.h200 * other.h200, self.h20 * other.h20, self.decode * other.decode)
 
-    def work(self, what: Work) -> Work:
-        return Work(
+    def work(self, what: RequestWork) -> RequestWork:
+        return RequestWork(
             remote_s=lambda length: self.h200 * what.remote_s(length),
             local_s=lambda length: self.h20 * what.local_s(length),
             kv_bytes=what.kv_bytes,
         )
 
-    def fleet(self, fleet: Fleet) -> Fleet:
+    def fleet(self, fleet: PrefillFleet) -> PrefillFleet:
         return msgspec.structs.replace(fleet, decode_rate=fleet.decode_rate / self.decode)
 
 

@@ -46,7 +46,7 @@ REMOTE_INSTANCES, LOCAL_INSTANCES = 4, 8  # 32 H200 and 64 H20, 8 GPUs an instan
 THRESHOLD = 19_400
 
 
-class Deployment(NamedTuple):
+class PublishedColumn(NamedTuple):
     """A column of Table 6. Rates in requests per second, 0 where the paper prints a dash."""
 
     remote: int
@@ -61,9 +61,9 @@ class Deployment(NamedTuple):
     ratio: float
 
 
-PRFAAS = Deployment(4, 3, 5, 2.22, 3.51, 1.61, 1.64, 3.91, 3.24, 1.54)
-HOMOGENEOUS = Deployment(0, 9, 3, 4.44, 9.73, 0.0, 2.11, 2.35, 2.11, 1.00)
-NAIVE = Deployment(4, 0, 8, 1.74, 3.51, 2.45, 0.0, 6.25, 2.45, 1.16)
+PRFAAS = PublishedColumn(4, 3, 5, 2.22, 3.51, 1.61, 1.64, 3.91, 3.24, 1.54)
+HOMOGENEOUS = PublishedColumn(0, 9, 3, 4.44, 9.73, 0.0, 2.11, 2.35, 2.11, 1.00)
+NAIVE = PublishedColumn(4, 0, 8, 1.74, 3.51, 2.45, 0.0, 6.25, 2.45, 1.16)
 SHARE, EGRESS_GBPS, MEAN_ABOVE = 0.496, 13, 44 * KIBI
 """Of PRFAAS: requests offloaded, what crosses the link, mean uncached length of what is offloaded."""
 OVER_NAIVE = 1.32

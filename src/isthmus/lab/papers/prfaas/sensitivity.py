@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from isthmus.core.cost.offload import Solution, Work, bear, expected, representative
+from isthmus.core.cost.offload import RequestWork, Solution, bear, expected, representative
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.prfaas.case import (
     DEPLOYMENTS,
@@ -17,7 +17,7 @@ from isthmus.lab.papers.prfaas.case import (
     NAIVE_PD,
     OFFLOADING,
     STATE_BYTES,
-    Deployment,
+    CaseDeployment,
     fleet,
     h200_points,
     kv_bytes,
@@ -125,7 +125,7 @@ INFERRED_INPUTS = Table(
 
 
 @cache
-def _read(rule: Callable[[Points], Times], lengths: tuple[int, ...]) -> Work:
+def _read(rule: Callable[[Points], Times], lengths: tuple[int, ...]) -> RequestWork:
     return work(rule(h200_points(lengths)))
 
 
@@ -191,7 +191,7 @@ HELD_OUT = Table(
 
 def _measure_bandwidth(factors: Factors) -> Iterator[Cell]:
     for gbps in (1, 2, 5, 10, 20, 50, 100):
-        deployment = Deployment(fleet(gbps=gbps), GRID)
+        deployment = CaseDeployment(fleet(gbps=gbps), GRID)
         solved, held = deployment.solved(factors=factors), deployment.held(deployment.solved(), factors=factors)
         figures = {
             "all (req/s)": held.rate,

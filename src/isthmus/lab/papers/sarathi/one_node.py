@@ -44,7 +44,7 @@ class BatchLimits(msgspec.Struct, frozen=True):
     tbt_ms: int | None = None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PaperRequest(msgspec.Struct, frozen=True):
     """A request: tokens of the prompt and of the answer, the first of which the prompt's last chunk gives."""
 
     num_tokens: int
@@ -61,12 +61,12 @@ class Iteration(msgspec.Struct, frozen=True):
     took_ps: int
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedRun(msgspec.Struct, frozen=True):
     """What happened. `batches` in order of time, which ended at `ends_ps`. Of each request, `admitted`: the batch in
     which its prompt began; `first`: the one that gave its first token. No decode ever waits, so the other tokens came
     from those that follow."""
 
-    requests: abc.Sequence[Asked]
+    requests: abc.Sequence[PaperRequest]
     batches: list[Iteration]
     ends_ps: list[int]
     admitted: list[int]
@@ -97,7 +97,7 @@ class Served(msgspec.Struct, frozen=True):
         return gaps
 
 
-def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batch_limits: BatchLimits) -> Served:
+def serve(requests: abc.Sequence[PaperRequest], step_ps: StepTime, batch_limits: BatchLimits) -> ServedRun:
     """Serves all requests, which are in order of arrival. No prefix is shared."""
     node, now = OneNode(requests, batch_limits, step_ps), 0
     while not node.is_done:
@@ -113,7 +113,9 @@ def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batch_limits: BatchL
 class OneNode:
     """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
 
-    def __init__(self, requests: abc.Sequence[Asked], batch_limits: BatchLimits, step_ps: StepTime) -> None:
+    def __init__(
+        self, requests: abc.Sequence[PaperRequest], batch_limits: BatchLimits, step_ps: StepTime
+    ) -> None:
         limits = SchedulerLimits(
             num_blocks=batch_limits.kv_tokens // _BLOCK,
             block_size=_BLOCK,
@@ -127,7 +129,7 @@ class OneNode:
         self._scheduler = Scheduler(limits, None, CountingPool(limits.num_blocks), target)
         self._step_ps = step_ps
         nowhere = [-1] * len(requests)
-        self.served = Served(requests, [], [], nowhere, nowhere[:])
+        self.served = ServedRun(requests, [], [], nowhere, nowhere[:])
         self.batch: Iteration | None = None
         self._sampled: list[int] = []  # who gets the first token from it
         self._ending: dict[int, list[RequestId]] = {}  # batch -> who gets the last token from it

@@ -21,11 +21,11 @@ from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.sarathi import setup
 from isthmus.lab.papers.sarathi.one_node import (
     WHOLE,
-    Asked,
     BatchLimits,
     Iteration,
     OneNode,
-    Served,
+    PaperRequest,
+    ServedRun,
     StepTime,
     serve,
 )
@@ -36,7 +36,7 @@ _ROUNDS_GAIN = 8
 """How often each place is taken."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class BatchShape(msgspec.Struct, frozen=True):
     """`batch` requests at once of `length` tokens each, `ratio` (P:D) times as many in the prompt as in the answer."""
 
     length: int
@@ -63,31 +63,31 @@ def apart(step_ps: StepTime) -> StepTime:
     return separate
 
 
-def run(shape: Shape, step_ps: StepTime, budget: int, rounds: int = _ROUNDS_GAIN) -> Served:
+def run(shape: BatchShape, step_ps: StepTime, budget: int, rounds: int = _ROUNDS_GAIN) -> ServedRun:
     """A queue of requests through `batch` places. Each decodes as many iterations as it has tokens beyond its prompt,
     as in the paper's formulas; the prompt's own token comes on top."""
-    asked = Asked(shape.prompt, shape.length - shape.prompt + 1)
+    asked = PaperRequest(shape.prompt, shape.length - shape.prompt + 1)
     return serve([asked] * (rounds * shape.batch), step_ps, BatchLimits(budget, shape.batch, prompt_batch=1))
 
 
 @lru_cache(maxsize=1024)
-def steady_ps(shape: Shape, step_ps: StepTime, budget: int) -> int:
+def steady_ps(shape: BatchShape, step_ps: StepTime, budget: int) -> int:
     """Time of `_ROUNDS` rounds between filling the places and emptying them, which take longer."""
     once, twice = (run(shape, step_ps, budget, rounds).worked_ps for rounds in (_ROUNDS_GAIN, 2 * _ROUNDS_GAIN))
     return twice - once
 
 
-def gain(shape: Shape, step_ps: StepTime, budget: int) -> float:
+def gain(shape: BatchShape, step_ps: StepTime, budget: int) -> float:
     """Throughput with iterations of `budget` tokens, over the baseline's."""
     return steady_ps(shape, apart(step_ps), WHOLE) / steady_ps(shape, step_ps, budget)
 
 
-def best_gain(shape: Shape, step_ps: StepTime, budgets: Sequence[int]) -> float:
+def best_gain(shape: BatchShape, step_ps: StepTime, budgets: Sequence[int]) -> float:
     """With whichever of the budgets is best for this shape, or with the baseline's batches if none is better."""
     return max(1.0, *[gain(shape, step_ps, budget) for budget in budgets])
 
 
-def decode_speed_up(shape: Shape, step_ps: StepTime, budget: int) -> float:
+def decode_speed_up(shape: BatchShape, step_ps: StepTime, budget: int) -> float:
     """Time of a decode in a batch of decodes, over what it adds to a batch with a chunk."""
     hybrid = [batch for batch in run(shape, step_ps, budget).batches if batch.chunks and batch.num_decodes]
     alone = [
@@ -163,7 +163,7 @@ _PUBLISHED_CHUNKS = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}
 
 
 def _prefill_ps(budget: int) -> int:
-    return serve([Asked(_LENGTH, 1)], step_ps, BatchLimits(budget, 1)).worked_ps
+    return serve([PaperRequest(_LENGTH, 1)], step_ps, BatchLimits(budget, 1)).worked_ps
 
 
 def _measure_chunks(lab: Lab) -> Iterator[Cell]:
@@ -191,25 +191,25 @@ _CHUNK_THROUGHPUT = 256
 
 MATMUL, WEIGHT_READ = 0.46, 0.79
 """Shares of an A100's peaks: what fits both figures of `CALIBRATED` best, to a hundredth; no other row was used."""
-CALIBRATED = Shape(1024, 10, 28)
+CALIBRATED = BatchShape(1024, 10, 28)
 
 
 class _Row(msgspec.Struct, frozen=True):
     name: str
-    shape: Shape
+    shape: BatchShape
     speed_up: float
     gain: float
 
 
 _13B = (
-    _Row("13B on A6000, 1K", Shape(1024, 6, 50), 5.45, 1.33),
-    _Row("13B on A6000, 2K", Shape(2048, 6, 50), 3.26, 1.26),
-    _Row("13B on A6000, 3K", Shape(3072, 6, 50), 2.51, 1.22),
+    _Row("13B on A6000, 1K", BatchShape(1024, 6, 50), 5.45, 1.33),
+    _Row("13B on A6000, 2K", BatchShape(2048, 6, 50), 3.26, 1.26),
+    _Row("13B on A6000, 3K", BatchShape(3072, 6, 50), 2.51, 1.22),
 )
 _33B = (
     _Row("33B on A100, 1K", CALIBRATED, 3.83, 1.25),
-    _Row("33B on A100, 2K", Shape(2048, 5, 63), 4.25, 1.22),
-    _Row("33B on A100, 3K", Shape(3072, 3, 127), 3.51, 1.14),
+    _Row("33B on A100, 2K", BatchShape(2048, 5, 63), 4.25, 1.22),
+    _Row("33B on A100, 3K", BatchShape(3072, 3, 127), 3.51, 1.14),
 )
 
 
@@ -260,10 +260,10 @@ _AWAY_GAIN = 1.10
 _BUDGETS = tuple(TILE * tiles for tiles in range(1, 9))
 
 
-def balanced(length: int, budget: int) -> Shape:
+def balanced(length: int, budget: int) -> BatchShape:
     """All decodes piggyback on the chunks of others, exactly: P:D = chunk / (batch - 1)."""
     batch = _LENGTHS[length]
-    return Shape(length, batch, (budget - (batch - 1)) / (batch - 1))
+    return BatchShape(length, batch, (budget - (batch - 1)) / (batch - 1))
 
 
 def peak(budget: int) -> int:
@@ -271,7 +271,7 @@ def peak(budget: int) -> int:
     expected = round(balanced(1024, budget).ratio)
     return max(
         range(max(1, expected - 6), expected + 7),
-        key=lambda ratio: gain(Shape(1024, _LENGTHS[1024], ratio), step_ps, budget),
+        key=lambda ratio: gain(BatchShape(1024, _LENGTHS[1024], ratio), step_ps, budget),
     )
 
 
@@ -282,11 +282,11 @@ def _measure_balance(lab: Lab) -> Iterator[Cell]:
     for budget, (ratio, figure) in _PEAKS.items():
         found = peak(budget)
         yield Cell(f"peak of chunks of {budget}", "P:D", ratio, found)
-        shape = Shape(1024, _LENGTHS[1024], found)
+        shape = BatchShape(1024, _LENGTHS[1024], found)
         yield Cell(f"peak of chunks of {budget}", "throughput (times)", figure, gain(shape, step_ps, budget))
     yield Cell("Orca at best", "throughput (times)", _ORCA, gain(balanced(1024, 256), step_ps, WHOLE))
     for ratio in _AWAY:
-        shape = Shape(1024, _LENGTHS[1024], ratio)
+        shape = BatchShape(1024, _LENGTHS[1024], ratio)
         ours = best_gain(shape, step_ps, (*_BUDGETS, WHOLE))
         yield Cell(f"the best chunk at P:D {ratio}", "throughput (times)", _AWAY_GAIN, ours)
 
@@ -340,10 +340,10 @@ _PUBLISHED_ABLATION: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def requests_of_ablation(lengths: _Lengths, rate: float) -> list[Asked]:
+def requests_of_ablation(lengths: _Lengths, rate: float) -> list[PaperRequest]:
     """Log-normal lengths, Poisson arrivals of so many a second; the same every time."""
     random, now = Random(1), 0.0
-    found: list[Asked] = []
+    found: list[PaperRequest] = []
 
     def draw(of: tuple[int, int]) -> int:
         return max(2, round(random.lognormvariate(log(of[0]), log(of[1] / of[0]) / _Z90)))
@@ -352,17 +352,17 @@ def requests_of_ablation(lengths: _Lengths, rate: float) -> list[Asked]:
         prompt, answer = draw(lengths.prompt), draw(lengths.answer)
         if prompt + answer <= lengths.limit:
             now += random.expovariate(rate)
-            found.append(Asked(prompt, answer, round(now * NS_PER_S)))
+            found.append(PaperRequest(prompt, answer, round(now * NS_PER_S)))
     return found
 
 
 def rate_of(lengths: _Lengths) -> float:
     """At which hybrid batches of chunks are at work for the given share of the time, if all come at once."""
-    at_once = [Asked(each.num_tokens, each.output_tokens) for each in requests_of_ablation(lengths, 1.0)]
+    at_once = [PaperRequest(each.num_tokens, each.output_tokens) for each in requests_of_ablation(lengths, 1.0)]
     return _UTILISATION * _NUM_REQUESTS / (_serve("both", at_once).worked_ps / 1e12)
 
 
-def _serve(row: str, requests: list[Asked]) -> Served:
+def _serve(row: str, requests: list[PaperRequest]) -> ServedRun:
     cost, compiled = on_a100("Yi-34B", 2)
     budget = WHOLE if row == "hybrid batches only" else _BUDGET
     step = apart(compiled.step_ps) if row == "chunked prefills only" else compiled.step_ps
@@ -422,7 +422,7 @@ class Piped(msgspec.Struct, frozen=True):
     bubbles_ps: list[int]
 
 
-def piped(queues: list[list[Asked]], step_ps: StepTime, batch_limits: BatchLimits) -> Piped:
+def piped(queues: list[list[PaperRequest]], step_ps: StepTime, batch_limits: BatchLimits) -> Piped:
     """Each queue is served in a micro-batch of its own. They pass the stages in turn, and each may enter again, with
     the tokens of its last pass, when it has left the last stage. A stage takes its share of a batch's time;
     communication takes none."""
@@ -454,13 +454,13 @@ def piped(queues: list[list[Asked]], step_ps: StepTime, batch_limits: BatchLimit
     return Piped(free[-1], bubbles)
 
 
-def requests_of_bubbles(count: int) -> list[Asked]:
+def requests_of_bubbles(count: int) -> list[PaperRequest]:
     """Lengths by Zipf's law between the shortest and the longest; a tenth as many tokens in the answer."""
     sizes = range(_SHORTEST, _LONGEST + 1)
     weights = [rank**-_THETA for rank in range(1, len(sizes) + 1)]
     lengths = Random(1).choices(sizes, weights, k=count)
     answers = [length // (_RATIO + 1) for length in lengths]
-    return [Asked(length - answer, answer) for length, answer in zip(lengths, answers, strict=True)]
+    return [PaperRequest(length - answer, answer) for length, answer in zip(lengths, answers, strict=True)]
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 from isthmus.core.types import NS_PER_S, Role
 from isthmus.facts import UNLIMITED
 from isthmus.lab.sim.records import RequestRecord, Result
-from isthmus.lab.sim.report.curves import OUTCOMES, Curves, Row, Times
+from isthmus.lab.sim.report.curves import OUTCOMES, CurveRow, Curves, Times
 from isthmus.lab.sim.report.gantt import describe, phases
 from isthmus.lab.sim.report.page import Chart
 from isthmus.lab.sim.report.words import clock, percent, seconds, shorten, size
@@ -97,7 +97,7 @@ def seconds_axis(times: Iterable[Times]) -> dict[str, Any]:
 # Over time, by bins.
 
 
-def over_time(row: Row, bin_s: float, color: str) -> Chart:
+def over_time(row: CurveRow, bin_s: float, color: str) -> Chart:
     """Filled: the mean of each bin; thin: the largest value in it; dashed: how much there is at all."""
     unit_s, axis = time_axis([bin_s * len(row.mean)])
     x = [bin_s * at / unit_s for at in range(len(row.mean) + 1)]

@@ -13,9 +13,9 @@ from operator import attrgetter
 import msgspec
 
 from isthmus.core.types import NS_PER_S, Role
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.report import series
-from isthmus.lab.sim.report.series import Bins, Change, Curve
+from isthmus.lab.sim.report.series import BinnedCurve, Bins, Change
 from isthmus.lab.sim.spread import share
 from isthmus.lab.sim.summary import STAGES, Summary, within_limits
 from isthmus.lab.sim.summary import to_json as figures_json
@@ -34,7 +34,7 @@ OUTCOMES = (
 """What may become of a request, good ones first."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class CurveRow(msgspec.Struct, frozen=True):
     """A curve over time: mean and largest value of each bin. `most`: where it ends, 0 for nowhere."""
 
     title: str
@@ -66,7 +66,7 @@ class Curves(msgspec.Struct, frozen=True):
     refusal. `prompt_tokens`: of the prefills that began in a bin; `cached_tokens`: those found in caches."""
 
     bin_s: float
-    load: list[Row]
+    load: list[CurveRow]
     ttft: Times | None
     tbt: Times | None
     outcomes: dict[str, list[int]]
@@ -101,8 +101,10 @@ def curves_of(result: Result) -> Curves:
     bins = bins_of(result)
     records = result.records
     first = [each for each in records if each.first_token_ns >= 0]
-    gaps = [each for each in records if each.status is Status.COMPLETED and each.request.output_tokens > 1]
-    refused = [each for each in records if each.status is Status.REFUSED]
+    gaps = [
+        each for each in records if each.status is RequestStatus.COMPLETED and each.request.output_tokens > 1
+    ]
+    refused = [each for each in records if each.status is RequestStatus.REFUSED]
     started = [each for each in records if each.prefill_start_ns >= 0]
     sources = {"all": "cached_tokens", "other nodes": "fetched_tokens", "SSD": "disk_tokens"}
     cached = {name: _summed(bins, started, attrgetter(field)) for name, field in sources.items()}
@@ -130,7 +132,7 @@ def bins_of(result: Result) -> Bins:
     return Bins.covering(result.start_ns, result.end_ns, _MOST_BINS)
 
 
-def crossings(result: Result) -> list[Row]:
+def crossings(result: Result) -> list[CurveRow]:
     """Rate and queue of every link between clusters that anything crossed, and the threshold where it changed."""
     if not result.link_samples:
         return []
@@ -148,7 +150,7 @@ def crossings(result: Result) -> list[Row]:
     return rows
 
 
-def _load(result: Result, bins: Bins) -> list[Row]:
+def _load(result: Result, bins: Bins) -> list[CurveRow]:
     roles = [node.role for node in result.nodes]
     num_prefill = roles.count(Role.PREFILL) + roles.count(Role.MIXED)
     changes = (
@@ -161,9 +163,9 @@ def _load(result: Result, bins: Bins) -> list[Row]:
     return [_row(title, series.binned(found, bins), most) for title, found, most in changes]
 
 
-def _row(title: str, curve: Curve, most: int = 0) -> Row:
+def _row(title: str, curve: BinnedCurve, most: int = 0) -> CurveRow:
     mean, largest = ([float(f"{value:.5g}") for value in values] for values in curve)
-    return Row(title, mean, largest, most)
+    return CurveRow(title, mean, largest, most)
 
 
 def _times(times_ns: Sequence[float], limits_ns: Sequence[int]) -> Times | None:
@@ -192,9 +194,9 @@ def _counted(
 
 
 def _outcome(record: RequestRecord) -> str:
-    if record.status is Status.COMPLETED:
+    if record.status is RequestStatus.COMPLETED:
         return "inside limits" if within_limits(record) else "missed a limit"
-    return f"refused at {record.stage}" if record.status is Status.REFUSED else record.status.value
+    return f"refused at {record.stage}" if record.status is RequestStatus.REFUSED else record.status.value
 
 
 def _summed(bins: Bins, started: Iterable[RequestRecord], tokens: Callable[[RequestRecord], int]) -> list[int]:

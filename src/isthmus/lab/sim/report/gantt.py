@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 from isthmus.lab.sim.report.words import percent, seconds
 from isthmus.lab.sim.spread import nearest_rank
 
 
-class Phase(NamedTuple):
+class GanttPhase(NamedTuple):
     name: str
     start_ns: int
     end_ns: int
@@ -28,7 +28,7 @@ def chosen(result: Result, index: int | None) -> list[tuple[str, RequestRecord]]
             count = len(result.records)
             raise ConfigError(f"report: there is no request {index}; the workload has {count}, counted from 0")
         return [("As asked for", found)]
-    completed = [each for each in result.records if each.status is Status.COMPLETED]
+    completed = [each for each in result.records if each.status is RequestStatus.COMPLETED]
     if not completed:
         return []
     completed.sort(key=lambda each: (each.first_token_ns - each.arrival_ns, each.index))
@@ -39,7 +39,7 @@ def chosen(result: Result, index: int | None) -> list[tuple[str, RequestRecord]]
     ]
 
 
-def phases(record: RequestRecord, end_ns: int) -> list[Phase]:
+def phases(record: RequestRecord, end_ns: int) -> list[GanttPhase]:
     """What a request went through, one phase where the one before ended. `end_ns`: of the simulation.
 
     From the start of its prefill to its first token, what was not node time of this prefill went into loading
@@ -53,15 +53,15 @@ def phases(record: RequestRecord, end_ns: int) -> list[Phase]:
         ("wait for the batch", record.joined_ns),
         ("decode", record.end_ns),
     ]
-    found: list[Phase] = []
+    found: list[GanttPhase] = []
     start_ns = record.arrival_ns
     for name, reached_ns in stations:
         if reached_ns < 0 and name == "hand-over" and record.joined_ns >= 0:
             continue  # prefilled where it decodes: nothing was handed over
         if reached_ns < 0:
             stop_ns = record.end_ns if record.end_ns >= 0 else end_ns
-            return [*found, Phase(name, start_ns, max(start_ns, stop_ns))]
-        found.append(Phase(name, start_ns, max(start_ns, reached_ns)))
+            return [*found, GanttPhase(name, start_ns, max(start_ns, stop_ns))]
+        found.append(GanttPhase(name, start_ns, max(start_ns, reached_ns)))
         start_ns = max(start_ns, reached_ns)
     return found
 
@@ -83,9 +83,9 @@ def describe(record: RequestRecord, result: Result) -> str:
         words.append(f"decoded on {_node(result, record.decode)}")
     if record.first_token_ns >= 0:
         words.append(f"first token after {seconds((record.first_token_ns - record.arrival_ns) / NS_PER_S)}")
-    if record.status is Status.COMPLETED and record.tbt_ns:
+    if record.status is RequestStatus.COMPLETED and record.tbt_ns:
         words.append(f"TBT {seconds(record.tbt_ns / NS_PER_S)}")
-    ending = f"refused at {record.stage}" if record.status is Status.REFUSED else record.status.value
+    ending = f"refused at {record.stage}" if record.status is RequestStatus.REFUSED else record.status.value
     return f"{', '.join(words)}; {ending}."
 
 

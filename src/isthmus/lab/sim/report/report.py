@@ -12,7 +12,7 @@ from isthmus.lab.sim.report.gantt import chosen
 from isthmus.lab.sim.report.page import Chart, Html, configuration, heading, headline, page
 from isthmus.lab.sim.report.words import percent, seconds
 from isthmus.lab.sim.sheets import group_sheets, summary_sheets
-from isthmus.lab.sim.spread import Spread
+from isthmus.lab.sim.spread import Percentiles
 from isthmus.lab.sim.summary import Summary
 from isthmus.sheet import NOTHING, Sheet, texts
 
@@ -130,7 +130,7 @@ def _between(result: Result, summary: Summary) -> list[Chart | Html]:
     ]
 
 
-def _percentiles(spread: Spread | None) -> str:
+def _percentiles(spread: Percentiles | None) -> str:
     return (
         NOTHING
         if spread is None
@@ -138,5 +138,5 @@ def _percentiles(spread: Spread | None) -> str:
     )
 
 
-def _p90(spread: Spread | None) -> str:
+def _p90(spread: Percentiles | None) -> str:
     return NOTHING if spread is None else seconds(spread.p90)

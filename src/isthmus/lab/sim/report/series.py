@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.sim.records import RequestRecord, Result, Status
+from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
 
 Change = tuple[int, float, float]
 Interval = tuple[int, int]
@@ -45,7 +45,7 @@ class Bins:
         return min(self.count - 1, max(0, (time_ns - self.start_ns) // self.length_ns))
 
 
-class Curve(NamedTuple):
+class BinnedCurve(NamedTuple):
     """A binned curve: each bin's mean and largest value."""
 
     mean: list[float]
@@ -62,7 +62,7 @@ def presence(intervals: Iterable[Interval]) -> list[Change]:
     return changes
 
 
-def binned(changes: list[Change], bins: Bins) -> Curve:
+def binned(changes: list[Change], bins: Bins) -> BinnedCurve:
     """Mean and largest value of a curve in each bin; it is 0 before its first change. Sorts `changes`."""
     changes.sort()
     mean: list[float] = []
@@ -88,7 +88,7 @@ def binned(changes: list[Change], bins: Bins) -> Curve:
             position += 1
         mean.append(max(area, 0.0) / bins.length_ns)
         largest.append(top)
-    return Curve(mean, largest)
+    return BinnedCurve(mean, largest)
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
@@ -145,7 +145,7 @@ def decode_tokens(result: Result) -> list[Change]:
         end_ns = _until(-1, each, result)
         if end_ns <= each.joined_ns:
             continue
-        grown = each.request.output_tokens if each.status is Status.COMPLETED else 0
+        grown = each.request.output_tokens if each.status is RequestStatus.COMPLETED else 0
         slope = grown / (end_ns - each.joined_ns)
         changes.append((each.joined_ns, each.request.num_tokens, slope))
         changes.append((end_ns, -(each.request.num_tokens + grown), -slope))

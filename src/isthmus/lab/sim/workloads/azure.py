@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.lab.sim.workloads.lines import Clock, Notes, in_order, trace_name, whole, wrong_line
+from isthmus.lab.sim.workloads.lines import Notes, TraceClock, in_order, trace_name, whole, wrong_line
 from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -28,7 +28,7 @@ _DELIMITERS = ",;\t|"
 _SECOND = 1_000_000_000
 
 
-class _Columns(msgspec.Struct, frozen=True):
+class _TraceColumns(msgspec.Struct, frozen=True):
     """Names of all columns, and which has what; `output`: None where there is none."""
 
     names: list[str]
@@ -61,7 +61,7 @@ def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
     return Workload(trace_name(path), PLAIN_BLOCK_SIZE, requests, notes.lines())
 
 
-def columns_of(header: bytes) -> _Columns | None:
+def columns_of(header: bytes) -> _TraceColumns | None:
     """None for a first line that names no column with times and one with tokens in, or any of them twice."""
     text = header.decode(errors="replace")
     delimiter = max(_DELIMITERS, key=text.count)
@@ -71,18 +71,18 @@ def columns_of(header: bytes) -> _Columns | None:
     if [len(each) for each in found] not in ([1, 1, 1], [1, 1, 0]):
         return None
     (time,), (tokens_in,), tokens_out = found
-    return _Columns(names, delimiter, time, tokens_in, tokens_out[0] if tokens_out else None)
+    return _TraceColumns(names, delimiter, time, tokens_in, tokens_out[0] if tokens_out else None)
 
 
 def _rows(
-    path: Path, lines: list[bytes], start: int, columns: _Columns, limit: int | None, notes: Notes
+    path: Path, lines: list[bytes], start: int, columns: _TraceColumns, limit: int | None, notes: Notes
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Times, and tokens in and out, of the lines after line `start`."""
     text = StringIO(b"\n".join(lines[start:]).decode(errors="replace"))
     rows = csv.reader(text, delimiter=columns.delimiter, skipinitialspace=True, strict=True)
     names, width = columns.names, len(columns.names)
     at_time, at_input, at_output = columns.time, columns.input, columns.output
-    clock = Clock(names[at_time], _SECOND, notes)
+    clock = TraceClock(names[at_time], _SECOND, notes)
     times: list[int] = []
     lengths: list[tuple[int, int]] = []
     number = start + 1

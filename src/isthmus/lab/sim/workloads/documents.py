@@ -21,7 +21,7 @@ import msgspec
 from isthmus.core.conductor import PromptContent
 from isthmus.core.reuse import cut
 from isthmus.core.types import Reuse
-from isthmus.lab.sim.workloads.lengths import Lengths
+from isthmus.lab.sim.workloads.lengths import LengthDistribution
 
 VOCABULARY = 1 << 17
 SIGNATURE_BITS = 256
@@ -30,9 +30,9 @@ SIGNATURE_BITS = 256
 class Documents(msgspec.Struct, frozen=True):
     """What prompts are made of; the names are those of a specification (`generators.py`), `question` is its `input`."""
 
-    question: Lengths
+    question: LengthDistribution
     documents: int
-    document_tokens: Lengths
+    document_tokens: LengthDistribution
     retrieved: int
     prefixes: int = 0
     prefix_tokens: int = 0
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
     content: PromptContent | None
 
 
-class _Said(NamedTuple):
+class _Paraphrase(NamedTuple):
     """A prompt that may be said in other words: tokens after its `beginning`."""
 
     beginning: list[int]
@@ -60,7 +60,7 @@ class _Said(NamedTuple):
     signature: bytes
 
 
-class Prompts:
+class DocumentPrompts:
     """`draw` gives one after the other. The `reuse` of a specification changes nothing but what they ask for."""
 
     def __init__(self, made: Documents) -> None:
@@ -73,7 +73,7 @@ class Prompts:
         self._documents = [_tokens(texts, made.document_tokens.draw(texts)) for _ in range(made.documents)]
         self._of_beginnings = _popularity(len(self._beginnings), made.zipf)
         self._of_documents = _popularity(made.documents, made.zipf)
-        self._said: list[_Said] = []
+        self._said: list[_Paraphrase] = []
         self._ids: dict[tuple[int, bytes], int] = {}
         self._numbers = count()
 
@@ -93,7 +93,7 @@ class Prompts:
         more += _tokens(self._words, made.question.draw(self._words))
         signature = self._words.randbytes(SIGNATURE_BITS // 8)
         if made.paraphrases:
-            self._said.append(_Said(beginning, len(more), signature))
+            self._said.append(_Paraphrase(beginning, len(more), signature))
         return self._prompt(beginning + more, signature)
 
     def _choose(self, popularity: list[float]) -> int:

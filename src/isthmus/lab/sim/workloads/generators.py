@@ -45,8 +45,8 @@ import msgspec
 
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import Reuse
-from isthmus.lab.sim.workloads.documents import Documents, Prompts
-from isthmus.lab.sim.workloads.lengths import Lengths, parse_lengths
+from isthmus.lab.sim.workloads.documents import DocumentPrompts, Documents
+from isthmus.lab.sim.workloads.lengths import LengthDistribution, parse_lengths
 from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE, Request, Workload
 
 ARRIVALS = ("poisson", "gamma", "even")
@@ -62,8 +62,8 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     rate: float
     num: int
-    input: Lengths
-    output: Lengths
+    input: LengthDistribution
+    output: LengthDistribution
     cv: float = 0.0
     seed: int = 0
     block_size: int = PLAIN_BLOCK_SIZE
@@ -73,10 +73,10 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True):
     turns: float = 1.0
     think_s: float = 0.0
     few: float = 0.0
-    few_input: Lengths | None = None
-    few_output: Lengths | None = None
+    few_input: LengthDistribution | None = None
+    few_output: LengthDistribution | None = None
     documents: int = 0
-    document_tokens: Lengths | None = None
+    document_tokens: LengthDistribution | None = None
     retrieved: int = 0
     reuse: Reuse = Reuse.EXACT
     paraphrases: float = 0.0
@@ -150,7 +150,7 @@ def _retrieved(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
         spec.seed,
         spec.block_size,
     )
-    prompts, outputs, time = Prompts(made), random.Random(f"{spec.seed}/output"), 0.0
+    prompts, outputs, time = DocumentPrompts(made), random.Random(f"{spec.seed}/output"), 0.0
     for _ in range(spec.num):
         time += gap()
         num_tokens, blocks, content = prompts.draw()

@@ -21,14 +21,14 @@ _LEAST_INSIDE = 0.01  # else drawing again would take long
 Draw = Callable[[random.Random], int]
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class LengthDistribution(msgspec.Struct, frozen=True):
     """A distribution of token counts, all at least 1. `fixed`: the only value, where there is but one."""
 
     draw: Draw
     fixed: int | None = None
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> LengthDistribution:
     """Reads a distribution. Raises ValueError saying what is wrong with `text`."""
     match = _CALL.fullmatch(text)
     if match is None:
@@ -41,7 +41,7 @@ def parse_lengths(text: str) -> Lengths:
     values = _values(name, inside)
     for names, make in _FORMS[name].items():
         if "max" in names and set(names) == set(values):
-            return Lengths(make(*(values[each] for each in names)))
+            return LengthDistribution(make(*(values[each] for each in names)))
         if set(names) == set(values) - {"max"}:
             return _limited(make(*(values[each] for each in names)), values.get("max"))
     raise ValueError(f"{name} takes {_forms(name)}")
@@ -65,8 +65,8 @@ def _values(name: str, inside: str) -> dict[str, float]:
     return values
 
 
-def _fixed(length: int) -> Lengths:
-    return Lengths(lambda rng: length, length)
+def _fixed(length: int) -> LengthDistribution:
+    return LengthDistribution(lambda rng: length, length)
 
 
 def _uniform(low: float, high: float) -> Draw:
@@ -120,13 +120,13 @@ def _normal_below(z: float) -> float:
     return (1.0 + math.erf(z / math.sqrt(2.0))) / 2.0
 
 
-def _limited(draw: Draw, most: float | None) -> Lengths:
+def _limited(draw: Draw, most: float | None) -> LengthDistribution:
     if most is None:
-        return Lengths(draw)
+        return LengthDistribution(draw)
     if most < 1 or most % 1:
         raise ValueError(f"max={most:g} is not a whole number above 0")
     limit = int(most)
-    return Lengths(lambda rng: min(limit, draw(rng)))
+    return LengthDistribution(lambda rng: min(limit, draw(rng)))
 
 
 # Per distribution, the sets of names it can be given by; `max` may be added to each without one and cuts the tail off.

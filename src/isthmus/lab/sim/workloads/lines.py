@@ -144,7 +144,7 @@ def is_unix(time: float) -> bool:
     return time >= _UNIX[-1][1]
 
 
-class Clock:
+class TraceClock:
     """The times of a trace in ns: of dates and Unix times since 1970, of others as they count.
 
     `unit_ns`: of a number that is no Unix time. One that is tells its unit by its size, and the first one decides.

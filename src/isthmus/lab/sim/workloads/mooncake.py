@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from isthmus.lab.sim.workloads.lines import Clock, Notes, in_order, is_unix, trace_name, whole, wrong_line
+from isthmus.lab.sim.workloads.lines import Notes, TraceClock, in_order, is_unix, trace_name, whole, wrong_line
 from isthmus.lab.sim.workloads.workload import Replay, Request, Workload
 
 BLOCK_SIZE = 512
@@ -33,7 +33,7 @@ _Whole = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _Line(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class _MooncakeLine(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     timestamp: _Whole
     input_length: _Positive
     output_length: _Whole
@@ -47,7 +47,7 @@ class _Line(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
 class _Read(msgspec.Struct, frozen=True):
     times_ns: list[int]
-    lines: list[_Line]
+    lines: list[_MooncakeLine]
     block_size: int
 
 
@@ -78,7 +78,7 @@ def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
 def _as_published(texts: list[bytes]) -> _Read | None:
     """None for what is not exactly as published: as one array a good trace is read in two thirds of the time."""
     try:
-        lines = msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[_Line])
+        lines = msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[_MooncakeLine])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if len(lines) != len(texts) or is_unix(lines[0].timestamp):
@@ -97,9 +97,9 @@ def _as_published(texts: list[bytes]) -> _Read | None:
 
 def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes) -> _Read:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
-    clock = Clock("timestamp", _MS, notes)
+    clock = TraceClock("timestamp", _MS, notes)
     times: list[int] = []
-    lines: dict[int, _Line] = {}
+    lines: dict[int, _MooncakeLine] = {}
     names: dict[str, int] = {}
     for number, text in enumerate(texts, start=1):
         if len(lines) == limit:
@@ -112,7 +112,7 @@ def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes)
                 if name not in fields:
                     raise ValueError(f"missing required field `{name}`")
             if not lines and "parent_chat_id" in fields:
-                clock = Clock("timestamp", _S, notes)
+                clock = TraceClock("timestamp", _S, notes)
                 notes.say("timestamp in seconds, as in Qwen's traces")
             time = fields["timestamp"]
             times.append(clock.ns(time))
@@ -134,10 +134,10 @@ def _as_brought(path: Path, texts: list[bytes], limit: int | None, notes: Notes)
     return _Read(times, list(lines.values()), size)
 
 
-def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
+def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _MooncakeLine:
     """`names`: numbers of ids that are texts. Raises ValueError."""
     for name in fields:
-        if name not in _Line.__struct_fields__:
+        if name not in _MooncakeLine.__struct_fields__:
             notes.ignore(name)
     if "output_length" not in fields:
         notes.say("without output_length, taken as 1")
@@ -146,7 +146,7 @@ def _line(fields: dict[str, Any], names: dict[str, int], notes: Notes) -> _Line:
     tenant = fields.get("tenant", "")
     if not isinstance(tenant, str | int | float):
         raise ValueError("tenant is no name")
-    return _Line(
+    return _MooncakeLine(
         0,
         whole("input_length", fields["input_length"], 1),
         whole("output_length", fields.get("output_length", 1), 0),
@@ -169,7 +169,7 @@ def _ids(given: Any, names: dict[str, int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _block_size(path: Path, lines: dict[int, _Line], notes: Notes) -> int:
+def _block_size(path: Path, lines: dict[int, _MooncakeLine], notes: Notes) -> int:
     """Tokens per id: as the trace says, else as published, else the one power of two that fits all of its lines."""
     given = {line.block_size: number for number, line in lines.items() if line.block_size}
     if len(given) > 1:

@@ -23,7 +23,7 @@ class _Header(msgspec.Struct, frozen=True):
     rules: msgspec.Raw
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _RecordedLine(msgspec.Struct, frozen=True):
     at_ns: int
     event: msgspec.Raw
 
@@ -82,7 +82,7 @@ class _Recording:
     """What has been read of a recording so far."""
 
     def __init__(self) -> None:
-        self._line = msgspec.json.Decoder(_Line)
+        self._line = msgspec.json.Decoder(_RecordedLine)
         self._kind = msgspec.json.Decoder(_Kind)
         self._joined = msgspec.json.Decoder(_Joined)
         self._request = msgspec.json.Decoder(_Arrived)

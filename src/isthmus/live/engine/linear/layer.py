@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isthmus.core.models import Delta
+from isthmus.core.models import DeltaRule
 from isthmus.live.engine.kernels import Kernels
 
 
@@ -21,7 +21,7 @@ class Recurrent(Protocol):
     """What a layer of either kind offers. Weights named here are float32, but for `output_NM`, which is as stored."""
 
     @property
-    def heads(self) -> Delta: ...
+    def heads(self) -> DeltaRule: ...
 
     @property
     def conv_KC(self) -> Tensor:
@@ -64,7 +64,7 @@ class State:
     matrix_SHKV: Tensor
 
     @staticmethod
-    def of(live_SX: Tensor, heads: Delta) -> State:
+    def of(live_SX: Tensor, heads: DeltaRule) -> State:
         window, matrix = live_SX.split(
             (heads.state_numbers - heads.matrix_numbers, heads.matrix_numbers), dim=1
         )
@@ -140,7 +140,7 @@ class GatedDeltaNet:
     `project_PN`: rows of queries, keys, values, gates z, then b and a (`projection`); `rate_H`: -exp(A_log).
     """
 
-    heads: Delta
+    heads: DeltaRule
     project_PN: Tensor
     conv_KC: Tensor
     rate_H: Tensor
@@ -153,7 +153,7 @@ class GatedDeltaNet:
         return torch.nn.functional.silu(gate_THV)
 
 
-def projection(qkvz: Tensor, ba: Tensor, heads: Delta) -> Tensor:
+def projection(qkvz: Tensor, ba: Tensor, heads: DeltaRule) -> Tensor:
     """`project_PN` from the two matrices of the published format, whose rows go key head by key head: in_proj_qkvz
     with q, k, G values and G gates of each, in_proj_ba with G b and G a of each."""
     group = heads.num_values // heads.num_keys
@@ -189,7 +189,7 @@ class KimiDelta:
     `forget_MD`: f_b_proj, `gate_MD`: g_b_proj; `rate_H`: -exp(A_log); `dt_bias_HK` with one bias a channel.
     """
 
-    heads: Delta
+    heads: DeltaRule
     project_PN: Tensor
     conv_KC: Tensor
     forget_MD: Tensor

@@ -42,7 +42,7 @@ class Grid(NamedTuple):
         return ranges + self.num_tokens * self.channels
 
 
-class Packing(Protocol):
+class BitPacking(Protocol):
     """8 bits per channel of a block, and planes of bytes.
 
     Packed, a block is [rank of its largest scale (uint16), how many ranks lower each channel's is (uint8),
@@ -69,7 +69,7 @@ class Packing(Protocol):
 
 
 @cache
-def select() -> Packing:
+def select() -> BitPacking:
     """The compiled form, built when needed; numpy where there is no C compiler."""
     from isthmus.live.engine.packing import native, plain
 

@@ -15,7 +15,7 @@ from isthmus.core.errors import RequestError
 from isthmus.live.gateway import fields as f
 from isthmus.live.gateway.bodies import refusal
 from isthmus.live.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
-from isthmus.live.gateway.headers import Terms
+from isthmus.live.gateway.headers import RequestTerms
 from isthmus.live.gateway.messages import (
     CHOICE,
     NAME,
@@ -208,7 +208,7 @@ _NAMES = [
 class ResponsesPreparer:
     preparer: RequestPreparer
 
-    def prepare(self, request: ResponsesRequest, hex_id: str, terms: Terms) -> PreparedRequest:
+    def prepare(self, request: ResponsesRequest, hex_id: str, terms: RequestTerms) -> PreparedRequest:
         """Raises RequestError."""
         try:
             return self._prepare(request, request.input, hex_id, terms)
@@ -218,7 +218,7 @@ class ResponsesPreparer:
             return self._prepare_shortened(request, hex_id, terms, error)
 
     def _prepare(
-        self, request: ResponsesRequest, items: Sequence[Item], hex_id: str, terms: Terms
+        self, request: ResponsesRequest, items: Sequence[Item], hex_id: str, terms: RequestTerms
     ) -> PreparedRequest:
         """Raises RequestError, in the words of a chat completion."""
         prepared = self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
@@ -226,7 +226,7 @@ class ResponsesPreparer:
         return replace(prepared, repeated=_repeated(request), left_out=tuple(words))
 
     def _prepare_shortened(
-        self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError
+        self, request: ResponsesRequest, hex_id: str, terms: RequestTerms, error: RequestError
     ) -> PreparedRequest:
         """Without as many turns at the beginning as must go. Raises `error` where the last one is too long."""
         # A turn is a token at least, so earlier ones need not be tried.

@@ -40,7 +40,7 @@ OF_HOLDERS = (letters.ReserveRequest, letters.ClaimRequest, letters.SendBack, le
 Names = tuple[BlockName, ...]
 
 
-class State(Enum):
+class ServerAttemptState(Enum):
     """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
     on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
     it over."""
@@ -53,7 +53,7 @@ class State(Enum):
     PASSED = auto()
 
 
-GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = State
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = ServerAttemptState
 
 # What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
 AWAITS = {GATHERING: AWAITING}
@@ -68,7 +68,7 @@ def handover_key(key: RequestId) -> RequestId:
     return RequestId(f"{key}/handover")
 
 
-class _Attempt:
+class _ServerAttempt:
     """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
     `awaited`: its prefill node waits for word that nothing more is needed of it."""
 
@@ -88,7 +88,7 @@ class _Attempt:
         self.settled = False  # all of it that is to be saved is told
 
 
-class Adapter:
+class ServerNode:
     """`tiers`: its cache, None where engines hand KV over themselves. `transfer_ns`: how long a fetch that began may
     bring nothing."""
 
@@ -98,7 +98,7 @@ class Adapter:
         self.node, self.role, self.tiers = node, role, tiers
         self._keeper = Keeper(tiers, node) if tiers is not None else None
         self._fetches = Fetches(tiers, transfer_ns)
-        self._attempts = Attempts[_Attempt](node)
+        self._attempts = Attempts[_ServerAttempt](node)
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
         """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
@@ -169,7 +169,7 @@ class Adapter:
     # An attempt begins and ends.
 
     def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
-        attempt = _Attempt(event)
+        attempt = _ServerAttempt(event)
         self._attempts.add(attempt)
         route = event.route
         if route.holdings or route.growth or route.assembly is not None:
@@ -184,7 +184,7 @@ class Adapter:
         else:
             self._gathered(attempt, now, actions)
 
-    def _gathered(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+    def _gathered(self, attempt: _ServerAttempt, now: int, actions: list[events.Action]) -> None:
         """What its route fetches is here, or will not be."""
         begin = attempt.begin
         if begin.fetch is not None and begin.part is not DECODE:
@@ -197,7 +197,7 @@ class Adapter:
         if early is not None:
             self._passed(begin.peer, early, now, actions)
 
-    def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+    def _submit(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
         key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
         attempt.state = SUBMITS[attempt.state]
         if self.tiers is not None:
@@ -230,7 +230,7 @@ class Adapter:
         if attempt.state is ANSWERED:
             self._pass(attempt, now, actions)
 
-    def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+    def _pass(self, attempt: _ServerAttempt, now: int, actions: list[events.Action]) -> None:
         """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
         begin, params = attempt.begin, attempt.params
         attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
@@ -272,14 +272,20 @@ class Adapter:
             self._fail(attempt, event.reason, now, actions, final=event.final)
 
     def _fail(
-        self, attempt: _Attempt, reason: str, now: int, actions: list[events.Action], *, final: bool = False
+        self,
+        attempt: _ServerAttempt,
+        reason: str,
+        now: int,
+        actions: list[events.Action],
+        *,
+        final: bool = False,
     ) -> None:
         """Gives it up; the conductor may try again, unless it is `final`."""
         self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final))
 
-    def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+    def _end(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
@@ -296,7 +302,7 @@ class Adapter:
         self._unpin(attempt)
         actions.append(events.ReleaseResources(key))
 
-    def _land(self, attempt: _Attempt, actions: list[events.Action], *, unread: bool = False) -> None:
+    def _land(self, attempt: _ServerAttempt, actions: list[events.Action], *, unread: bool = False) -> None:
         """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
         tells the other one itself when it has done with its KV."""
         if attempt.awaited:
@@ -308,7 +314,7 @@ class Adapter:
         if params:
             actions.append(events.Discard(params))
 
-    def _unpin(self, attempt: _Attempt) -> None:
+    def _unpin(self, attempt: _ServerAttempt) -> None:
         if attempt.pinned and self.tiers is not None:
             self.tiers.unpin(attempt.pinned)
             attempt.pinned = ()
@@ -344,7 +350,7 @@ class Adapter:
         else:
             self._take_over(attempt, actions)
 
-    def _take_over(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+    def _take_over(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
         """What its prefill node gives is here. What is not is computed."""
         if self.tiers is not None:
             self._land(attempt, actions)

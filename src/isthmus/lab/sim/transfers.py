@@ -20,7 +20,7 @@ from isthmus.lab.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.disks import Disks
 from isthmus.lab.sim.job import SimJob
-from isthmus.lab.sim.links import ClusterLink, Wiring
+from isthmus.lab.sim.links import SimulatedLink, Wiring
 from isthmus.lab.sim.network import Flow
 from isthmus.lab.sim.node import Attending, SimNode
 from isthmus.lab.sim.sessions import Sessions
@@ -41,7 +41,7 @@ class _Leg(NamedTuple):
     source: SimNode
     target: SimNode
     path: tuple[int, ...]
-    link: ClusterLink | None
+    link: SimulatedLink | None
 
 
 class _Handover:
@@ -95,7 +95,7 @@ class _Transfer:
         return "fetch" if self.is_prompts or self.job is None else "recall"
 
 
-class Moves:
+class KVTransfers:
     """What moves on the links. `bytes_moved` by purpose. `attempts`: by key; `due`: where what has come is told."""
 
     def __init__(
@@ -537,7 +537,7 @@ class Moves:
         source: SimNode,
         target: SimNode,
         event: events.Event,
-        link: ClusterLink | None = None,
+        link: SimulatedLink | None = None,
         after_ns: int = 0,
     ) -> None:
         """`link`: what this is about has just left over it; `after_ns`: until it can be used there."""
@@ -547,7 +547,7 @@ class Moves:
             self._arrive(source, target, partial(self._due.append, (target, event)), link, after_ns)
 
     def _arrive(
-        self, source: SimNode, target: SimNode, heard: Call, link: ClusterLink | None, after_ns: int
+        self, source: SimNode, target: SimNode, heard: Call, link: SimulatedLink | None, after_ns: int
     ) -> None:
         """The last byte has left; it is there after the link's latency, and of use so much later."""
         delay_ns = after_ns + (link.latency_ns if link is not None else 0)
@@ -604,13 +604,13 @@ class Moves:
                 tag: Any = flow.tag
                 self._watch(link, tag[1])
 
-    def _watch(self, link: ClusterLink, what: _Handover | _Transfer) -> None:
+    def _watch(self, link: SimulatedLink, what: _Handover | _Transfer) -> None:
         """Where a link is down, what is to cross it may stand still for so long and no longer."""
         if not link.factor:
             call = partial(self._stalled, link, link.since_ns, what)
             self._clock.call(self._clock.now + self._link_ns, TRANSFER_ENDS, call)
 
-    def _stalled(self, link: ClusterLink, since: int, what: _Handover | _Transfer) -> None:
+    def _stalled(self, link: SimulatedLink, since: int, what: _Handover | _Transfer) -> None:
         """As a live node ends a session that stands still."""
         flow = what.flow
         is_over = link.since_ns != since or flow is None or not flow.live

@@ -23,7 +23,6 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.node import adapter as adapter_module
 from isthmus.core.node import attempts as attempts_module
-from isthmus.core.node.adapter import SETTLE_NS, Adapter, handover_key
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
     Action,
@@ -67,6 +66,7 @@ from isthmus.core.node.letters import (
     ReserveRequest,
     Shrink,
 )
+from isthmus.core.node.server_node import SETTLE_NS, ServerNode, handover_key
 from isthmus.core.scheduler import TierCache
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tenant
 
@@ -78,21 +78,21 @@ PARAMS = b'{"remote_request_id":"x"}'
 NAMES = (11, 12, 13, 14)
 
 
-def node_of(name: NodeId, tiers: tuple[int, int] | None = (30, 0), **limits: int) -> Adapter:
-    return Adapter(name, Role.MIXED, TierCache(*tiers) if tiers else None, **limits)
+def node_of(name: NodeId, tiers: tuple[int, int] | None = (30, 0), **limits: int) -> ServerNode:
+    return ServerNode(name, Role.MIXED, TierCache(*tiers) if tiers else None, **limits)
 
 
 def begin(part: Role, prefill: NodeId = P0, decode: NodeId = D0, **fields: object) -> StartAttempt:
     return StartAttempt(KEY, part, route_of("r", prefill, decode, **fields), SIZE * 4 + 1, 40, NAMES)
 
 
-def kept(node: Adapter, names: tuple[BlockName, ...], now: int = 0) -> None:
+def kept(node: ServerNode, names: tuple[BlockName, ...], now: int = 0) -> None:
     """They are in its cache."""
     node.on(SlotsFilled(RequestId("before"), names), now)
     assert node.tiers is not None and node.tiers.match(names)[0] == len(names)
 
 
-def told(node: Adapter, peer: NodeId, letter: Letter, now: int) -> list[Action]:
+def told(node: ServerNode, peer: NodeId, letter: Letter, now: int) -> list[Action]:
     return node.on(LetterReceived(peer, letter), now)
 
 
@@ -309,7 +309,7 @@ GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
 )  # fmt: skip
 
 
-def brought_to(state: str, tiers: tuple[int, int] | None) -> Adapter:
+def brought_to(state: str, tiers: tuple[int, int] | None) -> ServerNode:
     part = Role.PREFILL if state in (ANSWERED, PASSED) else Role.DECODE
     node = node_of(P0 if part is Role.PREFILL else D0, tiers)
     recall = {"recall": FetchOrder(P1, 0, 2), "handover_start": 2} if state is GATHERING else {}

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from isthmus.core.node import adapter
+from isthmus.core.node import server_node
 from isthmus.core.node.events import Action, Event
 from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import sequence
@@ -17,7 +17,7 @@ from isthmus.core.scheduler.sequence import SequenceState
 STEPS = ("ADMITTED", "COMPUTED", "DEPARTS", "RESERVED", "WHOLE", "JOINED", "PREEMPTED", "ENDED")
 WAY: dict[str, dict[Any, Any]] = {step.lower(): getattr(sequence, step) for step in STEPS}
 OF_SERVERS = ("AWAITS", "FETCHES", "SUBMITS", "ANSWERS", "PASSES")
-SERVERS_WAY: dict[str, dict[Any, Any]] = {step.lower(): getattr(adapter, step) for step in OF_SERVERS}
+SERVERS_WAY: dict[str, dict[Any, Any]] = {step.lower(): getattr(server_node, step) for step in OF_SERVERS}
 PAGE = (Path(__file__).parents[3] / "docs" / "node.md").read_text(encoding="utf8")
 
 
@@ -43,7 +43,7 @@ def test_every_state_is_in_the_table_and_can_be_reached() -> None:
     reached = {then for ways in WAY.values() for then in ways.values()}
     assert left == set(SequenceState) == {SequenceState.QUEUED, SequenceState.EXPECTED} | (reached - {None})
     served = {then for ways in SERVERS_WAY.values() for then in ways.values()}
-    assert set(adapter.ServerAttemptState) == {adapter.GATHERING} | served
+    assert set(server_node.ServerAttemptState) == {server_node.GATHERING} | served
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from isthmus.core.attempts import (
     RoleChanged,
     Share,
 )
-from isthmus.core.node import adapter as adapter_module
 from isthmus.core.node import attempts as attempts_module
+from isthmus.core.node import server_node as module
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
     Action,
@@ -304,8 +304,8 @@ def test_a_recall_ends_before_the_hand_over_is_fetched(recalled: int) -> None:
 # An attempt ends before its time.
 
 GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
-    adapter_module.GATHERING, adapter_module.AWAITING, adapter_module.FETCHING, adapter_module.SUBMITTED,
-    adapter_module.ANSWERED, adapter_module.PASSED,
+    module.GATHERING, module.AWAITING, module.FETCHING, module.SUBMITTED,
+    module.ANSWERED, module.PASSED,
 )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> 
 
 def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
-    keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_REFUSED + 1)]
+    keys = [RequestId(f"s{number}#1") for number in range(module.MAX_REFUSED + 1)]
     for key in keys:
         node.on(msgspec.structs.replace(begin(Role.DECODE), key=key), 1)
         node.on(DropAttempt(key), 2)

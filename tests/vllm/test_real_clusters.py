@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from isthmus.live.servers.server import Sockets
+from isthmus.live.servers.server import ServerSockets
 from tests import served as serving
 from tests.connectors.served import PYTHON, SOURCE, server
 from tests.models import make_model
@@ -127,7 +127,7 @@ def test_a_server_that_runs_already_is_a_node(
     """It outlives its node, and is that of another one."""
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
-    sockets = Sockets(folder)
+    sockets = ServerSockets(folder)
     kv_events = {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
     kv_events |= {"enable_kv_cache_events": True, "publisher": "zmq"}  # type: ignore[dict-item]
     flags = (

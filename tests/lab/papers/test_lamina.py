@@ -9,9 +9,9 @@ from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.lamina import tables
 from isthmus.lab.papers.lamina.setup import MODELS, TRACES, batches, pool, vllm
 from isthmus.lab.papers.lamina.tables import BATCHES, least
-from isthmus.lab.papers.table import Cell
+from isthmus.lab.papers.table import PaperCell
 
-CELLS: dict[str, dict[tuple[str, str], Cell]] = {
+CELLS: dict[str, dict[tuple[str, str], PaperCell]] = {
     table.name: {(cell.row, cell.column): cell for cell in table.measure(Lab(None))} for table in lamina.TABLES
 }
 MEMORY_BOUND = [
@@ -19,7 +19,7 @@ MEMORY_BOUND = [
 ]
 
 
-def cell(table: str, row: str, column: str) -> Cell:
+def cell(table: str, row: str, column: str) -> PaperCell:
     return CELLS[table][row, column]
 
 

@@ -12,9 +12,9 @@ from isthmus.lab.papers import semsharekv
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.semsharekv import tables
 from isthmus.lab.papers.semsharekv.setup import LENGTHS, MODELS, SCHEDULES, SEMBLEND, node
-from isthmus.lab.papers.table import Cell
+from isthmus.lab.papers.table import PaperCell
 
-CELLS: dict[str, dict[tuple[str, str], Cell]] = {
+CELLS: dict[str, dict[tuple[str, str], PaperCell]] = {
     table.name: {(cell.row, cell.column): cell for cell in table.measure(Lab(None))}
     for table in semsharekv.TABLES
 }

@@ -144,7 +144,7 @@ async def test_a_node_is_who_its_certificate_says(wrong: str) -> None:
     async with scene() as some:
         stranger = await some.dial(some.guest(A) if node is None else some.certified(node), said)
         await until(lambda: stranger.reasons)
-        assert told in stranger.of(messages.TurnedAway)[0].reason
+        assert told in stranger.of(messages.NodeRefused)[0].reason
         assert not some.head.nodes() and not list(some.head._groups.followers())
 
 

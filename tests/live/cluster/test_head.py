@@ -197,7 +197,7 @@ def test_a_node_for_which_a_link_has_no_port_is_turned_away() -> None:
         two_clusters(some).emulate(FakeLink((11,), (21,)))
         await some.enter(placed("p", Role.PREFILL, "west"))
         second = await some.enter(placed("q", Role.PREFILL, "west"))
-        assert "has no port left" in second.of(messages.TurnedAway)[0].reason and second.reasons
+        assert "has no port left" in second.of(messages.NodeRefused)[0].reason and second.reasons
         assert some.members() == ["p"]
 
     scene(work)

@@ -24,15 +24,15 @@ from isthmus.live.cluster import shaper
 from isthmus.live.cluster.shaper import (
     BACKLOG_S,
     TICK_S,
+    LinkPipe,
     LinkPort,
     LinkShape,
     LinkSpec,
-    Pipe,
     Point,
     Proxy,
     shape_of,
 )
-from isthmus.live.cluster.shaper import Direction as LinkDirection
+from isthmus.live.cluster.shaper import LinkDirection
 from tests.served import command
 
 KIB = 1024
@@ -60,7 +60,7 @@ def test_the_rate_is_shared() -> None:
 def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = LinkShape(delay_s=0.5, window=64 * KIB)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     sender.send(bytes(range(256)) * 256)  # as much as the window
     pipe.take(10.0)
     while pipe.wants_input(10.0):
@@ -78,7 +78,7 @@ def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list
 def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
     shape = LinkShape(delay_s=0.0, stall_s=2.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     pipe.stall_after = 10
     sender.send(bytes(11))
     pipe.take(1.0)
@@ -92,7 +92,7 @@ def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
 def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = LinkShape(delay_s=0.1, jitter_s=1.0, seed=3)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     for index in range(20):
         sender.send(bytes([index]))
         pipe.take(0.001 * index)
@@ -245,7 +245,7 @@ def test_at_once_is_taken_in_what_a_link_can_soon_carry(
 ) -> None:
     sender, taken, handed, _ = ends
     shape = LinkShape(rate=rate)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     sender.send(bytes(100_000))
     pipe.take(1.0)
     assert least <= pipe._taken <= most
@@ -257,7 +257,7 @@ def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
     sender, taken, handed, _ = ends
     shape = LinkShape(delay_s=5.0, rate=1e6)
     direction = LinkDirection(shape)
-    pipe = Pipe(shape, direction, taken, handed)
+    pipe = LinkPipe(shape, direction, taken, handed)
     direction.leave_s(10.0, 1_000_000)  # of other connections
     free_s = pytest.approx(11.0 - BACKLOG_S)
     assert not pipe.wants_input(10.9) and pipe.next_s(10.9) == free_s and pipe.wants_input(11.0)
@@ -269,7 +269,7 @@ def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
 def test_a_stall_begins_after_so_many_bytes_and_not_with_them(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
     shape = LinkShape(delay_s=0.0, stall_s=2.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     pipe.stall_after = 10
     sender.send(bytes(10))
     pipe.take(1.0)
@@ -280,7 +280,7 @@ def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[so
     sender, taken, handed, receiver = ends
     handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
     shape = LinkShape(delay_s=0.0, window=100_000)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     data, got, now_s = bytes(touched(300_000)), bytearray(), 1.0
     left = memoryview(data)
     while len(got) < len(data):
@@ -302,7 +302,7 @@ def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[so
 def test_of_a_connection_that_is_gone_nothing_is_handed_on(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = LinkShape(delay_s=1.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
     sender.send(b"question")
     pipe.take(1.0)
     assert not pipe.finished
@@ -331,7 +331,7 @@ class Polled:
 
 
 class Wanting:
-    """Stands for a `Pipe` between two descriptors; `next`: when something is to be done again."""
+    """Stands for a `LinkPipe` between two descriptors; `next`: when something is to be done again."""
 
     def __init__(
         self, source: int, target: int, inward: bool, outward: bool, next: float | None = None
@@ -387,7 +387,7 @@ def test_connections_are_served_first_in_turn(monkeypatch: pytest.MonkeyPatch) -
 class Running:
     """A proxy, a server, and a port on each side that leads to it."""
 
-    pipes: list[Pipe]
+    pipes: list[LinkPipe]
 
     def __init__(self, stack: contextlib.ExitStack, shape: LinkShape) -> None:
         self._stack = stack

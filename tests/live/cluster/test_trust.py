@@ -165,7 +165,7 @@ def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("p", Role.PREFILL))
         stranger = await some.enter(hello("d", Role.DECODE, **changed))
-        assert reason in stranger.of(messages.TurnedAway)[0].reason
+        assert reason in stranger.of(messages.NodeRefused)[0].reason
         assert not stranger.of(messages.NodeWelcome) and stranger.reasons
         assert some.members() == ["p"] and not some.head.healthy
         with pytest.raises(UnavailableError):
@@ -199,7 +199,7 @@ def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
         leader, later = await some.enter(stage(0)), await some.enter(stage(1))
         assert later.of(messages.NodeWelcome) and not leader.heard
         stranger = await some.enter(stage(2, **changed))
-        assert reason in stranger.of(messages.TurnedAway)[0].reason and stranger.reasons
+        assert reason in stranger.of(messages.NodeRefused)[0].reason and stranger.reasons
         assert not leader.heard, "the group seems to be whole"
         await some.enter(stage(2))
         assert leader.of(messages.GroupGathered) == [messages.GroupGathered(("g.1:1", "g.2:1"))]

@@ -20,7 +20,7 @@ from isthmus.core.errors import StartError
 from isthmus.core.types import NodeId, Role
 from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.servers import server
-from isthmus.live.servers.server import SWEEP_S, Ports, Server, Sockets, cause_of, own_folder, settle
+from isthmus.live.servers.server import SWEEP_S, Ports, Server, ServerSockets, cause_of, own_folder, settle
 
 WAITS = "from isthmus.live.servers.server import own_folder\nwith own_folder() as at: print(at, flush=True); input()"
 
@@ -128,7 +128,7 @@ def server_config(python: Path, **vllm: str) -> Config:
 
 async def start(config: Config, folder: Path, within_s: float) -> None:
     spec = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "", "", str(folder), 1, "")
-    server = await Server.start(config, spec, "float32", 100, Sockets(folder))
+    server = await Server.start(config, spec, "float32", 100, ServerSockets(folder))
     try:
         await server.ready(within_s)
     finally:

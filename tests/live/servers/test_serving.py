@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.served import reserved_port
 from isthmus.config import load_config
-from isthmus.live.servers.server import Sockets, arguments_of
+from isthmus.live.servers.server import ServerSockets, arguments_of
 from tests.models import make_model
 from tests.served import LIMIT_S, Served, alive, node_pid, serve, streamed
 
@@ -406,7 +406,7 @@ def running(home: Path, model: Path, *, key: str = "") -> Iterator[dict[str, Any
         engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
         engine["vllm"] |= {"attach": f"http://127.0.0.1:{port}", "served_model_name": "theirs"}  # type: ignore[operator]
         config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
-        arguments = arguments_of(config, str(model), "float32", 0, port, Sockets(home))
+        arguments = arguments_of(config, str(model), "float32", 0, port, ServerSockets(home))
         arguments[arguments.index("--served-model-name") + 1] = "theirs"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
         with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:

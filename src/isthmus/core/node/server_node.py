@@ -29,7 +29,7 @@ from isthmus.core.node import events, letters
 from isthmus.core.node.attempts import Attempts
 from isthmus.core.node.fetches import Fetches
 from isthmus.core.node.node import TRANSFER_NS
-from isthmus.core.scheduler import Keeper, TierCache
+from isthmus.core.scheduler import TierCache, TierKeeper
 from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
 SETTLE_NS = 2 * NS_PER_S
@@ -96,7 +96,7 @@ class ServerNode:
         self, node: NodeId, role: Role, tiers: TierCache | None, *, transfer_ns: int = TRANSFER_NS
     ) -> None:
         self.node, self.role, self.tiers = node, role, tiers
-        self._keeper = Keeper(tiers, node) if tiers is not None else None
+        self._keeper = TierKeeper(tiers, node) if tiers is not None else None
         self._fetches = Fetches(tiers, transfer_ns)
         self._attempts = Attempts[_ServerAttempt](node)
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()

@@ -25,7 +25,7 @@ from isthmus.core.scheduler.events import SchedulerLimits as SchedulerLimits
 from isthmus.core.scheduler.events import Stepped as Stepped
 from isthmus.core.scheduler.pool import BlockPool as BlockPool
 from isthmus.core.scheduler.pool import CountingPool as CountingPool
-from isthmus.core.scheduler.prefixes import Keeper as Keeper
+from isthmus.core.scheduler.prefixes import TierKeeper as TierKeeper
 from isthmus.core.scheduler.scheduler import Scheduler as Scheduler
 from isthmus.core.scheduler.sequence import Sequence as Sequence
 from isthmus.core.scheduler.tiers import ReadAhead as ReadAhead

@@ -71,7 +71,7 @@ class PoolPrefixes:
     def unpin(self, sequence: Sequence) -> None: ...
 
 
-class Keeper:
+class TierKeeper:
     """What changes in a node's tiers, as actions for its store and reports for the conductor."""
 
     def __init__(self, tiers: TierCache, node: NodeId) -> None:
@@ -134,7 +134,7 @@ class Keeper:
             actions.append(BlocksStored(node, change.sunk, DISK))
 
 
-class TierPrefixes(Keeper):
+class TierPrefixes(TierKeeper):
     """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
 
     def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:

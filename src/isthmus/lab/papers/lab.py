@@ -63,7 +63,7 @@ def loads_of(result: Result) -> Loads:
     return Loads(binned(prefill_nodes_at_work(result), bins).mean, binned(decoding(result), bins).mean)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PaperOutcome(msgspec.Struct, frozen=True):
     """What the tables need of one simulation.
 
     `ttft_s`, `tbt_s`: of each completed request, in order of arrival; `prefill_s`: GPU time of each prefill that
@@ -92,7 +92,7 @@ class Lab:
         self._folder, self._limit = folder, limit
         self.report: Callable[[str], object] = lambda what: None
         self._variants: dict[Variant, Workload] = {}
-        self._outcomes: dict[tuple[Variant, Deployment], Outcome] = {}
+        self._outcomes: dict[tuple[Variant, Deployment], PaperOutcome] = {}
 
     def has(self, trace: Trace) -> bool:
         return self._folder is not None and (self._folder / FILES[trace]).is_file()
@@ -113,7 +113,7 @@ class Lab:
             self._variants[variant] = found
         return found
 
-    def run(self, variant: Variant, deployment: Deployment, what: str) -> Outcome:
+    def run(self, variant: Variant, deployment: Deployment, what: str) -> PaperOutcome:
         """The trace on the deployment; the same pair is simulated once."""
         key = (variant, deployment)
         found = self._outcomes.get(key)
@@ -133,7 +133,7 @@ def _changed(workload: Workload, variant: Variant) -> Workload:
     return msgspec.structs.replace(workload, requests=requests)
 
 
-def _outcome(result: Result, deployment: Deployment) -> Outcome:
+def _outcome(result: Result, deployment: Deployment) -> PaperOutcome:
     costs = [compile_cost(facts.cost) for facts in deployment.nodes]
     budget = deployment.nodes[0].token_budget
     completed = [each for each in result.records if each.status is RequestStatus.COMPLETED]
@@ -143,7 +143,7 @@ def _outcome(result: Result, deployment: Deployment) -> Outcome:
         chunks = [(min(budget, record.request.num_tokens - start), start) for start in starts]
         return sum(costs[record.prefill].prefill_ns(*chunk) for chunk in chunks) / NS_PER_S
 
-    return Outcome(
+    return PaperOutcome(
         summary=summarize(result),
         ttft_s=array("d", ((each.first_token_ns - each.arrival_ns) / NS_PER_S for each in completed)),
         tbt_s=array("d", (each.tbt_ns / NS_PER_S for each in completed)),

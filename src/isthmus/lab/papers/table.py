@@ -12,7 +12,7 @@ from isthmus.sheet import Cell as SheetCell
 from isthmus.sheet import Sheet, numbers, texts
 
 
-class Cell(msgspec.Struct, frozen=True):
+class PaperCell(msgspec.Struct, frozen=True):
     """One published figure and ours. `reason`: why one of them is None.
 
     `inferred`: ours hangs on an input that was inferred from results of the paper, so agreement is no independent test.
@@ -33,7 +33,7 @@ class Table(msgspec.Struct, frozen=True):
     title: str
     source: str
     setup: str
-    measure: Callable[[Lab], Iterable[Cell]]
+    measure: Callable[[Lab], Iterable[PaperCell]]
     traces: tuple[Trace, ...] = ()
 
     def rows(self, lab: Lab) -> Iterator[dict[str, Any]]:
@@ -85,11 +85,11 @@ NO_FIGURE = "nothing to compute it from"
 """Why one of ours is None where the trace is there."""
 
 
-def compare(row: str, published: Figures, ours: Figures, *, unpublished: str = "") -> Iterator[Cell]:
+def compare(row: str, published: Figures, ours: Figures, *, unpublished: str = "") -> Iterator[PaperCell]:
     """A row of published figures beside ours, which has the same columns. `unpublished`: why one may be None."""
     for column, figure in published.items():
         reason = NO_FIGURE if ours[column] is None else unpublished if figure is None else ""
-        yield Cell(row, column, figure, ours[column], reason)
+        yield PaperCell(row, column, figure, ours[column], reason)
 
 
 def on_trace(
@@ -99,7 +99,7 @@ def on_trace(
     measure: Callable[[Trace, str], Figures],
     *,
     unpublished: str = "",
-) -> Iterator[Cell]:
+) -> Iterator[PaperCell]:
     """The rows of one trace, each measured by its name; without the trace, the reason in place of our figures."""
     for row, figures in published.items():
         name = f"{trace}, {row}"
@@ -107,5 +107,5 @@ def on_trace(
             yield from compare(name, figures, measure(trace, row), unpublished=unpublished)
         else:
             yield from (
-                Cell(name, column, figure, None, lab.absence(trace)) for column, figure in figures.items()
+                PaperCell(name, column, figure, None, lab.absence(trace)) for column, figure in figures.items()
             )

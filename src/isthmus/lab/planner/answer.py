@@ -10,7 +10,7 @@ import msgspec
 from isthmus.lab.sim.spread import Percentiles
 
 
-class Figures(msgspec.Struct, frozen=True):
+class PlanFigures(msgspec.Struct, frozen=True):
     """What the equations say of a plan, by one method.
 
     `rate`: (6); `remote`, `local`, `decode`: (3) to (5); `binds`: the term that sets the rate; `share`: of requests
@@ -39,7 +39,7 @@ class IdleTtft(msgspec.Struct, frozen=True):
     wire_s: float | None
 
 
-class Plan(msgspec.Struct, frozen=True):
+class DeploymentPlan(msgspec.Struct, frozen=True):
     """A threshold and a split. `remote`: instances of each remote cluster; `cost`: of all instances, None without
     prices; `mean_above`, `mean_below`: mean uncached lengths of the two classes."""
 
@@ -49,8 +49,8 @@ class Plan(msgspec.Struct, frozen=True):
     prefill: int
     decode: int
     codec: str
-    exact: Figures
-    representative: Figures
+    exact: PlanFigures
+    representative: PlanFigures
     mean_above: float | None
     mean_below: float | None
     service: IdleTtft
@@ -185,7 +185,7 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     binds: str
 
 
-class Side(msgspec.Struct, frozen=True):
+class BudgetSide(msgspec.Struct, frozen=True):
     """One way to decode. `rate`: tokens a second; `per_price`: tokens for a unit of the price; `binds`: what limits the
     batch; `turns`: as how many batches it is computed; `compute_bound`: a larger batch would bring little."""
 
@@ -203,8 +203,8 @@ class Side(msgspec.Struct, frozen=True):
 class AttentionOffload(msgspec.Struct, frozen=True):
     """Attention elsewhere, and the same money without. `ratio`: of tokens for the price; `reason`: of that in words."""
 
-    elsewhere: Side
-    alone: Side
+    elsewhere: BudgetSide
+    alone: BudgetSide
     ratio: float
     reason: str
 
@@ -238,18 +238,18 @@ class PlanAnswer(msgspec.Struct, frozen=True):
     demand: DemandFacts
     clusters: list[PlannedCluster]
     batch: DecodeBatch
-    plans: list[Plan]
-    paper: Plan
-    baselines: list[Plan]
+    plans: list[DeploymentPlan]
+    paper: DeploymentPlan
+    baselines: list[DeploymentPlan]
     what_if: WhatIf
     simulated: Simulated | None
     notes: list[str]
     attention: AttentionOffload | None = None
 
-    def distinct(self) -> list[tuple[Plan, str]]:
+    def distinct(self) -> list[tuple[DeploymentPlan, str]]:
         """Plans, the paper's and baselines, each once, with the names of all that are the same."""
         names: dict[tuple[object, ...], list[str]] = {}
-        first: dict[tuple[object, ...], Plan] = {}
+        first: dict[tuple[object, ...], DeploymentPlan] = {}
         for plan in [*self.plans, self.paper, *self.baselines]:
             key = (plan.threshold, *plan.remote.items(), plan.prefill, plan.decode)
             names.setdefault(key, []).append(plan.name)

@@ -41,13 +41,13 @@ def offload_of(fleet: Fleet, context: float) -> say.AttentionOffload | None:
     return say.AttentionOffload(elsewhere, alone, ratio, _reason(elsewhere, alone, ratio))
 
 
-def _elsewhere(fleet: Fleet, attending: AttentionPool, context: float) -> say.Side:
+def _elsewhere(fleet: Fleet, attending: AttentionPool, context: float) -> say.BudgetSide:
     decode = fleet.home.decode
     batch = decode_batch(decode, context, fleet.tbt_ms, attending)
     found = pooled(decode, attending)
     rate, turns = batch.size / batch.step_s, min(turns_of(decode), batch.size)
     price = attending.decode_price + attending.share * attending.price
-    return say.Side(
+    return say.BudgetSide(
         nodes=f"{_named(1, decode)} + {_named(attending.share, attending.facts)}",
         price=price,
         batch=batch.size,
@@ -60,11 +60,13 @@ def _elsewhere(fleet: Fleet, attending: AttentionPool, context: float) -> say.Si
     )
 
 
-def _alone(fleet: Fleet, attending: AttentionPool, context: float, copies: int, facts: NodeFacts) -> say.Side:
+def _alone(
+    fleet: Fleet, attending: AttentionPool, context: float, copies: int, facts: NodeFacts
+) -> say.BudgetSide:
     batch = decode_batch(facts, context, fleet.tbt_ms)
     rate = copies * batch.size / batch.step_s
     price = copies * attending.decode_price * _gpus(facts) / _gpus(fleet.home.decode)
-    return say.Side(
+    return say.BudgetSide(
         nodes=_named(copies, facts),
         price=price,
         batch=copies * batch.size,
@@ -88,7 +90,7 @@ def _named(count: float, facts: NodeFacts) -> str:
     return f"{count:g}{group} {facts.cost.hardware.name}"
 
 
-def _reason(elsewhere: say.Side, alone: say.Side, ratio: float) -> str:
+def _reason(elsewhere: say.BudgetSide, alone: say.BudgetSide, ratio: float) -> str:
     times = f"{elsewhere.batch / alone.batch:.2f} times the batch"
     if ratio > 1 and alone.compute_bound:
         return "Compute-bound on either side, but attention elsewhere takes none of its time."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from isthmus.config import NO_NODES, ClusterConfig, Config, RoleConfig, RolesConfig
 from isthmus.facts import clusters_of
-from isthmus.lab.planner.answer import Plan
+from isthmus.lab.planner.answer import DeploymentPlan
 
 NEVER = 1 << 40
 """A threshold that no prompt is longer than: nothing is offloaded."""
 
 
-def deployed(config: Config, plan: Plan, home: str) -> Config:
+def deployed(config: Config, plan: DeploymentPlan, home: str) -> Config:
     """The configuration with the plan's nodes and threshold. `home`: the name of the home cluster, "" of the only one.
 
     A plan without remote clusters becomes a configuration of one cluster: the home's nodes, and no link.

@@ -39,13 +39,13 @@ def answer(
     )
 
 
-def plan(solver: Solver, shape: FleetShape, solution: Solution, name: str) -> say.Plan:
+def plan(solver: Solver, shape: FleetShape, solution: Solution, name: str) -> say.DeploymentPlan:
     """A solution with all that is to be said of it, by both methods."""
     threshold, split = solution.classes.threshold, solution.num_prefill
     by = {method: solver.at(shape, threshold, split, method) for method in Method}
     fleet, lengths, share = solver.fleet, solver.demand.lengths, solution.classes.share
     remote = {each.name: nodes for each, nodes in zip(fleet.remotes, shape.remotes, strict=False)}
-    return say.Plan(
+    return say.DeploymentPlan(
         name=name,
         threshold=tokens(threshold),
         remote=remote,
@@ -61,10 +61,10 @@ def plan(solver: Solver, shape: FleetShape, solution: Solution, name: str) -> sa
     )
 
 
-def _figures(solution: Solution) -> say.Figures:
+def _figures(solution: Solution) -> say.PlanFigures:
     share = solution.classes.share
     both = 0 < share < 1
-    return say.Figures(
+    return say.PlanFigures(
         rate=solution.rate,
         remote=solution.remote,
         local=solution.local,
@@ -118,7 +118,7 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _baselines(config: Config, solver: Solver) -> list[say.Plan]:
+def _baselines(config: Config, solver: Solver) -> list[say.DeploymentPlan]:
     """The same demand on as many nodes, or nodes of the same price, otherwise."""
     fleet, shape = solver.fleet, solver.shape
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.lab.planner.answer import AttentionOffload, Needs, Plan, PlanAnswer, Simulated
+from isthmus.lab.planner.answer import AttentionOffload, DeploymentPlan, Needs, PlanAnswer, Simulated
 from isthmus.lab.sim.spread import Percentiles
 from isthmus.sheet import NOTHING, Cell, Sheet, numbers, texts
 
@@ -79,7 +79,7 @@ def _plans(answer: PlanAnswer) -> Sheet:
     return Sheet("Plans", columns, rows, [note])
 
 
-def _nodes(plan: Plan | Needs) -> str:
+def _nodes(plan: DeploymentPlan | Needs) -> str:
     remote = " + ".join(str(nodes) for nodes in plan.remote.values() if nodes) or NOTHING
     beside = f" + {plan.attention} attention" if isinstance(plan, Needs) and plan.attention else ""
     return f"{remote} / {plan.prefill} / {plan.decode}{beside}"

@@ -3,7 +3,7 @@
 Every plan gets the same requests in the same order, only closer together or further apart, so that differences are
 the plans' own. From a distribution, lengths are its evenly spaced quantiles in random order: their mean is exact.
 
-Run as a module it is a worker: told a `Common` and a `Course`, it answers a `Found`.
+Run as a module it is a worker: told a `TrialSetup` and a `Course`, it answers a `Found`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SEED = 0
 _HIGHEST, _LOWEST, _STEP = 1.5, 0.1, 0.1
 
 
-class Common(msgspec.Struct, frozen=True):
+class TrialSetup(msgspec.Struct, frozen=True):
     """What all courses share: the requests, and when they come, by kind of arrivals, one in a unit of time."""
 
     workload: Workload
@@ -52,7 +52,7 @@ class Course(msgspec.Struct, frozen=True):
     """One plan under one kind of arrivals, on its nodes. `goodput`: the share of requests that must be inside both
     limits for a rate to count as sustained, None where there are no limits."""
 
-    plan: say.Plan
+    plan: say.DeploymentPlan
     arrivals: str
     deployment: Deployment
     goodput: float | None
@@ -80,7 +80,7 @@ class Trials:
             gaps["bursts"] = _gaps(count, BURST_CV)
         else:
             gaps["as traced"] = _own_gaps(workload)
-        self._common = Common(workload, gaps)
+        self._common = TrialSetup(workload, gaps)
 
     def of(self, found: say.PlanAnswer, progress: Progress | None, pool: Pool | None = None) -> say.PlanAnswer:
         """The answer with simulations of its plans and baselines; of those that are the same, only the first. `pool`:
@@ -116,11 +116,11 @@ class Trials:
         answers = pool.run("isthmus.lab.planner.trials", works, progress)
         return [msgspec.msgpack.decode(each, type=Found) for each in answers]
 
-    def _deployment(self, plan: say.Plan, home: str) -> Deployment:
+    def _deployment(self, plan: say.DeploymentPlan, home: str) -> Deployment:
         block_size = self._common.workload.block_size
         return deployment_of(deployed(self._config, plan, home), block_size, self._folder)
 
-    def simulate(self, plan: say.Plan, home: str, arrivals: str, rate: float) -> Result:
+    def simulate(self, plan: say.DeploymentPlan, home: str, arrivals: str, rate: float) -> Result:
         """The requests at `rate` on the plan's nodes."""
         return _simulated(self._common, self._deployment(plan, home), arrivals, rate)
 
@@ -135,7 +135,7 @@ class Trials:
         return notes
 
 
-def _simulated(common: Common, deployment: Deployment, arrivals: str, rate: float) -> Result:
+def _simulated(common: TrialSetup, deployment: Deployment, arrivals: str, rate: float) -> Result:
     times = [round(at * NS_PER_S / rate) for at in common.gaps[arrivals]]
     requests = [
         msgspec.structs.replace(request, arrival_ns=time)
@@ -144,7 +144,7 @@ def _simulated(common: Common, deployment: Deployment, arrivals: str, rate: floa
     return Simulation(deployment, Workload(common.workload.name, common.workload.block_size, requests)).run()
 
 
-def _run(common: Common, course: Course) -> Found:
+def _run(common: TrialSetup, course: Course) -> Found:
     rates = _Rates(common, course)
     trials = [rates.trial(fraction) for fraction in FRACTIONS]
     return Found(trials, None if course.goodput is None else _sustained(course, rates.highest(course.goodput)))
@@ -166,7 +166,7 @@ def _sustained(course: Course, fraction: float) -> say.Sustained:
 class _Rates:
     """Of one course: each rate is simulated once."""
 
-    def __init__(self, common: Common, course: Course) -> None:
+    def __init__(self, common: TrialSetup, course: Course) -> None:
         self._common, self._course = common, course
         self._seen: dict[float, say.Trial] = {}
 
@@ -217,7 +217,7 @@ def _tenth(fraction: float) -> float:
     return round(fraction, 1)
 
 
-def _trial(plan: say.Plan, arrivals: str, fraction: float, rate: float, result: Result) -> say.Trial:
+def _trial(plan: say.DeploymentPlan, arrivals: str, fraction: float, rate: float, result: Result) -> say.Trial:
     records = result.records[int(WARM_UP * len(result.records)) :]
     remote = [
         each for each in records if each.prefill >= 0 and result.nodes[each.prefill].cluster in plan.remote
@@ -277,7 +277,7 @@ def _own_gaps(workload: Workload) -> list[float]:
 def answer(shared: bytes, own: bytes) -> bytes:
     course = msgspec.msgpack.decode(own, type=Course)
     make_known(course.deployment.rules)
-    return msgspec.msgpack.encode(_run(msgspec.msgpack.decode(shared, type=Common), course))
+    return msgspec.msgpack.encode(_run(msgspec.msgpack.decode(shared, type=TrialSetup), course))
 
 
 if __name__ == "__main__":

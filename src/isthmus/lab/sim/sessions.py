@@ -10,7 +10,7 @@ from isthmus.lab.sim.faults import Faults
 from isthmus.lab.sim.node import SimNode
 
 
-class Sessions:
+class SimulatedSessions:
     """`cut` hears of two nodes whose sessions just ended."""
 
     def __init__(self, faults: Faults, clock: Clock, cut: Callable[[SimNode, SimNode], None]) -> None:

@@ -23,7 +23,7 @@ from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.links import SimulatedLink, Wiring
 from isthmus.lab.sim.network import Flow
 from isthmus.lab.sim.node import Attending, SimNode
-from isthmus.lab.sim.sessions import Sessions
+from isthmus.lab.sim.sessions import SimulatedSessions
 
 PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
 
@@ -132,7 +132,7 @@ class KVTransfers:
         """By attempt and the nodes that they go from and to."""
         self._returns: dict[RequestId, SimNode] = {}
         """To which home something comes back."""
-        self.sessions = Sessions(deployment.faults, clock, self.cut_off)
+        self.sessions = SimulatedSessions(deployment.faults, clock, self.cut_off)
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {

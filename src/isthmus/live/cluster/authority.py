@@ -322,7 +322,7 @@ class _Asking(NoPayloads):
             return
         if isinstance(message, messages.Enrolled):
             self.answer.set_result(message)
-        elif isinstance(message, messages.TurnedAway):
+        elif isinstance(message, messages.NodeRefused):
             self.answer.set_exception(StartError(f"the head turned this node away: {message.reason}"))
         else:
             raise ProtocolError(f"a {type(message).__name__} came in the place of a certificate")

@@ -331,7 +331,7 @@ class Head:
 
     def _turn_away(self, session: Session, name: str, reason: str) -> None:
         log.warning("turned %s away: %s", name, reason)
-        session.send(messages.TurnedAway(reason))
+        session.send(messages.NodeRefused(reason))
         session.close(reason)
 
     def join(self, session: Session, hello: messages.NodeHello) -> NodeId | None:

@@ -307,7 +307,7 @@ class MemberProcess(ABC):
                     self._link_monitor.linked(message)
             case messages.Poll():
                 self._say()
-            case messages.TurnedAway():
+            case messages.NodeRefused():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
             case messages.Stop():
                 self.end(STOPPED)

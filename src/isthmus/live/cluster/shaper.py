@@ -59,7 +59,7 @@ class LinkShape(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Direction:
+class LinkDirection:
     """One direction of the link: chunks leave one after another at its rate."""
 
     def __init__(self, shape: LinkShape) -> None:
@@ -78,11 +78,11 @@ class Direction:
         return self._free_s
 
 
-class Pipe:
+class LinkPipe:
     """One direction of one connection. Bytes on the way lie in a ring as large as the window."""
 
     def __init__(
-        self, shape: LinkShape, direction: Direction, source: socket.socket, target: socket.socket
+        self, shape: LinkShape, direction: LinkDirection, source: socket.socket, target: socket.socket
     ) -> None:
         self._shape, self._direction, self.source, self.target = shape, direction, source, target
         self._ring = memoryview(bytearray(shape.window))
@@ -185,8 +185,8 @@ class Proxy:
 
     def __init__(self, shape: LinkShape, ports: list[LinkPort]) -> None:
         self._shape, self.ports = shape, ports
-        self._directions = Direction(shape), Direction(shape)
-        self._pipes: list[Pipe] = []
+        self._directions = LinkDirection(shape), LinkDirection(shape)
+        self._pipes: list[LinkPipe] = []
         self._turn = 0
         self._is_cut = False
         self._watched: dict[int, Callable[[], bool]] = {}
@@ -261,13 +261,13 @@ class Proxy:
         for each in (near, far):
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        forth = Pipe(self._shape, self._directions[port.towards], near, far)
-        back = Pipe(self._shape, self._directions[1 - port.towards], far, near)
+        forth = LinkPipe(self._shape, self._directions[port.towards], near, far)
+        back = LinkPipe(self._shape, self._directions[1 - port.towards], far, near)
         if not self._pipes and self._shape.stall_s:
             forth.stall_after = self._shape.stall_after
         self._pipes += [forth, back]
 
-    def _serve(self, pipe: Pipe, is_readable: bool, now_s: float) -> None:
+    def _serve(self, pipe: LinkPipe, is_readable: bool, now_s: float) -> None:
         try:
             if pipe.wants_output(now_s):
                 pipe.hand_on(now_s)

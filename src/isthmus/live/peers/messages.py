@@ -132,7 +132,7 @@ class GroupGathered(msgspec.Struct, frozen=True, tag=True):
     addresses: tuple[str, ...]
 
 
-class TurnedAway(msgspec.Struct, frozen=True, tag=True):
+class NodeRefused(msgspec.Struct, frozen=True, tag=True):
     """The node is not wanted, and why."""
 
     reason: str
@@ -158,7 +158,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 NodeBound = (
-    NodeWelcome | Enrolled | GroupGathered | TurnedAway | Neighbours | Poll | Stop | TellDirections | Order
+    NodeWelcome | Enrolled | GroupGathered | NodeRefused | Neighbours | Poll | Stop | TellDirections | Order
 )
 
 

@@ -25,7 +25,7 @@ from isthmus.live.servers.client import Client, EngineError, body_of
 from isthmus.live.servers.kv_events import EventListener, Translator
 from isthmus.live.servers.pages import Pages, staged_of
 from isthmus.live.servers.process import UNSEALED, AdapterProcess, ServedEngine
-from isthmus.live.servers.server import Server, Sockets, own_folder
+from isthmus.live.servers.server import Server, ServerSockets, own_folder
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def opened(
     given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
         folder = given.sockets or stack.enter_context(own_folder())
-        sockets = Sockets(Path(folder).expanduser())
+        sockets = ServerSockets(Path(folder).expanduser())
         pages = Pages(sockets.pages) if given.transfer == "pool" else None
         if pages is not None:
             try:
@@ -156,7 +156,7 @@ async def told(client: Client) -> Told:
         ) from None
 
 
-async def _probe(client: Client, sockets: Sockets, engine: ServedEngine) -> None:
+async def _probe(client: Client, sockets: ServerSockets, engine: ServedEngine) -> None:
     """One block of random tokens must come to be known under its name. Raises StartError."""
     size = engine.layout.block_size
     namer = BlockNamer(revision=engine.revision, layout=engine.layout)

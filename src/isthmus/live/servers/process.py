@@ -33,7 +33,7 @@ from isthmus.live.peers import messages
 from isthmus.live.servers.client import Client, EngineError, Token, body_of, objection
 from isthmus.live.servers.kv_events import EventListener, Translator
 from isthmus.live.servers.pages import Pages
-from isthmus.live.servers.server import Server, Sockets
+from isthmus.live.servers.server import Server, ServerSockets
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class AdapterProcess(MemberProcess):
         options: NodeOptions,
         runtime: Runtime,
         server: Server,
-        sockets: Sockets,
+        sockets: ServerSockets,
         pages: Pages | None,
         store_of: Opener,
     ) -> None:

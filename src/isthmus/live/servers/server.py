@@ -47,7 +47,7 @@ _CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PR_SET_PDEATHSIG = 1
 
 
-class Sockets:
+class ServerSockets:
     """Where a server and the node beside it meet, in a folder that nobody else can read."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class Sockets:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """A new one for `Sockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
+    """A new one for `ServerSockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
     with tempfile.TemporaryDirectory(prefix=FOLDER) as name:
         lock = os.open(name, os.O_RDONLY)
         try:
@@ -82,7 +82,7 @@ def _sweep(folder: Path) -> None:
 
 
 def arguments_of(
-    config: Config, model: str, dtype: str, max_length: int, port: int, sockets: Sockets
+    config: Config, model: str, dtype: str, max_length: int, port: int, sockets: ServerSockets
 ) -> list[str]:
     """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already.
     `max_length`: 0 for what its memory holds."""
@@ -107,7 +107,7 @@ def arguments_of(
     return found + list(engine.vllm.args)
 
 
-def _transfer(config: Config, sockets: Sockets) -> str:
+def _transfer(config: Config, sockets: ServerSockets) -> str:
     found: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     if config.engine.vllm.transfer == "pool":
         found |= {"kv_connector": "IsthmusConnector", "kv_connector_module_path": "isthmus_vllm.connector"}
@@ -167,7 +167,9 @@ class Server:
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
-    async def start(config: Config, spec: LaunchSpec, dtype: str, max_length: int, sockets: Sockets) -> Server:
+    async def start(
+        config: Config, spec: LaunchSpec, dtype: str, max_length: int, sockets: ServerSockets
+    ) -> Server:
         """Begins to start one beside the node that is `spec`, or to attach to one; `ready` waits for it. Raises
         StartError."""
         given = config.engine.vllm

@@ -24,7 +24,7 @@ from isthmus.lab.papers.infinite_llm.setup import (
     single,
 )
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.table import Cell, Table
+from isthmus.lab.papers.table import PaperCell, Table
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.simulation import Simulation
@@ -88,7 +88,7 @@ def _run(load: InstanceLoad, deployment: Deployment) -> ServedTokens:
     return ServedTokens(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"])
 
 
-def _measure_gain(lab: Lab) -> Iterator[Cell]:
+def _measure_gain(lab: Lab) -> Iterator[PaperCell]:
     multi, one = [], []
     for row, load in LOADS.items():
         lab.report(f"lending, {row}")
@@ -103,13 +103,13 @@ def _measure_gain(lab: Lab) -> Iterator[Cell]:
             "our placement and lending, times vLLM-M": ours.rate / off.rate,
         }
         for column, figure in figures.items():
-            yield Cell(row, column, None, figure, _UNPUBLISHED_GAIN)
+            yield PaperCell(row, column, None, figure, _UNPUBLISHED_GAIN)
     for name, published, found in (
         ("M, traces 0 to 2", OVER_MULTI, multi),
         ("S, traces 3 to 8", OVER_SINGLE, one),
     ):
-        yield Cell(f"least, over vLLM-{name}", "times", published[0], min(found))
-        yield Cell(f"most, over vLLM-{name}", "times", published[1], max(found))
+        yield PaperCell(f"least, over vLLM-{name}", "times", published[0], min(found))
+        yield PaperCell(f"most, over vLLM-{name}", "times", published[1], max(found))
 
 
 GAIN = Table(
@@ -162,20 +162,22 @@ def longest(model: str, count: int) -> int:
     )
 
 
-def _measure_context(lab: Lab) -> Iterator[Cell]:
+def _measure_context(lab: Lab) -> Iterator[PaperCell]:
     for version, figure in LONGEST.items():
         for model in MODELS:
             each = least_gpus(model)
             row = f"{version}; {model} on {NUM_GPUS // each} instances of {each}"
-            yield Cell(row, "context (1,000 tokens)", figure, pool_tokens(model) / 1000)
+            yield PaperCell(row, "context (1,000 tokens)", figure, pool_tokens(model) / 1000)
     for count in _COUNTS:
         row, one = f"{count} instances of 7B", pool_tokens("7B", 1)
         lab.report(f"the longest prompt of {row}")
-        yield Cell(row, "all memory, times one", None, pool_tokens("7B", count) / one, _UNPUBLISHED_CONTEXT)
-        yield Cell(row, "served here, times one", None, longest("7B", count) / one, _UNPUBLISHED_CONTEXT)
+        yield PaperCell(
+            row, "all memory, times one", None, pool_tokens("7B", count) / one, _UNPUBLISHED_CONTEXT
+        )
+        yield PaperCell(row, "served here, times one", None, longest("7B", count) / one, _UNPUBLISHED_CONTEXT)
     for which, figure, count in zip(("least", "most"), TIMES, (2, NUM_GPUS), strict=True):
         row = f"over all traces, {which} ({count} instances here)"
-        yield Cell(row, "times vLLM-M", figure, longest("7B", count) / pool_tokens("7B", 1))
+        yield PaperCell(row, "times vLLM-M", figure, longest("7B", count) / pool_tokens("7B", 1))
 
 
 CONTEXT = Table(
@@ -216,13 +218,13 @@ def free_link(model: str, tokens: int) -> float:
     return tokens * cost.kv_token_bytes / (cost.step_ps((), _BATCH, _BATCH * _CONTEXT) / 1e12) / 1e9
 
 
-def _measure_moves(lab: Lab) -> Iterator[Cell]:
+def _measure_moves(lab: Lab) -> Iterator[PaperCell]:
     for tokens, figure in PUBLISHED.items():
         for model in ("7B", "13B", "70B"):
             row = f"{tokens} tokens a step, {model}"
             for name, link in _LINKS.items():
-                yield Cell(row, f"lost on {name} (%)", figure, lost(model, tokens, link))
-            yield Cell(row, "free from (GB/s)", None, free_link(model, tokens), _UNPUBLISHED_MOVES)
+                yield PaperCell(row, f"lost on {name} (%)", figure, lost(model, tokens, link))
+            yield PaperCell(row, "free from (GB/s)", None, free_link(model, tokens), _UNPUBLISHED_MOVES)
 
 
 MOVES = Table(
@@ -278,14 +280,14 @@ def times_ms(tokens: int) -> tuple[float, float]:
     return 1000 * queries, 1000 * kv
 
 
-def _measure_traffic(lab: Lab) -> Iterator[Cell]:
-    yield Cell("a query and its sums, a layer", "KB", 20.8, query_bytes() / 1000)
-    yield Cell("KV of 8,192 tokens, a layer", "MB", 168, kv_bytes(8192) / 1e6)
+def _measure_traffic(lab: Lab) -> Iterator[PaperCell]:
+    yield PaperCell("a query and its sums, a layer", "KB", 20.8, query_bytes() / 1000)
+    yield PaperCell("KV of 8,192 tokens, a layer", "MB", 168, kv_bytes(8192) / 1e6)
     for tokens, printed in MEASURED_MS.items():
         row, ours = f"{tokens:,} tokens", times_ms(tokens)
-        yield Cell(row, "queries travel (ms)", printed[0], ours[0], inferred=True)
-        yield Cell(row, "KV travels (ms)", printed[1], ours[1], inferred=True)
-        yield Cell(row, "times", printed[1] / printed[0], ours[1] / ours[0], inferred=True)
+        yield PaperCell(row, "queries travel (ms)", printed[0], ours[0], inferred=True)
+        yield PaperCell(row, "KV travels (ms)", printed[1], ours[1], inferred=True)
+        yield PaperCell(row, "times", printed[1] / printed[0], ours[1] / ours[0], inferred=True)
 
 
 TRAFFIC = Table(

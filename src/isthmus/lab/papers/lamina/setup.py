@@ -12,7 +12,7 @@ from isthmus.core.cost.pooled import Pooled
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.roofline import ROOFLINE
 from isthmus.lab.papers.sarathi.setup import LLAMA_33B, llama
-from isthmus.lab.papers.table import Cell, Table
+from isthmus.lab.papers.table import PaperCell, Table
 
 PRICES = {"h100": 11.06, "h20": 4.63}
 """US dollars an hour."""
@@ -97,15 +97,15 @@ def batches(model: str, context: float) -> tuple[int, int]:
     return int(vllm(model).kv_capacity_tokens // context), int(memory.lent_capacity_tokens // context)
 
 
-def _measure(lab: Lab) -> Iterator[Cell]:
+def _measure(lab: Lab) -> Iterator[PaperCell]:
     printed = {"33B": (20.32, 22.12), "65B": (40.64, 44.24), "70B": (40.64, 44.24)}
     for name, model in MODELS.items():
         lamina = model.compute * PRICES["h100"] + model.memory * PRICES["h20"]
-        yield Cell(name, "Lamina ($/h)", printed[name][0], lamina)
-        yield Cell(name, "vLLM ($/h)", printed[name][1], 2 * model.compute * PRICES["h100"])
-        yield Cell(name, "weights (GB)", model.weights_gb, vllm(name).weight_bytes / 1e9)
+        yield PaperCell(name, "Lamina ($/h)", printed[name][0], lamina)
+        yield PaperCell(name, "vLLM ($/h)", printed[name][1], 2 * model.compute * PRICES["h100"])
+        yield PaperCell(name, "weights (GB)", model.weights_gb, vllm(name).weight_bytes / 1e9)
     whole = device("h100").memory_bytes / (vllm("70B").kv_token_bytes * 8192)
-    yield Cell("70B, a whole H100", "requests of 8,192 tokens", 30, whole)
+    yield PaperCell("70B, a whole H100", "requests of 8,192 tokens", 30, whole)
 
 
 TABLE = Table(

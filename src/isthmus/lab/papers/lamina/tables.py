@@ -22,12 +22,12 @@ from isthmus.lab.papers.lamina.setup import (
     pool,
     vllm,
 )
-from isthmus.lab.papers.table import Cell, Table
+from isthmus.lab.papers.table import PaperCell, Table
 
 _UNPUBLISHED_BATCH = "printed as one mean"
 
 
-def _measure_batch(lab: Lab) -> Iterator[Cell]:
+def _measure_batch(lab: Lab) -> Iterator[PaperCell]:
     ratios = []
     for model in MODELS:
         for trace, lengths in TRACES.items():
@@ -35,8 +35,8 @@ def _measure_batch(lab: Lab) -> Iterator[Cell]:
             ratios.append(lamina / vllm)
             row = f"{model}, {trace}"
             for column, figure in (("vLLM", vllm), ("Lamina", lamina), ("times", lamina / vllm)):
-                yield Cell(row, column, None, figure, _UNPUBLISHED_BATCH)
-    yield Cell("mean", "times", 2.39, fmean(ratios))
+                yield PaperCell(row, column, None, figure, _UNPUBLISHED_BATCH)
+    yield PaperCell("mean", "times", 2.39, fmean(ratios))
 
 
 BATCH = Table(
@@ -68,18 +68,18 @@ def at(memory: int, trace: str = _TRACE) -> tuple[int, float, bool]:
     return batch, rate, is_compute_bound(found.model, batch // turns)
 
 
-def _measure_saturation(lab: Lab) -> Iterator[Cell]:
+def _measure_saturation(lab: Lab) -> Iterator[PaperCell]:
     for trace in (_TRACE, "Kimi-Conv"):
         before = 0.0
         for memory in DEVICES:
             batch, rate, bound = at(memory, trace)
             row, printed = f"{trace}, {memory} H20", (trace, memory) == (_TRACE, 4)
             reason = "" if printed else _UNPUBLISHED_SATURATION
-            yield Cell(row, "batch", 800 if printed else None, batch, reason)
-            yield Cell(row, "tokens/s", None, rate, _UNPUBLISHED_SATURATION)
-            yield Cell(row, "compute-bound", 1 if printed else None, int(bound), reason)
+            yield PaperCell(row, "batch", 800 if printed else None, batch, reason)
+            yield PaperCell(row, "tokens/s", None, rate, _UNPUBLISHED_SATURATION)
+            yield PaperCell(row, "compute-bound", 1 if printed else None, int(bound), reason)
             if before:
-                yield Cell(
+                yield PaperCell(
                     row, "% more than half as many", None, 100 * (rate / before - 1), _UNPUBLISHED_SATURATION
                 )
             before = rate
@@ -124,19 +124,19 @@ def gain(model: str, trace: str, by: Coefficients = ROOFLINE, efficiency: float 
     return pool(model, by).rate(large, context)[0] / baseline
 
 
-def _measure_throughput(lab: Lab) -> Iterator[Cell]:
+def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
     for model in MODELS:
         for trace in TRACES:
             row = f"{model}, {trace}"
             for column, by in ((_COLUMN, ROOFLINE), (f"{_COLUMN}, with overheads", measured())):
-                yield Cell(row, column, None, _percent(gain(model, trace, by)), _UNPUBLISHED_THROUGHPUT)
+                yield PaperCell(row, column, None, _percent(gain(model, trace, by)), _UNPUBLISHED_THROUGHPUT)
     for efficiency in EFFICIENCIES:
         gains = [gain(model, trace, efficiency=efficiency) for model in MODELS for trace in TRACES]
         name = f"vLLM at {efficiency:.0%} of the roofline"
         reason = "" if efficiency == 1.0 else "a parameter of ours: no reproduction"
         for which, found, figure in zip(("least", "most"), (min(gains), max(gains)), PUBLISHED, strict=True):
             published = figure if efficiency == 1.0 else None
-            yield Cell(f"{which}, {name}", _COLUMN, published, _percent(found), reason)
+            yield PaperCell(f"{which}, {name}", _COLUMN, published, _percent(found), reason)
 
 
 def _percent(times: float) -> float:
@@ -191,11 +191,11 @@ def hidden(model: str) -> float:
     return min(beside, found.attention_s(batch, _CONTEXT)) / found.step_s(batch, _CONTEXT)
 
 
-def _measure_network(lab: Lab) -> Iterator[Cell]:
+def _measure_network(lab: Lab) -> Iterator[PaperCell]:
     for compute, memory, context in ((1, 1, 8192), (1, 1, 4096), (2, 4, 8192)):
         for batch in BATCHES:
             row = f"BW_min at ({compute}, {memory}), {context:,} tokens, batch {batch}"
-            yield Cell(row, "GB/s", 30, least(batch, context, compute, memory))
+            yield PaperCell(row, "GB/s", 30, least(batch, context, compute, memory))
     mean = TRACES["Azure-Conv"].context
     for model in MODELS:
         _, batch = batches(model, mean)
@@ -204,7 +204,7 @@ def _measure_network(lab: Lab) -> Iterator[Cell]:
         )
         row = f"{model}, Azure-Conv, batch {batch}"
         for name, found in (("past the host", past), ("NCCL", through)):
-            yield Cell(
+            yield PaperCell(
                 row,
                 f"network of an iteration, {name} (ms)",
                 None,
@@ -212,11 +212,13 @@ def _measure_network(lab: Lab) -> Iterator[Cell]:
                 _UNPUBLISHED_NETWORK,
             )
         slower = through.step_s(batch, mean) / past.step_s(batch, mean)
-        yield Cell(row, "TBT of one batch with NCCL (% more)", None, 100 * (slower - 1), _UNPUBLISHED_NETWORK)
+        yield PaperCell(
+            row, "TBT of one batch with NCCL (% more)", None, 100 * (slower - 1), _UNPUBLISHED_NETWORK
+        )
         lost = 1 - through.rate(batch, mean)[0] / past.rate(batch, mean)[0]
-        yield Cell(row, "throughput with NCCL (% less)", None, 100 * lost, _UNPUBLISHED_NETWORK)
+        yield PaperCell(row, "throughput with NCCL (% less)", None, 100 * lost, _UNPUBLISHED_NETWORK)
     for model, figure in HIDDEN.items():
-        yield Cell(f"{model}, queries first", "TBT saved at most (%)", figure, 100 * hidden(model))
+        yield PaperCell(f"{model}, queries first", "TBT saved at most (%)", figure, 100 * hidden(model))
 
 
 NETWORK = Table(

@@ -25,7 +25,7 @@ from typing import Any
 
 from isthmus.config import Config
 from isthmus.core.cost import Curve
-from isthmus.lab.papers.lab import Lab, Outcome, Trace, Variant
+from isthmus.lab.papers.lab import Lab, PaperOutcome, Trace, Variant
 from isthmus.lab.sim.deployment import Deployment, deployment_of
 
 BLOCK_SIZE = 512
@@ -118,7 +118,7 @@ VLLM_SETUP = (
 )
 
 
-def replay(lab: Lab, trace: Trace, system: str) -> Outcome:
+def replay(lab: Lab, trace: Trace, system: str) -> PaperOutcome:
     """One of `SYSTEMS` on a trace at its own speed."""
     if system == "Mooncake":
         return lab.run(Variant(trace), mooncake(), system)

@@ -14,7 +14,7 @@ from isthmus.core.types import BlockName
 from isthmus.lab.papers.lab import Lab, Trace, Variant
 from isthmus.lab.papers.mooncake.cluster import BLOCK_SIZE
 from isthmus.lab.papers.mooncake.evictions import RANKS, ranked_hits
-from isthmus.lab.papers.table import Cell, Figures, Table, on_trace
+from isthmus.lab.papers.table import Figures, PaperCell, Table, on_trace
 from isthmus.lab.planner.demand import pool_hits
 
 Curves = Mapping[Trace, Mapping[str, Figures]]
@@ -105,7 +105,7 @@ _FIGURE_9: Curves = {
 }
 
 
-def _measure_figure_9(lab: Lab) -> Iterator[Cell]:
+def _measure_figure_9(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         rates = _rates(lab, trace, _POLICIES[name], [int(tokens) // BLOCK_SIZE for tokens in _TOKENS])
         return _by_tokens(*(rate.tokens for rate in rates))["LRU"]
@@ -153,7 +153,7 @@ _POLICIES = {
 }
 
 
-def _measure_table_1(lab: Lab) -> Iterator[Cell]:
+def _measure_table_1(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, policy: str) -> Figures:
         rates = _rates(lab, trace, _POLICIES[policy], _ARXIV_SIZES)
         return _by_blocks(_ARXIV_SIZES, *(rate.blocks for rate in rates))
@@ -181,7 +181,7 @@ _BLOG: Mapping[str, Figures] = {
 }
 
 
-def _measure_blog(lab: Lab) -> Iterator[Cell]:
+def _measure_blog(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, policy: str) -> Figures:
         rates = _rates(lab, trace, _POLICIES[policy], _BLOG_SIZES, warmup=0.5)
         return _by_blocks(_BLOG_SIZES, *(rate.tokens for rate in rates))
@@ -220,7 +220,7 @@ _COUNTED: Curves = {
 _IN_TOKENS = ("LRU", "optimum")
 
 
-def _measure_evictions(lab: Lab) -> Iterator[Cell]:
+def _measure_evictions(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, policy: str) -> Figures:
         rates = _rates(lab, trace, _POLICIES[policy], _SIZES)
         in_tokens = policy in _IN_TOKENS

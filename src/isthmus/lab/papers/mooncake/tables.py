@@ -8,7 +8,7 @@ from statistics import correlation, fmean, pstdev
 
 from isthmus.core.cost import NodeCost, compile_cost
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.papers.lab import LOAD_BIN_S, Lab, Loads, Outcome, Trace, Variant
+from isthmus.lab.papers.lab import LOAD_BIN_S, Lab, Loads, PaperOutcome, Trace, Variant
 from isthmus.lab.papers.mooncake.cluster import (
     NIC_GBPS,
     SYSTEMS,
@@ -18,7 +18,7 @@ from isthmus.lab.papers.mooncake.cluster import (
     mooncake,
     replay,
 )
-from isthmus.lab.papers.table import Cell, Figures, Table, compare, on_trace
+from isthmus.lab.papers.table import Figures, PaperCell, Table, compare, on_trace
 from isthmus.lab.sim.spread import nearest_rank
 
 _POLICIES_SCHEDULING = {
@@ -36,7 +36,7 @@ _PUBLISHED_SCHEDULING: dict[str, Figures] = {
 }
 
 
-def _measure_scheduling(lab: Lab) -> Iterator[Cell]:
+def _measure_scheduling(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         outcome = lab.run(Variant(trace), mooncake(policy=_POLICIES_SCHEDULING[name]), name)
         ordered = sorted(outcome.ttft_s)
@@ -89,7 +89,7 @@ _PUBLISHED_GLOBAL_CACHE = {
 }
 
 
-def _measure_global_cache(lab: Lab) -> Iterator[Cell]:
+def _measure_global_cache(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         # With one output token the decode node has nothing to do.
         deployment = mooncake(prefill=10, decode=1, policy=_POLICIES_GLOBAL_CACHE[name])
@@ -132,7 +132,7 @@ _PUBLISHED_NETWORK: dict[str, Figures] = {
 }
 
 
-def _measure_network(lab: Lab) -> Iterator[Cell]:
+def _measure_network(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         if name == _RECOMPUTE:
             deployment = mooncake(policy="local_aware")
@@ -180,7 +180,7 @@ _PUBLISHED_REQUEST_COST: dict[str, tuple[float, ...]] = {
 _PREFIX_FIXED_S, _PREFIX_BYTES_PER_S = 0.055, 135e9
 
 
-def _measure_request_cost(lab: Lab) -> Iterator[Cell]:
+def _measure_request_cost(lab: Lab) -> Iterator[PaperCell]:
     cost = compile_cost(curve())
     for row, figures in _PUBLISHED_REQUEST_COST.items():
         yield from compare(
@@ -248,7 +248,7 @@ _PUBLISHED_RATIO = {
 _TTFT_LIMIT_S, _TBT_LIMIT_S_RATIO = 10.0, 0.1
 
 
-def _measure_ratio(lab: Lab) -> Iterator[Cell]:
+def _measure_ratio(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         prefill, decode = map(int, name.removesuffix("D").split("P"))
         outcome = lab.run(Variant(trace), mooncake(prefill, decode), name)
@@ -307,7 +307,7 @@ _PUBLISHED_CAPACITY: dict[Trace, dict[str, tuple[float, float, float]]] = {
 }
 
 
-def _measure_capacity(lab: Lab) -> Iterator[Cell]:
+def _measure_capacity(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, name: str) -> Figures:
         if name == _GAIN:
             return _gain(lab, trace)
@@ -361,7 +361,7 @@ _PUBLISHED_PREFILL_TIME = {
 _COLUMN = "mean (s)"
 
 
-def _measure_prefill_time(lab: Lab) -> Iterator[Cell]:
+def _measure_prefill_time(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, system: str) -> Figures:
         times_s = replay(lab, trace, system).prefill_s
         return {_COLUMN: sum(times_s) / len(times_s)}
@@ -401,7 +401,7 @@ _TBT_LIMIT_S_REJECTIONS = 0.1
 _UNPUBLISHED = "not published"
 
 
-def _replay(lab: Lab, trace: Trace, admission: str) -> Outcome:
+def _replay(lab: Lab, trace: Trace, admission: str) -> PaperOutcome:
     """`decode_s`, t_d of the paper: after that a request is taken to be over, so nine of ten should be by then."""
     variant = Variant(trace, speed=_SPEED)
     outputs = sorted(each.output_tokens for each in lab.workload(variant).requests)
@@ -429,7 +429,7 @@ def _figures_rejections(
     return figures if name == _BASELINE else {"refused": refused, "refused, to baseline (%)": less, **figures}
 
 
-def _measure_rejections(lab: Lab) -> Iterator[Cell]:
+def _measure_rejections(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, admission: str) -> Figures:
         ours = _replay(lab, trace, admission).summary
         refused = sum(ours.rejected.values())
@@ -469,7 +469,7 @@ _COLUMNS = (
 )
 
 
-def _measure_fluctuation(lab: Lab) -> Iterator[Cell]:
+def _measure_fluctuation(lab: Lab) -> Iterator[PaperCell]:
     def row(trace: Trace, admission: str) -> Figures:
         return dict(zip(_COLUMNS, swings(_replay(lab, trace, admission).loads), strict=True))
 

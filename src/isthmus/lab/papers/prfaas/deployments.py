@@ -26,7 +26,7 @@ from isthmus.lab.papers.prfaas.published import (
     SHARE,
     THRESHOLD,
 )
-from isthmus.lab.papers.table import Cell, Figures, Table, compare
+from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
 
 _COLUMNS = (
     "prefill instances there",
@@ -43,7 +43,7 @@ _COLUMNS = (
 _DRAWN = "only drawn"
 
 
-def _measure(factors: Factors) -> Iterator[Cell]:
+def _measure(factors: Factors) -> Iterator[PaperCell]:
     plans = {name: deployment.solved() for name, deployment in DEPLOYMENTS.items()}
     held = {name: DEPLOYMENTS[name].held(plan, factors=factors) for name, plan in plans.items()}
     for name, published in zip(plans, (PRFAAS, HOMOGENEOUS, NAIVE), strict=True):
@@ -91,7 +91,7 @@ TABLE = Table(
 )
 
 
-def _measure_splits(factors: Factors) -> Iterator[Cell]:
+def _measure_splits(factors: Factors) -> Iterator[PaperCell]:
     (classes,) = representative(LENGTHS, factors.work(work()), [THRESHOLD])
     splits = {"PrfaaS-PD": (OFFLOADING, classes, PRFAAS)}
     (whole,) = HOMOGENEOUS_PD.classes(representative, factors.work(work()))
@@ -107,8 +107,8 @@ def _measure_splits(factors: Factors) -> Iterator[Cell]:
             )
 
 
-def _drawn(row: str, solution: Solution, peak: bool, rate: float) -> Cell:
-    return Cell(row, "all (req/s)", rate if peak else None, solution.rate, "" if peak else _DRAWN)
+def _drawn(row: str, solution: Solution, peak: bool, rate: float) -> PaperCell:
+    return PaperCell(row, "all (req/s)", rate if peak else None, solution.rate, "" if peak else _DRAWN)
 
 
 SPLITS = Table(
@@ -120,7 +120,7 @@ SPLITS = Table(
 )
 
 
-def _measure_thresholds(factors: Factors) -> Iterator[Cell]:
+def _measure_thresholds(factors: Factors) -> Iterator[PaperCell]:
     thresholds = sorted({*range(4000, 64_001, 4000), THRESHOLD})
     for classes in representative(LENGTHS, factors.work(work()), thresholds):
         solution = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)

@@ -12,7 +12,7 @@ import msgspec
 
 from isthmus.core.cost.offload import PrefillFleet, RequestWork
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.table import Cell
+from isthmus.lab.papers.table import PaperCell
 
 
 class Factors(msgspec.Struct, frozen=True):
@@ -43,13 +43,13 @@ INFERRED = ("h20", "decode")
 _SLOWER = tuple(Factors(**{name: 2.0}) for name in INFERRED)
 
 
-def marked(measure: Callable[[Factors], Iterable[Cell]]) -> Callable[[Lab], Iterator[Cell]]:
+def marked(measure: Callable[[Factors], Iterable[PaperCell]]) -> Callable[[Lab], Iterator[PaperCell]]:
     """`measure` for a Table: each cell whose figure of ours is another when an inferred input is, is marked.
 
     `measure` must yield as many cells, in the same order, for any factors.
     """
 
-    def cells(lab: Lab) -> Iterator[Cell]:
+    def cells(lab: Lab) -> Iterator[PaperCell]:
         slower = [measure(factors) for factors in _SLOWER]
         for cell, *others in zip(measure(AS_IS), *slower, strict=True):
             moves = any(other.ours != cell.ours for other in others)

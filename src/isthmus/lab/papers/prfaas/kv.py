@@ -12,7 +12,7 @@ from isthmus.lab.papers.prfaas.case import MEASURED_LENGTHS, h200_points, kv_byt
 from isthmus.lab.papers.prfaas.configs import CONFIGS
 from isthmus.lab.papers.prfaas.interpolation import Points, Times, quadratic
 from isthmus.lab.papers.prfaas.published import GBPS, LENGTHS, MEBI, PROFILE, THROUGHPUT
-from isthmus.lab.papers.table import Cell, Figures, Table, compare
+from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
 
 # Bytes of a token, MiB of state, and MiB of a prompt at each of LENGTHS.
 PUBLISHED_SIZES: dict[str, tuple[float, ...]] = {
@@ -32,7 +32,7 @@ PUBLISHED_SIZES: dict[str, tuple[float, ...]] = {
 _SIZE_COLUMNS = ("KV (B/token)", "fixed (MiB)", *(f"{length} (MiB)" for length in LENGTHS))
 
 
-def _measure_sizes(lab: Lab) -> Iterator[Cell]:
+def _measure_sizes(lab: Lab) -> Iterator[PaperCell]:
     for name, figures in PUBLISHED_SIZES.items():
         facts = facts_of(CONFIGS[name])
         prompts = [facts.prompt_bytes(length) for length in LENGTHS.values()]
@@ -73,7 +73,7 @@ def _data_sheet(name: str) -> Times:
     return lambda length: cost.prefill_ns(round(length), 0) / NS_PER_S
 
 
-def _measure_throughput(lab: Lab) -> Iterator[Cell]:
+def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
     for name, figures in THROUGHPUT.items():
         points, facts = implied_points(name), facts_of(CONFIGS[name])
         for how, times in (("fit (inferred)", quadratic(points)), ("data sheet", _data_sheet(name))):
@@ -101,14 +101,14 @@ THROUGHPUT_TABLE = Table(
 )
 
 
-def _measure_implied(lab: Lab) -> Iterator[Cell]:
+def _measure_implied(lab: Lab) -> Iterator[PaperCell]:
     reason = "not published: inferred from Table 3"
     for name in THROUGHPUT:
         points, sheet = dict(zip(LENGTHS, implied_points(name), strict=True)), _data_sheet(name)
         for label, (_, seconds) in points.items():
-            yield Cell(f"{name}, inferred", f"{label} (s)", None, seconds, reason)
+            yield PaperCell(f"{name}, inferred", f"{label} (s)", None, seconds, reason)
         for label, (length, _) in points.items():
-            yield Cell(f"{name}, data sheet", f"{label} (s)", None, sheet(length), "not published")
+            yield PaperCell(f"{name}, data sheet", f"{label} (s)", None, sheet(length), "not published")
 
 
 IMPLIED = Table(
@@ -123,7 +123,7 @@ IMPLIED = Table(
 )
 
 
-def _measure_profile(lab: Lab) -> Iterator[Cell]:
+def _measure_profile(lab: Lab) -> Iterator[PaperCell]:
     times = quadratic(h200_points())
     for (label, row), length in zip(PROFILE.items(), MEASURED_LENGTHS, strict=True):
         size, seconds = kv_bytes(length), times(length)

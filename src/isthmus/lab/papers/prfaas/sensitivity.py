@@ -39,7 +39,7 @@ from isthmus.lab.papers.prfaas.published import (
     THROUGHPUT,
 )
 from isthmus.lab.papers.prfaas.published import LENGTHS as NOMINAL_LENGTHS
-from isthmus.lab.papers.table import Cell, Table, compare
+from isthmus.lab.papers.table import PaperCell, Table, compare
 
 _UNPUBLISHED = "not published"
 _VARIED = {
@@ -53,7 +53,7 @@ _VARIED = {
 }
 
 
-def _measure_inferred(factors: Factors) -> Iterator[Cell]:
+def _measure_inferred(factors: Factors) -> Iterator[PaperCell]:
     published = {
         "remote prefill at 19,400 tokens (req/s)": PRFAAS.remote_rate,
         "remote capacity at 19,400 tokens (req/s)": PRFAAS.rate,
@@ -129,7 +129,7 @@ def _read(rule: Callable[[Points], Times], lengths: tuple[int, ...]) -> RequestW
     return work(rule(h200_points(lengths)))
 
 
-def _measure_rules(factors: Factors) -> Iterator[Cell]:
+def _measure_rules(factors: Factors) -> Iterator[PaperCell]:
     published = {
         "all (req/s)": PRFAAS.rate,
         "threshold (tokens)": THRESHOLD,
@@ -166,14 +166,14 @@ INTERPOLATION = Table(
 )
 
 
-def _measure_held_out(lab: Lab) -> Iterator[Cell]:
+def _measure_held_out(lab: Lab) -> Iterator[PaperCell]:
     profiles = {"the paper's model": h200_points(), **{name: implied_points(name) for name in THROUGHPUT}}
     for name, rule in RULES.items():
         if name == "cubic":
             continue  # needs four points, of which one is held out
         errors = [abs(error) for points in profiles.values() for error in held_out(rule, points)]
-        yield Cell(name, "mean error (%)", None, 100 * sum(errors) / len(errors), _UNPUBLISHED)
-        yield Cell(name, "largest error (%)", None, 100 * max(errors), _UNPUBLISHED)
+        yield PaperCell(name, "mean error (%)", None, 100 * sum(errors) / len(errors), _UNPUBLISHED)
+        yield PaperCell(name, "largest error (%)", None, 100 * max(errors), _UNPUBLISHED)
 
 
 HELD_OUT = Table(
@@ -189,7 +189,7 @@ HELD_OUT = Table(
 )
 
 
-def _measure_bandwidth(factors: Factors) -> Iterator[Cell]:
+def _measure_bandwidth(factors: Factors) -> Iterator[PaperCell]:
     for gbps in (1, 2, 5, 10, 20, 50, 100):
         deployment = CaseDeployment(fleet(gbps=gbps), GRID)
         solved, held = deployment.solved(factors=factors), deployment.held(deployment.solved(), factors=factors)
@@ -213,7 +213,7 @@ BANDWIDTH = Table(
 )
 
 
-def _measure_beyond(factors: Factors) -> Iterator[Cell]:
+def _measure_beyond(factors: Factors) -> Iterator[PaperCell]:
     what = factors.work(work())
     for name, deployment in DEPLOYMENTS.items():
         for how, split in (("representative lengths", representative), ("distribution", expected)):
@@ -244,8 +244,8 @@ def _sent_at(rate: float) -> Times:
     return lambda length: kv_bytes(length) / rate
 
 
-def _ours(row: str, column: str, figure: float) -> Cell:
-    return Cell(row, column, None, figure, _UNPUBLISHED)
+def _ours(row: str, column: str, figure: float) -> PaperCell:
+    return PaperCell(row, column, None, figure, _UNPUBLISHED)
 
 
 BEYOND = Table(

@@ -16,7 +16,7 @@ from isthmus.lab.papers.prfaas.published import (
     REMOTE_INSTANCES,
     THROUGHPUT,
 )
-from isthmus.lab.papers.table import Cell, Table
+from isthmus.lab.papers.table import PaperCell, Table
 
 _GPUS_PER_INSTANCE = 8
 _EXAMPLES = (
@@ -34,13 +34,13 @@ def _throughput(model: str, length: str) -> float:
     return THROUGHPUT[model][list(LENGTHS).index(length)]
 
 
-def _measure_sizing(lab: Lab) -> Iterator[Cell]:
+def _measure_sizing(lab: Lab) -> Iterator[PaperCell]:
     for name, gpus, model, length, gbps in _EXAMPLES:
         ours = egress_of(gpus, _GPUS_PER_INSTANCE, _throughput(model, length), 1)
-        yield Cell(f"{name}, {length}", "egress (Gbps)", gbps, ours)
+        yield PaperCell(f"{name}, {length}", "egress (Gbps)", gbps, ours)
     for dense, hybrid, ratio in _RATIOS:
         ours = _throughput(dense, "32K") / _throughput(hybrid, "32K")
-        yield Cell(f"{dense} over {hybrid}, 32K", "ratio", ratio, ours)
+        yield PaperCell(f"{dense} over {hybrid}, 32K", "ratio", ratio, ours)
 
 
 SIZING = Table(
@@ -55,16 +55,18 @@ SIZING = Table(
 )
 
 
-def _measure_price(factors: Factors) -> Iterator[Cell]:
+def _measure_price(factors: Factors) -> Iterator[PaperCell]:
     rates = {name: each.held(each.solved(), factors=factors).rate for name, each in DEPLOYMENTS.items()}
     ratio = rates["PrfaaS-PD"] / rates["homogeneous PD"]
     for gain in (0.14, EQUAL_COST_GAIN, 0.16):
         price = _price(PRFAAS.ratio, gain)
         row = f"a gain of {gain:.0%} at equal cost"
-        yield Cell(row, "price of an H200 in H20 (inferred)", None, price, "not published")
+        yield PaperCell(row, "price of an H200 in H20 (inferred)", None, price, "not published")
         published = 100 * EQUAL_COST_GAIN if gain == EQUAL_COST_GAIN else None
         ours = 100 * (ratio / _cost(price) - 1)
-        yield Cell(row, "our gain at that price (%)", published, ours, "" if published else "not published")
+        yield PaperCell(
+            row, "our gain at that price (%)", published, ours, "" if published else "not published"
+        )
 
 
 def _cost(price: float) -> float:

@@ -30,7 +30,7 @@ from isthmus.lab.papers.sarathi.one_node import (
     serve,
 )
 from isthmus.lab.papers.sarathi.setup import TILE, attention_ms, coefficients, linear_ms, on_a100, step_ps
-from isthmus.lab.papers.table import Cell, Figures, Table, compare
+from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
 
 _ROUNDS_GAIN = 8
 """How often each place is taken."""
@@ -122,7 +122,7 @@ _PER_DECODE = (12.49, 1.2)
 _TILES = {128: 55.0, 256: 69.8, 257: 92.33}
 
 
-def _measure_iterations(lab: Lab) -> Iterator[Cell]:
+def _measure_iterations(lab: Lab) -> Iterator[PaperCell]:
     totals = []
     for row, (chunks, decodes, published) in _PUBLISHED_ITERATIONS.items():
         rows = decodes + sum([count for count, _ in chunks])
@@ -131,14 +131,14 @@ def _measure_iterations(lab: Lab) -> Iterator[Cell]:
         totals.append(linear + attention)
         ours = (linear, attention, linear + attention)
         for column, figure, value in zip(("linear", "attention", "all"), published, ours, strict=True):
-            yield Cell(row, f"{column} (ms)", figure, value)
+            yield PaperCell(row, f"{column} (ms)", figure, value)
     prompt, decodes_only, both = totals
     alone, added = decodes_only / 4, (both - prompt) / 3
-    yield Cell("a decode in a batch of 4", "all (ms)", _PER_DECODE[0], alone)
-    yield Cell("a decode beside the prompt", "all (ms)", _PER_DECODE[1], added)
-    yield Cell("the former over the latter", "times", 10.0, alone / added)
+    yield PaperCell("a decode in a batch of 4", "all (ms)", _PER_DECODE[0], alone)
+    yield PaperCell("a decode beside the prompt", "all (ms)", _PER_DECODE[1], added)
+    yield PaperCell("the former over the latter", "times", 10.0, alone / added)
     for rows, figure in _TILES.items():
-        yield Cell(f"{rows} tokens", "all (ms)", figure, linear_ms(rows))
+        yield PaperCell(f"{rows} tokens", "all (ms)", figure, linear_ms(rows))
 
 
 ITERATIONS = Table(
@@ -166,10 +166,12 @@ def _prefill_ps(budget: int) -> int:
     return serve([PaperRequest(_LENGTH, 1)], step_ps, BatchLimits(budget, 1)).worked_ps
 
 
-def _measure_chunks(lab: Lab) -> Iterator[Cell]:
+def _measure_chunks(lab: Lab) -> Iterator[PaperCell]:
     whole = _prefill_ps(WHOLE)
     for size, figure in _PUBLISHED_CHUNKS.items():
-        yield Cell(f"chunks of {size}", "prefill, times that of one piece", figure, _prefill_ps(size) / whole)
+        yield PaperCell(
+            f"chunks of {size}", "prefill, times that of one piece", figure, _prefill_ps(size) / whole
+        )
 
 
 CHUNKS = Table(
@@ -218,7 +220,7 @@ def step_33b(matmul: float = MATMUL, weight_read: float = WEIGHT_READ) -> StepTi
     return cost.step_ps
 
 
-def _measure_throughput(lab: Lab) -> Iterator[Cell]:
+def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
     for rows, step in ((_13B, setup.step_ps), (_33B, step_33b())):
         for row in rows:
             yield from compare(
@@ -275,20 +277,24 @@ def peak(budget: int) -> int:
     )
 
 
-def _measure_balance(lab: Lab) -> Iterator[Cell]:
+def _measure_balance(lab: Lab) -> Iterator[PaperCell]:
     for length, figure in _BALANCED.items():
         shape = balanced(length, 256)
-        yield Cell(f"chunks of 256, {length} tokens", "throughput (times)", figure, gain(shape, step_ps, 256))
+        yield PaperCell(
+            f"chunks of 256, {length} tokens", "throughput (times)", figure, gain(shape, step_ps, 256)
+        )
     for budget, (ratio, figure) in _PEAKS.items():
         found = peak(budget)
-        yield Cell(f"peak of chunks of {budget}", "P:D", ratio, found)
+        yield PaperCell(f"peak of chunks of {budget}", "P:D", ratio, found)
         shape = BatchShape(1024, _LENGTHS[1024], found)
-        yield Cell(f"peak of chunks of {budget}", "throughput (times)", figure, gain(shape, step_ps, budget))
-    yield Cell("Orca at best", "throughput (times)", _ORCA, gain(balanced(1024, 256), step_ps, WHOLE))
+        yield PaperCell(
+            f"peak of chunks of {budget}", "throughput (times)", figure, gain(shape, step_ps, budget)
+        )
+    yield PaperCell("Orca at best", "throughput (times)", _ORCA, gain(balanced(1024, 256), step_ps, WHOLE))
     for ratio in _AWAY:
         shape = BatchShape(1024, _LENGTHS[1024], ratio)
         ours = best_gain(shape, step_ps, (*_BUDGETS, WHOLE))
-        yield Cell(f"the best chunk at P:D {ratio}", "throughput (times)", _AWAY_GAIN, ours)
+        yield PaperCell(f"the best chunk at P:D {ratio}", "throughput (times)", _AWAY_GAIN, ours)
 
 
 BALANCE = Table(
@@ -369,7 +375,7 @@ def _serve(row: str, requests: list[PaperRequest]) -> ServedRun:
     return serve(requests, step, BatchLimits(budget, _MAX_SEQUENCES, kv_tokens=cost.kv_capacity_tokens))
 
 
-def _measure_ablation(lab: Lab) -> Iterator[Cell]:
+def _measure_ablation(lab: Lab) -> Iterator[PaperCell]:
     for trace, rows in _PUBLISHED_ABLATION.items():
         lengths = _TRACES[trace]
         requests = requests_of_ablation(lengths, rate_of(lengths))
@@ -478,7 +484,7 @@ def _tensor_only_ps() -> int:
     return serve(requests, cost.step_ps, BatchLimits(WHOLE, _WHOLE_BATCH, prompt_batch=1)).worked_ps
 
 
-def _measure_bubbles(lab: Lab) -> Iterator[Cell]:
+def _measure_bubbles(lab: Lab) -> Iterator[PaperCell]:
     chunked, whole = _piped(_CHUNK_BUBBLES), _piped(WHOLE)
     ours = (
         median(whole.bubbles_ps) / median(chunked.bubbles_ps),
@@ -486,7 +492,7 @@ def _measure_bubbles(lab: Lab) -> Iterator[Cell]:
         _tensor_only_ps() / chunked.took_ps,
     )
     for (row, figure), value in zip(_PUBLISHED_BUBBLES.items(), ours, strict=True):
-        yield Cell(row, "times", figure, value)
+        yield PaperCell(row, "times", figure, value)
 
 
 BUBBLES = Table(

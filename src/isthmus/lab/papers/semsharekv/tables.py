@@ -23,7 +23,7 @@ from isthmus.lab.papers.semsharekv.setup import (
     load_s,
     node,
 )
-from isthmus.lab.papers.table import Cell, Table
+from isthmus.lab.papers.table import PaperCell, Table
 
 PUBLISHED_TTFT = 6.25
 """The most of all models, data sets and lengths."""
@@ -52,16 +52,16 @@ def gains(model: str, selection: Selection, num_tokens: int) -> dict[str, float]
     }
 
 
-def _measure_ttft(lab: Lab) -> Iterator[Cell]:
+def _measure_ttft(lab: Lab) -> Iterator[PaperCell]:
     for name, selection in SCHEDULES.items():
         share = rows_share(selection)
         row = f"{name} schedule"
-        yield Cell(row, "rows of the mean layer (%)", None, 100 * share, UNPUBLISHED)
-        yield Cell(row, "linear operators alone (times)", None, 1 / share, UNPUBLISHED)
+        yield PaperCell(row, "rows of the mean layer (%)", None, 100 * share, UNPUBLISHED)
+        yield PaperCell(row, "linear operators alone (times)", None, 1 / share, UNPUBLISHED)
         found = {(model, length): gains(model, selection, length) for model in MODELS for length in LENGTHS}
         for column in (COMPUTING, ON_GPU, IN_DRAM):
             printed = column == ON_GPU
-            yield Cell(
+            yield PaperCell(
                 f"most, {row}",
                 column,
                 PUBLISHED_TTFT if printed else None,
@@ -71,7 +71,7 @@ def _measure_ttft(lab: Lab) -> Iterator[Cell]:
         for (model, length), each in found.items():
             reason = "in words: little gain below 700 tokens" if length <= 700 else UNPUBLISHED
             for column, times in each.items():
-                yield Cell(f"{model}, {length:,} tokens, {name}", column, None, times, reason)
+                yield PaperCell(f"{model}, {length:,} tokens, {name}", column, None, times, reason)
 
 
 TTFT = Table(
@@ -151,7 +151,7 @@ def host_bound(num_tokens: int, host_s: float) -> float:
     return full / (assembled + beside_s(num_tokens, in_dram=False))
 
 
-def _measure_steps(lab: Lab) -> Iterator[Cell]:
+def _measure_steps(lab: Lab) -> Iterator[PaperCell]:
     for length in LENGTHS_STEPS:
         row = f"{length:,} tokens"
         steps = {
@@ -165,11 +165,11 @@ def _measure_steps(lab: Lab) -> Iterator[Cell]:
             "donor's KV from an SSD instead": load_s(length, A100.ssd_read_bw),
         }
         for column, seconds in steps.items():
-            yield Cell(row, f"{column} (ms)", None, 1000 * seconds, UNPUBLISHED)
+            yield PaperCell(row, f"{column} (ms)", None, 1000 * seconds, UNPUBLISHED)
     for length in (500, *LENGTHS_STEPS):
         for host_s in HOST_S:
             column = f"launches of {1000 * host_s:.0f} ms (times)"
-            yield Cell(
+            yield PaperCell(
                 f"{length:,} tokens, slow host",
                 column,
                 None,
@@ -214,26 +214,26 @@ def less(num_tokens: int, block_size: int) -> float:
     return 100 * (1 - packed_bytes(num_tokens, block_size) / kv_bytes(num_tokens))
 
 
-def _measure_memory(lab: Lab) -> Iterator[Cell]:
+def _measure_memory(lab: Lab) -> Iterator[PaperCell]:
     layers = node().num_layers
     row = f"{LENGTH:,} tokens"
-    yield Cell("a token", "KV (bytes)", None, node().kv_token_bytes, UNPUBLISHED)
-    yield Cell(row, "full (MB)", None, kv_bytes(LENGTH) / 1e6, UNPUBLISHED)
+    yield PaperCell("a token", "KV (bytes)", None, node().kv_token_bytes, UNPUBLISHED)
+    yield PaperCell(row, "full (MB)", None, kv_bytes(LENGTH) / 1e6, UNPUBLISHED)
     kept = fmean([SEMANTIC.kept(layer, layers) for layer in range(layers)])
-    yield Cell(row, "kept, mean of the layers (%)", None, 100 * kept, _SET, inferred=True)
-    yield Cell(row, "packed (MB)", None, packed_bytes(LENGTH, BLOCK) / 1e6, UNPUBLISHED, inferred=True)
-    yield Cell(row, "less (%)", PUBLISHED_MEMORY, less(LENGTH, BLOCK), inferred=True)
+    yield PaperCell(row, "kept, mean of the layers (%)", None, 100 * kept, _SET, inferred=True)
+    yield PaperCell(row, "packed (MB)", None, packed_bytes(LENGTH, BLOCK) / 1e6, UNPUBLISHED, inferred=True)
+    yield PaperCell(row, "less (%)", PUBLISHED_MEMORY, less(LENGTH, BLOCK), inferred=True)
     for block_size in (1, 64, 256):
-        yield Cell(
+        yield PaperCell(
             f"{row}, blocks of {block_size}", "less (%)", None, less(LENGTH, block_size), _SET, inferred=True
         )
     for length in (500, 1_000, 10_000):
-        yield Cell(f"{length:,} tokens", "less (%)", None, less(length, BLOCK), _SET, inferred=True)
+        yield PaperCell(f"{length:,} tokens", "less (%)", None, less(length, BLOCK), _SET, inferred=True)
     # Nothing is dropped before the last layer has said what the question attends to.
-    yield Cell(
+    yield PaperCell(
         row, "while it is assembled, with the donor's (MB)", None, 2 * kv_bytes(LENGTH) / 1e6, UNPUBLISHED
     )
-    yield Cell(row, "embeddings, host memory (MB)", None, LENGTH * HIDDEN * 2 / 1e6, UNPUBLISHED)
+    yield PaperCell(row, "embeddings, host memory (MB)", None, LENGTH * HIDDEN * 2 / 1e6, UNPUBLISHED)
 
 
 MEMORY = Table(
@@ -283,7 +283,7 @@ def epic_s(num_tokens: int, first: int, place: str) -> float:
     return _loaded_s(assembled_ns(node(), EPIC, num_tokens, 0, candidates), num_tokens, place)
 
 
-def _measure_neighbours(lab: Lab) -> Iterator[Cell]:
+def _measure_neighbours(lab: Lab) -> Iterator[PaperCell]:
     blended = {
         (length, place): full_s(length) / cacheblend_s(length, place)
         for length in LENGTHS_NEIGHBOURS
@@ -294,18 +294,18 @@ def _measure_neighbours(lab: Lab) -> Iterator[Cell]:
         ("least", "most"), CACHEBLEND_PUBLISHED, (min(blended.values()), max(blended.values())), strict=True
     )
     for which, figure, found in ends:
-        yield Cell(f"CacheBlend 15 %, {which}", over_full, figure, found)
+        yield PaperCell(f"CacheBlend 15 %, {which}", over_full, figure, found)
     over = [cacheblend_s(length, "GPU") / epic_s(length, EPIC.first, "GPU") for length in LENGTHS_NEIGHBOURS]
-    yield Cell(f"EPIC, k = {EPIC.first}, most", over_blend, EPIC_PUBLISHED, max(over))
+    yield PaperCell(f"EPIC, k = {EPIC.first}, most", over_blend, EPIC_PUBLISHED, max(over))
     for (length, place), times in blended.items():
-        yield Cell(f"CacheBlend 15 %, {length:,} tokens, {place}", over_full, None, times, UNPUBLISHED)
+        yield PaperCell(f"CacheBlend 15 %, {length:,} tokens, {place}", over_full, None, times, UNPUBLISHED)
     for first in FIRSTS:
         for length in LENGTHS_NEIGHBOURS:
             for place in PLACES if first == EPIC.first else ("GPU",):
                 seconds = epic_s(length, first, place)
                 row = f"EPIC, k = {first}, {length:,} tokens, {place}"
-                yield Cell(row, over_full, None, full_s(length) / seconds, UNPUBLISHED)
-                yield Cell(row, over_blend, None, cacheblend_s(length, place) / seconds, UNPUBLISHED)
+                yield PaperCell(row, over_full, None, full_s(length) / seconds, UNPUBLISHED)
+                yield PaperCell(row, over_blend, None, cacheblend_s(length, place) / seconds, UNPUBLISHED)
 
 
 NEIGHBOURS = Table(
@@ -335,11 +335,11 @@ ROUGE_L = {
 }
 
 
-def _measure_quality(lab: Lab) -> Iterator[Cell]:
+def _measure_quality(lab: Lab) -> Iterator[PaperCell]:
     for row, figures in ROUGE_L.items():
         for column, figure in figures.items():
-            yield Cell(row, f"{column} (ROUGE-L)", figure, None, _MODEL)
-    yield Cell("TTFT over SnapKV, most", "times", 2.23, None, _SNAPKV)
+            yield PaperCell(row, f"{column} (ROUGE-L)", figure, None, _MODEL)
+    yield PaperCell("TTFT over SnapKV, most", "times", 2.23, None, _SNAPKV)
 
 
 QUALITY = Table(

@@ -24,6 +24,7 @@ from isthmus.live.cluster import shaper
 from isthmus.live.cluster.shaper import (
     BACKLOG_S,
     TICK_S,
+    LinkDirection,
     LinkPipe,
     LinkPort,
     LinkShape,
@@ -32,7 +33,6 @@ from isthmus.live.cluster.shaper import (
     Proxy,
     shape_of,
 )
-from isthmus.live.cluster.shaper import LinkDirection
 from tests.served import command
 
 KIB = 1024

@@ -19,7 +19,6 @@ import uvloop
 from isthmus.core.errors import ProtocolError
 from isthmus.live.messenger import (
     Greetings,
-    MemoryNetwork,
     Network,
     Priority,
     Session,
@@ -47,6 +46,7 @@ from isthmus.live.messenger.network import Listener, Server
 from isthmus.live.messenger.ports import STANDARD
 from isthmus.live.messenger.streams import PlainStream, Stream, TlsStream
 from isthmus.live.messenger.tcp import drain
+from tests.memory_network import MemoryNetwork
 
 LIMIT_S = 90.0
 """Only so that a bug ends the test: nothing here is decided by it."""

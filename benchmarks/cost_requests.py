@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.cost_fit import Finding, finding, read
 from benchmarks.cost_models import facts
-from benchmarks.cost_tables import Finding, finding, read
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import ENGINES, Analytic, Coefficients, engine_coefficients, hardware_named
 from isthmus.core.types import NS_PER_S, NodeId, Role

@@ -28,7 +28,7 @@ from benchmarks.options import Rounds, Seed, Threads
 from benchmarks.served import served
 from isthmus.bench import BenchError, serve
 from isthmus.bench.serve import BEAT_S
-from isthmus.bench.store_peers import drop_cached
+from isthmus.bench.store import drop_cached
 from isthmus.bench.study import Columns, Outcome, Report, silent, table
 from isthmus.live.engine.spec import kv_layout, read_spec
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from rich.table import Table
 from typer import Option
 
 from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, VllmPython
@@ -27,6 +26,7 @@ from isthmus.bench.child import Foreign
 from isthmus.bench.reuse_texts import prose
 from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
 from isthmus.core.errors import ConfigError
+from isthmus.sheet import Sheet
 
 # The rows.
 
@@ -322,7 +322,7 @@ def result_of(row: str, side: str, found: Sequence[Figures]) -> Result:
     )
 
 
-def table_of(pair: Pair, found: Sequence[Result]) -> Table:
+def table_of(pair: Pair, found: Sequence[Result]) -> Sheet:
     """Medians over the rounds, and the least and the most of them."""
     lines = []
     for row, ours, peer in _compared(pair, found):

@@ -129,7 +129,7 @@ def test_what_is_behind_is_said(tmp_path: Path) -> None:
     lines = serving.verdicts(pair, found)
     assert lines == ["8/8x1: not ahead of peer in mean TTFT ms 3 against 2, ms a token 1 against 1"]
     shown = serving.table_of(pair, found)
-    assert shown.row_count == 1
+    assert len(shown.rows) == 1
     short = msgspec.structs.replace(found[1], tokens=7.5)
     assert serving.verdicts(pair, [ours, short])[1] == "8/8x1: tokens of an answer 8.0, of peer 7.5"
 

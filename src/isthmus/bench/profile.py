@@ -77,12 +77,7 @@ class Profile:
 
 
 def profile_engine(
-    folder: Path,
-    options: EngineOptions,
-    *,
-    rounds: int = 5,
-    budget_s: float = 90.0,
-    report: Report = silent,
+    folder: Path, options: EngineOptions, *, rounds: int = 5, budget_s: float = 90.0, report: Report = silent
 ) -> Profile:
     """Measures prefill, decode and mixed iterations and fits a curve. At least one full round is measured.
 

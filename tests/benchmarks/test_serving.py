@@ -102,34 +102,27 @@ def test_turns_of_a_conversation_go_on_from_the_one_before() -> None:
     assert chat.messages(8) != requests == chat.messages(7)
 
 
-def test_half_a_load_still_fills_the_house() -> None:
+def test_rows_have_names_and_half_a_load_still_fills_the_house() -> None:
     for row in ROWS:
         assert row.concurrency <= row.fewer().requests <= row.requests
     talk = ROWS[-1].fewer()
     assert isinstance(talk, Chat) and talk.conversations > talk.concurrency
-
-
-def test_rows_by_name() -> None:
     assert [row.name for row in serving.rows_named(["chat", "64/128x8"])] == ["chat", "64/128x8"]
     with pytest.raises(BenchError, match="no row is named 64/128; there are 64/128x1, "):
         serving.rows_named(["64/128"])
 
 
-def test_a_result_has_the_median_and_the_ends() -> None:
-    found = result_of("chat", "ours", [figures(10, 3, 1), figures(30, 1, 2), figures(20, 2, 9)])
-    assert found.tokens_per_s == Spread(20, 10, 30)
-    assert (found.ttft_ms.median, found.tpot_ms.median, found.rounds, found.tokens) == (2, 2, 3, 8)
-
-
-def test_what_is_behind_is_said(tmp_path: Path) -> None:
+def test_results_are_medians_and_what_is_behind_is_said(tmp_path: Path) -> None:
+    three = result_of("chat", "ours", [figures(10, 3, 1), figures(30, 1, 2), figures(20, 2, 9)])
+    assert three.tokens_per_s == Spread(20, 10, 30)
+    assert (three.ttft_ms.median, three.tpot_ms.median, three.rounds, three.tokens) == (2, 2, 3, 8)
     rows = (Random(8, 8, 1, 4), Random(8, 8, 2, 4))
     ours, peer = result_of(rows[0].name, "ours", [figures(10, 3, 1)]), [figures(9, 2, 1)]
     pair = pair_of(tmp_path, *rows)
     found = [ours, result_of(rows[0].name, "peer", peer), result_of(rows[1].name, "ours", peer)]
     lines = serving.verdicts(pair, found)
     assert lines == ["8/8x1: not ahead of peer in mean TTFT ms 3 against 2, ms a token 1 against 1"]
-    shown = serving.table_of(pair, found)
-    assert len(shown.rows) == 1
+    assert len(serving.table_of(pair, found).rows) == 1
     short = msgspec.structs.replace(found[1], tokens=7.5)
     assert serving.verdicts(pair, [ours, short])[1] == "8/8x1: tokens of an answer 8.0, of peer 7.5"
 
@@ -188,14 +181,13 @@ def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     side = fake(tmp_path, "one", "print('no room'); raise SystemExit('for me')")
-    with pytest.raises(StartError, match=r"one ended at its start; .*log ends with: for me"):
-        start(side, tmp_path / "log")
-    with pytest.raises(StartError, match="/no/python: cannot be run"):
-        start(Side("x", ("/no/python",)), tmp_path / "log")
-
-
-def start(side: Side, log: Path) -> None:
-    with running(side, log):
+    with (
+        pytest.raises(StartError, match=r"one ended at its start; .*log ends with: for me"),
+        running(side, tmp_path / "log"),
+    ):
+        pass
+    missing = Side("x", ("/no/python",))
+    with pytest.raises(StartError, match="/no/python: cannot be run"), running(missing, tmp_path / "log"):
         pass
 
 

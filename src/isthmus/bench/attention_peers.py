@@ -209,9 +209,8 @@ class Live:
                 raise BenchError(f"no {type(expected.letter).__name__} came in {LIMIT_S:g} s") from None
             if fact == expected:
                 return
-            if not isinstance(fact, events.Heard) or not isinstance(
-                fact.letter, Shipped
-            ):  # which says how far it is
+            is_progress = isinstance(fact, events.Heard) and isinstance(fact.letter, Shipped)
+            if not is_progress:
                 raise BenchError(f"{fact} in place of {expected}")
 
     def _do(self, action: Any) -> None:

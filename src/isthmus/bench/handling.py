@@ -9,11 +9,11 @@ threads computed counts, not how long they waited for a core.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Self
 
 import msgspec
 
@@ -58,7 +58,7 @@ def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_cor
     """`memory`: the engine's; its first blocks, twice as many as a prompt has, are overwritten. `most`: blocks of the
     longest prompt that `compute` takes. `shares_core`: the engine's threads take all there are."""
     count = min(MAX_BLOCKS, memory.num_blocks // 2, most)
-    with _Session(memory, count) as session:
+    with contextlib.closing(_Session(memory, count)) as session:
         few, many = (session.hand_over(compute, blocks) for blocks in (1, count))
         message_s = session.message_s()
     load_s, save_s = _copied(memory, count)
@@ -144,10 +144,7 @@ class _Session:
         connect = TcpNetwork().connect(f"127.0.0.1:{port}", Message, self._end, timeout_s=TIMEOUT_S)
         self._session = self._near.run(connect)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._near.run(self._over())
         self._far.soon(self._server.close)
         self._near.close()

@@ -392,10 +392,8 @@ def _result(server: Server, row: Row, rounds: list[_Round], steps: tuple[float, 
     ttfts_s = [stream.token_times_s[0] - stream.sent_s for stream in streams]
     decode_s = statistics.fmean(stream.token_times_s[-1] - stream.token_times_s[0] for stream in streams)
     output_rate = row.output_tokens * len(streams) / sum(each.wall_s for each in rounds)
-    token_ms, step_ms = (
-        1000 * decode_s / (row.output_tokens - 1),
-        1000 * steps[1] / steps[0] if steps[0] else None,
-    )
+    token_ms = 1000 * decode_s / (row.output_tokens - 1)
+    step_ms = 1000 * steps[1] / steps[0] if steps[0] else None
     return {
         **dataclasses.asdict(row),
         "url": server.url,

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers.mooncake import process
 from isthmus.bench import BenchError, engine
-from tests.benchmarks.conftest import Study
-
-
-def program(file: Path, command: str) -> Path:
-    file.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
-    file.chmod(0o755)
-    return file
+from tests.benchmarks.conftest import Study, program
 
 
 def test_the_engine_beside_transformers(tiny: Path, monkeypatch: pytest.MonkeyPatch, study: Study) -> None:
@@ -28,4 +21,4 @@ def test_the_engine_beside_transformers(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_python_without_mooncake(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="No module named 'mooncake'"):
-        process(str(program(tmp_path / "python", "-S")), "transfer", "4096")
+        process(program(tmp_path / "python", "-S"), "transfer", "4096")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.serving import ROWS, Chat, Figures, Pair, Random, result_of
 from isthmus.bench import BenchError
 from isthmus.bench.study import Spread
 from isthmus.core.errors import StartError
+from tests.benchmarks.conftest import program
 from tests.served import alive
 
 # Stands in for a server, and has a child as vLLM has: it must not outlive it.
@@ -66,17 +66,15 @@ for line in sys.stdin:
 """
 
 
-def program(file: Path, source: str) -> str:
+def python(file: Path, source: str) -> str:
     """A Python that runs `source` whatever it is told to run."""
     script = file.with_suffix(".py")
     script.write_text(source)
-    file.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    file.chmod(0o755)
-    return str(file)
+    return program(file, script)
 
 
 def fake(tmp_path: Path, name: str, source: str = FAKE_SERVER) -> Side:
-    return Side(name, (program(tmp_path / name, source), "{port}"))
+    return Side(name, (python(tmp_path / name, source), "{port}"))
 
 
 def pair_of(tmp_path: Path, *rows: serving.Row) -> Pair:
@@ -131,11 +129,11 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     rows = (Random(8, 8, 1, 4), Random(8, 8, 2, 6))
     monkeypatch.setattr(serving, "ROWS", rows)
     pair, folder = pair_of(tmp_path, *rows), tmp_path / "kept"
-    python, said = program(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "0")), []
+    client, said = python(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "0")), []
 
     def measure(rounds: int) -> list[serving.Result]:
         said.clear()
-        return serving.measure([pair], python, folder, rounds, said.append)
+        return serving.measure([pair], client, folder, rounds, said.append)
 
     found = measure(2)
     assert [(each.row, each.side, each.rounds) for each in found] == [
@@ -156,14 +154,14 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     assert seeds == ["0", "0", "1000", "1001"]
     other = msgspec.structs.replace(pair, ours=dataclasses.replace(pair.ours, command=("other", "{port}")))
     with pytest.raises(BenchError, match="holds measurements of another ours; name another folder"):
-        serving.measure([other], python, folder, 2, said.append)
+        serving.measure([other], client, folder, 2, said.append)
 
 
 def test_a_request_that_failed_ends_the_run(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Random(8, 8, 1, 4))
-    python = program(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "1"))
+    client = python(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "1"))
     with pytest.raises(BenchError, match=r"1 of 16 requests of 64/16x16 failed; see .*client\.log"):
-        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], client, tmp_path / "kept", 1, lambda line: None)
 
 
 def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -193,8 +191,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 def test_a_client_that_is_not_there(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Random(8, 8, 1, 4))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    bare = program(tmp_path / "python", "-S")
     with pytest.raises(BenchError, match="vllm bench serve cannot be imported: No module named 'vllm'"):
-        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], bare, tmp_path / "kept", 1, lambda line: None)

@@ -100,7 +100,9 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
     workload = plan.workload()
     with tempfile.TemporaryDirectory(prefix="isthmus-accuracy-") as name:
         folder = Path(name)
-        model = (find_model(plan.model)[0] if plan.model else _random_model(folder / "model")).resolve()
+        model = find_model(plan.model)[0].resolve() if plan.model else folder / "model"
+        if plan.model is None:
+            make_random_model(model, **BENCH_MODELS["llama-256x8"], dtype="bfloat16")
         curve = plan.cost.resolve() if plan.cost is not None else _profile(plan, model, folder, report)
         config = _write_config(plan, model, folder, curve)
         report(f"serving {len(workload.requests)} requests, {plan.rate:g} a second")
@@ -117,11 +119,6 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
 
 
 # The live cluster.
-
-
-def _random_model(folder: Path) -> Path:
-    make_random_model(folder, **BENCH_MODELS["llama-256x8"], dtype="bfloat16")
-    return folder
 
 
 def _profile(plan: Plan, model: Path, folder: Path, report: Report) -> Path:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
 from benchmarks.options import SIZE, SIZES, ModelFolder, MooncakePython, Rounds
-from isthmus.bench.store_peers import Blocks, BlockStore
+from isthmus.bench.store import Blocks, BlockStore
 from isthmus.bench.study import Outcome, Report
 from isthmus.bench.transfer_peers import Direction
-from isthmus.core.errors import ConfigError
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -52,8 +51,6 @@ def messenger(plan: MessengerPlan, report: Report) -> Outcome:
     from isthmus.bench import messenger as bench
 
     python = find_mooncake(plan.mooncake_python)
-    if python is None:
-        raise ConfigError("--mooncake-python: this Python has no Mooncake; name one that has")
     with closing(MooncakeEngine(python, max(plan.sizes))) as mooncake:
         both = bench.Plan(plan.direction, plan.sizes, rounds=plan.rounds)
         return bench.run(both, report, {"mooncake": mooncake})
@@ -66,34 +63,22 @@ class StorePlan:
     rounds: Rounds = 5
     folder: Annotated[Path | None, Option(help="An existing folder on the SSD.")] = None
     mooncake_python: MooncakePython = None
-    redis_server: Annotated[
-        str | None, Option(help="Redis or Valkey binary; default: the one on the path, if any.")
-    ] = None
 
 
 def store(plan: StorePlan, report: Report) -> Outcome:
-    """`isthmus bench store`, beside the Mooncake store and Redis, where there are such."""
+    """`isthmus bench store`, beside the Mooncake store."""
+    from benchmarks.peers.mooncake import find_mooncake
     from isthmus.bench import store as bench
 
+    python = find_mooncake(plan.mooncake_python)
     both = bench.Plan(plan.sizes, plan.total, plan.rounds, plan.folder)
-    return bench.run(both, report, partial(_stores, plan.mooncake_python, plan.redis_server))
+    return bench.run(both, report, partial(_stores, python))
 
 
 @contextmanager
-def _stores(python: str | None, redis_server: str | None, blocks: Blocks) -> Iterator[Mapping[str, BlockStore]]:
-    """Those that are here."""
-    from benchmarks.peers.mooncake import MooncakeStore, find_mooncake
-    from benchmarks.peers.redis import Redis, find_redis
+def _stores(python: str, blocks: Blocks) -> Iterator[Mapping[str, BlockStore]]:
+    from benchmarks.peers.mooncake import MooncakeStore
 
-    found: dict[str, Any] = {}
-    if (python := find_mooncake(python)) is not None:
-        for side, remote in (("mooncake", False), ("mooncake_remote", True)):
-            found[side] = partial(MooncakeStore, python, blocks.size, blocks.count, remote=remote)
-    if (binary := find_redis(redis_server)) is not None:
-        found["redis"] = partial(Redis, binary, blocks)
-    if not found:
-        raise ConfigError(
-            "there is neither Mooncake nor Redis here; --mooncake-python and --redis-server name one"
-        )
-    with ExitStack() as stack:
-        yield {side: stack.enter_context(closing(start())) for side, start in found.items()}
+    start = partial(MooncakeStore, python, blocks.size, blocks.count)
+    with closing(start(remote=False)) as own, closing(start(remote=True)) as remote:
+        yield {"mooncake": own, "mooncake_remote": remote}

@@ -185,14 +185,9 @@ class Cluster:
             return ""
         own, cut = at.sockets(), 0
         for line in _read("/proc/net/unix").splitlines()[1:]:
-            fields = line.split()
-            if (
-                len(fields) > 7
-                and fields[7].endswith("/pages")
-                and fields[5] == _CONNECTED
-                and fields[6] in own
-            ):
-                cut += _cut(at, own[fields[6]])
+            state, inode, path = [*line.split(), ""][5:8]  # some have no path
+            if path.endswith("/pages") and state == _CONNECTED and inode in own:
+                cut += _cut(at, own[inode])
         return f"cut {cut} connections" if cut else ""
 
     def cut_link(self) -> str:
@@ -207,17 +202,11 @@ class Cluster:
     def damage_memory(self, role: str, rng: random.Random) -> str:
         """A byte in some of the pages of what the adapter keeps in DRAM."""
         at = self.node(role)
-        line = (
-            next(
-                (x for x in _read(f"/proc/{at.pid}/maps").splitlines() if "isthmus-arena" in x and "rw-s" in x),
-                "",
-            )
-            if at
-            else ""
-        )
-        if at is None or not line:
+        maps = "" if at is None else _read(f"/proc/{at.pid}/maps")
+        arena = re.search(r"^(\w+)-(\w+) rw-s .*isthmus-arena", maps, re.MULTILINE)
+        if at is None or arena is None:
             return ""
-        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        start, end = (int(each, 16) for each in arena.groups())
         with suppress(OSError), Path(f"/proc/{at.pid}/mem").open("r+b", buffering=0) as memory:
             damaged = _flip(memory.fileno(), start + PAGE, end, rng)
             return f"damaged {damaged} pages" if damaged else ""

@@ -22,15 +22,15 @@ import msgspec
 from typer import Option
 
 from benchmarks.options import Seed
-from isthmus.bench.policy_cells import CURVE, MEMORY
+from isthmus.bench.policy_cells import CURVE, MEMORY, prefill_node
 from isthmus.bench.study import Columns, Outcome, Report, percent, silent, table
 from isthmus.core.conductor import BlocksEvicted, BlocksStored, Conductor, Event, RequestArrived, Route, Rules
 from isthmus.core.conductor.policies import POLICIES
 from isthmus.core.cost import compile_cost
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S, NodeId, Role
-from isthmus.facts import NodeFacts, Rates, Sequences
-from isthmus.lab.sim.deployment import FAR, Deployment
+from isthmus.facts import Rates
+from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.spread import nearest_rank
 from isthmus.lab.sim.workloads import Workload, load
@@ -100,19 +100,10 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
 def played(plan: Plan, roles: Sequence[Role]) -> Facts:
     """All that the conductor of a simulated cluster hears."""
     prefills = sum(role is not Role.DECODE for role in roles)
-    prefill = NodeFacts(
-        NodeId(""),
-        Role.PREFILL,
-        CURVE,
+    prefill = msgspec.structs.replace(
+        prefill_node(BLOCK_SIZE, RATES),
         kv_blocks=100 * plan.prompt_blocks,
-        block_size=BLOCK_SIZE,
         dram_blocks=-(-plan.blocks // prefills) + plan.prompt_blocks,
-        rates=RATES,
-        token_budget=8192,
-        prompt_batch=1,
-        sequences=Sequences(256, 256, 256),
-        max_steps=FAR,
-        max_chunks=FAR,
     )
     decode = msgspec.structs.replace(prefill, dram_blocks=0)
     nodes = [

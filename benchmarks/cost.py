@@ -14,8 +14,8 @@ from typing import Annotated
 
 from typer import Option
 
-from benchmarks import cost_kernels, cost_requests, cost_serving
-from benchmarks.cost_tables import Finding
+from benchmarks import cost_requests, cost_serving
+from benchmarks.cost_fit import Finding
 from isthmus.bench.study import Columns, Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError
 
@@ -24,12 +24,7 @@ _PARTS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     cost_serving.first_token_findings,
     cost_serving.expert_findings,
     cost_requests.request_findings,
-    cost_serving.splitwise_findings,
-    cost_serving.distserve_findings,
-    cost_serving.capacity_findings,
     cost_serving.mooncake_findings,
-    cost_serving.transfer_findings,
-    cost_kernels.kernel_findings,
 )
 TARGETS = {"H200 other half": 4.0, "B200, kernel-scaled": 7.0}
 """Greatest acceptable error in percent of the lines of Llama-3.1-70B fp8 that are judged."""

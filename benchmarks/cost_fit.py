@@ -1,4 +1,4 @@
-"""Coefficients of engines from measurements: bounded least squares on relative errors.
+"""Coefficients of engines from measurements, by bounded least squares on relative errors, and how far a model is off.
 
 A row is one closed-loop serving run of an engine that prefills and decodes on the same GPUs, as public
 benchmark tables have it. Two measurements of a dense model are enough to move to new hardware; see
@@ -7,8 +7,14 @@ docs/cost-model.md.
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,6 +30,42 @@ OWN = ("kv_read", "layer_s")
 _FLOOR_S = 1e-7  # overheads are fitted as logarithms, so they stay above this
 _MAX_OVERHEAD_S = 1e-3
 _MIN_EFFICIENCY = 0.05
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the result: mean absolute and mean signed relative error of `rows` measurements, percent.
+
+    `kind`: "held out" (these rows fitted nothing), "fitted" (they did), "no refit" (coefficients of another
+    GPU, model or engine).
+    """
+
+    table: str
+    case: str
+    kind: str
+    rows: int
+    mape_percent: float
+    bias_percent: float
+    note: str = ""
+
+
+def finding(table: str, case: str, kind: str, errors: Sequence[float], note: str = "") -> Finding:
+    """`errors` are relative: predicted over measured, less one."""
+    absolute = 100 * statistics.fmean(map(abs, errors))
+    return Finding(table, case, kind, len(errors), absolute, 100 * statistics.fmean(errors), note)
+
+
+def read(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def halves(rows: Sequence[Any], seed: int) -> tuple[list[Any], list[Any]]:
+    """Two random halves; the first is the smaller one when they cannot be equal."""
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+    middle = len(shuffled) // 2
+    return shuffled[:middle], shuffled[middle:]
 
 
 class ServingRow(msgspec.Struct, frozen=True):
@@ -74,7 +116,7 @@ def fit_engines(
 
     def residuals(values: Sequence[float]) -> list[float]:
         found = apply(values)
-        return [math.log(_predicted_s(row, found[row.engine]) / row.tpot_s) for row in rows]
+        return [math.log(predicted_tpot_s(row, found[row.engine]) / row.tpot_s) for row in rows]
 
     bounds = [_bounds(name) for name, _ in slots]
     first = [float(getattr(start[holders[0]], name)) for name, holders in slots]
@@ -91,10 +133,6 @@ def fit_engine(
 
 def predicted_tpot_s(row: ServingRow, coefficients: Coefficients) -> float:
     """What the model says of a row with these coefficients."""
-    return _predicted_s(row, coefficients)
-
-
-def _predicted_s(row: ServingRow, coefficients: Coefficients) -> float:
     instance = msgspec.structs.replace(row.instance, coefficients=coefficients)
     return closed_loop_tpot_s(instance, row.prompt_tokens, row.output_tokens, row.concurrency)
 

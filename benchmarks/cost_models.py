@@ -21,17 +21,6 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab:
     }
 
 
-def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden,
-        "vocab_size": 50_272,
-    }
-
-
 def _latent(layers: int, heads: int, experts: int, dense: int, vocab: int) -> dict[str, Any]:
     """DeepSeek-V3 and its relatives."""
     return {
@@ -58,9 +47,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28_672, 128_256),
     "Llama-3.1-8B": _llama(32, 4096, 32, 8, 14_336, 128_256),
     "Llama-2-70B": _llama(80, 8192, 64, 8, 28_672, 32_000),
-    "OPT-13B": _opt(40, 5120, 40),
-    "OPT-66B": _opt(64, 9216, 72),
-    "OPT-175B": _opt(96, 12_288, 96),
     "gpt-oss-120b": {
         "architectures": ["GptOssForCausalLM"],
         "num_hidden_layers": 36,

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.cost_fit import Finding, finding, read
 from benchmarks.cost_models import facts
-from benchmarks.cost_tables import Finding, finding, read
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import ENGINES, Analytic, Coefficients, engine_coefficients, hardware_named
 from isthmus.core.types import NS_PER_S, NodeId, Role
@@ -29,10 +29,8 @@ def request_findings(profiles: Path) -> Iterator[Finding]:
     rows.sort(key=lambda row: float(row["queued_ts"]))
     names = ("queued_ts", "first_token_ts", "last_token_ts")
     start = float(rows[0]["queued_ts"])
-    measured: list[Times] = []
-    for row in rows:
-        arrival_s, first_s, last_s = (float(row[name]) - start for name in names)
-        measured.append((arrival_s, first_s, last_s))
+    seconds = [[float(row[name]) - start for name in names] for row in rows]
+    measured: list[Times] = [(arrival_s, first_s, last_s) for arrival_s, first_s, last_s in seconds]
     requests = [
         Request(round(arrival_s * NS_PER_S), int(row["input_toks"]), int(row["output_toks"]))
         for row, (arrival_s, _, _) in zip(rows, measured, strict=True)

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.cost_fit import ServingRow, fit_engine, fit_engines, predicted_tpot_s
-from benchmarks.cost_models import CONFIGS, facts
-from benchmarks.cost_tables import Finding, finding, halves, read
+from benchmarks.cost_fit import (
+    Finding,
+    ServingRow,
+    finding,
+    fit_engine,
+    fit_engines,
+    halves,
+    predicted_tpot_s,
+    read,
+)
+from benchmarks.cost_models import facts
 from isthmus.bench.least_squares import least_squares
 from isthmus.core.cost import ENGINES, Analytic, Coefficients, compile_cost, engine_coefficients, hardware_named
 from isthmus.core.cost.analytic import AnalyticCost
@@ -120,20 +128,14 @@ def first_token_findings(profiles: Path) -> Iterator[Finding]:
         ]
         for system in ("h200_sxm", "b200_sxm")
     }
+
     # TensorRT-LLM below TP8 takes two to three times as long for the short prompt with short outputs as for the
     # very same prompt with long ones: a scheduling effect, in neither prompt nor model.
-    kept = {
-        system: [
-            (row, ttft_s)
-            for row, ttft_s in found
-            if not (
-                row.engine == "trtllm"
-                and row.output_tokens < 2000 > row.prompt_tokens
-                and row.instance.num_gpus < 8
-            )
-        ]
-        for system, found in rows.items()
-    }
+    def is_slowed(row: ServingRow) -> bool:
+        is_short = row.output_tokens < 2000 > row.prompt_tokens
+        return row.engine == "trtllm" and is_short and row.instance.num_gpus < 8
+
+    kept = {system: [pair for pair in found if not is_slowed(pair[0])] for system, found in rows.items()}
     first, second = halves(kept["h200_sxm"], 0)
 
     def residuals(values: Sequence[float]) -> list[float]:
@@ -209,102 +211,6 @@ def _expert_case(model: str, precision: str, rows: Sequence[ServingRow]) -> Iter
     yield replace(finding(table, case, "held out", errors, note), rows=len(rows))
 
 
-def splitwise_findings(profiles: Path) -> Iterator[Finding]:
-    """Llama-2-70B fp16 by an engine of early 2024: prefill of one prompt, and decode at batch 1 to 64."""
-    medians: dict[tuple[str, int, int, int], list[tuple[float, float]]] = defaultdict(list)
-    for row in read(profiles / "splitwise/perf_model.csv"):
-        if row["model"] == "llama2-70b" and not row["hardware"].endswith("pcap") and row["token_size"] == "128":
-            key = (
-                row["hardware"][:4],
-                int(row["tensor_parallel"]),
-                int(row["prompt_size"]),
-                int(row["batch_size"]),
-            )
-            medians[key].append((float(row["prompt_time"]), float(row["token_time"] or 0)))
-    cells = {
-        key: (statistics.median(p for p, _ in found), statistics.median(t for _, t in found))
-        for key, found in sorted(medians.items())
-    }
-
-    def instance(gpu: str, gpus: int, by: Coefficients) -> Analytic:
-        return Analytic(facts("Llama-2-70B"), hardware_named(gpu), by, gpus, "bf16", "bf16")
-
-    def prefill_errors(gpu: str, by: Coefficients) -> dict[tuple[str, int, int, int], float]:
-        return {
-            key: 1e-6 * compile_cost(instance(gpu, key[1], by)).prefill_ns(key[2], 0) + 1e3 * by.request_s
-            for key in cells
-            if key[0] == gpu and key[3] == 1 and key[2] >= 512
-        }
-
-    start = engine_coefficients("vllm", hardware_named("a100"), weight_dtype="bf16", kv_dtype="bf16")
-    a100 = sorted(prefill_errors("a100", start))
-    first, second = halves(a100, 0)
-
-    def with_values(values: Sequence[float]) -> Coefficients:
-        return start.but(matmul=values[0], request_s=values[1])
-
-    def residuals(values: Sequence[float]) -> list[float]:
-        found = prefill_errors("a100", with_values(values))
-        return [math.log(found[key] / cells[key][0]) for key in first]
-
-    fitted = with_values(least_squares(residuals, (0.7, 0.03), ((0.05, 1.0), (1e-4, 0.5))))
-    note = f"2 fitted on half of A100: matmul {fitted.matmul:.2f}, request {1e3 * fitted.request_s:.0f} ms"
-    table = "splitwise, Llama-2-70B fp16"
-    found = prefill_errors("a100", fitted)
-    errors = [found[key] / cells[key][0] - 1 for key in second]
-    yield finding(table, "prefill A100, other half", "held out", errors, note)
-    found = prefill_errors("h100", fitted)
-    errors = [value / cells[key][0] - 1 for key, value in found.items()]
-    yield finding(table, "prefill H100", "no refit", errors, note)
-    for gpu in ("a100", "h100"):
-        by = engine_coefficients("vllm", hardware_named(gpu), weight_dtype="bf16", kv_dtype="bf16")
-        errors = []
-        for (name, gpus, prompt, batch), (_, token_ms) in cells.items():
-            if name == gpu and token_ms:
-                fixed, per = compile_cost(instance(gpu, gpus, by)).decode_step_ps(batch)
-                errors.append((fixed + per * batch * (prompt + 64)) / 1e9 / token_ms - 1)
-        note = "an engine bound by its host: 45 and 30 ms from TP4 on"
-        yield finding(table, f"decode {gpu.upper()}", "no refit", errors, note)
-
-
-def distserve_findings(profiles: Path) -> Iterator[Finding]:
-    """Published linear fits of OPT on A100 (2024), at a grid of lengths and batches."""
-    by = engine_coefficients("vllm", hardware_named("a100"), weight_dtype="bf16", kv_dtype="bf16")
-    errors: dict[str, list[float]] = defaultdict(list)
-    for row in read(profiles / "distserve/fit_coefficients_a100.csv"):
-        a, b, c, border = (float(row[name]) for name in ("a", "b", "c", "small_large_bs_threshold"))
-        model = facts(row["model"].split("/")[1].upper())
-        cost = compile_cost(Analytic(model, hardware_named("a100"), by, int(row["tp"]), "bf16", "bf16"))
-        if row["phase"] == "prefill":
-            for length in (256, 512, 1024, 1536):
-                measured = a + b * length + c * length * length
-                errors[f"{row['engine']} prefill"].append(cost.prefill_ns(length, 0) / 1e6 / measured - 1)
-            continue
-        small = row["phase"].endswith("smallbs")
-        for batch in (1, 8, 32, 64) if small else (96, 128, 192):
-            assert (batch < border) == small
-            fixed, per = cost.decode_step_ps(batch)
-            measured = a + b * batch * 512 + c * batch
-            errors[f"{row['engine']} decode"].append((fixed + per * batch * 512) / 1e9 / measured - 1)
-    for case in sorted(errors):
-        yield finding("distserve, OPT fp16 A100", case, "fit of a fit", errors[case])
-
-
-def capacity_findings(profiles: Path) -> Iterator[Finding]:
-    """KV tokens that fit, as DistServe counted them for OPT on A100."""
-    errors = []
-    for row in read(profiles / "distserve/max_num_tokens.csv"):
-        name = row["model"].split("/")[1].upper()
-        if name not in CONFIGS or int(row["pp"]) != 1:
-            continue
-        instance = Analytic(
-            facts(name), hardware_named("a100"), ENGINES["vllm"], int(row["tp"]), "bf16", "bf16"
-        )
-        if instance.fits:
-            errors.append(instance.kv_capacity_tokens / float(row["max_num_tokens"]) - 1)
-    yield finding("distserve, KV capacity in tokens", "OPT fp16 A100", "no refit", errors)
-
-
 # Seconds of one prompt on 8 x A800 with LLaMA3-70B bf16: Mooncake, FAST'25, figure 14, as read from the plot.
 _MOONCAKE_PREFILL_S = {8_192: 1.00, 16_384: 2.05, 32_768: 4.48, 65_536: 10.58, 131_072: 27.5}
 
@@ -318,22 +224,3 @@ def mooncake_findings(profiles: Path) -> Iterator[Finding]:
     errors = [cost.prefill_ns(n, 0) / 1e9 / seconds - 1 for n, seconds in _MOONCAKE_PREFILL_S.items()]
     note = "from +-5 % up to 32k tokens to too slow at 128k"
     yield finding("mooncake, LLaMA3-70B bf16 8 x A800", "prefill 8k to 128k tokens", "no refit", errors, note)
-
-
-def transfer_findings(profiles: Path) -> Iterator[Finding]:
-    """KV transfer as `t0 + bytes / bandwidth`, fitted on every second size."""
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in read(profiles / "mooncake/kv_transfer_pd_1p1d.csv"):
-        groups[row["setup"]].append((float(row["kv_bytes"]), float(row["transfer_ms"]) / 1e3))
-    for setup, points in groups.items():
-
-        def seconds(num_bytes: float, values: Sequence[float]) -> float:
-            return values[0] + num_bytes / (values[1] * 1e9)
-
-        def residuals(values: Sequence[float], points: Sequence[tuple[float, float]] = points) -> list[float]:
-            return [math.log(seconds(size, values) / measured) for size, measured in points[::2]]
-
-        values = least_squares(residuals, (1e-3, 100.0), ((1e-6, 0.1), (1.0, 1e4)))
-        errors = [seconds(size, values) / measured - 1 for size, measured in points[1::2]]
-        note = f"t0 {1e3 * values[0]:.2f} ms, {values[1]:.0f} GB/s, fitted on every second size"
-        yield finding("mooncake KV transfer", setup, "held out", errors, note)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from isthmus.cli.models import bytes_folder
@@ -23,16 +23,7 @@ VOCAB_SIZE, BOS_ID, EOS_ID = 272, 256, 257
 """Of the tokenizer in `bytes_folder()`: a token for each byte, ids 0 to 255, and special ones behind them."""
 
 
-class ModelShape(TypedDict):
-    """The arguments of `make_random_model` that set a model's size."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-
-
-BENCH_MODELS: dict[str, ModelShape] = {
+BENCH_MODELS: dict[str, dict[str, int]] = {
     "llama-256x8": {"hidden_size": 256, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2},
     "llama-512x12": {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4},
 }

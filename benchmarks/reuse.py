@@ -28,7 +28,7 @@ from benchmarks.options import Rounds, Seed, Threads
 from benchmarks.served import served
 from isthmus.bench import BenchError, serve
 from isthmus.bench.serve import BEAT_S
-from isthmus.bench.store_peers import drop_cached
+from isthmus.bench.store import drop_cached
 from isthmus.bench.study import Columns, Outcome, Report, silent, table
 from isthmus.live.engine.spec import kv_layout, read_spec
 
@@ -112,19 +112,23 @@ class _Bench:
     def run(self) -> Outcome:
         one_of_each = self._write_config("pair", {"prefill": 1, "decode": 1}, on_disk=True)
         two_prefill = self._write_config("trio", {"prefill": 2, "decode": 1}, on_disk=False)
-        numbers = range(self._plan.rounds)
+        numbers, num_blocks = range(self._plan.rounds), self._plan.rounds * self._num_blocks
 
         async def in_memory(client: Client) -> list[Pair]:
-            pairs = [await self._pair_in_memory(client, number) for number in numbers]
-            await self._await_written(client)
+            pairs = [await self._pair(client, "DRAM", f"pair/{at}", f"pair/{at}", "again") for at in numbers]
+            self._report("waiting until the SSD tier is written")
+            await client.until("cache_disk_blocks", num_blocks, WRITTEN_S)
+            await client.until("cache_write_queue_blocks", 0, WRITTEN_S)
             return pairs
 
         async def on_disk(client: Client) -> list[Pair]:
-            await client.until("cache_disk_blocks", self._plan.rounds * self._num_blocks, START_S)
-            return [await self._pair_on_disk(client, number) for number in numbers]
+            await client.until("cache_disk_blocks", num_blocks, START_S)
+            return [
+                await self._pair(client, "SSD", f"restarted/{at}", f"pair/{at}", "restarted") for at in numbers
+            ]
 
         async def elsewhere(client: Client) -> list[Pair]:
-            return [await self._pair_elsewhere(client, number) for number in numbers]
+            return [await self._pair_elsewhere(client, at) for at in numbers]
 
         rows = [row_of("DRAM", self._asked(one_of_each, in_memory), 4.0)]
         drop_cached(path for path in (self._home / "blocks").rglob("*") if path.is_file())
@@ -155,13 +159,10 @@ class _Bench:
 
     # The pairs. Prefixes are told apart by name: each is asked for as often as its row needs.
 
-    async def _pair_in_memory(self, client: Client, index: int) -> Pair:
-        first = await client.ask(self._prompt(f"pair/{index}", "first"))
-        return self._told("DRAM", (first, await client.ask(self._prompt(f"pair/{index}", "again"))))
-
-    async def _pair_on_disk(self, client: Client, index: int) -> Pair:
-        first = await client.ask(self._prompt(f"restarted/{index}", "first"))
-        return self._told("SSD", (first, await client.ask(self._prompt(f"pair/{index}", "restarted"))))
+    async def _pair(self, client: Client, source: str, new: str, known: str, suffix: str) -> Pair:
+        """`new`, `known`: prefixes that are not cached, and that are; the latter has this suffix."""
+        first = await client.ask(self._prompt(new, "first"))
+        return self._told(source, (first, await client.ask(self._prompt(known, suffix))))
 
     async def _pair_elsewhere(self, client: Client, index: int) -> Pair:
         """Idle nodes are taken in the order in which they joined. The first is kept busy while the prefix comes, which
@@ -227,11 +228,6 @@ class _Bench:
                     await client.answer(prefix + self._tokens(suffix, self._plan.suffix))
             yield client
 
-    async def _await_written(self, client: Client) -> None:
-        self._report("waiting until the SSD tier is written")
-        await client.until("cache_disk_blocks", self._plan.rounds * self._num_blocks, WRITTEN_S)
-        await client.until("cache_write_queue_blocks", 0, WRITTEN_S)
-
 
 class Client:
     """Asks one cluster, and reads its metrics."""
@@ -250,16 +246,14 @@ class Client:
     async def ask(self, prompt: list[int]) -> Answer:
         """One request alone, and what the prefill nodes' counters say of it."""
         await asyncio.sleep(BEAT_S)
-        before = await self._prefill_seconds()
+        counters = ("engine_seconds_total", "kv_wait_seconds_total")
+        before = [await self.total(name) for name in counters]
         ttft_s, cached = await self.answer(prompt)
         await asyncio.sleep(BEAT_S)
-        engine_s, wait_s = (
-            late - early for late, early in zip(await self._prefill_seconds(), before, strict=True)
-        )
+        engine_s, wait_s = [
+            await self.total(name) - early for name, early in zip(counters, before, strict=True)
+        ]
         return Answer(ttft_s, engine_s, wait_s, cached)
-
-    async def _prefill_seconds(self) -> tuple[float, float]:
-        return await self.total("engine_seconds_total"), await self.total("kv_wait_seconds_total")
 
     async def total(self, name: str) -> float:
         """A metric's sum over the prefill nodes."""

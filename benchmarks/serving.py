@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from rich.table import Table
 from typer import Option
 
 from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, VllmPython
@@ -27,6 +26,7 @@ from isthmus.bench.child import Foreign
 from isthmus.bench.reuse_texts import prose
 from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
 from isthmus.core.errors import ConfigError
+from isthmus.sheet import Sheet
 
 # The rows.
 
@@ -244,19 +244,13 @@ def _measure(client: Foreign, pair: Pair, side: Side, folder: Path, number: int,
         for row in WARM_UP:
             _ask(client, pair.model, side, server, row, here / "warm-up.json", 0)
         for row in missing:
-            _ask(
-                client, pair.model, side, server, row, _file(here, row), 1000 * number + ROWS.index(_full(row))
-            )
+            seed = 1000 * number + [each.name for each in ROWS].index(row.name)
+            _ask(client, pair.model, side, server, row, _file(here, row), seed)
             found = read(_file(here, row))
             report(
                 f"round {number}: {side.name} {row.name}: {found.output_throughput:.1f} tokens/s, "
                 f"TTFT {found.mean_ttft_ms:.0f} ms, {found.mean_tpot_ms:.1f} ms a token"
             )
-
-
-def _full(row: Row) -> Row:
-    """The row of `ROWS` that this one is, with all its requests."""
-    return rows_named([row.name])[0]
 
 
 def _file(folder: Path, row: Row) -> Path:
@@ -322,7 +316,7 @@ def result_of(row: str, side: str, found: Sequence[Figures]) -> Result:
     )
 
 
-def table_of(pair: Pair, found: Sequence[Result]) -> Table:
+def table_of(pair: Pair, found: Sequence[Result]) -> Sheet:
     """Medians over the rounds, and the least and the most of them."""
     lines = []
     for row, ours, peer in _compared(pair, found):

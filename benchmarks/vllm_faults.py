@@ -236,7 +236,7 @@ class _Campaign:
     async def _fault(self, group: str, number: int) -> None:
         before, gone = self._cluster.nodes(), dict[str, Any]()
         began, did = time.monotonic(), list[str]()
-        mismatches = self._total("seal_mismatches_total", await self._read_metrics())
+        mismatches = await self._total("seal_mismatches_total")
         for kind in group.split("+"):
             what = await self._do(kind, number)
             did.append(f"{kind}: {what or 'nothing to be done to'}")
@@ -250,7 +250,7 @@ class _Campaign:
         await self._healthy(gone)
         self._row.again_s.append(time.monotonic() - began)
         await asyncio.sleep(self._plan.pause * (0.5 + self._rng.random()))
-        found = self._total("seal_mismatches_total", await self._read_metrics()) - mismatches
+        found = await self._total("seal_mismatches_total") - mismatches
         self._row.mismatches += max(0, found)  # a node that started again begins at 0
         self._report(
             f"{'; '.join(did)}; healthy after {self._row.again_s[-1]:.1f} s; {dict(self._row.outcomes)}"
@@ -295,7 +295,7 @@ class _Campaign:
             if not self._found.left or time.monotonic() > until:
                 break
             await asyncio.sleep(0.5)
-        self._found.preemptions = self._total("num_preemptions_total", await self._read_metrics())
+        self._found.preemptions = await self._total("num_preemptions_total")
 
     async def _left(self) -> list[str]:
         metrics, found = await self._read_metrics(), list[str]()
@@ -320,8 +320,8 @@ class _Campaign:
                 found.setdefault(name, {})[labels.removeprefix('node="').rstrip('"')] = float(value)
         return found
 
-    def _total(self, name: str, metrics: dict[str, dict[str, float]]) -> float:
-        return sum(metrics.get(name, {}).values())
+    async def _total(self, name: str) -> float:
+        return serve.total(await serve.metrics_of(self._http, self._server), f"isthmus_{name}")
 
 
 def _slots_left(node: dict[str, Any], num_blocks: float) -> list[str]:

@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import aiohttp
 import httpx
 import msgspec
-from rich.table import Table
 from typer import Option
 
 from benchmarks.options import SIZE, SIZES, WORDS, ModelFolder, Seed, VllmPython
@@ -39,6 +38,7 @@ from isthmus.core.types import NodeId, Role
 from isthmus.lab.sim.workloads import Replay, load
 from isthmus.live.cluster.launcher import LaunchSpec, cores_of
 from isthmus.live.servers.server import environment_of, settle
+from isthmus.sheet import Sheet
 
 PREFILLS = 2
 PROXY = "proxy"
@@ -234,10 +234,8 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
         command, file = _proxy(plan, servers, port), log.with_suffix(".log")
         proxy = started("the proxy", command, file, partial(_is_up, port), start_s=START_S)
         url, _ = stack.enter_context(proxy)
-        before, answers = (
-            [_metrics(each) for each in servers[:PREFILLS]],
-            asyncio.run(_ask_all(plan, url, asked)),
-        )
+        before = [_metrics(each) for each in servers[:PREFILLS]]
+        answers = asyncio.run(_ask_all(plan, url, asked))
         after = [_metrics(each) for each in servers[:PREFILLS]]
 
     def counted(name: str) -> float:
@@ -334,7 +332,7 @@ def _times(turn: Turn) -> dict[str, float | int | None]:
     return found | {"failed": len(turn.answers) - len(times)}
 
 
-def table_of(title: str, turns: Sequence[Turn]) -> Table:
+def table_of(title: str, turns: Sequence[Turn]) -> Sheet:
     rows = [
         {"side": turn.side, "KV MiB of each": turn.kv_memory >> 20, "hit rate": turn.hit_rate} | _times(turn)
         for turn in turns

@@ -11,11 +11,14 @@ from pathlib import Path
 from isthmus.bench import BenchError
 from isthmus.bench.child import Foreign
 from isthmus.bench.transfer_peers import Direction
+from isthmus.core.errors import ConfigError
 
 
-def find_mooncake(python: str | None) -> str | None:
-    """The interpreter to run Mooncake in: the one given, this one if it has Mooncake, or None."""
-    return python or (sys.executable if find_spec("mooncake") else None)
+def find_mooncake(python: str | None) -> str:
+    """The interpreter to run Mooncake in: the one given, or this one if it has Mooncake."""
+    if python is None and find_spec("mooncake") is None:
+        raise ConfigError("--mooncake-python: this Python has no Mooncake; name one that has")
+    return python or sys.executable
 
 
 def process(python: str, kind: str, *arguments: str) -> Foreign:

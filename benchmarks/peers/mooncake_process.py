@@ -43,21 +43,22 @@ class Region:
         return hashlib.blake2b(memoryview(self.bytes)[:size]).hexdigest()
 
 
-class Transfer:
+class Transfer(Region):
     """One transfer engine with one registered region."""
 
     def __init__(self, capacity: int) -> None:
         from mooncake.engine import TransferEngine
 
-        self._engine, self._region = TransferEngine(), Region(capacity)
+        super().__init__(capacity)
+        self._engine = TransferEngine()
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("the transfer engine did not start")
-        if self._engine.register_memory(self._region.address, capacity):
+        if self._engine.register_memory(self.address, capacity):
             raise RuntimeError("the transfer engine took no memory")
-        self.hello = [f"127.0.0.1:{self._engine.get_rpc_port()}", self._region.address]
+        self.hello = [f"127.0.0.1:{self._engine.get_rpc_port()}", self.address]
 
     def transfer(self, direction: str, size: int, step: int, count: int, target: str, far: int) -> float:
-        near, engine = self._region.address, self._engine
+        near, engine = self.address, self._engine
         move = engine.batch_transfer_sync_write if direction == "push" else engine.batch_transfer_sync_read
         starts = list(range(0, size, step))
         batches = [starts[first : first + BATCH] for first in range(0, len(starts), BATCH)]
@@ -72,22 +73,17 @@ class Transfer:
                     raise RuntimeError("a transfer failed")
         return time.perf_counter() - started
 
-    def stamp(self, size: int) -> None:
-        self._region.stamp(size)
 
-    def digest(self, size: int) -> str:
-        return self._region.digest(size)
-
-
-class Store:
+class Store(Region):
     """A client of the master at `master`. `segment`: bytes it lends to the pool; 0: none."""
 
     def __init__(self, master: str, segment: int, capacity: int) -> None:
         from mooncake.store import MooncakeDistributedStore
 
-        self._store, self._region = MooncakeDistributedStore(), Region(capacity)
+        super().__init__(capacity)
+        self._store = MooncakeDistributedStore()
         failed = self._store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 64 << 20, "tcp", "", master)
-        if failed or self._store.register_buffer(self._region.address, capacity):
+        if failed or self._store.register_buffer(self.address, capacity):
             raise RuntimeError("the store did not start")
         self._round = 0
         self.hello = "ready"
@@ -97,7 +93,7 @@ class Store:
         self._round += 1
         started = time.perf_counter()
         for index in range(count):
-            if self._store.put_from(f"{self._round}/{index}", self._region.address + index * size, size):
+            if self._store.put_from(f"{self._round}/{index}", self.address + index * size, size):
                 raise RuntimeError("a put failed")
         return time.perf_counter() - started
 
@@ -105,16 +101,10 @@ class Store:
         """Gets what was put last, into the same places."""
         started = time.perf_counter()
         for index in range(count):
-            address = self._region.address + index * size
+            address = self.address + index * size
             if self._store.get_into(f"{self._round}/{index}", address, size) != size:
                 raise RuntimeError("a get failed")
         return time.perf_counter() - started
-
-    def stamp(self, size: int) -> None:
-        self._region.stamp(size)
-
-    def digest(self, size: int) -> str:
-        return self._region.digest(size)
 
     def clear(self) -> int:
         time.sleep(1.1 * LEASE_MS / 1000)  # what was read just now cannot be removed yet

@@ -35,7 +35,7 @@ def test_rows_have_times_and_bytes() -> None:
         assert row["added"] == row["live"] - row["home"]
     assert len(lines) == len(found.json)
     assert lines[0].startswith("model smollm2-135m, batch 1, context 64, holders 2, ")
-    assert "added / least" in [column.header for column in found.tables[0].columns]
+    assert "added / least" in [column.name for column in found.tables[0].columns]
 
 
 def test_cases_too_large_are_left_out() -> None:

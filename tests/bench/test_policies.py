@@ -119,30 +119,24 @@ def test_seeds_are_averaged() -> None:
     assert found.overload == {}, "not every seed was in overload"
 
 
-def test_a_seed_spreads_a_mooncake_trace(tmp_path: Path) -> None:
+def test_a_seed_spreads_a_mooncake_trace_and_is_that_of_a_generated_workload(tmp_path: Path) -> None:
     source = trace(tmp_path, 0, 0, 0, 3000, 3000)
     one, two = (workload_of(task(source, seed=seed)) for seed in (1, 2))
     arrivals = [request.arrival_ns for request in one.requests]
     assert len(set(arrivals)) == 5
     assert max(arrivals[:3]) < 3_000_000_000 <= min(arrivals[3:])
     assert arrivals != [request.arrival_ns for request in two.requests]
-
-
-def test_a_seed_is_that_of_a_generated_workload() -> None:
     one, again, two = (
         workload_of(task(f"{SPEC},seed={given}", seed=seed)) for given, seed in ((9, 1), (3, 1), (1, 2))
     )
     assert one.requests == again.requests != two.requests
 
 
-def test_who_never_fetches_is_simulated_once() -> None:
+def test_who_never_fetches_is_simulated_once_unless_handover_shares_its_links() -> None:
     slow, fast = run_task(task(links=(1_300_000_000, 50_000_000_000)))
     assert slow.alone["sticky"] == fast.alone["sticky"]
     assert slow.alone["sticky"].fetched_bytes == 0
     assert slow.alone["isthmus"] != fast.alone["isthmus"]
-
-
-def test_handover_on_shared_links_is_simulated_for_everybody() -> None:
     slow, fast = run_task(task(links=(300_000_000, 50_000_000_000), shared=True))
     assert (slow.shared, fast.shared) == (True, True)
     assert slow.alone["sticky"].ttft_s_mean == fast.alone["sticky"].ttft_s_mean

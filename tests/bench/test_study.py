@@ -1,8 +1,9 @@
-"""The skeleton of studies: turns, medians, and one form of what was found."""
+"""The skeleton of studies: turns, medians, fits, other processes, and one form of what was found."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Foreign
-from isthmus.bench.study import cell, in_turns, medians, over, spread, table
+from isthmus.bench.least_squares import least_squares
+from isthmus.bench.study import in_turns, medians, over, said, spread, table
 from isthmus.bench.transfer_peers import _serve_sockets, digest, linked
 from isthmus.core.errors import StartError
 
@@ -34,11 +36,12 @@ def test_rows_become_a_table() -> None:
     rows = [{"side": "x", "a": 12345.6, "b": 1.0, "n": None}, {"side": "y", "a": 0.01234, "b": 2.0, "n": 7000}]
     columns = {"": "side", "first": "a", "n": "n"} | over("a", ["b"])
     shown = table("title", columns, rows)
-    assert [list(column.cells) for column in shown.columns] == [
-        ["x", "y"], ["12,346", "0.0123"], ["", "7,000"], ["12,346", "0.00617"],
+    assert shown.rows == [["x", 12345.6, None, 12345.6], ["y", 0.01234, 7000, 0.00617]]
+    assert [(column.name, column.left) for column in shown.columns] == [
+        ("", True), ("first", False), ("n", False), ("/ b", False),
     ]  # fmt: skip
-    assert [column.justify for column in shown.columns] == ["left", "right", "right", "right"]
-    assert cell(spread([3.0, 1.0, 2.0])) == "2 (1 to 3)" and cell(spread([5.0])) == "5"
+    assert said(rows[1], "s") == "side y, a 0.01234, b 2, n 7,000 s"
+    assert str(spread([3.0, 1.0, 2.0])) == "2 (1 to 3)" and str(spread([5.0])) == "5"
     assert math.isclose(spread([4.0, 2.0]).median, 3)
 
 
@@ -69,3 +72,20 @@ def test_a_script_in_another_python(tmp_path: Path) -> None:
     peer.close()
     with pytest.raises(StartError, match="/no/python: cannot be run: No such file"):
         Foreign("/no/python", script)
+
+
+def test_least_squares_solves_a_curved_problem() -> None:
+    """Rosenbrock's valley in positive values."""
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        x, y = values
+        return [10 * (y - x * x), 1 - x]
+
+    assert least_squares(residuals, (3.0, 0.2), ((1e-3, 10), (1e-3, 10)), max_iterations=300) == pytest.approx(
+        [1.0, 1.0], rel=1e-4
+    )
+
+
+def test_least_squares_respects_bounds_and_useless_values() -> None:
+    found = least_squares(lambda v: [math.log(v[0] / 5)], (1.0, 2.0), ((0.1, 3.0), (1.0, 4.0)))
+    assert found == pytest.approx([3.0, 2.0])

@@ -38,6 +38,13 @@ def study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return run
 
 
+def program(file: Path, command: object) -> str:
+    """A program of this name: this Python with the command, and what else it is told."""
+    file.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from benchmarks.agreement import Answer, Plan, answers_of_transformers, ask, leading, share_of
+from benchmarks.agreement import Answer, Plan, Tokens, answers_of_transformers, ask, leading, share_of
 from benchmarks.served import Running
 from isthmus.bench import BenchError
 from tests.benchmarks.conftest import Study
@@ -29,12 +26,10 @@ def test_ours_beside_transformers(tiny: Path, tmp_path: Path, study: Study) -> N
     """A cluster as a user starts it."""
     rows, shown = study("agreement", "--model", tiny, "--folder", tmp_path, "--count", 2, "--tokens", 4)
     assert [(row["side"], row["concurrency"], row["prompts"]) for row in rows] == [
-        ("isthmus", 1, 2),
-        ("isthmus", 8, 2),
+        ("isthmus", n, 2) for n in (1, 8)
     ]
-    assert (
-        all(0 <= row["equal"] <= 2 and 0 <= row["leading"] <= 4 for row in rows) and "4 greedy tokens" in shown
-    )
+    assert all(0 <= row["equal"] <= 2 and 0 <= row["leading"] <= 4 for row in rows)
+    assert "4 greedy tokens" in shown
 
 
 def test_transformers_answers_once(tiny: Path, tmp_path: Path) -> None:
@@ -50,39 +45,27 @@ def test_transformers_answers_once(tiny: Path, tmp_path: Path) -> None:
         answers_of_transformers(replace(plan, tokens=6), texts, said.append)
 
 
-class Echo(http.server.BaseHTTPRequestHandler):
+async def echo(request: web.Request) -> web.Response:
     """Answers with the prompt, as often as fits."""
-
-    def do_POST(self) -> None:
-        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (body["temperature"], body["ignore_eos"], body["return_token_ids"]) == (0, True, True)
-        tokens = (body["prompt"] * body["max_tokens"])[: body["max_tokens"]]
-        tokens = tokens[:-1] if body["prompt"] == [0] else tokens
-        content = json.dumps({"choices": [{"token_ids": tokens}]}).encode()
-        self.send_response(500 if body["prompt"] == [5] else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing."""
+    body = await request.json()
+    assert (body["temperature"], body["ignore_eos"], body["return_token_ids"]) == (0, True, True)
+    if body["prompt"] == [5]:
+        raise web.HTTPInternalServerError
+    tokens = (body["prompt"] * body["max_tokens"])[: body["max_tokens"]]
+    return web.json_response({"choices": [{"token_ids": tokens[:-1] if body["prompt"] == [0] else tokens}]})
 
 
-@pytest.fixture
-def echo() -> Iterator[Running]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield Running(f"http://127.0.0.1:{server.server_port}", "echo", 0.0, 0)
-        server.shutdown()
-        thread.join()
+def test_a_server_is_asked_for_tokens() -> None:
+    async def asked(*reference: Answer) -> list[Tokens]:
+        app = web.Application()
+        app.router.add_post("/v1/completions", echo)
+        async with TestServer(app) as server:
+            running = Running(str(server.make_url("")).rstrip("/"), "echo", 0.0, 0)
+            return await ask(running, reference, 3, 2)
 
-
-def test_a_server_is_asked_for_tokens(echo: Running) -> None:
     reference = [Answer((number, 2), (number, 2, number)) for number in range(6)]
-    assert asyncio.run(ask(echo, reference, 3, 2)) == [answer.tokens for answer in reference]
+    assert asyncio.run(asked(*reference)) == [answer.tokens for answer in reference]
     with pytest.raises(BenchError, match="answered 2 tokens and not 3"):
-        asyncio.run(ask(echo, [Answer((0,), ())], 3, 1))
+        asyncio.run(asked(Answer((0,), ())))
     with pytest.raises(BenchError, match="answered 500: "):
-        asyncio.run(ask(echo, [Answer((5,), ())], 3, 1))
+        asyncio.run(asked(Answer((5,), ())))

@@ -13,6 +13,7 @@ from benchmarks.__main__ import app as benchmarks
 from isthmus.cli.main import app as isthmus
 from tests.benchmarks.conftest import Study
 
+ROUTING = ("vllm-routing", "--model", "m", "--vllm-python", "p", "--trace", "t", "--folder", "f")
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 QUOTED = {
@@ -61,16 +62,11 @@ def test_every_study_has_options_of_its_plan(known: dict[str, set[str]]) -> None
         (("serving", "--model", "m", "--vllm-python", "p", "--folder", "f", "--gguf", "x"), "go together"),
         (("vllm-faults", "http://localhost:1", "--model", "m", "--kinds", "socket+sokket"), "known are prefill-"),
         (("vllm-faults", "http://localhost:1", "--model", "m", "--kinds", "disk"), "--disk says where"),
+        ((*ROUTING, "--sides", "proxy"), "--proxy"),
+        ((*ROUTING, "--sides", "udp/isthmus"), "udp/isthmus is neither"),
         (("make-model", "f", "--preset", "big"), "--preset big: known are "),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], said: str, study: Study) -> None:
     _, line = study(*arguments, status=2)
-    assert said in line
-
-
-@pytest.mark.parametrize(("side", "said"), [("proxy", "--proxy"), ("udp/isthmus", "udp/isthmus is neither")])
-def test_sides_that_cannot_be(side: str, said: str, study: Study) -> None:
-    needed = ("--model", "m", "--vllm-python", "p", "--trace", "t", "--folder", "f")
-    _, line = study("vllm-routing", *needed, "--sides", side, status=2)
     assert said in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.serving import ROWS, Chat, Figures, Pair, Random, result_of
 from isthmus.bench import BenchError
 from isthmus.bench.study import Spread
 from isthmus.core.errors import StartError
+from tests.benchmarks.conftest import program
 from tests.served import alive
 
 # Stands in for a server, and has a child as vLLM has: it must not outlive it.
@@ -66,17 +66,15 @@ for line in sys.stdin:
 """
 
 
-def program(file: Path, source: str) -> str:
+def python(file: Path, source: str) -> str:
     """A Python that runs `source` whatever it is told to run."""
     script = file.with_suffix(".py")
     script.write_text(source)
-    file.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    file.chmod(0o755)
-    return str(file)
+    return program(file, script)
 
 
 def fake(tmp_path: Path, name: str, source: str = FAKE_SERVER) -> Side:
-    return Side(name, (program(tmp_path / name, source), "{port}"))
+    return Side(name, (python(tmp_path / name, source), "{port}"))
 
 
 def pair_of(tmp_path: Path, *rows: serving.Row) -> Pair:
@@ -102,34 +100,27 @@ def test_turns_of_a_conversation_go_on_from_the_one_before() -> None:
     assert chat.messages(8) != requests == chat.messages(7)
 
 
-def test_half_a_load_still_fills_the_house() -> None:
+def test_rows_have_names_and_half_a_load_still_fills_the_house() -> None:
     for row in ROWS:
         assert row.concurrency <= row.fewer().requests <= row.requests
     talk = ROWS[-1].fewer()
     assert isinstance(talk, Chat) and talk.conversations > talk.concurrency
-
-
-def test_rows_by_name() -> None:
     assert [row.name for row in serving.rows_named(["chat", "64/128x8"])] == ["chat", "64/128x8"]
     with pytest.raises(BenchError, match="no row is named 64/128; there are 64/128x1, "):
         serving.rows_named(["64/128"])
 
 
-def test_a_result_has_the_median_and_the_ends() -> None:
-    found = result_of("chat", "ours", [figures(10, 3, 1), figures(30, 1, 2), figures(20, 2, 9)])
-    assert found.tokens_per_s == Spread(20, 10, 30)
-    assert (found.ttft_ms.median, found.tpot_ms.median, found.rounds, found.tokens) == (2, 2, 3, 8)
-
-
-def test_what_is_behind_is_said(tmp_path: Path) -> None:
+def test_results_are_medians_and_what_is_behind_is_said(tmp_path: Path) -> None:
+    three = result_of("chat", "ours", [figures(10, 3, 1), figures(30, 1, 2), figures(20, 2, 9)])
+    assert three.tokens_per_s == Spread(20, 10, 30)
+    assert (three.ttft_ms.median, three.tpot_ms.median, three.rounds, three.tokens) == (2, 2, 3, 8)
     rows = (Random(8, 8, 1, 4), Random(8, 8, 2, 4))
     ours, peer = result_of(rows[0].name, "ours", [figures(10, 3, 1)]), [figures(9, 2, 1)]
     pair = pair_of(tmp_path, *rows)
     found = [ours, result_of(rows[0].name, "peer", peer), result_of(rows[1].name, "ours", peer)]
     lines = serving.verdicts(pair, found)
     assert lines == ["8/8x1: not ahead of peer in mean TTFT ms 3 against 2, ms a token 1 against 1"]
-    shown = serving.table_of(pair, found)
-    assert shown.row_count == 1
+    assert len(serving.table_of(pair, found).rows) == 1
     short = msgspec.structs.replace(found[1], tokens=7.5)
     assert serving.verdicts(pair, [ours, short])[1] == "8/8x1: tokens of an answer 8.0, of peer 7.5"
 
@@ -138,11 +129,11 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     rows = (Random(8, 8, 1, 4), Random(8, 8, 2, 6))
     monkeypatch.setattr(serving, "ROWS", rows)
     pair, folder = pair_of(tmp_path, *rows), tmp_path / "kept"
-    python, said = program(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "0")), []
+    client, said = python(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "0")), []
 
     def measure(rounds: int) -> list[serving.Result]:
         said.clear()
-        return serving.measure([pair], python, folder, rounds, said.append)
+        return serving.measure([pair], client, folder, rounds, said.append)
 
     found = measure(2)
     assert [(each.row, each.side, each.rounds) for each in found] == [
@@ -163,14 +154,14 @@ def test_rounds_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     assert seeds == ["0", "0", "1000", "1001"]
     other = msgspec.structs.replace(pair, ours=dataclasses.replace(pair.ours, command=("other", "{port}")))
     with pytest.raises(BenchError, match="holds measurements of another ours; name another folder"):
-        serving.measure([other], python, folder, 2, said.append)
+        serving.measure([other], client, folder, 2, said.append)
 
 
 def test_a_request_that_failed_ends_the_run(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Random(8, 8, 1, 4))
-    python = program(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "1"))
+    client = python(tmp_path / "python", FAKE_CLIENT.replace("FAILED", "1"))
     with pytest.raises(BenchError, match=r"1 of 16 requests of 64/16x16 failed; see .*client\.log"):
-        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], client, tmp_path / "kept", 1, lambda line: None)
 
 
 def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -188,21 +179,18 @@ def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     side = fake(tmp_path, "one", "print('no room'); raise SystemExit('for me')")
-    with pytest.raises(StartError, match=r"one ended at its start; .*log ends with: for me"):
-        start(side, tmp_path / "log")
-    with pytest.raises(StartError, match="/no/python: cannot be run"):
-        start(Side("x", ("/no/python",)), tmp_path / "log")
-
-
-def start(side: Side, log: Path) -> None:
-    with running(side, log):
+    with (
+        pytest.raises(StartError, match=r"one ended at its start; .*log ends with: for me"),
+        running(side, tmp_path / "log"),
+    ):
+        pass
+    missing = Side("x", ("/no/python",))
+    with pytest.raises(StartError, match="/no/python: cannot be run"), running(missing, tmp_path / "log"):
         pass
 
 
 def test_a_client_that_is_not_there(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, Random(8, 8, 1, 4))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
+    bare = program(tmp_path / "python", "-S")
     with pytest.raises(BenchError, match="vllm bench serve cannot be imported: No module named 'vllm'"):
-        serving.measure([pair], str(python), tmp_path / "kept", 1, lambda line: None)
+        serving.measure([pair], bare, tmp_path / "kept", 1, lambda line: None)

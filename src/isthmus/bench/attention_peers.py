@@ -12,17 +12,14 @@ import queue
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
-import uvloop
 
 from isthmus.bench import BenchError
-from isthmus.bench.child import Child, Pipe
-from isthmus.bench.loop import Loop
+from isthmus.bench.child import Child, Loop, Pipe
 from isthmus.bench.transfer_peers import linked, receive_into
 from isthmus.core.blocks import KVLayout
 from isthmus.core.node import events
@@ -124,7 +121,7 @@ def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, t
     sys.setswitchinterval(SWITCH_S)
     memory = Memory(msgspec.convert(layout, KVLayout), num_blocks, num_heads, threads)
 
-    async def serve() -> None:
+    async def listen() -> Any:
         given: dict[RequestId, int] = {}
 
         def tell(fact: Any) -> None:
@@ -142,18 +139,12 @@ def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, t
 
         node = _Node(NodeId("holder"), memory, {}, tell)
         do = node.mover.do
-        _, port = await node.network.listen("127.0.0.1", 0, messages.PeerMessage, lambda: node)
-        pipe.send(port)
-        await asyncio.Event().wait()
+        return await node.network.listen("127.0.0.1", 0, messages.PeerMessage, lambda: node)
 
-    threading.Thread(target=_run, args=(serve,), daemon=True).start()
+    _server, port = Loop().run(listen())
+    pipe.send(port)
     with contextlib.suppress(EOFError):
         pipe.recv()
-
-
-def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
 
 
 class Live:
@@ -218,9 +209,8 @@ class Live:
                 raise BenchError(f"no {type(expected.letter).__name__} came in {LIMIT_S:g} s") from None
             if fact == expected:
                 return
-            if not isinstance(fact, events.LetterReceived) or not isinstance(
-                fact.letter, ShipmentConfirmed
-            ):  # which says how far it is
+            is_progress = isinstance(fact, events.LetterReceived) and isinstance(fact.letter, ShipmentConfirmed)
+            if not is_progress:
                 raise BenchError(f"{fact} in place of {expected}")
 
     def _do(self, action: Any) -> None:

@@ -1,25 +1,31 @@
-"""Another process of a study, which is asked over a pipe: lines of JSON there, and lines `= JSON` back.
+"""What of a study runs elsewhere: another process, asked over a pipe, and an event loop in a thread of its own.
 
-Either a function of ours, or a script in another Python, which has what the script needs and not Isthmus.
+Lines of JSON go there, and lines `= JSON` come back. A process runs a function of ours, or a script in another Python,
+which has what the script needs and not Isthmus.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import uvloop
 
 from isthmus.bench import BenchError
 from isthmus.core.errors import StartError
+
+Value = TypeVar("Value")
 
 START_S = 60.0
 """How long a function of ours may take to start, or to answer."""
@@ -127,6 +133,25 @@ class Foreign(Asked):
     ) -> None:
         command = [python, "-I", str(script), *arguments]
         super().__init__(script.name, command, stderr=subprocess.DEVNULL, env=os.environ | (settings or {}))
+
+
+class Loop:
+    """In a thread of its own: `run` waits for a coroutine there; `soon` calls a function there and does not wait."""
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._limit_s = limit_s
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.soon = self._loop.call_soon_threadsafe
+
+    def run(self, work: Coroutine[Any, Any, Value]) -> Value:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(self._limit_s)
+
+    def close(self) -> None:
+        self.soon(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def main() -> None:

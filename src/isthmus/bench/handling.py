@@ -9,14 +9,16 @@ threads computed counts, not how long they waited for a core.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from functools import partial
 
 import msgspec
 
-from isthmus.bench.loop import Loop
+from isthmus.bench.child import Loop
+from isthmus.bench.study import in_turns, medians, timed
 from isthmus.core.blocks import seal
 from isthmus.core.cost.transfer import INT8, ZSTD, CodecSpeed, Handling
 from isthmus.live.engine import codecs
@@ -56,7 +58,7 @@ def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_cor
     """`memory`: the engine's; its first blocks, twice as many as a prompt has, are overwritten. `most`: blocks of the
     longest prompt that `compute` takes. `shares_core`: the engine's threads take all there are."""
     count = min(MAX_BLOCKS, memory.num_blocks // 2, most)
-    with _Session(memory, count) as session:
+    with contextlib.closing(_Session(memory, count)) as session:
         few, many = (session.hand_over(compute, blocks) for blocks in (1, count))
         message_s = session.message_s()
     load_s, save_s = _copied(memory, count)
@@ -85,33 +87,24 @@ def _line(num_layers: int, less: int, less_s: float, more: int, more_s: float) -
     return max(0.0, less_s - byte_s * less) / num_layers, byte_s
 
 
-def _median(work: Callable[[], float]) -> float:
-    work()  # warms up
-    return max(1e-9, statistics.median([work() for _ in range(ROUNDS)]))
-
-
 def _copied(memory: KVBytes, count: int) -> tuple[float, float]:
     """Seconds to copy the blocks from an arena, and to copy them to it and seal them."""
     layout, width = memory.layout, memory.layout.slice_bytes
     arena, blocks = memoryview(bytearray(count * layout.block_bytes)), range(count)
     places = [[(layer * count + at) * width for at in blocks] for layer in range(layout.num_layers)]
 
-    def save() -> float:
-        started_s = time.perf_counter()
+    def save() -> None:
         for layer, offsets in enumerate(places):
             memory.save(layer, blocks, arena, offsets)
             for at in offsets:
                 seal(arena[at : at + width])
-        return time.perf_counter() - started_s
 
-    def load() -> float:
-        started_s = time.perf_counter()
+    def load() -> None:
         for layer, offsets in enumerate(places):
             memory.fill(layer, range(count, 2 * count), arena, offsets)
-        return time.perf_counter() - started_s
 
-    saved_s = _median(save)
-    return _median(load), saved_s
+    found = medians(in_turns({"save": partial(timed, save), "load": partial(timed, load)}, ROUNDS))
+    return found["load"], found["save"]
 
 
 def _coded(codec: str, memory: KVBytes, count: int) -> CodecSpeed:
@@ -120,20 +113,21 @@ def _coded(codec: str, memory: KVBytes, count: int) -> CodecSpeed:
     target = memoryview(bytearray(len(sources[0])))
     data: list[codecs.Data] = []
 
-    def encode() -> float:
-        data.clear()
-        started_s = time.thread_time()
-        data.extend([codecs.encode(codec, layout, [source], tokens) for source in sources])
-        return time.thread_time() - started_s
+    def encode() -> None:
+        data[:] = [codecs.encode(codec, layout, [source], tokens) for source in sources]
 
-    def decode() -> float:
-        started_s = time.thread_time()
+    def decode() -> None:
         for each in data:
             codecs.decode(codec, layout, each, [target], tokens)
-        return time.thread_time() - started_s
 
-    size, encoded_s = sum(map(len, sources)), _median(encode)
-    return CodecSpeed(sum(map(len, data)) / size, size / encoded_s, size / _median(decode))
+    sides = {"encode": partial(_computed, encode), "decode": partial(_computed, decode)}
+    size, found = sum(map(len, sources)), medians(in_turns(sides, ROUNDS))
+    return CodecSpeed(sum(map(len, data)) / size, size / found["encode"], size / found["decode"])
+
+
+def _computed(work: Callable[[], object]) -> float:
+    """Seconds of this thread on a core."""
+    return max(1e-9, timed(work, time.thread_time))
 
 
 class _Session:
@@ -150,10 +144,7 @@ class _Session:
         connect = TcpNetwork().connect(f"127.0.0.1:{port}", Message, self._end, timeout_s=TIMEOUT_S)
         self._session = self._near.run(connect)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._near.run(self._over())
         self._far.soon(self._server.close)
         self._near.close()
@@ -175,9 +166,8 @@ class _Session:
             sent_s, received_s = self._near.run(self._ping())
             return sent_s - before[0], received_s - before[1]
 
-        once()  # warms up
-        times = [once() for _ in range(ROUNDS)]
-        return statistics.median([each[0] for each in times]), statistics.median([each[1] for each in times])
+        sent, received = zip(*in_turns({"": once}, ROUNDS)[""], strict=True)
+        return statistics.median(sent), statistics.median(received)
 
     def message_s(self) -> float:
         """Seconds that a message takes; the median of answered ones, halved."""

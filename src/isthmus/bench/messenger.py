@@ -16,15 +16,7 @@ from typing import Any, Protocol
 
 from isthmus.bench.session_peer import Sessions
 from isthmus.bench.study import Outcome, Report, in_turns, medians, over, said, silent, table
-from isthmus.bench.transfer_peers import (
-    Direction,
-    Memcpy,
-    Peer,
-    Sockets,
-    shown_bytes,
-    touched,
-    verify,
-)
+from isthmus.bench.transfer_peers import Direction, Memcpy, Peer, Sockets, shown_bytes, touched, verify
 from isthmus.lab.sim.spread import nearest_rank
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -12,14 +12,16 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import msgspec
-from rich.table import Table
+from msgspec.structs import astuple
 
 from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Figures, Task, common_of
 from isthmus.bench.study import Outcome, table
 from isthmus.core.errors import ConfigError
+from isthmus.sheet import Sheet
 from isthmus.workers import Pool, Progress, Work
 
 GB = 1_000_000_000
@@ -133,15 +135,8 @@ def _averaged(cells: Iterable[Cell]) -> list[Cell]:
 def _means(outcomes: list[dict[str, Figures]]) -> dict[str, Figures]:
     """Of the names that all have: a cell that only some seeds overload is not in overload."""
     names = [name for name in outcomes[0] if all(name in each for each in outcomes)]
-    return {
-        name: Figures(
-            *(
-                sum(getattr(each[name], field) for each in outcomes) / len(outcomes)
-                for field in Figures.__struct_fields__
-            )
-        )
-        for name in names
-    }
+    figures = {name: zip(*[astuple(each[name]) for each in outcomes], strict=True) for name in names}
+    return {name: Figures(*map(fmean, values)) for name, values in figures.items()}  # type: ignore[arg-type]
 
 
 # Comparing.
@@ -216,7 +211,7 @@ def outcome(sweep: Sweep, cells: list[Cell]) -> Outcome:
 _Judged = tuple[Cell, dict[str, Figures], Verdict]
 
 
-def _table(title: str, ratio: str, rows: list[_Judged]) -> Table:
+def _table(title: str, ratio: str, rows: list[_Judged]) -> Sheet:
     columns: dict[str, Callable[[_Judged], str]] = {"nodes, GB/s, speed": lambda row: _name(row[0])}
     for name in rows[0][1]:
         columns[name] = partial(_figures_of, name)

@@ -16,12 +16,12 @@ from isthmus.config import load_config
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, hardware_named
 from isthmus.core.errors import ConfigError
-from isthmus.core.types import NS_PER_S, NodeId, Role
+from isthmus.core.types import NodeId, Role
 from isthmus.facts import NodeFacts, Rates, Sequences
 from isthmus.lab.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.lab.sim.records import RequestStatus, Result
 from isthmus.lab.sim.simulation import Simulation
-from isthmus.lab.sim.spread import nearest_rank
+from isthmus.lab.sim.spread import spread
 from isthmus.lab.sim.summary import within_limits
 from isthmus.lab.sim.workloads import Replay, Workload, load, replayed
 from isthmus.workers import serve
@@ -184,12 +184,12 @@ class _Runs:
 def outcome_of(result: Result) -> Figures:
     """A simulation's figures. Raises ConfigError when no request was completed."""
     served = [record for record in result.records if record.status is RequestStatus.COMPLETED]
-    if not served:
+    ttft = spread([record.first_token_ns - record.arrival_ns for record in served])
+    if ttft is None:
         raise ConfigError(f"{result.workload}: no request fits the memory of these nodes; take larger nodes")
-    ttfts = sorted(record.first_token_ns - record.arrival_ns for record in served)
     return Figures(
-        ttft_s_mean=sum(ttfts) / len(ttfts) / NS_PER_S,
-        ttft_s_p99=nearest_rank(ttfts, 99) / NS_PER_S,
+        ttft_s_mean=ttft.mean,
+        ttft_s_p99=ttft.p99,
         hit_rate=sum(r.cached_tokens for r in served) / sum(r.request.num_tokens for r in served),
         goodput=sum(map(within_limits, result.records)) / len(result.records),
         fetched_bytes=result.bytes_moved["fetch"],
@@ -222,15 +222,21 @@ def _base(task: Task, block_size: int) -> Deployment:
         disk_read=int(GPUS * hardware.ssd_read_bw),
         disk_write=int(GPUS * hardware.ssd_write_bw),
     )
-    kv_blocks, block_bytes = KV_TOKENS // block_size, CURVE.kv_token_bytes * block_size
-    prefill = NodeFacts(
+    ssd_blocks = (task.ssd or 0) // (CURVE.kv_token_bytes * block_size)
+    prefill = msgspec.structs.replace(prefill_node(block_size, rates), ssd_blocks=ssd_blocks)
+    decode = msgspec.structs.replace(prefill, role=Role.DECODE, dram_blocks=0, ssd_blocks=0)
+    return Deployment((prefill, decode), Rules(ttft_ms=TTFT_MS, tbt_ms=TBT_MS))
+
+
+def prefill_node(block_size: int, rates: Rates) -> NodeFacts:
+    """Of the cluster without `--config`, with no name yet and no SSD."""
+    return NodeFacts(
         NodeId(""),
         Role.PREFILL,
         CURVE,
-        kv_blocks,
+        KV_TOKENS // block_size,
         block_size,
         dram_blocks=CACHE_TOKENS // block_size,
-        ssd_blocks=(task.ssd or 0) // block_bytes,
         rates=rates,
         token_budget=8192,
         prompt_batch=1,
@@ -238,8 +244,6 @@ def _base(task: Task, block_size: int) -> Deployment:
         max_steps=FAR,
         max_chunks=FAR,
     )
-    decode = msgspec.structs.replace(prefill, role=Role.DECODE, dram_blocks=0, ssd_blocks=0)
-    return Deployment((prefill, decode), Rules(ttft_ms=TTFT_MS, tbt_ms=TBT_MS))
 
 
 def _nodes(task: Task, base: Deployment, link: int, order: str) -> tuple[NodeFacts, ...]:

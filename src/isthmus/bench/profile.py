@@ -77,12 +77,7 @@ class Profile:
 
 
 def profile_engine(
-    folder: Path,
-    options: EngineOptions,
-    *,
-    rounds: int = 5,
-    budget_s: float = 90.0,
-    report: Report = silent,
+    folder: Path, options: EngineOptions, *, rounds: int = 5, budget_s: float = 90.0, report: Report = silent
 ) -> Profile:
     """Measures prefill, decode and mixed iterations and fits a curve. At least one full round is measured.
 
@@ -181,11 +176,8 @@ def _fit_prefill(cases: Sequence[Case]) -> tuple[float, float, float]:
 
     def residuals(values: Sequence[float]) -> list[float]:
         fixed_s, token_s, pair_s = values
-        found = []
-        for case in cases:
-            n, p = case.num_tokens, case.cached
-            found.append(math.log((fixed_s + n * (token_s + pair_s * (n + 2 * p))) / case.seconds))
-        return found
+        points = [(case.num_tokens, case.cached, case.seconds) for case in cases]
+        return [math.log((fixed_s + n * (token_s + pair_s * (n + 2 * p))) / took) for n, p, took in points]
 
     shortest, longest = min(case.seconds for case in cases), max(cases, key=lambda case: case.num_tokens)
     start = (shortest / 2, longest.seconds / longest.num_tokens, 1e-4 * longest.seconds / longest.num_tokens)

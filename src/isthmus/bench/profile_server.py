@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from isthmus.bench.loop import Loop
+from isthmus.bench.child import Loop
 from isthmus.bench.profile import DECODE_STEPS, Case, Profile, affordable, cases_of, fit_profile, measured
 from isthmus.bench.study import Report, silent
 from isthmus.core.blocks import KVLayout

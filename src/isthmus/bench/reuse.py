@@ -16,8 +16,17 @@ from typing import Any
 
 from isthmus.bench import BenchError
 from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
-from isthmus.bench.reuse_runs import Answer, Assembled, Prompts, Setting
-from isthmus.bench.reuse_scores import agreement, divergence, perplexity_ratio, rouge_l, says
+from isthmus.bench.reuse_runs import (
+    Answer,
+    Assembled,
+    Prompts,
+    Setting,
+    agreement,
+    divergence,
+    perplexity_ratio,
+    rouge_l,
+    says,
+)
 from isthmus.bench.reuse_texts import digest, prose, words
 from isthmus.bench.study import Columns, Outcome, Report, in_turns, percent, silent, table, timed
 from isthmus.core.errors import RequestError
@@ -190,9 +199,9 @@ def costs(
     """
     prompts.donate(donor)
     chosen = {each.name: Setting(each.name, each) for each in selections}
-    sides: dict[str, Callable[[], float]] = {"full": lambda: timed(lambda: prompts.full(target, 1))}
-    sides |= {name: partial(_seconds, prompts, target, setting) for name, setting in chosen.items()}
-    found = in_turns(sides, rounds)
+    steps: dict[str, Callable[[], object]] = {"full": lambda: prompts.full(target, 1)}
+    steps |= {name: partial(prompts.prefill, target, setting) for name, setting in chosen.items()}
+    found = in_turns({name: partial(timed, step) for name, step in steps.items()}, rounds)
     full = found.pop("full")
     rows = []
     for name, seconds in found.items():
@@ -208,10 +217,6 @@ def costs(
         ratio = statistics.median([one / other for one, other in zip(seconds, full, strict=True)])
         rows.append(row | {"ratio": ratio, "computed": computed, "kept": 1 - dropped / len(target)})
     return rows
-
-
-def _seconds(prompts: Prompts, target: Sequence[int], setting: Setting) -> float:
-    return timed(lambda: prompts.prefill(target, setting))
 
 
 def run(model: Path, name: str, plan: Plan, threads: int | None = None, report: Report = silent) -> Outcome:

@@ -160,16 +160,21 @@ def run(
         raise BenchError(f"one or two servers can be timed, not {len(urls)}")
     if rounds < 1 or not rows:
         raise BenchError("at least one row and one counted round are needed")
-    return asyncio.run(
-        _run(
-            [(url.rstrip("/"), key) for url, key in zip(urls, keys, strict=False)],
-            model,
-            rows,
-            rounds,
-            seed,
-            report,
-        )
-    )
+
+    async def measure() -> list[Result]:
+        results: list[Result] = []
+        async with connected() as session:
+            asked = [(url.rstrip("/"), key) for url, key in zip(urls, keys, strict=False)]
+            servers = [Server(url, model or await ask_model(session, url, key), key) for url, key in asked]
+            for number, row in enumerate(rows):
+                results += await _measure_row(session, servers, row, rounds, f"{seed}/{number}")
+                rates = ", ".join(
+                    f"{each['output_tokens_per_s']:.1f} tokens/s" for each in results[-len(servers) :]
+                )
+                report(f"{_load(results[-1])}: {rates}")
+        return results
+
+    return asyncio.run(measure())
 
 
 async def _steps(session: aiohttp.ClientSession, server: Server) -> tuple[float, float]:
@@ -226,37 +231,25 @@ async def together(works: Iterable[Coroutine[Any, Any, Value]], at_once: int | N
     return [found[at] for at in sorted(found)]
 
 
-async def _run(
-    urls: list[tuple[str, str | None]],
-    model: str | None,
-    rows: list[Row],
-    rounds: int,
-    seed: int,
-    report: Report,
+async def _measure_row(
+    session: aiohttp.ClientSession, servers: Sequence[Server], row: Row, rounds: int, seed: str
 ) -> list[Result]:
-    results: list[Result] = []
-    async with connected() as session:
-        servers = [Server(url, model or await ask_model(session, url, key), key) for url, key in urls]
-        for row_number, row in enumerate(rows):
-            counted: list[list[_Round]] = [[] for _ in servers]
-            before: list[tuple[float, float]] = []
-            for round_number in range(1 + rounds):
-                prompts = _prompts(row, f"{seed}/{row_number}/{round_number}")
-                if round_number == 1:  # round 0 is the warm-up
-                    before = [await _steps(session, server) for server in servers]
-                for server, its_rounds in zip(servers, counted, strict=True):
-                    its_rounds.append(await _run_round(session, server, row, prompts))
-            after = [await _steps(session, server) for server in servers]
-            found = [
-                _result(server, row, its_rounds[1:], (late[0] - early[0], late[1] - early[1]))
-                for server, its_rounds, early, late in zip(servers, counted, before, after, strict=True)
-            ]
-            if len(found) == 2:
-                found[0] |= _compared(found, [its_rounds[1:] for its_rounds in counted])
-            results += found
-            rates = ", ".join(f"{each['output_tokens_per_s']:.1f} tokens/s" for each in found)
-            report(f"{_load(found[0])}: {rates}")
-    return results
+    """A result of each server."""
+    counted: list[list[_Round]] = [[] for _ in servers]
+    for number in range(1 + rounds):
+        prompts = _prompts(row, f"{seed}/{number}")
+        if number == 1:  # round 0 is the warm-up
+            before = [await _steps(session, server) for server in servers]
+        for server, its_rounds in zip(servers, counted, strict=True):
+            its_rounds.append(await _run_round(session, server, row, prompts))
+    after = [await _steps(session, server) for server in servers]
+    found = [
+        _result(server, row, its_rounds[1:], (late[0] - early[0], late[1] - early[1]))
+        for server, its_rounds, early, late in zip(servers, counted, before, after, strict=True)
+    ]
+    if len(found) == 2:
+        found[0] |= _compared(found, [its_rounds[1:] for its_rounds in counted])
+    return found
 
 
 def _headers(key: str | None) -> dict[str, str]:
@@ -399,10 +392,8 @@ def _result(server: Server, row: Row, rounds: list[_Round], steps: tuple[float, 
     ttfts_s = [stream.token_times_s[0] - stream.sent_s for stream in streams]
     decode_s = statistics.fmean(stream.token_times_s[-1] - stream.token_times_s[0] for stream in streams)
     output_rate = row.output_tokens * len(streams) / sum(each.wall_s for each in rounds)
-    token_ms, step_ms = (
-        1000 * decode_s / (row.output_tokens - 1),
-        1000 * steps[1] / steps[0] if steps[0] else None,
-    )
+    token_ms = 1000 * decode_s / (row.output_tokens - 1)
+    step_ms = 1000 * steps[1] / steps[0] if steps[0] else None
     return {
         **dataclasses.asdict(row),
         "url": server.url,

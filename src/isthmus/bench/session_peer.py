@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import uvloop
 
 from isthmus.bench import BenchError
-from isthmus.bench.child import Child, Pipe
-from isthmus.bench.loop import Loop
+from isthmus.bench.child import Child, Loop, Pipe
 from isthmus.bench.transfer_peers import Direction, Through, digest, touched
 from isthmus.core.blocks import seal
 from isthmus.live.messenger import Session, TcpNetwork
@@ -188,22 +185,13 @@ class End:
 
 def _serve(pipe: Pipe, capacity: int, connections: int) -> None:
     memory = touched(capacity)
-    threading.Thread(target=_run_far, args=(pipe, memory, connections), daemon=True).start()
+    listen = TcpNetwork(connections).listen("127.0.0.1", 0, Message, lambda: End(memory))
+    _server, port = Loop().run(listen)
+    pipe.send(port)
     with contextlib.suppress(EOFError):
         while True:
             (size,) = pipe.recv()
             pipe.send(digest(memory[:size]))
-
-
-def _run_far(pipe: Pipe, memory: memoryview, connections: int) -> None:
-    async def listen() -> None:
-        network = TcpNetwork(connections)
-        _, port = await network.listen("127.0.0.1", 0, Message, lambda: End(memory))
-        pipe.send(port)
-        await asyncio.Event().wait()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(listen())
 
 
 class Sessions:

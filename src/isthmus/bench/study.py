@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from rich.table import Table
+
+from isthmus.sheet import Cell, Column, Sheet, written
 
 Report = Callable[[str], None]
 Value = TypeVar("Value")
 Side = TypeVar("Side", bound=Hashable)
-Columns = Mapping[str, str | Callable[[Any], Any]]
+Columns = Mapping[str, str | Callable[[Any], Cell]]
 """By head: a row's field or key of this name, or a function of the row."""
 
 
@@ -34,19 +35,15 @@ def silent(line: str) -> None:
     """Progress that nobody hears."""
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds that it takes."""
-    started = time.perf_counter()
+    started = clock()
     work()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def in_turns(
-    sides: Mapping[Side, Callable[[], Value]],
-    rounds: int,
-    *,
-    warm_up: bool = True,
-    budget_s: float = math.inf,
+    sides: Mapping[Side, Callable[[], Value]], rounds: int, *, warm_up: bool = True, budget_s: float = math.inf
 ) -> dict[Side, list[Value]]:
     """Measures every side once a round, one after another, so that a slow moment of the machine hits all alike.
     `warm_up`: a round before the first, which does not count. After `budget_s` seconds no further round begins."""
@@ -74,9 +71,8 @@ class Spread(msgspec.Struct, frozen=True):
     most: float
 
     def __str__(self) -> str:
-        if self.least == self.most:
-            return cell(self.median)
-        return f"{cell(self.median)} ({cell(self.least)} to {cell(self.most)})"
+        median, least, most = map(written, (self.median, self.least, self.most))
+        return median if least == most else f"{median} ({least} to {most})"
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -87,7 +83,7 @@ def spread(values: Sequence[float]) -> Spread:
 class Outcome:
     """`tables`: as shown; `notes`: lines below them; `json`: all of it in plain values, for `--json`."""
 
-    tables: Sequence[Table]
+    tables: Sequence[Sheet]
     json: Any
     notes: Sequence[str] = ()
     is_good: bool = True
@@ -98,36 +94,24 @@ def plain(rows: Iterable[Any]) -> list[Any]:
     return [msgspec.to_builtins(row, str_keys=True) for row in rows]
 
 
-def table(title: str, columns: Columns, rows: Iterable[Any]) -> Table:
+def table(title: str, columns: Columns, rows: Iterable[Any]) -> Sheet:
     """The one place where a study's rows become a table: columns of text to the left, of numbers to the right."""
     cells = [[_of(row, source) for source in columns.values()] for row in rows]
-    shown = Table(title=title, title_justify="left")
-    for at, head in enumerate(columns):
-        is_text = any(isinstance(line[at], str) for line in cells)
-        shown.add_column(head, justify="left" if is_text else "right")
-    for line in cells:
-        shown.add_row(*map(cell, line))
-    return shown
+    is_text = [any(isinstance(line[at], str) for line in cells) for at in range(len(columns))]
+    return Sheet(title, [Column(head, left=left) for head, left in zip(columns, is_text, strict=True)], cells)
 
 
-def _of(row: Any, source: str | Callable[[Any], Any]) -> Any:
+def _of(row: Any, source: str | Callable[[Any], Cell]) -> Cell:
     if callable(source):
         return source(row)
-    return row.get(source) if isinstance(row, Mapping) else getattr(row, source)
-
-
-def cell(value: Any) -> str:
-    """Three digits are what a busy machine allows; None is a figure that there is not."""
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    found: Cell = row.get(source) if isinstance(row, Mapping) else getattr(row, source)
+    return found
 
 
 def said(row: Mapping[str, Any], unit: str = "") -> str:
     """A row as a line of progress."""
-    return ", ".join([f"{name} {cell(value)}" for name, value in row.items()]) + (f" {unit}" if unit else "")
+    line = ", ".join(f"{name} {Column().write(value)}" for name, value in row.items())
+    return f"{line} {unit}".rstrip()
 
 
 def over(first: str, others: Iterable[str]) -> dict[str, Callable[[Any], float]]:

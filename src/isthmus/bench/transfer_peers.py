@@ -159,9 +159,7 @@ class Sockets:
         self.memory = memory
         self._child = Child(_serve_sockets, len(memory), connections)
         port = through(self._child.hello)
-        self._links = []
-        for _ in range(connections):  # one after another: both sides number them alike
-            self._links.append(linked(port))
+        self._links = [linked(port) for _ in range(connections)]  # both sides number them alike
         self._threads = ThreadPoolExecutor(max(1, connections - 1))
 
     def transfer(self, direction: Direction, size: int, piece: int) -> float:

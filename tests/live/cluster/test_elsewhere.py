@@ -26,6 +26,7 @@ from isthmus.core.node.events import Lend, Repay
 from isthmus.core.node.letters import ClaimReply
 from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S
+from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
@@ -400,7 +401,7 @@ PACE_S = 0.02
 """Of an iteration, until something was lent: a shortage lasts as long on a quick machine."""
 
 
-@pytest.mark.parametrize("policy", ["ledger", "greedy", "isthmus"])
+@pytest.mark.parametrize("policy", [LEDGER, GREEDY, "isthmus"])
 def test_a_node_that_lacks_memory_borrows_and_pays_back(policy: str, model: Path) -> None:
     """One long answer leaves little room for the short requests that come to the same node."""
     lending = {"policy": policy, "period_s": 0.02, "reserve": 0.1}

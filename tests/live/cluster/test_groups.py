@@ -104,12 +104,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "blocks"
 
 
-def test_blocks_outlive_the_group(kept: Path, tmp_path: Path) -> None:
-    shutil.copytree(kept, tmp_path / "blocks")
-    with inside(deployment(cache=on_disk(tmp_path))) as served:
-        assert ask(served, STORED) == 1599
-
-
 def flip_bytes(folder: Path, count: int = 40) -> None:
     damage = random.Random(6)
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4096]:

@@ -420,7 +420,7 @@ def test_a_request_that_waits_is_turned_away_for_a_higher_priority() -> None:
 
 
 # What must not go unseen. Each fault is put into the cluster's own code; names are what prevents it. Seals are
-# tested where bytes move (`test_mover`).
+# tested where bytes move (`test_cache`).
 
 
 def test_a_cache_shared_between_tenants_shows() -> None:

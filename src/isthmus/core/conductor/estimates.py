@@ -34,8 +34,8 @@ class Estimator:
     """
 
     __slots__ = (
-        "cluster", "deepest", "depths", "foreign", "held", "memo", "nodes", "now", "num_tokens", "ratio", "request",
-        "view", "waits",
+        "cluster", "computed", "deepest", "depths", "foreign", "held", "memo", "nodes", "now", "num_tokens", "ratio",
+        "request", "view", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -61,10 +61,16 @@ class Estimator:
             self.held, expected = (_restricted(levels, everyone) for levels in matched)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, mask, view.num_slots)
+        # By blocks and kind of node: nodes of one kind answer alike.
         self.memo: dict[int, float] = {}
+        self.computed: dict[int, int] = {}
 
     def compute_ns(self, node: NodeView, num_blocks: int) -> int:
-        return node.prefill_ns(self.num_tokens, num_blocks)
+        key = num_blocks << 16 | node.kind
+        found = self.computed.get(key)
+        if found is None:
+            found = self.computed[key] = node.prefill_ns(self.num_tokens, num_blocks)
+        return found
 
     def work_ns(self, node: NodeView, num_blocks: int) -> float:
         """Node time with so many leading blocks in the node's memory: computing, or loading them."""

@@ -1,9 +1,10 @@
-"""What the decision benchmark feeds the conductor, on a small cluster."""
+"""Whole studies in small: a long path, verified by its seals, and what the conductor of a small cluster hears."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks import wan
 from tests.benchmarks.conftest import Study
 
 
@@ -19,3 +20,13 @@ def test_a_simulated_cluster_is_heard_again(study: Study) -> None:
         assert min(found["queued"], found["copying"], found["fetches"]) > 0
         assert 0.1 < found["matched_share"] < 0.9
         assert found["events"] > 3 * 300
+
+
+def test_a_long_path_with_a_short_one(monkeypatch: pytest.MonkeyPatch, study: Study) -> None:
+    monkeypatch.setattr(wan, "PIECE_BYTES", 64 << 10)
+    path = ("--delay-ms", 1, "--jitter-ms", 0.5, "--stall-s", 0.02, "--window", "256KiB", "--seconds", 0.004)
+    rows, shown = study("wan", "--rates", 1, "--connections", 2, *path, "--rounds", 1)
+    assert [(row["rate_gbps"], row["delay_ms"], row["connections"]) for row in rows] == [(1, 1.0, 2)] * 2
+    assert [row["stalled"] for row in rows] == [False, True]
+    assert all(row["gbps"] > 0 and row["share_of_rate"] == row["gbps"] / row["rate_gbps"] for row in rows)
+    assert "1 for 0.02 s" in shown

@@ -58,7 +58,7 @@ def test_what_a_holder_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         live.place([[Span(0, 4)]])
         monkeypatch.setattr(attention_peers, "LIMIT_S", 0.1)
         holder, granted = NodeId("holder-0"), ReserveReply(RequestId("row-0"), True)
-        with pytest.raises(BenchError, match=r"no Reserved came in 0\.1 s"):
+        with pytest.raises(BenchError, match=r"no ReserveReply came in 0\.1 s"):
             live._wait_for(LetterReceived(holder, granted))
         with pytest.raises(BenchError, match=r"granted=False.* in place of Heard"):
             live._facts.put(LetterReceived(holder, ReserveReply(RequestId("row-0"), False)))

@@ -60,6 +60,6 @@ def test_what_a_holder_does_not_say_is_an_error(monkeypatch: pytest.MonkeyPatch)
         holder, granted = NodeId("holder-0"), ReserveReply(RequestId("row-0"), True)
         with pytest.raises(BenchError, match=r"no ReserveReply came in 0\.1 s"):
             live._wait_for(LetterReceived(holder, granted))
-        with pytest.raises(BenchError, match=r"granted=False.* in place of Heard"):
+        with pytest.raises(BenchError, match=r"granted=False.* in place of LetterReceived"):
             live._facts.put(LetterReceived(holder, ReserveReply(RequestId("row-0"), False)))
             live._wait_for(LetterReceived(holder, granted))

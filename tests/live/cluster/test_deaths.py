@@ -70,10 +70,7 @@ def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
     sections = emulated(STEADY, roles=ROLES[victim])
     prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(26)]
     late = prompts[24:]
-    with (
-        serve(tmp_path, sections, "--record", str(flight)) as served,
-        ThreadPoolExecutor(len(prompts)) as pool,
-    ):
+    with serve(tmp_path, sections, "--record", str(flight)) as served, ThreadPoolExecutor(len(prompts)) as pool:
         begun = [threading.Event() for _ in prompts]
 
         def ask(prompt: list[int]) -> Future[list[int]]:

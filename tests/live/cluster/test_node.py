@@ -324,10 +324,7 @@ HOLDS = (
 
 async def test_the_head_hears_what_a_node_reports_and_blocks_that_went_are_counted() -> None:
     async with process_of() as (process, heard, _running):
-        stored, gone = (
-            BlocksStored(NodeId("m"), (b"x", b"y", b"z")),
-            BlocksEvicted(NodeId("m"), (b"x", b"y")),
-        )
+        stored, gone = (BlocksStored(NodeId("m"), (b"x", b"y", b"z")), BlocksEvicted(NodeId("m"), (b"x", b"y")))
         for report in (stored, gone):
             process._carry_out(report)
         while heard.entries[-1].event != gone:

@@ -25,12 +25,7 @@ from tests.served import LIMIT_S, given_up, node_pid, serve
 def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
     """`mooncake` fetches from the one that has it."""
     share = {"share": "host" if shared else "none"}
-    config = pooled(
-        LONG,
-        roles={"prefill": 2, "decode": 2},
-        policy="mooncake",
-        cache=share,
-    )
+    config = pooled(LONG, roles={"prefill": 2, "decode": 2}, policy="mooncake", cache=share)
     shared_prompt = prompt_of(3, 1600)
     prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
     with inside(config) as served:

@@ -90,13 +90,7 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Inside) -> None:
             while lasting.head._streams:
                 time.sleep(POLL_S)
 
-    body = {
-        "model": lasting.model,
-        "prompt": [5] * 40,
-        "max_tokens": 4000,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body = {"model": lasting.model, "prompt": [5] * 40, "max_tokens": 4000, "stream": True, "ignore_eos": True}
     before = lasting.gauge("tokens_sampled_total")["decode-0"]
     with lasting.stepping(wait):
         with lasting.http.stream("POST", "/v1/completions", json=body) as reply:

@@ -84,16 +84,15 @@ def test_its_greedy_tokens_are_those_of_transformers(prompts: list[list[int]]) -
     ("roles", "kv_memory"),
     [
         ({"mixed": 3}, "9MiB"),
-        ({"mixed": 1, "attention": {"count": 2, "kv_memory": "18MiB"}}, "11MiB"),
         ({"mixed": 1, "attention": {"count": 3, "kv_memory": "14MiB"}}, "11MiB"),
     ],
-    ids=["three nodes", "two attention nodes", "three attention nodes"],
+    ids=["three nodes", "three attention nodes"],
 )
 def test_its_tokens_with_kv_on_three_nodes(
     roles: dict[str, Any], kv_memory: str, prompts: list[list[int]]
 ) -> None:
-    """The document is longer than the memory of any node that computes; attention nodes have every prompt, two of them
-    by tokens, three by its three KV heads."""
+    """The document is longer than the memory of any node that computes; attention nodes have every prompt, by its
+    three KV heads."""
     engine = {"dtype": "float32", "kv_memory": kv_memory, "max_sequences": 4}
     with inside(
         {"roles": {"prefill": 0, "decode": 0} | roles, "engine": engine, "cache": {"dram": 0}}

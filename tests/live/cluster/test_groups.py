@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import pytest
 from isthmus.cli.models import bytes_folder
 from isthmus.live.engine.emulated import recipe_of
 from tests.inside import inside
-from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, prompt_of
+from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, flip_bits, prompt_of
 from tests.models import check_greedy, make_model
 from tests.served import Client
 
@@ -104,22 +103,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "blocks"
 
 
-def flip_bytes(folder: Path, count: int = 40) -> None:
-    damage = random.Random(6)
-    for path in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4096]:
-        data = bytearray(path.read_bytes())
-        written = [at for at, byte in enumerate(data) if byte]
-        for at in damage.sample(written, count):
-            data[at] ^= 1 << damage.randrange(8)
-        path.write_bytes(data)
-
-
 def lose_half(folder: Path) -> None:
     for path in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]:
         os.truncate(path, len(path.read_bytes().rstrip(b"\0")) // 2)
 
 
-@pytest.mark.parametrize(("stage", "harm"), [("prefill-0", lose_half), ("prefill-0.1", flip_bytes)])
+@pytest.mark.parametrize(("stage", "harm"), [("prefill-0", lose_half), ("prefill-0.1", flip_bits)])
 def test_damage_in_one_stage_costs_time_and_no_token(
     stage: str, harm: Callable[[Path], None], kept: Path, tmp_path: Path
 ) -> None:

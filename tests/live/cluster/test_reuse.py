@@ -20,6 +20,7 @@ from isthmus.core.reuse import CACHEBLEND, EPIC, SEMANTIC, Selection
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.engine import Engine, EngineOptions
 from tests.inside import Inside, inside
+from tests.live.cluster.kit import flip_bits
 from tests.live.engine.hybrids import save_tiny
 from tests.models import check_greedy, make_model
 from tests.served import LIMIT_S
@@ -282,13 +283,7 @@ def test_donors_on_disk_and_damaged_ones(model: Path, tmp_path: Path) -> None:
         served.wait_until(lambda: served.total("cache_disk_blocks") >= 60, "written behind")
         _, details = ask(served, text(510, 10) + documents[0] + documents[1], "chunks")
         assert details["moved_tokens"] > 300, "donors are read from the disk"
-        rng = random.Random(511)
-        for path in sorted((tmp_path / "blocks").rglob("*")):
-            if path.is_file() and path.stat().st_size > 4096:
-                data = bytearray(path.read_bytes())
-                for at in rng.sample([at for at, byte in enumerate(data) if byte], 400):
-                    data[at] ^= 1 << rng.randrange(8)
-                path.write_bytes(data)
+        flip_bits(tmp_path / "blocks", 400)
         for number in range(6):
             prompt = text(520 + number, 10) + documents[number] + documents[(number + 2) % 6]
             answer, details = ask(served, prompt, "chunks")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,15 +30,34 @@ WAIT_S = 60
 """Only so that a bug ends a test."""
 
 
+class Lane:
+    """A pipe, with a sender before it and a receiver behind it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.sender, taken = socket.socketpair()
+        self.handed, self.receiver = socket.socketpair()
+        self.ends = [self.sender, taken, self.handed, self.receiver]
+        for each in self.ends:
+            each.setblocking(False)
+        self.direction = LinkDirection(shape)
+        self.pipe = Pipe(shape, self.direction, taken, self.handed)
+
+    def take(self, now_s: float, data: bytes) -> None:
+        self.sender.send(data)
+        self.pipe.take(now_s)
+
+
 @pytest.fixture
-def ends() -> Iterator[list[socket.socket]]:
-    """Sender, the proxy's two sockets, receiver."""
-    found = [*socket.socketpair(), *socket.socketpair()]
-    for each in found:
-        each.setblocking(False)
-    yield found
-    for each in found:
-        each.close()
+def lane() -> Iterator[Callable[..., Lane]]:
+    with contextlib.ExitStack() as stack:
+
+        def made(**shape: Any) -> Lane:
+            found = Lane(Shape(**{"delay_s": 0.0} | shape))
+            for each in found.ends:
+                stack.enter_context(each)
+            return found
+
+        yield made
 
 
 def test_the_rate_is_shared() -> None:
@@ -47,17 +66,15 @@ def test_the_rate_is_shared() -> None:
     assert LinkDirection(Shape()).leave_s(3.0, 1 << 30) == 3.0
 
 
-def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=0.5, window=64 * KIB)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(bytes(range(256)) * 256)  # as much as the window
-    pipe.take(10.0)
+def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(lane: Callable[..., Lane]) -> None:
+    some, data = lane(delay_s=0.5, window=64 * KIB), bytes(range(256)) * 256  # as much as the window
+    pipe = some.pipe
+    some.take(10.0, data)
     while pipe.wants_input(10.0):
         pipe.take(10.0)
     assert pipe.next_s(10.0) == 10.5 and not pipe.wants_output(10.49) and pipe.wants_output(10.5)
     pipe.hand_on(10.5)
-    assert receiver.recv(1 << 20) == bytes(range(256)) * 256
+    assert some.receiver.recv(1 << 20) == data
     assert not pipe.wants_input(10.5) and pipe.next_s(10.5) == 11.0
     pipe.acknowledge(10.99)
     assert not pipe.wants_input(10.99)
@@ -65,31 +82,28 @@ def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list
     assert pipe.wants_input(11.0) and pipe.next_s(11.0) is None
 
 
-def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
-    sender, taken, handed, _ = ends
-    shape = Shape(delay_s=0.0, stall_s=2.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
-    pipe.stall_after = 10
-    sender.send(bytes(11))
-    pipe.take(1.0)
-    assert not pipe.wants_output(2.9) and pipe.next_s(2.9) == 3.0
-    pipe.hand_on(3.0)
-    sender.send(bytes(11))
-    pipe.take(4.0)
-    assert pipe.wants_output(4.0)
+def test_a_stall_holds_up_one_lane_once_after_more_than_so_many_bytes(lane: Callable[..., Lane]) -> None:
+    some = lane(stall_s=2.0)
+    some.pipe.stall_after = 10
+    some.take(1.0, bytes(10))
+    assert some.pipe.wants_output(1.0)
+    some.take(1.0, bytes(1))
+    some.pipe.hand_on(1.0)
+    some.pipe.acknowledge(1.0)
+    assert not some.pipe.wants_output(2.9) and some.pipe.next_s(2.9) == 3.0
+    some.pipe.hand_on(3.0)
+    some.take(4.0, bytes(11))
+    assert some.pipe.wants_output(4.0)
 
 
-def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=0.1, jitter_s=1.0, seed=3)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+def test_jitter_never_reorders(lane: Callable[..., Lane]) -> None:
+    some = lane(delay_s=0.1, jitter_s=1.0, seed=3)
     for index in range(20):
-        sender.send(bytes([index]))
-        pipe.take(0.001 * index)
-    due = [each for each, _ in pipe._due]
-    assert due == sorted(due) and due[-1] > 0.5
-    pipe.hand_on(10.0)
-    assert receiver.recv(100) == bytes(range(20))
+        some.take(0.001 * index, bytes([index]))
+    some.pipe.hand_on(0.5)
+    assert some.pipe.wants_output(10.0), "none is late"
+    some.pipe.hand_on(10.0)
+    assert some.receiver.recv(100) == bytes(range(20))
 
 
 @pytest.mark.parametrize(
@@ -226,80 +240,48 @@ def test_the_window_never_limits_the_rate_of_a_link() -> None:
 # One pipe more closely.
 
 
-@pytest.mark.parametrize(
-    ("rate", "least", "most"), [(1000.0, 4 * KIB, 4 * KIB), (1e6, 30_000, 30_000), (1e9, 60_000, 256 * KIB)]
-)
-def test_at_once_is_taken_in_what_a_link_can_soon_carry(
-    ends: list[socket.socket], rate: float, least: int, most: int
-) -> None:
-    sender, taken, handed, _ = ends
-    shape = Shape(rate=rate)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(bytes(100_000))
-    pipe.take(1.0)
-    assert least <= pipe._taken <= most
-
-
 def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
-    ends: list[socket.socket],
+    lane: Callable[..., Lane],
 ) -> None:
-    sender, taken, handed, _ = ends
-    shape = Shape(delay_s=5.0, rate=1e6)
-    direction = LinkDirection(shape)
-    pipe = Pipe(shape, direction, taken, handed)
-    direction.leave_s(10.0, 1_000_000)  # of other connections
+    some = lane(delay_s=5.0, rate=1e6)
+    some.direction.leave_s(10.0, 1_000_000)  # of other connections
     free_s = pytest.approx(11.0 - BACKLOG_S)
-    assert not pipe.wants_input(10.9) and pipe.next_s(10.9) == free_s and pipe.wants_input(11.0)
-    sender.send(bytes(10))
-    pipe.take(11.0)
-    assert pipe.next_s(10.9) == free_s, "sooner than what is on the way"
+    assert not some.pipe.wants_input(10.9) and some.pipe.next_s(10.9) == free_s and some.pipe.wants_input(11.0)
+    some.take(11.0, bytes(10))
+    assert some.pipe.next_s(10.9) == free_s, "sooner than what is on the way"
 
 
-def test_a_stall_begins_after_so_many_bytes_and_not_with_them(ends: list[socket.socket]) -> None:
-    sender, taken, handed, _ = ends
-    shape = Shape(delay_s=0.0, stall_s=2.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
-    pipe.stall_after = 10
-    sender.send(bytes(10))
-    pipe.take(1.0)
-    assert pipe.wants_output(1.0)
-
-
-def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
-    shape = Shape(delay_s=0.0, window=100_000)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
+def test_what_the_target_does_not_take_is_handed_on_later_in_order(lane: Callable[..., Lane]) -> None:
+    some = lane(window=100_000)
+    pipe = some.pipe
+    some.handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
     data, got, now_s = bytes(touched(300_000)), bytearray(), 1.0
     left = memoryview(data)
     while len(got) < len(data):
         now_s += 1
         with contextlib.suppress(BlockingIOError):
-            left = left[sender.send(left) :] if left else left
+            left = left[some.sender.send(left) :] if left else left
         with contextlib.suppress(BlockingIOError):
             pipe.take(now_s) if pipe.wants_input(now_s) else None
         pipe.hand_on(now_s)
         with contextlib.suppress(BlockingIOError):
-            got += receiver.recv(50_000)
+            got += some.receiver.recv(50_000)
         pipe.acknowledge(now_s)
     assert got == data and not pipe.finished
-    sender.close()
+    some.sender.close()
     pipe.take(now_s)
     assert pipe.finished and not pipe.wants_input(now_s)
 
 
-def test_of_a_connection_that_is_gone_nothing_is_handed_on(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = Shape(delay_s=1.0)
-    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(b"question")
-    pipe.take(1.0)
-    assert not pipe.finished
-    pipe.give_up()
-    assert pipe.finished and not pipe.wants_input(9.0) and not pipe.wants_output(9.0)
-    pipe.hand_on(9.0)
+def test_of_a_connection_that_is_gone_nothing_is_handed_on(lane: Callable[..., Lane]) -> None:
+    some = lane(delay_s=1.0)
+    some.take(1.0, b"question")
+    assert not some.pipe.finished
+    some.pipe.give_up()
+    assert some.pipe.finished and not some.pipe.wants_input(9.0) and not some.pipe.wants_output(9.0)
+    some.pipe.hand_on(9.0)
     with pytest.raises(BlockingIOError):
-        receiver.recv(10)
+        some.receiver.recv(10)
 
 
 # The proxy in a thread of this process.

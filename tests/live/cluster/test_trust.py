@@ -91,6 +91,12 @@ class Someone:
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
 
+    async def end(self) -> str:
+        """Why the session ended."""
+        while not self.reasons:
+            await asyncio.sleep(0.001)
+        return self.reasons[0]
+
 
 class Scene:
     """A head, and those who speak to it. In virtual time."""
@@ -583,8 +589,9 @@ async def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer(
 
 
 @asynccontextmanager
-async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, str]]:
-    """A node that is in a cluster, and where others reach it."""
+async def listening() -> AsyncIterator[tuple[NodeProcess, Someone]]:
+    """A node that is in a cluster, and a stranger with a session to it."""
+    network, stranger = MemoryNetwork(), Someone()
     head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
@@ -592,8 +599,11 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
     process = NodeProcess(engine, options, Runtime(network))
     running = asyncio.create_task(process.run())
     await head.wait_for([NodeId("d")])
+    address = head._members[NodeId("d")].hello.address
+    stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
     try:
-        yield process, head._members[NodeId("d")].hello.address
+        async with asyncio.timeout(60):
+            yield process, stranger
     finally:
         await head.close()
         await running
@@ -613,10 +623,7 @@ WRONG_PEERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("said", [None, *WRONG_PEERS])
 async def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
-    network = MemoryNetwork()
-    async with listening(network) as (process, address), asyncio.timeout(60):
-        stranger = Someone()
-        stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+    async with listening() as (process, stranger):
         stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), LETTER]))
         heard = list[Any]()
         process.mover._told = heard.append
@@ -628,15 +635,10 @@ async def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> 
 
 
 async def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
-    network = MemoryNetwork()
-    async with listening(network) as (_, address), asyncio.timeout(60):
-        stranger = Someone()
-        stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+    async with listening() as (_, stranger):
         head = messages.Slices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
         stranger.session.send(head, memoryview(bytes(100)))
-        while not stranger.reasons:
-            await asyncio.sleep(0.001)
-        assert "carried 100 bytes" in stranger.reasons[0]
+        assert "carried 100 bytes" in await stranger.end()
 
 
 KEY, NAMES = RequestId("a#1"), (b"x" * 16,) * 4
@@ -650,11 +652,8 @@ STRANGE: dict[str, tuple[list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("said", STRANGE)
 async def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
-    network = MemoryNetwork()
-    async with listening(network) as (_, address), asyncio.timeout(60):
+    async with listening() as (_, stranger):
         letters, answers = STRANGE[said]
-        stranger = Someone()
-        stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
         end = Want(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
         stranger.say(INTRODUCTION, *letters, *end)
         while len(stranger.heard) <= len(answers):
@@ -664,10 +663,7 @@ async def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None
 
 
 async def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
-    network = MemoryNetwork()
-    async with listening(network) as (process, address), asyncio.timeout(60):
-        stranger = Someone()
-        stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+    async with listening() as (process, stranger):
         stranger.say(INTRODUCTION)
         while process.peers.open_to(INTRODUCTION.node) is None:
             await asyncio.sleep(0.001)
@@ -675,20 +671,13 @@ async def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
         assert process.peers.open_to(INTRODUCTION.node) is not None
         process.on_head(messages.Neighbours("", {}))
         assert process.peers.open_to(INTRODUCTION.node) is None
-        while not stranger.reasons:
-            await asyncio.sleep(0.001)
-        assert "it left the cluster" in stranger.reasons[0]
+        assert "it left the cluster" in await stranger.end()
 
 
 async def test_a_count_below_nothing_is_no_letter() -> None:
-    network = MemoryNetwork()
-    async with listening(network) as (_, address), asyncio.timeout(60):
-        stranger = Someone()
-        stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+    async with listening() as (_, stranger):
         stranger.say(INTRODUCTION, Found(KEY, -1))
-        while not stranger.reasons:
-            await asyncio.sleep(0.001)
-        assert "num_blocks" in stranger.reasons[0]
+        assert "num_blocks" in await stranger.end()
 
 
 # Stages of a pipeline group.
@@ -708,8 +697,9 @@ WRONG_OPENINGS: dict[str, list[Any]] = {
 
 
 @asynccontextmanager
-async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
-    """The second stage of two, which waits for the first, and where that reaches it."""
+async def waiting() -> AsyncIterator[tuple[asyncio.Task[str], Callable[..., Awaitable[Someone]]]]:
+    """The second stage of two, which waits for the first, and how somebody opens a session with it and says this."""
+    network = MemoryNetwork()
     head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
@@ -718,56 +708,50 @@ async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[st
     running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
     while not (stages := list(head._groups.followers())):
         await asyncio.sleep(0.001)
+
+    async def enter(*said: Any) -> Someone:
+        one = Someone()
+        one.session = await network.connect(stages[0].hello.address, messages.Upward, one, timeout_s=1)
+        one.say(*said)
+        return one
+
     try:
-        yield running, stages[0].hello.address
+        async with asyncio.timeout(60):
+            yield running, enter
     finally:
         await head.close()
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def open_stage(network: MemoryNetwork, address: str, *said: Any) -> Someone:
-    one = Someone()
-    one.session = await network.connect(address, messages.Upward, one, timeout_s=1)
-    one.say(*said)
-    return one
-
-
 @pytest.mark.parametrize("wrong", WRONG_OPENINGS)
 async def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
-    network = MemoryNetwork()
-    async with waiting(network) as (running, address), asyncio.timeout(60):
-        stranger = await open_stage(network, address, *WRONG_OPENINGS[wrong])
-        while not stranger.reasons:
-            await asyncio.sleep(0.001)
+    async with waiting() as (running, enter):
+        stranger = await enter(*WRONG_OPENINGS[wrong])
+        await stranger.end()
         assert not stranger.heard and not running.done()
-        leader = await open_stage(network, address, opening())
+        leader = await enter(opening())
         while not leader.heard:
             await asyncio.sleep(0.001)
         assert leader.heard == [messages.StageFound(1, (), last=True)]
-        second = await open_stage(network, address, opening())
-        while not second.reasons:
-            await asyncio.sleep(0.001)
+        second = await enter(opening())
+        await second.end()
         assert not second.heard and not leader.reasons
 
 
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
-    network = MemoryNetwork()
-    async with waiting(network) as (running, address), asyncio.timeout(60):
+    async with waiting() as (running, enter):
         run = messages.StageRun(1, (), (7,), "uint8")
-        stranger = await open_stage(network, address, *([opening()] if opened else []))
+        stranger = await enter(*([opening()] if opened else []))
         stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
-        while not stranger.reasons:
-            await asyncio.sleep(0.001)
-        assert "carried 7 bytes" in stranger.reasons[0]
+        assert "carried 7 bytes" in await stranger.end()
         assert not opened or "session with the stage before ended" in await running
 
 
 @pytest.mark.parametrize("more", [{"num_blocks": 65}, {"num_slots": 1}, {"num_records": 1}], ids=str)
 async def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
-    network = MemoryNetwork()
-    async with waiting(network) as (running, address), asyncio.timeout(60):
-        await open_stage(network, address, opening(**more))
+    async with waiting() as (running, enter):
+        await enter(opening(**more))
         with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
             await running
 

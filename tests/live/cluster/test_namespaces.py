@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
@@ -21,19 +20,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isthmus.cli.models import bytes_folder
 from isthmus.config import load_config
 from isthmus.live.cluster.authority import Authority
 from isthmus.live.cluster.joining import JoinToken
-from isthmus.live.engine.emulated import expected_tokens, recipe_of
+from isthmus.live.engine.emulated import expected_tokens
 from tests.certificates import make_certificate
+from tests.live.cluster.kit import RECIPE, prompt_of
 from tests.models import check_greedy, make_model
 from tests.served import LIMIT_S, Client, command, node_pid, streamed, wait_until_ready
 
 from .machines import Machine, machines
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.005}
-RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 EMULATED = {"engine": {"kind": "emulated", "cost": CURVE, "kv_memory": "64MiB", "threads": 1}}
 EXAMPLE = Path(__file__).parents[3] / "examples" / "slurm"
 TOKEN, PORT = "a token of the test", 7000
@@ -120,11 +118,6 @@ def site(hosts: dict[str, Machine], tls: dict[str, str], tmp_path: Path) -> Iter
         raise
     finally:
         made.kill()
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
 
 
 def check(served: Client, seed: int, length: int = 200, count: int = 20) -> None:

@@ -187,13 +187,6 @@ def test_a_worker_that_is_stopped_ends_its_run_with_the_present_iteration() -> N
     assert len(owner.outputs[RequestId("a")]) == 5 and not owner.worker._thread.is_alive()
 
 
-async def test_a_worker_with_nothing_to_do_can_be_stopped() -> None:
-    owner = Owner()
-    owner.worker.start()
-    owner.worker.stop()
-    assert not owner.worker._thread.is_alive()
-
-
 # The process.
 
 

@@ -30,6 +30,12 @@ WAIT_S = 60
 """Only so that a bug ends a test."""
 
 
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
+
+
 class Lane:
     """A pipe, with a sender before it and a receiver behind it."""
 
@@ -48,16 +54,14 @@ class Lane:
 
 
 @pytest.fixture
-def lane() -> Iterator[Callable[..., Lane]]:
-    with contextlib.ExitStack() as stack:
+def lane(stack: contextlib.ExitStack) -> Callable[..., Lane]:
+    def made(**shape: Any) -> Lane:
+        found = Lane(Shape(**{"delay_s": 0.0} | shape))
+        for each in found.ends:
+            stack.enter_context(each)
+        return found
 
-        def made(**shape: Any) -> Lane:
-            found = Lane(Shape(**{"delay_s": 0.0} | shape))
-            for each in found.ends:
-                stack.enter_context(each)
-            return found
-
-        yield made
+    return made
 
 
 def test_the_rate_is_shared() -> None:
@@ -117,23 +121,6 @@ def test_bytes_pass_whole(shape: Shape) -> None:
         with contextlib.closing(Sockets(memory, 3, through)) as peer:
             for direction in Direction:
                 verify(peer, direction, 200_000, 4096)
-
-
-def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        proxy = stack.enter_context(contextlib.closing(Child(serve, Shape(0.001), server.getsockname()[1])))
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=WAIT_S))
-        server.settimeout(WAIT_S)
-        far, _ = server.accept()
-        far.settimeout(WAIT_S)
-        near.sendall(b"question")
-        near.shutdown(socket.SHUT_WR)
-        assert far.recv(100) == b"question" and far.recv(100) == b""
-        far.sendall(b"answer")
-        assert near.recv(100) == b"answer"
-        far.close()
-        assert near.recv(100) == b""
 
 
 def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
@@ -202,31 +189,29 @@ def broken(each: socket.socket) -> bool:
         return True
 
 
-def test_a_link_is_cut_and_restored_by_a_signal() -> None:
-    with contextlib.ExitStack() as stack:
-        ends = Ends(stack, Shape(0.001, rate=1e9))
-        assert list(map(len, ends.link.ports.ports)) == [1, 2]
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
-        far = stack.enter_context(ends.server.accept()[0])
-        far.settimeout(WAIT_S)
-        near.sendall(b"first")
-        assert far.recv(100) == b"first"
-        ends.link.process.send_signal(signal.SIGUSR1)
-        assert broken(near) and broken(far)
-        assert not ends.passes()
-        ends.link.process.send_signal(signal.SIGUSR2)
-        while not ends.passes():
-            pass
+def test_a_link_is_cut_and_restored_by_a_signal(stack: contextlib.ExitStack) -> None:
+    ends = Ends(stack, Shape(0.001, rate=1e9))
+    assert list(map(len, ends.link.ports.ports)) == [1, 2]
+    near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
+    far = stack.enter_context(ends.server.accept()[0])
+    far.settimeout(WAIT_S)
+    near.sendall(b"first")
+    assert far.recv(100) == b"first"
+    ends.link.process.send_signal(signal.SIGUSR1)
+    assert broken(near) and broken(far)
+    assert not ends.passes()
+    ends.link.process.send_signal(signal.SIGUSR2)
+    while not ends.passes():
+        pass
 
 
-def test_a_port_leads_where_it_is_pointed_and_nowhere_else() -> None:
-    with contextlib.ExitStack() as stack:
-        ends = Ends(stack, Shape(0.0))
-        assert ends.passes()
-        assert not ends.passes(ends.link.ports.ports[0][0])
-        ends.link.say(Point(ends.port, ""))
-        while ends.passes():
-            pass  # until the command has got there
+def test_a_port_leads_where_it_is_pointed_and_nowhere_else(stack: contextlib.ExitStack) -> None:
+    ends = Ends(stack, Shape(0.0))
+    assert ends.passes()
+    assert not ends.passes(ends.link.ports.ports[0][0])
+    ends.link.say(Point(ends.port, ""))
+    while ends.passes():
+        pass  # until the command has got there
 
 
 def test_the_window_never_limits_the_rate_of_a_link() -> None:
@@ -391,38 +376,36 @@ class Running:
         return self._stack.enter_context(socket.create_connection(address, timeout=WAIT_S))
 
 
-def test_a_connection_is_forgotten_when_both_its_ends_are_over() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
-        near, far = running.connect(0)
-        near.sendall(b"question")
-        assert far.recv(100) == b"question"
-        pipes = list(running.proxy._pipes)
-        assert all(pipe.target.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for pipe in pipes)
-        near.shutdown(socket.SHUT_WR)
-        assert far.recv(100) == b""
-        far.sendall(b"answer")
-        assert near.recv(100) == b"answer" and len(pipes) == 2
-        far.close()
-        assert near.recv(100) == b""
-        running.stop()
-        assert running.pipes == []
-        assert [pipe.source.fileno() for pipe in pipes] == [-1, -1]
+def test_a_connection_is_forgotten_when_both_its_ends_are_over(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, Shape(0.0))
+    near, far = running.connect(0)
+    near.sendall(b"question")
+    assert far.recv(100) == b"question"
+    pipes = list(running.proxy._pipes)
+    assert all(pipe.target.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for pipe in pipes)
+    near.shutdown(socket.SHUT_WR)
+    assert far.recv(100) == b""
+    far.sendall(b"answer")
+    assert near.recv(100) == b"answer" and len(pipes) == 2
+    far.close()
+    assert near.recv(100) == b""
+    running.stop()
+    assert running.pipes == []
+    assert [pipe.source.fileno() for pipe in pipes] == [-1, -1]
 
 
-def test_a_connection_that_one_end_resets_is_forgotten() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
-        near, far = running.connect(0)
-        shaper._reset(near)
-        assert broken(far)
-        far.close()
-        other, _ = running.connect(0)
-        other.sendall(b"question")
-        until_s = time.monotonic() + WAIT_S
-        while len(running.proxy._pipes) > 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+def test_a_connection_that_one_end_resets_is_forgotten(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, Shape(0.0))
+    near, far = running.connect(0)
+    shaper._reset(near)
+    assert broken(far)
+    far.close()
+    other, _ = running.connect(0)
+    other.sendall(b"question")
+    until_s = time.monotonic() + WAIT_S
+    while len(running.proxy._pipes) > 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() -> None:
@@ -437,30 +420,28 @@ def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() ->
             assert used == [towards == 0, towards == 1]
 
 
-def test_only_the_first_connection_stalls_and_only_on_its_way_there() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0, stall_s=5.0, stall_after=100))
-        for _ in range(2):
-            near, far = running.connect(1)
-            near.sendall(b"question")
-            far.recv(100)
-            far.sendall(b"answer")
-            near.recv(100)
-        running.stop()
-        assert [pipe.stall_after for pipe in running.pipes] == [100, None, None, None]
-
-
-def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, Shape(0.0))
-        near, far = running.connect(0)
-        silent = stack.enter_context(socket.socket())
-        silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
-        running.proxy.point(running.proxy.ports[1].number, silent.getsockname()[:2])
-        with pytest.raises(ConnectionResetError):
-            running.reach(1).recv(10)
+def test_only_the_first_connection_stalls_and_only_on_its_way_there(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, Shape(0.0, stall_s=5.0, stall_after=100))
+    for _ in range(2):
+        near, far = running.connect(1)
         near.sendall(b"question")
-        assert far.recv(100) == b"question"
+        far.recv(100)
+        far.sendall(b"answer")
+        near.recv(100)
+    running.stop()
+    assert [pipe.stall_after for pipe in running.pipes] == [100, None, None, None]
+
+
+def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, Shape(0.0))
+    near, far = running.connect(0)
+    silent = stack.enter_context(socket.socket())
+    silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
+    running.proxy.point(running.proxy.ports[1].number, silent.getsockname()[:2])
+    with pytest.raises(ConnectionResetError):
+        running.reach(1).recv(10)
+    near.sendall(b"question")
+    assert far.recv(100) == b"question"
 
 
 def test_who_went_away_before_he_was_let_in_stops_nobody() -> None:

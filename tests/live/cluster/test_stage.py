@@ -128,10 +128,10 @@ class Watched(KVMover):
 
 
 class Stage:
-    """A stage with a cache of 8 blocks; `first`: the stages before, in one engine."""
+    """The last of two stages, with a cache of 8 blocks; `first`: the engine of the one before."""
 
-    def __init__(self, layers: tuple[int, int] = (1, LAYERS), engine: EmulatedEngine | None = None) -> None:
-        self.first, self.engine, self.owner = engine_of((0, layers[0])), engine or engine_of(layers), Owner()
+    def __init__(self, engine: EmulatedEngine | None = None) -> None:
+        self.first, self.engine, self.owner = engine_of((0, 1)), engine or engine_of((1, LAYERS)), Owner()
         layout = self.engine.memory.layout
         self.store = Store(Arena(Shape(layout.num_layers, layout.slice_bytes), 8))
         self.cache = EngineCache(self.engine.memory, self.store)
@@ -282,7 +282,7 @@ class Loads:
 @pytest.fixture
 def held() -> Iterator[Stage]:
     """A stage that computes when its engine's `go` is set."""
-    made = Stage(engine=Held())
+    made = Stage(Held())
     made.stepper.start()
     yield made
     made.close()

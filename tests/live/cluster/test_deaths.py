@@ -57,7 +57,6 @@ def heard(flight: Path, kind: type) -> int:
 ROLES: dict[str, dict[str, Any]] = {
     "decode-0": {"prefill": 2, "decode": 1},
     "prefill-0.1": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1},
-    "attention-0": {"prefill": 0, "decode": 0, "mixed": 2, "attention": 2},
 }
 
 

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isthmus.cli.models import bytes_folder
 from isthmus.config import Config
 from isthmus.core.cost import Curve, compile_cost
@@ -65,6 +67,17 @@ def ask(served: Client, prompt: list[int], count: int = 20, *, recipe: Recipe = 
     found = served.complete(prompt, count, ignore_eos=True, **fields)
     assert found["choices"][0]["token_ids"] == expected_tokens(recipe, prompt, count)
     return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def flip_bits(folder: Path, count: int = 40) -> None:
+    """So many in what was written to each large file."""
+    damage = random.Random(6)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stat().st_size > 4096:
+            data = np.fromfile(path, np.uint8)
+            for at in damage.sample(np.flatnonzero(data).tolist(), count):
+                data[at] ^= 1 << damage.randrange(8)
+            data.tofile(path)
 
 
 SMALL = Recipe("model", layout_of(16), 1000)

@@ -56,10 +56,7 @@ def heard(flight: Path, kind: type) -> int:
 
 ROLES: dict[str, dict[str, Any]] = {
     "decode-0": {"prefill": 2, "decode": 1},
-    "prefill-0": {"prefill": 1, "decode": 2},
     "prefill-0.1": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1},
-    "attention-0": {"prefill": 0, "decode": 0, "mixed": 2, "attention": 2},
-    "mixed-0": {"prefill": 0, "decode": 0, "mixed": 2, "attention": 2},
 }
 
 
@@ -70,10 +67,7 @@ def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
     sections = emulated(STEADY, roles=ROLES[victim])
     prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(26)]
     late = prompts[24:]
-    with (
-        serve(tmp_path, sections, "--record", str(flight)) as served,
-        ThreadPoolExecutor(len(prompts)) as pool,
-    ):
+    with serve(tmp_path, sections, "--record", str(flight)) as served, ThreadPoolExecutor(len(prompts)) as pool:
         begun = [threading.Event() for _ in prompts]
 
         def ask(prompt: list[int]) -> Future[list[int]]:

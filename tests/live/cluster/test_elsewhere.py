@@ -26,7 +26,7 @@ from isthmus.core.node.events import Lend, Repay
 from isthmus.core.node.letters import ClaimReply
 from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S
-from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
+from isthmus.lab.papers.infinite_llm.lending import LEDGER
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
@@ -128,7 +128,7 @@ def process_of(served: Inside, name: str) -> NodeProcess:
 
 @pytest.mark.parametrize(
     ("heads", "attention", "roles"),
-    [(2, 1, ONE), (2, 2, ONE), (2, 4, ONE), (4, 1, ONE), (4, 2, ONE), (4, 4, ONE), (1, 2, ONE), (2, 2, PAIRS)],
+    [(2, 4, ONE), (4, 2, ONE), (1, 2, ONE), (2, 2, PAIRS)],
 )
 def test_tokens_are_those_of_one_node(
     heads: int, attention: int, roles: dict[str, int], models: dict[int, Path]
@@ -144,8 +144,8 @@ def test_tokens_are_those_of_one_node(
 
 @pytest.mark.parametrize(
     ("roles", "heads", "holders"),
-    [({"mixed": 3}, 2, 2), ({"mixed": 4}, 4, 3), ({"mixed": 6}, 2, 5), (PAIRS, 2, 1)],
-    ids=["2", "3 MHA", "5", "2P2D"],
+    [({"mixed": 4}, 4, 3), (PAIRS, 2, 1)],
+    ids=["3 MHA", "2P2D"],
 )
 def test_the_longest_context_is_that_of_all_nodes_together(
     roles: dict[str, int], heads: int, holders: int, models: dict[int, Path]
@@ -163,10 +163,9 @@ def test_the_longest_context_is_that_of_all_nodes_together(
         served.wait_until(lambda: not any(served.gauge("kv_blocks_hosted").values()), "room comes back")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "kimi_linear"])
-def test_hybrid_and_latent_models(family: str, tmp_path: Path) -> None:
+def test_a_hybrid_model_with_latent_vectors(tmp_path: Path) -> None:
     """Only layers that keep KV ask; states stay at home and travel with the hand-over."""
-    save_tiny(family, tmp_path)
+    save_tiny("kimi_linear", tmp_path)
     layout = layout_of(tmp_path)
     memory = 14 * layout.block_bytes + 4 * layout.state_bytes + 6 * layout.state_blocks * layout.block_bytes
     roles = {"prefill": 1, "decode": 1, "attention": {"count": 1, "kv_memory": 40 * layout.block_bytes}}
@@ -196,7 +195,7 @@ class Counted:
         engine.build, engine.step = counted_build, counted_step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("kv_heads", "attention"), [(2, 2), (4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("kv_heads", "attention"), [(2, 2), (4, 1)])
 def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, models: dict[int, Path]) -> None:
     """Of each token and layer its queries there, sums and a logarithm for each head back, however long the context and
     however many share the heads; and once its K and V. Lamina says (2 + 2 / G) e d, without the logarithm."""
@@ -223,14 +222,13 @@ def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, mod
 # Together with everything else.
 
 
-@pytest.mark.parametrize("batches", [2, 3])
-def test_batches_take_turns(batches: int, model: Path) -> None:
+def test_batches_take_turns(model: Path) -> None:
     """Of several answers together, most with KV at both attention nodes."""
-    engine = {"batches": batches, "max_sequences": 6, "kv_memory": 40 * block_bytes()}
+    engine = {"batches": 3, "max_sequences": 6, "kv_memory": 40 * block_bytes()}
     took = mock.patch.object(BatchTurns, "_take", autospec=True, side_effect=BatchTurns._take)
     with took as take, inside(deployment(model, ONE, attention=2, engine=engine)) as served:
         ask_all(served, model, prompts_of(20, 300, 60, 100, 250, 33), 24)
-    assert max(len(call.args[1]) for call in take.call_args_list) == batches
+    assert max(len(call.args[1]) for call in take.call_args_list) == 3
 
 
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
@@ -283,10 +281,9 @@ def test_two_clusters(model: Path) -> None:
         assert served.gauge("kv_bytes_shipped_total")["west-prefill-0"] >= 9 * block_bytes()
 
 
-@pytest.mark.parametrize("roles", [ONE, {"prefill": 1, "decode": 1}], ids=["one", "1P1D"])
-def test_who_is_cancelled_leaves_nothing(roles: dict[str, int], model: Path) -> None:
+def test_who_is_cancelled_leaves_nothing(model: Path) -> None:
     """While the prompt is computed, and in the midst of the answer."""
-    with inside(deployment(model, roles, attention=2)) as served:
+    with inside(deployment(model, {"prefill": 1, "decode": 1}, attention=2)) as served:
         for seed, after in enumerate((0, 1, 3)):
             body = {
                 "model": served.model, "prompt": prompt_of(seed, 500), "max_tokens": 100, "stream": True,
@@ -370,7 +367,7 @@ def moving(served: Inside, seed: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("which", ["mixed", "1P2D", "hybrid", "emulated"])
+@pytest.mark.parametrize("which", ["1P2D", "hybrid", "emulated"])
 def test_blocks_go_and_come_at_any_step_and_change_no_token(which: str, model: Path, tmp_path: Path) -> None:
     lengths, num_tokens = (20, 100, 60, 150, 33, 90), 120
     roles = {"prefill": 1, "decode": 2} if which == "1P2D" else {"mixed": 2 if which == "hybrid" else 3}
@@ -401,7 +398,7 @@ PACE_S = 0.02
 """Of an iteration, until something was lent: a shortage lasts as long on a quick machine."""
 
 
-@pytest.mark.parametrize("policy", [LEDGER, GREEDY, "isthmus"])
+@pytest.mark.parametrize("policy", [LEDGER, "isthmus"])
 def test_a_node_that_lacks_memory_borrows_and_pays_back(policy: str, model: Path) -> None:
     """One long answer leaves little room for the short requests that come to the same node."""
     lending = {"policy": policy, "period_s": 0.02, "reserve": 0.1}

@@ -56,12 +56,7 @@ class Scene:
         self.authority = Authority.made(self.now)
         network = over(HeadCredentials(self.authority))
         self.head = Head(
-            Rules(),
-            CARD,
-            silence_s=LIMIT_S,
-            rejoin_s=LIMIT_S,
-            network=network,
-            enrolment=self.authority,
+            Rules(), CARD, silence_s=LIMIT_S, rejoin_s=LIMIT_S, network=network, enrolment=self.authority
         )
         self.join = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,44 +12,21 @@ from typing import Any
 import httpx
 import pytest
 
-from isthmus.cli.models import bytes_folder
-from isthmus.live.engine.emulated import recipe_of
 from tests.inside import inside
-from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, prompt_of
+from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, flip_bits, prompt_of
 from tests.models import check_greedy, make_model
 from tests.served import Client
 
-LENGTHS = (1, 2, 15, 16, 17, 48, 64, 255, 256, 257, 900, 3000)
 
-
-def deployment(*, stages: int = 2, curve: dict[str, Any] = CURVE, **sections: Any) -> dict[str, Any]:
+def deployment(*, curve: dict[str, Any] = CURVE, **sections: Any) -> dict[str, Any]:
     """One group of emulated stages."""
-    return emulated(curve, roles={"prefill": {"count": stages, "pipeline": stages}, "decode": 1}, **sections)
+    return emulated(curve, roles={"prefill": {"count": 2, "pipeline": 2}, "decode": 1}, **sections)
 
 
 def alike(served: Client) -> bool:
     """All stages of the group keep as many blocks in each tier."""
     tiers = [served.gauge(f"cache_{tier}_blocks") for tier in ("memory", "disk")]
     return all(tier["prefill-0"] == tier["prefill-0.1"] for tier in tiers)
-
-
-@pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "64MiB"}), (3, {"dram": "64MiB"})])
-def test_every_answer_is_exact(stages: int, cache: dict[str, Any]) -> None:
-    prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
-    recipe = recipe_of(bytes_folder(), bytes_folder(), 16, layers=max(2, stages))
-    with inside(deployment(stages=stages, cache=cache)) as served:
-        assert len(served.processes) == stages + 1
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            assert not any(pool.map(lambda prompt: ask(served, prompt, recipe=recipe), prompts))
-            assert ask(served, prompt_of(100, 700), 1, recipe=recipe) == 0, (
-                "an answer of one token, with no decode"
-            )
-            cached = list(pool.map(lambda prompt: ask(served, prompt, recipe=recipe), prompts))
-        assert cached[-1] >= 2992, "the longest prompt was computed again"
-        last = f"prefill-0.{stages - 1}"
-        served.wait_until(
-            lambda: served.gauge("kv_bytes_out_total")[last] > 0, "each stage hands over its layers"
-        )
 
 
 def test_tokens_of_a_real_model_are_exact(tmp_path: Path) -> None:
@@ -104,23 +80,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "blocks"
 
 
-def flip_bytes(folder: Path, count: int = 40) -> None:
-    damage = random.Random(6)
-    for path in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4096]:
-        data = bytearray(path.read_bytes())
-        written = [at for at, byte in enumerate(data) if byte]
-        for at in damage.sample(written, count):
-            data[at] ^= 1 << damage.randrange(8)
-        path.write_bytes(data)
-
-
 def lose_half(folder: Path) -> None:
     for path in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]:
         os.truncate(path, len(path.read_bytes().rstrip(b"\0")) // 2)
 
 
-@pytest.mark.parametrize("harm", [flip_bytes, lose_half])
-@pytest.mark.parametrize("stage", ["prefill-0", "prefill-0.1"])
+@pytest.mark.parametrize(("stage", "harm"), [("prefill-0", lose_half), ("prefill-0.1", flip_bits)])
 def test_damage_in_one_stage_costs_time_and_no_token(
     stage: str, harm: Callable[[Path], None], kept: Path, tmp_path: Path
 ) -> None:

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from isthmus.core import conductor
 from isthmus.core.attempts import RoleChanged
-from isthmus.core.conductor import LinkRule, LinksMeasured, LinkState
+from isthmus.core.conductor import LinkRule, LinksMeasured
 from isthmus.core.errors import OverloadedError, RequestError, UnavailableError
 from isthmus.core.node import events
 from isthmus.core.types import NS_PER_MS, Job, NodeId, RequestId, Role, Sampling
 from isthmus.live.cluster.links import AddressBook
 from isthmus.live.peers import messages
 from tests.live.cluster.test_links import FakeLink
-from tests.live.cluster.test_trust import CARD, OWN, Scene, Someone, facts, hello, output, scene, stage
+from tests.live.cluster.test_trust import CARD, OWN, Scene, Someone, facts, hello, in_scene, output, stage
 from tests.tape import MemoryTape
 
 LINKS = (LinkRule("west", "east", 1000), LinkRule("east", "west", 1000))
@@ -43,85 +43,73 @@ def reached(one: Someone) -> dict[str, set[str]]:
 # Who can be served.
 
 
-def test_a_cluster_is_healthy_while_somebody_prefills_and_decodes() -> None:
-    async def work(some: Scene) -> None:
-        assert not some.head.healthy
-        await some.enter(hello("d", Role.DECODE))
-        assert not some.head.healthy
-        m = await some.enter(hello("m", Role.MIXED))
-        assert some.head.healthy
-        m.session.abort("killed")
-        await some.settle()
-        assert not some.head.healthy
-        await some.enter(hello("p", Role.PREFILL))
-        assert some.head.healthy
-
-    scene(work)
+@in_scene()
+async def test_a_cluster_is_healthy_while_somebody_prefills_and_decodes(some: Scene) -> None:
+    assert not some.head.healthy
+    await some.enter(hello("d", Role.DECODE))
+    assert not some.head.healthy
+    m = await some.enter(hello("m", Role.MIXED))
+    assert some.head.healthy
+    m.session.abort("killed")
+    await some.settle()
+    assert not some.head.healthy
+    await some.enter(hello("p", Role.PREFILL))
+    assert some.head.healthy
 
 
-def test_two_clusters_are_healthy_where_a_link_joins_prefill_and_decode() -> None:
-    async def work(some: Scene) -> None:
-        two_clusters(some)
-        await some.enter(placed("p", Role.PREFILL, "west"))
-        await some.enter(placed("n", Role.DECODE, "north"))
-        assert not some.head.healthy
-        await some.enter(placed("d", Role.DECODE, "east"))
-        assert some.head.healthy
-
-    scene(work)
+@in_scene()
+async def test_two_clusters_are_healthy_where_a_link_joins_prefill_and_decode(some: Scene) -> None:
+    two_clusters(some)
+    await some.enter(placed("p", Role.PREFILL, "west"))
+    await some.enter(placed("n", Role.DECODE, "north"))
+    assert not some.head.healthy
+    await some.enter(placed("d", Role.DECODE, "east"))
+    assert some.head.healthy
 
 
-def test_nothing_is_taken_before_a_node_is_there() -> None:
-    async def work(some: Scene) -> None:
-        with pytest.raises(UnavailableError, match="no node can serve this now"):
-            some.submit("a")
-        await some.enter(hello("m", Role.MIXED))
-        assert some.submit("a") and some.attempt("a") == 1
-
-    scene(work)
+@in_scene()
+async def test_nothing_is_taken_before_a_node_is_there(some: Scene) -> None:
+    with pytest.raises(UnavailableError, match="no node can serve this now"):
+        some.submit("a")
+    await some.enter(hello("m", Role.MIXED))
+    assert some.submit("a") and some.attempt("a") == 1
 
 
-def test_what_comes_before_the_first_node_waits_for_it() -> None:
+@in_scene(wait_ms=2000)
+async def test_what_comes_before_the_first_node_waits_for_it(some: Scene) -> None:
     """Nobody knows then how blocks are named: it has none, and is computed whole."""
-
-    async def work(some: Scene) -> None:
-        stream = some.submit("a")
-        await asyncio.sleep(1)
-        assert stream.error is None and some.attempt("a") == 0
-        await some.enter(hello("m", Role.MIXED))
-        assert some.attempt("a") == 1 and not some.view_of("a").arrived.names
-        await asyncio.sleep(2)
-        assert stream.error is None
-
-    scene(work, wait_ms=2000)
+    stream = some.submit("a")
+    await asyncio.sleep(1)
+    assert stream.error is None and some.attempt("a") == 0
+    await some.enter(hello("m", Role.MIXED))
+    assert some.attempt("a") == 1 and not some.view_of("a").arrived.names
+    await asyncio.sleep(2)
+    assert stream.error is None
 
 
-def test_a_node_that_is_away_is_waited_for_no_longer_than_that() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("p", Role.PREFILL))
-        stream = some.submit("a")
-        await asyncio.sleep(1)
-        assert stream.error is None
-        await asyncio.sleep(2)
-        assert isinstance(stream.error, UnavailableError) and stream.error.retry_after_s == 3
-        assert some.head.refusals() == {"unavailable": 1} and not some.head._streams
-
-    scene(work, wait_ms=2000, retry_after_ms=2500)
+@in_scene(wait_ms=2000, retry_after_ms=2500)
+async def test_a_node_that_is_away_is_waited_for_no_longer_than_that(some: Scene) -> None:
+    await some.enter(hello("p", Role.PREFILL))
+    stream = some.submit("a")
+    await asyncio.sleep(1)
+    assert stream.error is None
+    await asyncio.sleep(2)
+    assert isinstance(stream.error, UnavailableError) and stream.error.retry_after_s == 3
+    assert some.head.refusals() == {"unavailable": 1} and not some.head._streams
 
 
-def test_what_can_never_fit_is_the_clients_fault() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("m", Role.MIXED))
-        with pytest.raises(RequestError) as refused:
-            some.head.submit(Job(RequestId("a"), tuple(range(900)), 200, Sampling()))
-        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
-        assert some.head.refusals() == {"too_long": 1} and not some.head._streams
-
-    scene(work)
+@in_scene()
+async def test_what_can_never_fit_is_the_clients_fault(some: Scene) -> None:
+    await some.enter(hello("m", Role.MIXED))
+    with pytest.raises(RequestError) as refused:
+        some.head.submit(Job(RequestId("a"), tuple(range(900)), 200, Sampling()))
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
+    assert some.head.refusals() == {"too_long": 1} and not some.head._streams
 
 
 @pytest.mark.parametrize(("retry_ms", "seconds"), [(1, 1), (1000, 1), (1001, 2), (2500, 3)])
 def test_a_client_is_told_to_come_back_not_too_early(retry_ms: int, seconds: int) -> None:
+    @in_scene(max_requests=1, retry_after_ms=retry_ms)
     async def work(some: Scene) -> None:
         await some.enter(hello("m", Role.MIXED))
         some.submit("a")
@@ -129,129 +117,115 @@ def test_a_client_is_told_to_come_back_not_too_early(retry_ms: int, seconds: int
             some.submit("b")
         assert refused.value.retry_after_s == seconds
 
-    scene(work, max_requests=1, retry_after_ms=retry_ms)
+    work()
 
 
-def test_an_attempt_is_told_to_each_of_its_nodes_once() -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        some.submit("a", salt="mine")
-        await some.settle()
-        for one, part in ((p, Role.PREFILL), (d, Role.DECODE)):
-            (begin,) = one.of(events.StartAttempt)
-            assert (begin.part, begin.salt, begin.tokens) == (part, "mine", tuple(range(40)))
-        d.session.abort("killed")
-        p.session.abort("killed")
-        m = await some.enter(hello("m", Role.MIXED))
-        assert [begin.part for begin in m.of(events.StartAttempt)] == [Role.MIXED]
-
-    scene(work)
+@in_scene()
+async def test_an_attempt_is_told_to_each_of_its_nodes_once(some: Scene) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    some.submit("a", salt="mine")
+    await some.settle()
+    for one, part in ((p, Role.PREFILL), (d, Role.DECODE)):
+        (begin,) = one.of(events.StartAttempt)
+        assert (begin.part, begin.salt, begin.tokens) == (part, "mine", tuple(range(40)))
+    d.session.abort("killed")
+    p.session.abort("killed")
+    m = await some.enter(hello("m", Role.MIXED))
+    assert [begin.part for begin in m.of(events.StartAttempt)] == [Role.MIXED]
 
 
 # Whom nodes can reach.
 
 
-def test_nodes_are_told_of_each_other_as_they_come_and_go() -> None:
-    async def work(some: Scene) -> None:
-        p = await some.enter(hello("p", Role.PREFILL))
-        assert reached(p) == {"": {"p"}}
-        d = await some.enter(hello("d", Role.DECODE))
-        assert reached(p) == reached(d) == {"": {"p", "d"}}
-        assert d.of(messages.Neighbours)[-1].addresses == {P: "p:1", D: "d:1"}
-        d.session.abort("killed")
-        await some.settle()
-        assert reached(p) == {"": {"p"}}
-
-    scene(work)
+@in_scene()
+async def test_nodes_are_told_of_each_other_as_they_come_and_go(some: Scene) -> None:
+    p = await some.enter(hello("p", Role.PREFILL))
+    assert reached(p) == {"": {"p"}}
+    d = await some.enter(hello("d", Role.DECODE))
+    assert reached(p) == reached(d) == {"": {"p", "d"}}
+    assert d.of(messages.Neighbours)[-1].addresses == {P: "p:1", D: "d:1"}
+    d.session.abort("killed")
+    await some.settle()
+    assert reached(p) == {"": {"p"}}
 
 
-def test_nodes_are_told_of_linked_clusters_and_of_no_others() -> None:
-    async def work(some: Scene) -> None:
-        two_clusters(some)
-        north = await some.enter(placed("n", Role.PREFILL, "north"))
-        west = await some.enter(placed("w", Role.PREFILL, "west"))
-        east = await some.enter(placed("e", Role.DECODE, "east"))
-        assert reached(north) == {"north": {"n"}}
-        assert reached(west) == reached(east) == {"west": {"w"}, "east": {"e"}}
-        assert len(north.of(messages.Neighbours)) == 1
-        west.session.abort("killed")
-        await some.settle()
-        assert reached(east) == {"west": set(), "east": {"e"}}
-
-    scene(work)
+@in_scene()
+async def test_nodes_are_told_of_linked_clusters_and_of_no_others(some: Scene) -> None:
+    two_clusters(some)
+    north = await some.enter(placed("n", Role.PREFILL, "north"))
+    west = await some.enter(placed("w", Role.PREFILL, "west"))
+    east = await some.enter(placed("e", Role.DECODE, "east"))
+    assert reached(north) == {"north": {"n"}}
+    assert reached(west) == reached(east) == {"west": {"w"}, "east": {"e"}}
+    assert len(north.of(messages.Neighbours)) == 1
+    west.session.abort("killed")
+    await some.settle()
+    assert reached(east) == {"west": set(), "east": {"e"}}
 
 
-def test_later_stages_are_told_whom_their_group_can_reach() -> None:
-    async def work(some: Scene) -> None:
-        stages = [await some.enter(stage(number)) for number in range(3)]
-        stages[0].say(hello("g", Role.PREFILL))
-        await some.settle()
-        await some.enter(hello("d", Role.DECODE))
-        assert [reached(each) for each in stages] == [{"": {"g", "d"}}] * 3
-
-    scene(work)
+@in_scene()
+async def test_later_stages_are_told_whom_their_group_can_reach(some: Scene) -> None:
+    stages = [await some.enter(stage(number)) for number in range(3)]
+    stages[0].say(hello("g", Role.PREFILL))
+    await some.settle()
+    await some.enter(hello("d", Role.DECODE))
+    assert [reached(each) for each in stages] == [{"": {"g", "d"}}] * 3
 
 
-def test_a_node_for_which_a_link_has_no_port_is_turned_away() -> None:
-    async def work(some: Scene) -> None:
-        two_clusters(some).emulate(FakeLink((11,), (21,)))
-        await some.enter(placed("p", Role.PREFILL, "west"))
-        second = await some.enter(placed("q", Role.PREFILL, "west"))
-        assert "has no port left" in second.of(messages.NodeRefused)[0].reason and second.reasons
-        assert some.members() == ["p"]
-
-    scene(work)
+@in_scene()
+async def test_a_node_for_which_a_link_has_no_port_is_turned_away(some: Scene) -> None:
+    two_clusters(some).emulate(FakeLink((11,), (21,)))
+    await some.enter(placed("p", Role.PREFILL, "west"))
+    second = await some.enter(placed("q", Role.PREFILL, "west"))
+    assert "has no port left" in second.of(messages.NodeRefused)[0].reason and second.reasons
+    assert some.members() == ["p"]
 
 
 # What operators see, and what the conductor decides beside routes.
 
 
-def test_what_passes_between_clusters_is_shown_where_there_are_links() -> None:
-    async def alone(some: Scene) -> None:
-        assert some.head.offload() is None
-
-    async def joined(some: Scene) -> None:
-        shown = some.head.offload()
-        assert shown is not None and [view.source for view in shown.links] == ["west", "east"]
-
-    scene(alone)
-    scene(joined, links=LINKS)
+@in_scene(links=LINKS)
+async def test_what_passes_between_clusters_is_shown_where_there_are_links(some: Scene) -> None:
+    shown = some.head.offload()
+    assert shown is not None and [view.source for view in shown.links] == ["west", "east"]
 
 
-def test_a_node_that_is_to_take_another_role_is_told_and_shown() -> None:
-    async def work(some: Scene) -> None:
-        p = await some.enter(hello("p", Role.PREFILL))
-        some.head._act(conductor.SendOrder(P, events.Convert(P, Role.DECODE)), 0)
-        await some.settle()
-        assert p.of(events.Convert) == [events.Convert(P, Role.DECODE)]
-        assert some.head.nodes()[P][0] is Role.PREFILL, "not before it did"
-        p.say(RoleChanged(P, Role.DECODE))
-        await some.settle()
-        assert some.head.nodes()[P][0] is Role.DECODE
-        assert some.head._offload.conversions == 1
-        assert some.head._desk.conductor.view.nodes[P].role is Role.DECODE
-
-    scene(work)
+@in_scene()
+async def test_where_there_are_no_links_nothing_is_shown_of_them(some: Scene) -> None:
+    assert some.head.offload() is None
 
 
-def test_each_new_threshold_is_shown_with_its_reason() -> None:
-    async def work(some: Scene) -> None:
-        for threshold, reason in ((1000, "solved"), (None, "the link is down")):
-            some.head._act(conductor.ThresholdSet(threshold, reason), 0)
-        shown = some.head.offload()
-        assert shown is not None
-        assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)
+@in_scene()
+async def test_a_node_that_is_to_take_another_role_is_told_and_shown(some: Scene) -> None:
+    p = await some.enter(hello("p", Role.PREFILL))
+    some.head._act(conductor.SendOrder(P, events.Convert(P, Role.DECODE)), 0)
+    await some.settle()
+    assert p.of(events.Convert) == [events.Convert(P, Role.DECODE)]
+    assert some.head.nodes()[P][0] is Role.PREFILL, "not before it did"
+    p.say(RoleChanged(P, Role.DECODE))
+    await some.settle()
+    assert some.head.nodes()[P][0] is Role.DECODE
+    assert some.head._offload.conversions == 1
+    assert some.head._desk.conductor.view.nodes[P].role is Role.DECODE
 
-    scene(work, links=LINKS)
+
+@in_scene(links=LINKS)
+async def test_each_new_threshold_is_shown_with_its_reason(some: Scene) -> None:
+    for threshold, reason in ((1000, "solved"), (None, "the link is down")):
+        some.head._act(conductor.ThresholdSet(threshold, reason), 0)
+    shown = some.head.offload()
+    assert shown is not None
+    assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)
 
 
 @pytest.mark.parametrize(("period_ms", "beat_ms"), [(400, 200), (10_000, 500), (1, 1)])
 def test_nodes_report_twice_in_each_period_of_what_the_conductor_hears(period_ms: int, beat_ms: int) -> None:
+    @in_scene(period_ns=period_ms * NS_PER_MS)
     async def work(some: Scene) -> None:
         m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
         assert m.of(messages.NodeWelcome) == later.of(messages.NodeWelcome) == [messages.NodeWelcome(beat_ms)]
 
-    scene(work, period_ns=period_ms * NS_PER_MS)
+    work()
 
 
 def measured(tape: MemoryTape) -> list[tuple[int, tuple[Any, ...]]]:
@@ -260,86 +234,70 @@ def measured(tape: MemoryTape) -> list[tuple[int, tuple[Any, ...]]]:
     return [(at_ns // NS_PER_MS, tuple(link.sent_bytes for link in event.links)) for at_ns, event in found]
 
 
-def test_the_conductor_hears_of_links_once_all_nodes_are_there() -> None:
-    async def work(some: Scene) -> None:
-        two_clusters(some)
-        tape = MemoryTape()
-        some.head._desk.log = tape.record
-        waiting = asyncio.create_task(some.head.wait_for([P, D]))
-        p = await some.enter(placed("p", Role.PREFILL, "west"))
-        await asyncio.sleep(0.5)
-        assert not waiting.done() and not measured(tape)
-        await some.enter(placed("d", Role.DECODE, "east"))
-        await waiting
-        p.say(messages.Heartbeat({}, (LinkState("", "east", True, 700),)))
-        await asyncio.sleep(0.25)
-        assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
-
-    scene(work, links=LINKS, period_ns=100 * NS_PER_MS)
+@in_scene(links=LINKS, period_ns=100 * NS_PER_MS)
+async def test_the_conductor_hears_of_links_once_all_nodes_are_there(some: Scene) -> None:
+    two_clusters(some)
+    tape = MemoryTape()
+    some.head._desk.log = tape.record
+    waiting = asyncio.create_task(some.head.wait_for([P, D]))
+    p = await some.enter(placed("p", Role.PREFILL, "west"))
+    await asyncio.sleep(0.5)
+    assert not waiting.done() and not measured(tape)
+    await some.enter(placed("d", Role.DECODE, "east"))
+    await waiting
+    p.say(messages.Heartbeat({}, (messages.LinkState("", "east", True, 700),)))
+    await asyncio.sleep(0.25)
+    assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
 
 
-def test_where_nothing_depends_on_links_the_conductor_hears_of_none() -> None:
-    async def work(some: Scene) -> None:
-        tape = MemoryTape()
-        some.head._desk.log = tape.record
-        await some.enter(hello("m", Role.MIXED))
-        await some.head.wait_for([M])
-        await asyncio.sleep(2)
-        assert not measured(tape)
-
-    scene(work, period_ns=100 * NS_PER_MS)
+@in_scene(period_ns=100 * NS_PER_MS)
+async def test_where_nothing_depends_on_links_the_conductor_hears_of_none(some: Scene) -> None:
+    tape = MemoryTape()
+    some.head._desk.log = tape.record
+    await some.enter(hello("m", Role.MIXED))
+    await some.head.wait_for([M])
+    await asyncio.sleep(2)
+    assert not measured(tape)
 
 
-def test_attempts_that_cross_a_link_are_counted() -> None:
-    async def work(some: Scene) -> None:
-        two_clusters(some)
-        await some.enter(placed("p", Role.PREFILL, "west"))
-        await some.enter(placed("d", Role.DECODE, "east"))
-        route = conductor.Route(RequestId("a"), 1, P, D)
-        some.submit("a")
-        before = some.head._offload.requests
-        some.head._act(route, 0)
-        assert some.head._offload.requests == before + 1
-        some.head._act(replace(route, prefill=D), 0)
-        assert some.head._offload.requests == before + 1
-
-    scene(work, links=LINKS, threshold=1)
+@in_scene(links=LINKS, threshold=1)
+async def test_attempts_that_cross_a_link_are_counted(some: Scene) -> None:
+    two_clusters(some)
+    await some.enter(placed("p", Role.PREFILL, "west"))
+    await some.enter(placed("d", Role.DECODE, "east"))
+    route = conductor.Route(RequestId("a"), 1, P, D)
+    some.submit("a")
+    before = some.head._offload.requests
+    some.head._act(route, 0)
+    assert some.head._offload.requests == before + 1
+    some.head._act(replace(route, prefill=D), 0)
+    assert some.head._offload.requests == before + 1
 
 
-def test_a_task_of_the_head_that_fails_is_no_secret(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(some: Scene) -> None:
-        async def fails() -> None:
-            raise ValueError("broken")
+@in_scene()
+async def test_a_task_of_the_head_that_fails_is_no_secret(
+    some: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> None:
+        raise ValueError("broken")
 
-        some.head._start(fails())
-        await some.settle()
-        (said,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-        assert said.exc_info is not None and str(said.exc_info[1]) == "broken"
-
-    scene(work)
-
-
-def test_what_a_node_says_after_it_left_is_not_heard() -> None:
-    async def work(some: Scene) -> None:
-        m = await some.enter(hello("m", Role.MIXED))
-        stream = some.submit("a")
-        await some.settle()
-        some.head.leave(M, "silent")
-        m.say(output(1, 0), messages.Heartbeat({"x": 1.0}))
-        await some.settle()
-        assert stream.generated == () and some.head.gauges() == OWN and some.head.card == CARD
-
-    scene(work)
+    some.head._start(fails())
+    await some.settle()
+    (said,) = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert said.exc_info is not None and str(said.exc_info[1]) == "broken"
 
 
-def test_what_a_node_says_after_it_left_is_not_that_of_another_under_its_name() -> None:
-    async def work(some: Scene) -> None:
-        before = await some.enter(hello("m", Role.MIXED))
-        some.head.leave(M, "silent")
-        await some.enter(hello("m", Role.MIXED))
-        own = some.head.gauges()
-        before.say(messages.Heartbeat({"x": 1.0}))
-        await some.settle()
-        assert some.head.gauges() == own
-
-    scene(work)
+@in_scene()
+async def test_what_a_node_says_after_it_left_is_not_heard(some: Scene) -> None:
+    m = await some.enter(hello("m", Role.MIXED))
+    stream = some.submit("a")
+    await some.settle()
+    some.head.leave(M, "silent")
+    m.say(output(1, 0), messages.Heartbeat({"x": 1.0}))
+    await some.settle()
+    assert stream.generated == () and some.head.gauges() == OWN and some.head.card == CARD
+    await some.enter(hello("m", Role.MIXED))
+    own = some.head.gauges()
+    m.say(messages.Heartbeat({"x": 1.0}))
+    await some.settle()
+    assert some.head.gauges() == own, "it was taken for the one that has its name now"

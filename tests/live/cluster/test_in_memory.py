@@ -69,23 +69,20 @@ def is_settled(head: Head, process: NodeProcess) -> bool:
     return believed_of(head, process) == decided_of(process) == stored_of(process)
 
 
-def test_the_conductor_knows_in_which_tier_each_block_is(tmp_path: Path) -> None:
-    async def work() -> list[Any]:
-        tiers = {"dram_blocks": DRAM, "ssd_blocks": DISK, "transit_blocks": 8}
-        roles = {P: Role.PREFILL, "d-0": Role.DECODE}
-        opener_of = lambda name: store_opener(tmp_path / name)  # noqa: E731
-        async with in_memory(roles, CURVE, opener_of=opener_of, **tiers) as (head, nodes, tape):
-            for number, at in enumerate(ORDER):
-                prompt = FIVE_BLOCKS[at]
-                assert await answer(head, str(number), prompt, 4) == expected_tokens(SMALL, prompt, 4)
-                while not all(is_settled(head, process) for process in nodes.values()):
-                    await asyncio.sleep(0.005)
-            assert set(believed_of(head, nodes[P]).values()) == {Tier.MEMORY, Tier.DISK}
-        return [entry.event for entry in tape.entries]
-
+async def test_the_conductor_knows_in_which_tier_each_block_is(tmp_path: Path) -> None:
+    tiers = {"dram_blocks": DRAM, "ssd_blocks": DISK, "transit_blocks": 8}
+    roles = {P: Role.PREFILL, "d-0": Role.DECODE}
+    opener_of = lambda name: store_opener(tmp_path / name)  # noqa: E731
+    async with in_memory(roles, CURVE, opener_of=opener_of, **tiers) as (head, nodes, tape):
+        for number, at in enumerate(ORDER):
+            prompt = FIVE_BLOCKS[at]
+            assert await answer(head, str(number), prompt, 4) == expected_tokens(SMALL, prompt, 4)
+            while not all(is_settled(head, process) for process in nodes.values()):
+                await asyncio.sleep(0.005)
+        assert set(believed_of(head, nodes[P]).values()) == {Tier.MEMORY, Tier.DISK}
     where = dict[BlockName, Tier]()
     moves: set[tuple[Tier | None, Tier | None]] = set()
-    for event in asyncio.run(work()):
+    for event in [entry.event for entry in tape.entries]:
         match event:
             case BlocksStored(node, names, tier) if node == P:
                 moves |= {(where.get(name), tier) for name in names}
@@ -96,26 +93,23 @@ def test_the_conductor_knows_in_which_tier_each_block_is(tmp_path: Path) -> None
     assert moves >= {stored, sunk, raised, (Tier.DISK, None)}, "each way a block can go was told"
 
 
-def test_a_converted_node_decodes() -> None:
+async def test_a_converted_node_decodes() -> None:
     """It takes its new role in place while the cluster serves, with the limits of that role."""
     prompts = [tuple(range(start, start + 40 + start)) for start in (1, 60, 120, 180)]
 
-    async def work() -> list[Route]:
-        roles = {"p-0": Role.PREFILL, "p-1": Role.PREFILL, "d-0": Role.DECODE}
-        async with in_memory(roles, CURVE) as (head, nodes, tape):
-            answers = [await answer(head, f"before-{at}", prompt) for at, prompt in enumerate(prompts)]
-            head._act(SendOrder(NodeId("p-1"), Convert(NodeId("p-1"), Role.DECODE)), 0)
-            while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
-                await asyncio.sleep(0.001)
-            found = {node: role for node, (role, *_) in head.nodes().items()}
-            assert found == roles | {"p-1": Role.DECODE}
-            asked = [answer(head, f"after-{at}", prompt) for at, prompt in enumerate(prompts)]
-            answers += await asyncio.gather(*asked)
-            assert nodes["p-1"].node.scheduler.limits.max_sequences == 2
-        assert answers == 2 * [expected_tokens(SMALL, prompt, 10) for prompt in prompts]
-        return [action for entry in tape.entries for action in entry.actions if isinstance(action, Route)]
-
-    routes = asyncio.run(work())
+    roles = {"p-0": Role.PREFILL, "p-1": Role.PREFILL, "d-0": Role.DECODE}
+    async with in_memory(roles, CURVE) as (head, nodes, tape):
+        answers = [await answer(head, f"before-{at}", prompt) for at, prompt in enumerate(prompts)]
+        head._act(SendOrder(NodeId("p-1"), Convert(NodeId("p-1"), Role.DECODE)), 0)
+        while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
+            await asyncio.sleep(0.001)
+        found = {node: role for node, (role, *_) in head.nodes().items()}
+        assert found == roles | {"p-1": Role.DECODE}
+        asked = [answer(head, f"after-{at}", prompt) for at, prompt in enumerate(prompts)]
+        answers += await asyncio.gather(*asked)
+        assert nodes["p-1"].node.scheduler.limits.max_sequences == 2
+    assert answers == 2 * [expected_tokens(SMALL, prompt, 10) for prompt in prompts]
+    routes = [action for entry in tape.entries for action in entry.actions if isinstance(action, Route)]
     before, after = routes[:4], routes[4:]
     assert {route.prefill for route in before} == {"p-0", "p-1"}
     assert {route.decode for route in before} == {"d-0"}
@@ -133,21 +127,16 @@ class Deaf(MemoryNetwork):
         return await super().connect(address, types, handler, timeout_s=timeout_s, connections=connections)
 
 
-def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
+async def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
     """Whoever finds a dead node before the head does would use up all attempts with it."""
-
-    async def work() -> list[tuple[int, int]]:
-        """When each attempt was routed, and when it failed."""
-        roles = {"p": Role.PREFILL, "d": Role.DECODE}
-        async with in_memory(roles, Curve(**STEADY), network=Deaf()) as (head, _, tape):
-            with pytest.raises(UnavailableError, match="attempt 3 of 3"):
-                await answer(head, "a", range(40))
-        routed = [each.at_ns for each in tape.entries for action in each.actions if isinstance(action, Route)]
-        failed: dict[int, int] = {}  # both nodes may say so of an attempt
-        for each in tape.entries:
-            if isinstance(each.event, RequestFailed):
-                failed.setdefault(each.event.attempt, each.at_ns)
-        return list(zip(routed, failed.values(), strict=True))
-
-    found = asyncio.run(work())
-    assert len(found) == 3 and all(failed - routed >= SEVERED_NS for routed, failed in found)
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    async with in_memory(roles, Curve(**STEADY), network=Deaf()) as (head, _, tape):
+        with pytest.raises(UnavailableError, match="attempt 3 of 3"):
+            await answer(head, "a", range(40))
+    routed = [each.at_ns for each in tape.entries for action in each.actions if isinstance(action, Route)]
+    failed: dict[int, int] = {}  # both nodes may say so of an attempt
+    for each in tape.entries:
+        if isinstance(each.event, RequestFailed):
+            failed.setdefault(each.event.attempt, each.at_ns)
+    assert len(routed) == 3
+    assert all(end - begin >= SEVERED_NS for begin, end in zip(routed, failed.values(), strict=True))

@@ -187,16 +187,6 @@ def test_a_worker_that_is_stopped_ends_its_run_with_the_present_iteration() -> N
     assert len(owner.outputs[RequestId("a")]) == 5 and not owner.worker._thread.is_alive()
 
 
-def test_a_worker_with_nothing_to_do_can_be_stopped() -> None:
-    async def work() -> None:
-        owner = Owner()
-        owner.worker.start()
-        owner.worker.stop()
-        assert not owner.worker._thread.is_alive()
-
-    asyncio.run(work())
-
-
 # The process.
 
 
@@ -221,124 +211,98 @@ async def process_of(
             await asyncio.wait([running])
 
 
-def test_a_process_that_ends_computes_no_more_and_closes_its_recording() -> None:
+async def test_a_process_that_ends_computes_no_more_and_closes_its_recording() -> None:
     class Tape(MemoryTape):
         closed = False
 
         def close(self) -> None:
             self.closed = True
 
-    async def work() -> None:
-        tape = Tape()
-        async with process_of(tape) as (process, _, running):
-            process.tell(Woken())
-            assert isinstance(tape.entries[-1].event, Woken) and process.worker._thread.is_alive()
-        assert running.result() == "stopped by the head"
-        assert not process.worker._thread.is_alive() and tape.closed
-
-    asyncio.run(work())
+    tape = Tape()
+    async with process_of(tape) as (process, _, running):
+        process.tell(Woken())
+        assert isinstance(tape.entries[-1].event, Woken) and process.worker._thread.is_alive()
+    assert running.result() == "stopped by the head"
+    assert not process.worker._thread.is_alive() and tape.closed
 
 
-def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
+async def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
     """Its time is that in which it ran, whoever asks."""
+    stood_ns, tape = 0, MemoryTape()
+    async with process_of(tape, lambda: time.monotonic_ns() + stood_ns) as (process, _, _running):
 
-    async def work() -> None:
-        stood_ns, tape = 0, MemoryTape()
-        async with process_of(tape, lambda: time.monotonic_ns() + stood_ns) as (process, _, _running):
+        async def woken() -> int:
+            known = len(tape.entries)
+            while not any(isinstance(entry.event, Woken) for entry in tape.entries[known:]):
+                await asyncio.sleep(0.001)
+            return tape.entries[-1].at_ns
 
-            async def woken() -> int:
-                known = len(tape.entries)
-                while not any(isinstance(entry.event, Woken) for entry in tape.entries[known:]):
-                    await asyncio.sleep(0.001)
-                return tape.entries[-1].at_ns
-
-            before_ns = await woken()
-            stood_ns = 3600 * NS_PER_S
-            process.tell(Woken())
-            assert tape.entries[-1].at_ns - before_ns < 1800 * NS_PER_S
-            assert await woken() - before_ns < 1800 * NS_PER_S
-
-    asyncio.run(work())
+        before_ns = await woken()
+        stood_ns = 3600 * NS_PER_S
+        process.tell(Woken())
+        assert tape.entries[-1].at_ns - before_ns < 1800 * NS_PER_S
+        assert await woken() - before_ns < 1800 * NS_PER_S
 
 
-def test_a_bug_in_a_decision_ends_the_process() -> None:
+async def test_a_bug_in_a_decision_ends_the_process() -> None:
     """Nobody knows what was done and what was not."""
+    async with process_of() as (process, _, running):
 
-    async def work() -> None:
-        async with process_of() as (process, _, running):
+        def broken(fact: Event, now: int) -> list[Any]:
+            raise KeyError("block 7")
 
-            def broken(fact: Event, now: int) -> list[Any]:
-                raise KeyError("block 7")
-
-            process.node.on = broken  # type: ignore[method-assign]
-            with pytest.raises(KeyError):
-                process.tell(Woken())
-            with pytest.raises(StartError, match="the node failed: KeyError: 'block 7'"):
-                await running
-
-    asyncio.run(work())
+        process.node.on = broken  # type: ignore[method-assign]
+        with pytest.raises(KeyError):
+            process.tell(Woken())
+        with pytest.raises(StartError, match="the node failed: KeyError: 'block 7'"):
+            await running
 
 
-def test_a_node_of_its_own_has_no_stages() -> None:
-    async def work() -> None:
-        async with process_of() as (process, _, _running):
-            with pytest.raises(ProtocolError, match="stages came to a node that has none"):
-                process.heard(GroupGathered(("nobody:1",)))
-
-    asyncio.run(work())
+async def test_a_node_of_its_own_has_no_stages() -> None:
+    async with process_of() as (process, _, _running):
+        with pytest.raises(ProtocolError, match="stages came to a node that has none"):
+            process.heard(GroupGathered(("nobody:1",)))
 
 
-def test_gauges_tell_what_a_node_holds() -> None:
-    async def work() -> None:
-        async with process_of() as (process, _, _running):
-            found = process.gauges()
-            assert {name: found[name] for name in (*HOLDS, "kv_blocks")} == dict.fromkeys(HOLDS, 0) | {
-                "kv_blocks_available": 64, "kv_blocks": 64,
-            }  # fmt: skip
-            process.worker.submit = lambda run: None  # type: ignore[method-assign]
-            process._handlers[Run] = process.worker.submit
-            for name in "abcdef":  # four may run at once
-                key, route = RequestId(f"{name}#1"), Route(RequestId(name), 1, NodeId("m"), NodeId("m"))
-                process.begin(
-                    StartAttempt(key, Role.MIXED, route, 16, 100, tokens=tuple(range(16)), num_prompt=16)
-                )
-            found = process.gauges()
-            assert found["node_requests_running"] + found["node_requests_waiting"] == 6
-            assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
-
-    asyncio.run(work())
+async def test_gauges_tell_what_a_node_holds() -> None:
+    async with process_of() as (process, _, _running):
+        found = process.gauges()
+        assert {name: found[name] for name in (*HOLDS, "kv_blocks")} == dict.fromkeys(HOLDS, 0) | {
+            "kv_blocks_available": 64, "kv_blocks": 64,
+        }  # fmt: skip
+        process.worker.submit = lambda run: None  # type: ignore[method-assign]
+        process._handlers[Run] = process.worker.submit
+        for name in "abcdef":  # four may run at once
+            key, route = RequestId(f"{name}#1"), Route(RequestId(name), 1, NodeId("m"), NodeId("m"))
+            process.begin(StartAttempt(key, Role.MIXED, route, 16, 100, tokens=tuple(range(16)), num_prompt=16))
+        found = process.gauges()
+        assert found["node_requests_running"] + found["node_requests_waiting"] == 6
+        assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
 
 
-def test_gauges_are_read_while_nobody_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with process_of() as (process, _, _running):
-            owned: list[bool] = []
+async def test_gauges_are_read_while_nobody_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with process_of() as (process, _, _running):
+        owned: list[bool] = []
 
-            def num_transfer(self: Scheduler) -> int:
-                owned.append(process.worker.lock._is_owned())  # type: ignore[attr-defined]
-                return 0
+        def num_transfer(self: Scheduler) -> int:
+            owned.append(process.worker.lock._is_owned())  # type: ignore[attr-defined]
+            return 0
 
-            monkeypatch.setattr(Scheduler, "num_transfer", property(num_transfer))
-            process.gauges()
-            assert owned == [True]
-
-    asyncio.run(work())
+        monkeypatch.setattr(Scheduler, "num_transfer", property(num_transfer))
+        process.gauges()
+        assert owned == [True]
 
 
-def test_a_bug_in_the_background_ends_the_process() -> None:
+async def test_a_bug_in_the_background_ends_the_process() -> None:
     """One that beats no more, say, would only seem to be well."""
+    async with process_of() as (process, _, running):
 
-    async def work() -> None:
-        async with process_of() as (process, _, running):
+        async def broken() -> None:
+            raise KeyError("a gauge")
 
-            async def broken() -> None:
-                raise KeyError("a gauge")
-
-            process.spawn(broken())
-            with pytest.raises(StartError, match="the node failed: KeyError: 'a gauge'"):
-                await running
-
-    asyncio.run(work())
+        process.spawn(broken())
+        with pytest.raises(StartError, match="the node failed: KeyError: 'a gauge'"):
+            await running
 
 
 HOLDS = (
@@ -351,50 +315,38 @@ HOLDS = (
 )
 
 
-def test_the_head_hears_what_a_node_reports_and_blocks_that_went_are_counted() -> None:
-    async def work() -> None:
-        async with process_of() as (process, heard, _running):
-            stored, gone = (
-                BlocksStored(NodeId("m"), (b"x", b"y", b"z")),
-                BlocksEvicted(NodeId("m"), (b"x", b"y")),
-            )
-            for report in (stored, gone):
-                process._carry_out(report)
-            while heard.entries[-1].event != gone:
-                await asyncio.sleep(0.001)
-            assert heard.entries[-2].event == stored
-            assert process.gauges()["kv_blocks_evicted_total"] == 2
-
-    asyncio.run(work())
+async def test_the_head_hears_what_a_node_reports_and_blocks_that_went_are_counted() -> None:
+    async with process_of() as (process, heard, _running):
+        stored, gone = (BlocksStored(NodeId("m"), (b"x", b"y", b"z")), BlocksEvicted(NodeId("m"), (b"x", b"y")))
+        for report in (stored, gone):
+            process._carry_out(report)
+        while heard.entries[-1].event != gone:
+            await asyncio.sleep(0.001)
+        assert heard.entries[-2].event == stored
+        assert process.gauges()["kv_blocks_evicted_total"] == 2
 
 
-def test_the_heads_times_become_this_clocks() -> None:
-    async def work() -> None:
-        async with process_of() as (process, _, _running):
-            told = list[Any]()
-            process.tell = told.append  # type: ignore[method-assign]
-            process._clock_ns = lambda: 5000
-            for deadline, now, until in ((0, 1000, 0), (700, 1000, 4700), (700, 5000, 700), (3, 9000, 1)):
-                fetch = FetchOrder(NodeId("other"), 0, 1, 900)
-                route = Route(RequestId("a"), 1, NodeId("m"), NodeId("m"), fetch, deadline_ns=deadline)
-                begin = StartAttempt(RequestId("a#1"), Role.MIXED, route, 16, 100, tenant=Tenant("t"))
-                process.begin(replace(begin, now_ns=now, tokens=tuple(range(16)), num_prompt=16, salt="s"))
-                moved = told[-1].route
-                assert told.pop() == replace(begin, route=moved), "who decides is told of no tokens"
-                assert moved.deadline_ns == until and moved.fetch.until_ns == 900 + 5000 - now
-
-    asyncio.run(work())
+async def test_the_heads_times_become_this_clocks() -> None:
+    async with process_of() as (process, _, _running):
+        told = list[Any]()
+        process.tell = told.append  # type: ignore[method-assign]
+        process._clock_ns = lambda: 5000
+        for deadline, now, until in ((0, 1000, 0), (700, 1000, 4700), (700, 5000, 700), (3, 9000, 1)):
+            fetch = FetchOrder(NodeId("other"), 0, 1, 900)
+            route = Route(RequestId("a"), 1, NodeId("m"), NodeId("m"), fetch, deadline_ns=deadline)
+            begin = StartAttempt(RequestId("a#1"), Role.MIXED, route, 16, 100, tenant=Tenant("t"))
+            process.begin(replace(begin, now_ns=now, tokens=tuple(range(16)), num_prompt=16, salt="s"))
+            moved = told[-1].route
+            assert told.pop() == replace(begin, route=moved), "who decides is told of no tokens"
+            assert moved.deadline_ns == until and moved.fetch.until_ns == 900 + 5000 - now
 
 
-def test_a_node_is_woken_when_it_asked_to_be_and_not_earlier() -> None:
-    async def work() -> None:
-        async with process_of() as (process, _, _running):
-            asked = list[Any]()
-            process._clock_ns = lambda: 1_000
-            real, process.loop = process.loop, SimpleNamespace(call_later=lambda *call: asked.append(call))  # type: ignore[assignment]
-            process.wake(Wake(500_001_000))
-            process.wake(Wake(10))
-            process.loop = real
-            assert [(after_s, fact) for after_s, _, fact in asked] == [(0.5, Woken()), (0, Woken())]
-
-    asyncio.run(work())
+async def test_a_node_is_woken_when_it_asked_to_be_and_not_earlier() -> None:
+    async with process_of() as (process, _, _running):
+        asked = list[Any]()
+        process._clock_ns = lambda: 1_000
+        real, process.loop = process.loop, SimpleNamespace(call_later=lambda *call: asked.append(call))  # type: ignore[assignment]
+        process.wake(Wake(500_001_000))
+        process.wake(Wake(10))
+        process.loop = real
+        assert [(after_s, fact) for after_s, _, fact in asked] == [(0.5, Woken()), (0, Woken())]

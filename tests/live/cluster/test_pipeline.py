@@ -226,29 +226,6 @@ async def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> Non
         await some.answer("a", prompt_of(1, 200))  # four chunks
 
 
-def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None:
-    go, turns = threading.Event(), list[None]()
-
-    def prepare(some: Scene) -> None:
-        some.engines[1].iteration, some.engines[1].attends = 0, lambda: go.wait(20)
-
-    async def work() -> None:
-        async with scene(prepare=prepare) as some:
-            group = some.processes[0]._group  # type: ignore[attr-defined]
-            take_turn = group.take_turn
-            group.take_turn = lambda: turns.append(None) or take_turn()
-            answer = asyncio.create_task(some.answer("a", prompt_of(1, 640)))  # ten chunks
-            await some.until(lambda: len(turns) == STAGES + 2 or group.gauges()["pipeline_runs_total"] == 10)
-            assert group.gauges()["pipeline_runs_total"] == STAGES + 1
-            go.set()
-            await answer
-
-    try:
-        asyncio.run(work())
-    finally:
-        go.set()
-
-
 @pytest.mark.parametrize("at", range(1, STAGES))
 async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
     facts = [

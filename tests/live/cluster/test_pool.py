@@ -17,7 +17,7 @@ from benchmarks.served import reserved_port
 from isthmus.live.engine.emulated import expected_tokens
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.live.cluster.kit import BLOCK_BYTES, LONG, RECIPE, ask, pooled, prompt_of
+from tests.live.cluster.kit import BLOCK_BYTES, LONG, RECIPE, ask, flip_bits, pooled, prompt_of
 from tests.served import LIMIT_S, given_up, node_pid, serve
 
 
@@ -25,12 +25,7 @@ from tests.served import LIMIT_S, given_up, node_pid, serve
 def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
     """`mooncake` fetches from the one that has it."""
     share = {"share": "host" if shared else "none"}
-    config = pooled(
-        LONG,
-        roles={"prefill": 2, "decode": 2},
-        policy="mooncake",
-        cache=share,
-    )
+    config = pooled(LONG, roles={"prefill": 2, "decode": 2}, policy="mooncake", cache=share)
     shared_prompt = prompt_of(3, 1600)
     prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
     with inside(config) as served:
@@ -57,13 +52,7 @@ def test_blocks_outlive_the_cluster_and_damaged_ones_cost_time_and_no_token(tmp_
         served.check_idle()  # and the conductor knows
         assert ask(served, prompt) == 1599
         assert served.total("seal_mismatches_total") == 0
-    damage = random.Random(6)
-    for path in sorted((tmp_path / "blocks").rglob("*")):
-        if path.is_file() and path.stat().st_size > 4096:
-            data = bytearray(path.read_bytes())
-            for at in damage.sample([at for at, byte in enumerate(data) if byte], 40):
-                data[at] ^= 1 << damage.randrange(8)
-            path.write_bytes(data)
+    flip_bits(tmp_path / "blocks")
     with inside(config) as served:
         assert ask(served, prompt) < 1599
         served.check_idle()  # what was computed is kept

@@ -29,10 +29,7 @@ SETTINGS: list[tuple[dict[str, Any], list[str]]] = [
     (emulated(roles={"prefill": {"count": 3, "pipeline": 2}, "decode": 1}), ["3 nodes make no groups of 2"]),
     (emulated(roles={"prefill": 1, "decode": {"count": 2, "pipeline": 2}}), ["roles.decode.pipeline"]),
     (pooled(tls={"certificate": "a.crt"}), ["tls", "authority"]),
-    (
-        links(east=PD, west={}, north=P),
-        ["clusters.north: its prefill nodes need decode nodes there or in"],
-    ),
+    (links(east=PD, west={}, north=P), ["clusters.north: its prefill nodes need decode nodes there or in"]),
     (links(east=P, west=P), ["no request could be served"]),
     ({"engine": {"kind": "emulated", "cost": "nothing.yaml"}}, ["nothing.yaml: cannot be read"]),
 ]

@@ -215,18 +215,14 @@ def test_what_no_token_can_be_chosen_for_breaks_and_what_is_computed_beside_it_g
     kit = Kit()
     kit.begin(A, 10)
     kit.begin(B, 6, grammar="there is no tokenizer here")
-    broken, stepped = kit.run(Piece(B, 0, 6, (4, 5), True), Piece(A, 0, 10, (0, 1, 2), True))
+    execution = kit.runs.start(
+        Run((Piece(B, 0, 6, (4, 5), True), Piece(A, 0, 10, (0, 1, 2), True)), 0, 0, 9, list)
+    )
+    kit.runs.compute(execution)
+    assert execution.over and not execution.ended, "its run is over"
+    kit.runs.add_tokens(execution)
+    broken, stepped = kit.runs.finish(execution)
     assert isinstance(broken, Broken) and broken.key == B and not broken.distrust
     assert "grammar" in broken.reason
     assert stepped == Stepped(1, ())
     assert [request for request, _, _ in kit.outputs] == [RequestId("a")]
-
-
-def test_a_run_is_over_when_something_breaks() -> None:
-    kit = Kit()
-    kit.begin(A, 10)
-    kit.begin(B, 6, grammar="there is no tokenizer here")
-    pieces = Piece(A, 0, 10, (0, 1, 2), True), Piece(B, 0, 6, (4, 5), True)
-    execution = kit.runs.start(Run(pieces, 0, 0, 9, list))
-    kit.runs.compute(execution)
-    assert execution.over and not execution.ended

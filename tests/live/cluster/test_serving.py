@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +18,12 @@ from isthmus.config import Config
 from isthmus.facts import places_of, shaped
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens
+from tests.cli.conftest import Command
+from tests.cli.conftest import isthmus as isthmus
 from tests.inside import Inside, inside
 from tests.live.cluster.kit import RECIPE, emulated
 from tests.models import make_model
-from tests.served import POLL_S, alive, command, serve, streamed
+from tests.served import POLL_S, alive, serve, streamed
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +91,7 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Inside) -> None:
             while lasting.head._streams:
                 time.sleep(POLL_S)
 
-    body = {
-        "model": lasting.model,
-        "prompt": [5] * 40,
-        "max_tokens": 4000,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body = {"model": lasting.model, "prompt": [5] * 40, "max_tokens": 4000, "stream": True, "ignore_eos": True}
     before = lasting.gauge("tokens_sampled_total")["decode-0"]
     with lasting.stepping(wait):
         with lasting.http.stream("POST", "/v1/completions", json=body) as reply:
@@ -136,24 +131,20 @@ def test_children_leave_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert log.read_text() == "gone"
 
 
-def test_a_recording_replays_with_identical_decisions(tmp_path: Path) -> None:
+def test_a_recording_replays_with_identical_decisions(tmp_path: Path, isthmus: Command) -> None:
     recording = tmp_path / "flight.jsonl"
     settings = emulated(record=str(recording), roles={"prefill": 2, "decode": 1})
     with inside(settings) as served, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: served.tokens([n] * 50, 20), range(12)))
-    good = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert "identical decisions" in good.stdout
+    status, out, err = isthmus("replay", str(recording))
+    assert status == 0 and "identical decisions" in out, out + err
     lines = recording.read_text().splitlines()
     at = next(index for index, line in enumerate(lines) if '"prefill":"prefill-' in line)
-    there, other = (
-        ("prefill-0", "prefill-1") if '"prefill":"prefill-0"' in lines[at] else ("prefill-1", "prefill-0")
-    )
-    lines[at] = lines[at].replace(f'"prefill":"{there}"', f'"prefill":"{other}"')
+    other = 1 - int('"prefill":"prefill-1"' in lines[at])
+    lines[at] = lines[at].replace(f'"prefill":"prefill-{1 - other}"', f'"prefill":"prefill-{other}"')
     recording.write_text("\n".join(lines))
-    bad = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
-    assert bad.returncode == 1
-    assert f"line {at + 1} differs" in bad.stdout
+    status, out, _ = isthmus("replay", str(recording))
+    assert status == 1 and f"line {at + 1} differs" in out
 
 
 def test_no_node_means_503_and_health_says_so() -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +41,37 @@ WAIT_S = 60
 
 
 @pytest.fixture
-def ends() -> Iterator[list[socket.socket]]:
-    """Sender, the proxy's two sockets, receiver."""
-    found = [*socket.socketpair(), *socket.socketpair()]
-    for each in found:
-        each.setblocking(False)
-    yield found
-    for each in found:
-        each.close()
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
+
+
+class Lane:
+    """A pipe, with a sender before it and a receiver behind it."""
+
+    def __init__(self, shape: LinkShape) -> None:
+        self.sender, taken = socket.socketpair()
+        self.handed, self.receiver = socket.socketpair()
+        self.ends = [self.sender, taken, self.handed, self.receiver]
+        for each in self.ends:
+            each.setblocking(False)
+        self.direction = LinkDirection(shape)
+        self.pipe = LinkPipe(shape, self.direction, taken, self.handed)
+
+    def take(self, now_s: float, data: bytes) -> None:
+        self.sender.send(data)
+        self.pipe.take(now_s)
+
+
+@pytest.fixture
+def lane(stack: contextlib.ExitStack) -> Callable[..., Lane]:
+    def made(**shape: Any) -> Lane:
+        found = Lane(LinkShape(**{"delay_s": 0.0} | shape))
+        for each in found.ends:
+            stack.enter_context(each)
+        return found
+
+    return made
 
 
 def test_the_rate_is_shared() -> None:
@@ -57,17 +80,15 @@ def test_the_rate_is_shared() -> None:
     assert LinkDirection(LinkShape()).leave_s(3.0, 1 << 30) == 3.0
 
 
-def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = LinkShape(delay_s=0.5, window=64 * KIB)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(bytes(range(256)) * 256)  # as much as the window
-    pipe.take(10.0)
+def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(lane: Callable[..., Lane]) -> None:
+    some, data = lane(delay_s=0.5, window=64 * KIB), bytes(range(256)) * 256  # as much as the window
+    pipe = some.pipe
+    some.take(10.0, data)
     while pipe.wants_input(10.0):
         pipe.take(10.0)
     assert pipe.next_s(10.0) == 10.5 and not pipe.wants_output(10.49) and pipe.wants_output(10.5)
     pipe.hand_on(10.5)
-    assert receiver.recv(1 << 20) == bytes(range(256)) * 256
+    assert some.receiver.recv(1 << 20) == data
     assert not pipe.wants_input(10.5) and pipe.next_s(10.5) == 11.0
     pipe.acknowledge(10.99)
     assert not pipe.wants_input(10.99)
@@ -75,31 +96,26 @@ def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list
     assert pipe.wants_input(11.0) and pipe.next_s(11.0) is None
 
 
-def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
-    sender, taken, handed, _ = ends
-    shape = LinkShape(delay_s=0.0, stall_s=2.0)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
-    pipe.stall_after = 10
-    sender.send(bytes(11))
-    pipe.take(1.0)
-    assert not pipe.wants_output(2.9) and pipe.next_s(2.9) == 3.0
-    pipe.hand_on(3.0)
-    sender.send(bytes(11))
-    pipe.take(4.0)
-    assert pipe.wants_output(4.0)
+def test_a_stall_holds_up_one_lane_once_after_more_than_so_many_bytes(lane: Callable[..., Lane]) -> None:
+    some = lane(stall_s=2.0)
+    some.pipe.stall_after = 10
+    some.take(1.0, bytes(10))
+    assert some.pipe.wants_output(1.0)
+    some.take(1.0, bytes(1))
+    assert not some.pipe.wants_output(2.9) and some.pipe.next_s(2.9) == 3.0
+    some.pipe.hand_on(3.0)
+    some.take(4.0, bytes(11))
+    assert some.pipe.wants_output(4.0)
 
 
-def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = LinkShape(delay_s=0.1, jitter_s=1.0, seed=3)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
+def test_jitter_never_reorders(lane: Callable[..., Lane]) -> None:
+    some = lane(delay_s=0.1, jitter_s=1.0, seed=3)
     for index in range(20):
-        sender.send(bytes([index]))
-        pipe.take(0.001 * index)
-    due = [each for each, _ in pipe._due]
-    assert due == sorted(due) and due[-1] > 0.5
-    pipe.hand_on(10.0)
-    assert receiver.recv(100) == bytes(range(20))
+        some.take(0.001 * index, bytes([index]))
+    some.pipe.hand_on(0.5)
+    assert some.pipe.wants_output(10.0), "none is late"
+    some.pipe.hand_on(10.0)
+    assert some.receiver.recv(100) == bytes(range(20))
 
 
 @pytest.mark.parametrize(
@@ -116,23 +132,6 @@ def test_bytes_pass_whole(shape: LinkShape) -> None:
         with contextlib.closing(Sockets(memory, 3, through)) as peer:
             for direction in Direction:
                 verify(peer, direction, 200_000, 4096)
-
-
-def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        proxy = stack.enter_context(contextlib.closing(Child(serve, LinkShape(0.001), server.getsockname()[1])))
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=WAIT_S))
-        server.settimeout(WAIT_S)
-        far, _ = server.accept()
-        far.settimeout(WAIT_S)
-        near.sendall(b"question")
-        near.shutdown(socket.SHUT_WR)
-        assert far.recv(100) == b"question" and far.recv(100) == b""
-        far.sendall(b"answer")
-        assert near.recv(100) == b"answer"
-        far.close()
-        assert near.recv(100) == b""
 
 
 def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
@@ -201,31 +200,29 @@ def broken(each: socket.socket) -> bool:
         return True
 
 
-def test_a_link_is_cut_and_restored_by_a_signal() -> None:
-    with contextlib.ExitStack() as stack:
-        ends = Ends(stack, LinkShape(0.001, rate=1e9))
-        assert list(map(len, ends.link.ports.ports)) == [1, 2]
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
-        far = stack.enter_context(ends.server.accept()[0])
-        far.settimeout(WAIT_S)
-        near.sendall(b"first")
-        assert far.recv(100) == b"first"
-        ends.link.process.send_signal(signal.SIGUSR1)
-        assert broken(near) and broken(far)
-        assert not ends.passes()
-        ends.link.process.send_signal(signal.SIGUSR2)
-        while not ends.passes():
-            pass
+def test_a_link_is_cut_and_restored_by_a_signal(stack: contextlib.ExitStack) -> None:
+    ends = Ends(stack, LinkShape(0.001, rate=1e9))
+    assert list(map(len, ends.link.ports.ports)) == [1, 2]
+    near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
+    far = stack.enter_context(ends.server.accept()[0])
+    far.settimeout(WAIT_S)
+    near.sendall(b"first")
+    assert far.recv(100) == b"first"
+    ends.link.process.send_signal(signal.SIGUSR1)
+    assert broken(near) and broken(far)
+    assert not ends.passes()
+    ends.link.process.send_signal(signal.SIGUSR2)
+    while not ends.passes():
+        pass
 
 
-def test_a_port_leads_where_it_is_pointed_and_nowhere_else() -> None:
-    with contextlib.ExitStack() as stack:
-        ends = Ends(stack, LinkShape(0.0))
-        assert ends.passes()
-        assert not ends.passes(ends.link.ports.ports[0][0])
-        ends.link.say(Point(ends.port, ""))
-        while ends.passes():
-            pass  # until the command has got there
+def test_a_port_leads_where_it_is_pointed_and_nowhere_else(stack: contextlib.ExitStack) -> None:
+    ends = Ends(stack, LinkShape(0.0))
+    assert ends.passes()
+    assert not ends.passes(ends.link.ports.ports[0][0])
+    ends.link.say(Point(ends.port, ""))
+    while ends.passes():
+        pass  # until the command has got there
 
 
 def test_the_window_never_limits_the_rate_of_a_link() -> None:
@@ -237,80 +234,48 @@ def test_the_window_never_limits_the_rate_of_a_link() -> None:
 # One pipe more closely.
 
 
-@pytest.mark.parametrize(
-    ("rate", "least", "most"), [(1000.0, 4 * KIB, 4 * KIB), (1e6, 30_000, 30_000), (1e9, 60_000, 256 * KIB)]
-)
-def test_at_once_is_taken_in_what_a_link_can_soon_carry(
-    ends: list[socket.socket], rate: float, least: int, most: int
-) -> None:
-    sender, taken, handed, _ = ends
-    shape = LinkShape(rate=rate)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(bytes(100_000))
-    pipe.take(1.0)
-    assert least <= pipe._taken <= most
-
-
 def test_nothing_is_taken_in_before_the_link_is_free_and_it_is_looked_at_then(
-    ends: list[socket.socket],
+    lane: Callable[..., Lane],
 ) -> None:
-    sender, taken, handed, _ = ends
-    shape = LinkShape(delay_s=5.0, rate=1e6)
-    direction = LinkDirection(shape)
-    pipe = LinkPipe(shape, direction, taken, handed)
-    direction.leave_s(10.0, 1_000_000)  # of other connections
+    some = lane(delay_s=5.0, rate=1e6)
+    some.direction.leave_s(10.0, 1_000_000)  # of other connections
     free_s = pytest.approx(11.0 - BACKLOG_S)
-    assert not pipe.wants_input(10.9) and pipe.next_s(10.9) == free_s and pipe.wants_input(11.0)
-    sender.send(bytes(10))
-    pipe.take(11.0)
-    assert pipe.next_s(10.9) == free_s, "sooner than what is on the way"
+    assert not some.pipe.wants_input(10.9) and some.pipe.next_s(10.9) == free_s and some.pipe.wants_input(11.0)
+    some.take(11.0, bytes(10))
+    assert some.pipe.next_s(10.9) == free_s, "sooner than what is on the way"
 
 
-def test_a_stall_begins_after_so_many_bytes_and_not_with_them(ends: list[socket.socket]) -> None:
-    sender, taken, handed, _ = ends
-    shape = LinkShape(delay_s=0.0, stall_s=2.0)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
-    pipe.stall_after = 10
-    sender.send(bytes(10))
-    pipe.take(1.0)
-    assert pipe.wants_output(1.0)
-
-
-def test_what_the_target_does_not_take_is_handed_on_later_in_order(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
-    shape = LinkShape(delay_s=0.0, window=100_000)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
+def test_what_the_target_does_not_take_is_handed_on_later_in_order(lane: Callable[..., Lane]) -> None:
+    some = lane(window=100_000)
+    pipe = some.pipe
+    some.handed.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB)
     data, got, now_s = bytes(touched(300_000)), bytearray(), 1.0
     left = memoryview(data)
     while len(got) < len(data):
         now_s += 1
         with contextlib.suppress(BlockingIOError):
-            left = left[sender.send(left) :] if left else left
+            left = left[some.sender.send(left) :] if left else left
         with contextlib.suppress(BlockingIOError):
             pipe.take(now_s) if pipe.wants_input(now_s) else None
         pipe.hand_on(now_s)
         with contextlib.suppress(BlockingIOError):
-            got += receiver.recv(50_000)
+            got += some.receiver.recv(50_000)
         pipe.acknowledge(now_s)
     assert got == data and not pipe.finished
-    sender.close()
+    some.sender.close()
     pipe.take(now_s)
     assert pipe.finished and not pipe.wants_input(now_s)
 
 
-def test_of_a_connection_that_is_gone_nothing_is_handed_on(ends: list[socket.socket]) -> None:
-    sender, taken, handed, receiver = ends
-    shape = LinkShape(delay_s=1.0)
-    pipe = LinkPipe(shape, LinkDirection(shape), taken, handed)
-    sender.send(b"question")
-    pipe.take(1.0)
-    assert not pipe.finished
-    pipe.give_up()
-    assert pipe.finished and not pipe.wants_input(9.0) and not pipe.wants_output(9.0)
-    pipe.hand_on(9.0)
+def test_of_a_connection_that_is_gone_nothing_is_handed_on(lane: Callable[..., Lane]) -> None:
+    some = lane(delay_s=1.0)
+    some.take(1.0, b"question")
+    assert not some.pipe.finished
+    some.pipe.give_up()
+    assert some.pipe.finished and not some.pipe.wants_input(9.0) and not some.pipe.wants_output(9.0)
+    some.pipe.hand_on(9.0)
     with pytest.raises(BlockingIOError):
-        receiver.recv(10)
+        some.receiver.recv(10)
 
 
 # The proxy in a thread of this process.
@@ -422,38 +387,36 @@ class Running:
         return self._stack.enter_context(socket.create_connection(address, timeout=WAIT_S))
 
 
-def test_a_connection_is_forgotten_when_both_its_ends_are_over() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, LinkShape(0.0))
-        near, far = running.connect(0)
-        near.sendall(b"question")
-        assert far.recv(100) == b"question"
-        pipes = list(running.proxy._pipes)
-        assert all(pipe.target.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for pipe in pipes)
-        near.shutdown(socket.SHUT_WR)
-        assert far.recv(100) == b""
-        far.sendall(b"answer")
-        assert near.recv(100) == b"answer" and len(pipes) == 2
-        far.close()
-        assert near.recv(100) == b""
-        running.stop()
-        assert running.pipes == []
-        assert [pipe.source.fileno() for pipe in pipes] == [-1, -1]
+def test_a_connection_is_forgotten_when_both_its_ends_are_over(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, LinkShape(0.0))
+    near, far = running.connect(0)
+    near.sendall(b"question")
+    assert far.recv(100) == b"question"
+    pipes = list(running.proxy._pipes)
+    assert all(pipe.target.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for pipe in pipes)
+    near.shutdown(socket.SHUT_WR)
+    assert far.recv(100) == b""
+    far.sendall(b"answer")
+    assert near.recv(100) == b"answer" and len(pipes) == 2
+    far.close()
+    assert near.recv(100) == b""
+    running.stop()
+    assert running.pipes == []
+    assert [pipe.source.fileno() for pipe in pipes] == [-1, -1]
 
 
-def test_a_connection_that_one_end_resets_is_forgotten() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, LinkShape(0.0))
-        near, far = running.connect(0)
-        shaper._reset(near)
-        assert broken(far)
-        far.close()
-        other, _ = running.connect(0)
-        other.sendall(b"question")
-        until_s = time.monotonic() + WAIT_S
-        while len(running.proxy._pipes) > 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+def test_a_connection_that_one_end_resets_is_forgotten(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, LinkShape(0.0))
+    near, far = running.connect(0)
+    shaper._reset(near)
+    assert broken(far)
+    far.close()
+    other, _ = running.connect(0)
+    other.sendall(b"question")
+    until_s = time.monotonic() + WAIT_S
+    while len(running.proxy._pipes) > 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
 
 
 def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() -> None:
@@ -468,30 +431,28 @@ def test_each_direction_has_a_rate_of_its_own_whoever_opened_the_connection() ->
             assert used == [towards == 0, towards == 1]
 
 
-def test_only_the_first_connection_stalls_and_only_on_its_way_there() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, LinkShape(0.0, stall_s=5.0, stall_after=100))
-        for _ in range(2):
-            near, far = running.connect(1)
-            near.sendall(b"question")
-            far.recv(100)
-            far.sendall(b"answer")
-            near.recv(100)
-        running.stop()
-        assert [pipe.stall_after for pipe in running.pipes] == [100, None, None, None]
-
-
-def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> None:
-    with contextlib.ExitStack() as stack:
-        running = Running(stack, LinkShape(0.0))
-        near, far = running.connect(0)
-        silent = stack.enter_context(socket.socket())
-        silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
-        running.proxy.point(running.proxy.ports[1].number, silent.getsockname()[:2])
-        with pytest.raises(ConnectionResetError):
-            running.reach(1).recv(10)
+def test_only_the_first_connection_stalls_and_only_on_its_way_there(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, LinkShape(0.0, stall_s=5.0, stall_after=100))
+    for _ in range(2):
+        near, far = running.connect(1)
         near.sendall(b"question")
-        assert far.recv(100) == b"question"
+        far.recv(100)
+        far.sendall(b"answer")
+        near.recv(100)
+    running.stop()
+    assert [pipe.stall_after for pipe in running.pipes] == [100, None, None, None]
+
+
+def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on(stack: contextlib.ExitStack) -> None:
+    running = Running(stack, LinkShape(0.0))
+    near, far = running.connect(0)
+    silent = stack.enter_context(socket.socket())
+    silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
+    running.proxy.point(running.proxy.ports[1].number, silent.getsockname()[:2])
+    with pytest.raises(ConnectionResetError):
+        running.reach(1).recv(10)
+    near.sendall(b"question")
+    assert far.recv(100) == b"question"
 
 
 def test_who_went_away_before_he_was_let_in_stops_nobody() -> None:

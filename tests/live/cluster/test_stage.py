@@ -70,7 +70,6 @@ class Owner:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.data: dict[int, memoryview] = {}
         self.changed = threading.Condition()
 
     def call_soon_threadsafe(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -83,8 +82,6 @@ class Owner:
 
     def down(self, message: Any, data: memoryview | None = None) -> None:
         self.told.append(message)
-        if data is not None:
-            self.data[message.run] = data
 
     def fact(self, fact: Event) -> None:
         """Of the mover, as a stage's process hands it on."""
@@ -142,10 +139,10 @@ class Watched(KVMover):
 
 
 class Stage:
-    """A stage with a cache of 8 blocks; `first`: the stages before, in one engine."""
+    """The last of two stages, with a cache of 8 blocks; `first`: the engine of the one before."""
 
-    def __init__(self, layers: tuple[int, int] = (1, LAYERS), engine: EmulatedEngine | None = None) -> None:
-        self.first, self.engine, self.owner = engine_of((0, layers[0])), engine or engine_of(layers), Owner()
+    def __init__(self, engine: EmulatedEngine | None = None) -> None:
+        self.first, self.engine, self.owner = engine_of((0, 1)), engine or engine_of((1, LAYERS)), Owner()
         layout = self.engine.memory.layout
         self.store = Store(Arena(Shape(layout.num_layers, layout.slice_bytes), 8))
         self.cache = EngineCache(self.engine.memory, self.store)
@@ -200,20 +197,6 @@ def token_of(num_tokens: int) -> int:
     return engine.step(batch, [ROW])[0][0]
 
 
-def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
-    stage.receive(begin(A, 10))
-    stage.receive(begin(B, 7))
-    stage.run(1, Piece(A, 0, 6, (0, 1, 2), False), whole(B, 7, (5, 6)))
-    stage.run(2, whole(A, 10, (0, 1, 2), start=6))
-    stage.owner.wait_for(StageSampled)
-    stage.stepper.stop()
-    found = [each for each in stage.owner.told if isinstance(each, StageSampled)]
-    assert [(each.run, each.keys, each.tokens) for each in found] == [
-        (1, (B,), (token_of(7),)),
-        (2, (A,), (token_of(10),)),
-    ]
-
-
 def test_a_prompt_that_no_token_can_be_chosen_for_breaks_alone(stage: Stage) -> None:
     """Its leader gives it up."""
     wrong = begin(A, 10)
@@ -223,33 +206,6 @@ def test_a_prompt_that_no_token_can_be_chosen_for_breaks_alone(stage: Stage) -> 
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (B,), (token_of(7),), (None,))
     broken = stage.owner.wait_for(Broken)
     assert broken.key == A and "grammar" in broken.reason and not broken.distrust
-
-
-def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:
-    middle = Stage((1, 2))
-    middle.stepper.start()
-    middle.receive(begin(A, 10))
-    middle.run(1, whole(A, 10, (0, 1, 2)))
-    onward = middle.owner.wait_for(StageRun)
-    last = engine_of((2, LAYERS))
-    batch = last.build([Chunk(range(10), 0, (0, 1, 2), True)])
-    hidden = Hidden(onward.shape, onward.dtype, middle.owner.data[1])
-    assert last.step(batch, [ROW], hidden=hidden)[0] == [token_of(10)]
-    middle.close()
-
-
-def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
-    stage.receive(begin(A, 10))
-    stage.run(1, whole(A, 10, (0, 1, 2)))
-    stage.receive(save(A, (0, 1)))
-    assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
-    stage.receive(ReleaseResources(A))
-    stage.receive(begin(B, 10))
-    stage.receive(load(B, (7, 8)))
-    stage.first.relay(stage.first.build([Chunk(range(8), 0, (7, 8), False)]))
-    stage.run(2, whole(B, 10, (7, 8, 9), start=8))
-    stage.stepper.stop()
-    assert stage.owner.wait_for(StageSampled) == StageSampled(2, (B,), (token_of(10),), (None,))
 
 
 def poisoned(stage: Stage) -> None:
@@ -337,7 +293,7 @@ class Loads:
 @pytest.fixture
 def held() -> Iterator[Stage]:
     """A stage that computes when its engine's `go` is set."""
-    made = Stage(engine=Held())
+    made = Stage(Held())
     made.stepper.start()
     yield made
     made.close()

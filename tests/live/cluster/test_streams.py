@@ -52,24 +52,21 @@ def test_a_reader_that_waits_gets_every_token_once(order: Sequence[int]) -> None
     asyncio.run(work())
 
 
-def test_a_batch_is_never_empty_and_nothing_is_held_back() -> None:
-    async def work() -> None:
-        one, tokens = stream(), answer(4)
-        batches = one.__aiter__()
-        one.deliver(tokens[0])
-        assert await anext(batches) == [tokens[0]]
-        one.deliver(tokens[2])
-        waiting = asyncio.ensure_future(anext(batches))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        one.deliver(tokens[1])
-        assert await waiting == [tokens[1], tokens[2]]
-        one.deliver(tokens[3])
-        assert await anext(batches) == [tokens[3]]
-        with pytest.raises(StopAsyncIteration):
-            await anext(batches)
-
-    asyncio.run(work())
+async def test_a_batch_is_never_empty_and_nothing_is_held_back() -> None:
+    one, tokens = stream(), answer(4)
+    batches = one.__aiter__()
+    one.deliver(tokens[0])
+    assert await anext(batches) == [tokens[0]]
+    one.deliver(tokens[2])
+    waiting = asyncio.ensure_future(anext(batches))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.deliver(tokens[1])
+    assert await waiting == [tokens[1], tokens[2]]
+    one.deliver(tokens[3])
+    assert await anext(batches) == [tokens[3]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(batches)
 
 
 def test_a_new_attempt_goes_on_after_what_the_client_has() -> None:
@@ -151,29 +148,23 @@ def test_scores_that_are_missing_are_the_nodes_fault() -> None:
             scored((0, scores(1, 0, few))).deliver(answer(1)[0])
 
 
-def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
-    async def work() -> None:
-        one = stream()
-        one.deliver(answer(3)[0])
-        one.fail(UnavailableError("node p1 is gone"))
-        batches = one.__aiter__()
-        assert await anext(batches) == answer(3)[:1]
-        with pytest.raises(UnavailableError, match="node p1 is gone"):
-            await anext(batches)
-
-    asyncio.run(work())
+async def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
+    one = stream()
+    one.deliver(answer(3)[0])
+    one.fail(UnavailableError("node p1 is gone"))
+    batches = one.__aiter__()
+    assert await anext(batches) == answer(3)[:1]
+    with pytest.raises(UnavailableError, match="node p1 is gone"):
+        await anext(batches)
 
 
-def test_a_failure_wakes_a_reader_that_waits() -> None:
-    async def work() -> None:
-        one = stream()
-        reader = asyncio.create_task(everything(one))
-        await asyncio.sleep(0)
-        one.fail(UnavailableError("gone"))
-        with pytest.raises(UnavailableError, match="gone"):
-            await reader
-
-    asyncio.run(work())
+async def test_a_failure_wakes_a_reader_that_waits() -> None:
+    one = stream()
+    reader = asyncio.create_task(everything(one))
+    await asyncio.sleep(0)
+    one.fail(UnavailableError("gone"))
+    with pytest.raises(UnavailableError, match="gone"):
+        await reader
 
 
 def test_cancelling_names_the_request_and_may_be_repeated() -> None:

@@ -7,6 +7,8 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import wraps
+from inspect import Signature, signature
 from typing import Any
 
 import msgspec
@@ -89,6 +91,12 @@ class Someone:
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
 
+    async def end(self) -> str:
+        """Why the session ended."""
+        while not self.reasons:
+            await asyncio.sleep(0.001)
+        return self.reasons[0]
+
 
 class Scene:
     """A head, and those who speak to it. In virtual time."""
@@ -129,16 +137,27 @@ class Scene:
         return self.head.submit(Job(RequestId(name), tuple(range(40)), 10, **given))
 
 
-def scene(work: Callable[[Scene], Awaitable[None]], **rules: Any) -> None:
-    async def main() -> None:
-        made = Scene(**rules)
-        await made.head.open("head", 1)
-        await work(made)
-        await made.head.close()
-        await made.settle()
+def in_scene(**rules: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Runs a test whose first argument is a scene; `rules`: of its conductor."""
 
-    with asyncio.Runner(loop_factory=ManualLoop) as runner:
-        runner.run(main())
+    def decorate(work: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def main(given: dict[str, Any]) -> None:
+            made = Scene(**rules)
+            await made.head.open("head", 1)
+            await work(made, **given)
+            await made.head.close()
+            await made.settle()
+
+        @wraps(work)
+        def test(**given: Any) -> None:
+            with asyncio.Runner(loop_factory=ManualLoop) as runner:
+                runner.run(main(given))
+
+        _, *others = signature(work).parameters.values()
+        test.__signature__ = Signature(others)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 # Nodes that join.
@@ -159,22 +178,19 @@ WRONG_NODES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_NODES)
-def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
+@in_scene()
+async def test_a_node_that_is_wrong_in_one_thing_is_turned_away(some: Scene, wrong: str) -> None:
     changed, reason = WRONG_NODES[wrong]
-
-    async def work(some: Scene) -> None:
-        await some.enter(hello("p", Role.PREFILL))
-        stranger = await some.enter(hello("d", Role.DECODE, **changed))
-        assert reason in stranger.of(messages.NodeRefused)[0].reason
-        assert not stranger.of(messages.NodeWelcome) and stranger.reasons
-        assert some.members() == ["p"] and not some.head.healthy
-        with pytest.raises(UnavailableError):
-            some.submit("a")
-        right = await some.enter(hello("d", Role.DECODE))
-        assert right.of(messages.NodeWelcome) and not right.reasons
-        assert some.members() == ["p", "d"] and some.head.healthy
-
-    scene(work)
+    await some.enter(hello("p", Role.PREFILL))
+    stranger = await some.enter(hello("d", Role.DECODE, **changed))
+    assert reason in stranger.of(messages.NodeRefused)[0].reason
+    assert not stranger.of(messages.NodeWelcome) and stranger.reasons
+    assert some.members() == ["p"] and not some.head.healthy
+    with pytest.raises(UnavailableError):
+        some.submit("a")
+    right = await some.enter(hello("d", Role.DECODE))
+    assert right.of(messages.NodeWelcome) and not right.reasons
+    assert some.members() == ["p", "d"] and some.head.healthy
 
 
 def stage(number: int, **others: Any) -> messages.StageHello:
@@ -192,19 +208,16 @@ WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_STAGES)
-def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
+@in_scene()
+async def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(some: Scene, wrong: str) -> None:
     changed, reason = WRONG_STAGES[wrong]
-
-    async def work(some: Scene) -> None:
-        leader, later = await some.enter(stage(0)), await some.enter(stage(1))
-        assert later.of(messages.NodeWelcome) and not leader.heard
-        stranger = await some.enter(stage(2, **changed))
-        assert reason in stranger.of(messages.NodeRefused)[0].reason and stranger.reasons
-        assert not leader.heard, "the group seems to be whole"
-        await some.enter(stage(2))
-        assert leader.of(messages.GroupGathered) == [messages.GroupGathered(("g.1:1", "g.2:1"))]
-
-    scene(work)
+    leader, later = await some.enter(stage(0)), await some.enter(stage(1))
+    assert later.of(messages.NodeWelcome) and not leader.heard
+    stranger = await some.enter(stage(2, **changed))
+    assert reason in stranger.of(messages.NodeRefused)[0].reason and stranger.reasons
+    assert not leader.heard, "the group seems to be whole"
+    await some.enter(stage(2))
+    assert leader.of(messages.GroupGathered) == [messages.GroupGathered(("g.1:1", "g.2:1"))]
 
 
 SAID = [
@@ -217,34 +230,28 @@ SAID = [
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
-def test_nothing_is_heard_of_somebody_who_did_not_say_hello(said: Any) -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        stranger = await some.enter(said)
-        assert "a message came before Hello" in stranger.reasons[0]
-        assert not stream.generated and stream.error is None and some.attempt("a") == 1
-        assert not some.head._desk.conductor.view.index.num_blocks
-        assert not p.reasons and not d.reasons
-
-    scene(work)
+@in_scene()
+async def test_nothing_is_heard_of_somebody_who_did_not_say_hello(some: Scene, said: Any) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    stranger = await some.enter(said)
+    assert "a message came before Hello" in stranger.reasons[0]
+    assert not stream.generated and stream.error is None and some.attempt("a") == 1
+    assert not some.head._desk.conductor.view.index.num_blocks
+    assert not p.reasons and not d.reasons
 
 
-def test_a_node_says_hello_once() -> None:
-    async def work(some: Scene) -> None:
-        p = await some.enter(hello("p", Role.PREFILL), hello("other", Role.DECODE))
-        assert "a second Hello" in p.reasons[0]
-        assert some.members() == []
-
-    scene(work)
+@in_scene()
+async def test_a_node_says_hello_once(some: Scene) -> None:
+    p = await some.enter(hello("p", Role.PREFILL), hello("other", Role.DECODE))
+    assert "a second Hello" in p.reasons[0]
+    assert some.members() == []
 
 
-def test_a_later_stage_reports_for_no_node() -> None:
-    async def work(some: Scene) -> None:
-        later = await some.enter(stage(1), BlocksStored(NodeId("g"), (b"name",)))
-        assert "from a later pipeline stage" in later.reasons[0]
-
-    scene(work)
+@in_scene()
+async def test_a_later_stage_reports_for_no_node(some: Scene) -> None:
+    later = await some.enter(stage(1), BlocksStored(NodeId("g"), (b"name",)))
+    assert "from a later pipeline stage" in later.reasons[0]
 
 
 # Nodes that are silent or leave.
@@ -266,140 +273,118 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_node_speaks_of_itself_and_of_its_own_requests_only(lie: str) -> None:
-    async def work(some: Scene) -> None:
-        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        liar = await some.enter(hello("liar", Role.DECODE))
-        liar.say(LIES[lie])
-        await some.settle()
-        assert len(liar.reasons) == 1 and some.members() == ["p", "d"]
-        p.say(output(1, 0))
-        await some.settle()
-        assert stream.generated == (70,) and some.attempt("a") == 1 and some.head.healthy
-
-    scene(work)
+@in_scene()
+async def test_a_node_speaks_of_itself_and_of_its_own_requests_only(some: Scene, lie: str) -> None:
+    p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    liar = await some.enter(hello("liar", Role.DECODE))
+    liar.say(LIES[lie])
+    await some.settle()
+    assert len(liar.reasons) == 1 and some.members() == ["p", "d"]
+    p.say(output(1, 0))
+    await some.settle()
+    assert stream.generated == (70,) and some.attempt("a") == 1 and some.head.healthy
 
 
 @pytest.mark.parametrize("wrong", [{"block_size": 0}, {"capacity_tokens": -1}, {"kv_heads": 0}], ids=str)
-def test_a_node_without_memory_for_anything_is_none(wrong: dict[str, int]) -> None:
-    async def work(some: Scene) -> None:
-        one = await some.enter(
-            hello("p", Role.PREFILL, joined=replace(facts("p", Role.PREFILL).joined(), **wrong))
-        )
-        assert "could not be read" in one.reasons[0] and not some.members()
-
-    scene(work)
+@in_scene()
+async def test_a_node_without_memory_for_anything_is_none(some: Scene, wrong: dict[str, int]) -> None:
+    one = await some.enter(hello("p", Role.PREFILL, joined=replace(facts("p", Role.PREFILL).joined(), **wrong)))
+    assert "could not be read" in one.reasons[0] and not some.members()
 
 
-def test_a_node_that_takes_no_time_that_can_be_told_is_none() -> None:
-    async def work(some: Scene) -> None:
-        said = msgspec.to_builtins(hello("p", Role.PREFILL), builtin_types=(bytes,))
-        said["joined"]["cost"]["prefill_token_s"] = math.nan
-        one = await some.enter(said)
-        assert "prefill_token_s is nan" in one.reasons[0] and not some.members()
-
-    scene(work)
+@in_scene()
+async def test_a_node_that_takes_no_time_that_can_be_told_is_none(some: Scene) -> None:
+    said = msgspec.to_builtins(hello("p", Role.PREFILL), builtin_types=(bytes,))
+    said["joined"]["cost"]["prefill_token_s"] = math.nan
+    one = await some.enter(said)
+    assert "prefill_token_s is nan" in one.reasons[0] and not some.members()
 
 
-def test_a_silent_node_is_gone_and_one_that_beats_is_not() -> None:
-    async def work(some: Scene) -> None:
-        beating = await some.enter(hello("p", Role.PREFILL))
-        silent = await some.enter(hello("d", Role.DECODE))
-        for _ in range(8):
-            await asyncio.sleep(SILENCE_S / 5)
-            beating.say(messages.Heartbeat({}))
-        assert some.members() == ["p"] and not beating.reasons
-        assert f"silent for {SILENCE_S:g} s" in silent.reasons[0]
-
-    scene(work)
+@in_scene()
+async def test_a_silent_node_is_gone_and_one_that_beats_is_not(some: Scene) -> None:
+    beating = await some.enter(hello("p", Role.PREFILL))
+    silent = await some.enter(hello("d", Role.DECODE))
+    for _ in range(8):
+        await asyncio.sleep(SILENCE_S / 5)
+        beating.say(messages.Heartbeat({}))
+    assert some.members() == ["p"] and not beating.reasons
+    assert f"silent for {SILENCE_S:g} s" in silent.reasons[0]
 
 
-def test_a_silent_stage_takes_its_group_with_it() -> None:
-    async def work(some: Scene) -> None:
-        stages = [await some.enter(stage(number)) for number in range(3)]
-        stages[0].say(hello("g", Role.PREFILL))
-        for _ in range(8):
-            await asyncio.sleep(SILENCE_S / 5)
-            stages[0].say(messages.Heartbeat({}))
-            stages[2].say(messages.Heartbeat({}))
-        assert stages[1].reasons and some.members() == []
-        assert stages[0].of(messages.Stop) and stages[2].of(messages.Stop)
-
-    scene(work)
+@in_scene()
+async def test_a_silent_stage_takes_its_group_with_it(some: Scene) -> None:
+    stages = [await some.enter(stage(number)) for number in range(3)]
+    stages[0].say(hello("g", Role.PREFILL))
+    for _ in range(8):
+        await asyncio.sleep(SILENCE_S / 5)
+        stages[0].say(messages.Heartbeat({}))
+        stages[2].say(messages.Heartbeat({}))
+    assert stages[1].reasons and some.members() == []
+    assert stages[0].of(messages.Stop) and stages[2].of(messages.Stop)
 
 
 @pytest.mark.parametrize("stood_s", [1.5, SILENCE_S + 0.5, 100.0])
-def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
+@in_scene()
+async def test_a_head_that_stood_still_reads_before_it_judges(some: Scene, stood_s: float) -> None:
     """Whoever says nothing after that either is missed as ever, in the time in which the head ran."""
-
-    async def work(some: Scene) -> None:
-        beating, silent = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stages = [await some.enter(stage(number)) for number in range(2)]
-        for _ in range(2):
-            await asyncio.sleep(SILENCE_S / 5)
-            for one in (beating, *stages):
-                one.say(messages.Heartbeat({}))
-        await some.settle()
-        some.loop.stand_still(stood_s)
-        await asyncio.sleep(0.7)
-        assert some.members() == ["p", "d"] and not silent.reasons and not stages[1].reasons
-        for _ in range(4):
-            await asyncio.sleep(SILENCE_S / 5)
-            for one in (beating, *stages):
-                one.say(messages.Heartbeat({}))
-        assert some.members() == ["p"] and "silent" in silent.reasons[0] and not stages[1].reasons
-
-    scene(work)
-
-
-def test_where_all_are_silent_they_are_given_longer() -> None:
-    async def work(some: Scene) -> None:
-        nodes = [await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))]
-        await some.enter(stage(1))
-        await asyncio.sleep(REJOIN_S - 0.6)
-        assert some.members() == ["p", "d"]
-        for one in nodes:
+    beating, silent = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stages = [await some.enter(stage(number)) for number in range(2)]
+    for _ in range(2):
+        await asyncio.sleep(SILENCE_S / 5)
+        for one in (beating, *stages):
             one.say(messages.Heartbeat({}))
-        await asyncio.sleep(REJOIN_S - 0.6)
-        assert some.members() == ["p", "d"]
-        await asyncio.sleep(1.2)
-        assert some.members() == [] and not list(some.head._groups.followers())
-        assert all(f"silent for {REJOIN_S:g} s" in one.reasons[0] for one in nodes)
+    await some.settle()
+    some.loop.stand_still(stood_s)
+    await asyncio.sleep(0.7)
+    assert some.members() == ["p", "d"] and not silent.reasons and not stages[1].reasons
+    for _ in range(4):
+        await asyncio.sleep(SILENCE_S / 5)
+        for one in (beating, *stages):
+            one.say(messages.Heartbeat({}))
+    assert some.members() == ["p"] and "silent" in silent.reasons[0] and not stages[1].reasons
 
-    scene(work)
+
+@in_scene()
+async def test_where_all_are_silent_they_are_given_longer(some: Scene) -> None:
+    nodes = [await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))]
+    await some.enter(stage(1))
+    await asyncio.sleep(REJOIN_S - 0.6)
+    assert some.members() == ["p", "d"]
+    for one in nodes:
+        one.say(messages.Heartbeat({}))
+    await asyncio.sleep(REJOIN_S - 0.6)
+    assert some.members() == ["p", "d"]
+    await asyncio.sleep(1.2)
+    assert some.members() == [] and not list(some.head._groups.followers())
+    assert all(f"silent for {REJOIN_S:g} s" in one.reasons[0] for one in nodes)
 
 
-def test_who_speaks_first_after_a_silence_of_all_is_not_the_only_one() -> None:
+@in_scene()
+async def test_who_speaks_first_after_a_silence_of_all_is_not_the_only_one(some: Scene) -> None:
     """The others are given as long as ever, of the time in which somebody speaks."""
-
-    async def work(some: Scene) -> None:
-        first, later = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        never = await some.enter(hello("e", Role.DECODE))
-        await asyncio.sleep(REJOIN_S - 0.6)
-        for _ in range(2):
-            first.say(messages.Heartbeat({}))
-            await asyncio.sleep(BEAT_MS / 1000)
-        assert some.members() == ["p", "d", "e"]
-        for _ in range(5):
-            first.say(messages.Heartbeat({}))
-            later.say(messages.Heartbeat({}))
-            await asyncio.sleep(BEAT_MS / 1000)
-        assert some.members() == ["p", "d"] and "silent for 3 s" in never.reasons[0]
-
-    scene(work)
+    first, later = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    never = await some.enter(hello("e", Role.DECODE))
+    await asyncio.sleep(REJOIN_S - 0.6)
+    for _ in range(2):
+        first.say(messages.Heartbeat({}))
+        await asyncio.sleep(BEAT_MS / 1000)
+    assert some.members() == ["p", "d", "e"]
+    for _ in range(5):
+        first.say(messages.Heartbeat({}))
+        later.say(messages.Heartbeat({}))
+        await asyncio.sleep(BEAT_MS / 1000)
+    assert some.members() == ["p", "d"] and "silent for 3 s" in never.reasons[0]
 
 
-def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("p", Role.PREFILL))
-        old = some.head._members[NodeId("p")].session
-        some.head.leave(NodeId("p"), "silent")
-        back = await some.enter(hello("p", Role.PREFILL))
-        some.head.leave(NodeId("p"), "ended", old)
-        assert some.members() == ["p"] and back.of(messages.NodeWelcome)
-
-    scene(work)
+@in_scene()
+async def test_the_end_of_an_old_session_takes_no_node_that_came_back(some: Scene) -> None:
+    await some.enter(hello("p", Role.PREFILL))
+    old = some.head._members[NodeId("p")].session
+    some.head.leave(NodeId("p"), "silent")
+    back = await some.enter(hello("p", Role.PREFILL))
+    some.head.leave(NodeId("p"), "ended", old)
+    assert some.members() == ["p"] and back.of(messages.NodeWelcome)
 
 
 # Answers.
@@ -409,29 +394,25 @@ def output(attempt: int, index: int, **others: Any) -> messages.Outputs:
     return messages.Outputs(((RequestId("a"), attempt, Generated(index, 70 + index, **others)),))
 
 
-def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        await some.settle()
-        p.say(output(1, 0), RequestFailed(RequestId("a"), 1, "a seal did not match"))
-        await some.settle()
-        d.say(output(1, 1))
-        await some.settle()
-        assert stream.generated == (70,) and some.attempt("a") == 2
-        begin = d.of(events.StartAttempt)[-1]
-        assert (begin.tokens, begin.num_prompt) == ((*range(40), 70), 40)
-        assert begin.stop_length == 50
-        assert (
-            [each.key for each in p.of(events.DropAttempt)]
-            == ["a#1"]
-            == [e.key for e in d.of(events.DropAttempt)]
-        )
-        p.say(output(2, 1))
-        await some.settle()
-        assert stream.generated == (70, 71)
-
-    scene(work)
+@in_scene()
+async def test_tokens_of_an_attempt_that_is_over_are_void(some: Scene) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    await some.settle()
+    p.say(output(1, 0), RequestFailed(RequestId("a"), 1, "a seal did not match"))
+    await some.settle()
+    d.say(output(1, 1))
+    await some.settle()
+    assert stream.generated == (70,) and some.attempt("a") == 2
+    begin = d.of(events.StartAttempt)[-1]
+    assert (begin.tokens, begin.num_prompt) == ((*range(40), 70), 40)
+    assert begin.stop_length == 50
+    assert (
+        [each.key for each in p.of(events.DropAttempt)] == ["a#1"] == [e.key for e in d.of(events.DropAttempt)]
+    )
+    p.say(output(2, 1))
+    await some.settle()
+    assert stream.generated == (70, 71)
 
 
 def scores(attempt: int, first: int, stop: int) -> messages.Scores:
@@ -442,202 +423,177 @@ def scores(attempt: int, first: int, stop: int) -> messages.Scores:
 ASKS = Sampling(prompt_logprobs=0)
 
 
-def test_scores_of_an_attempt_that_is_over_are_void() -> None:
+@in_scene()
+async def test_scores_of_an_attempt_that_is_over_are_void(some: Scene) -> None:
     """Those of the next one count, and only with the first token; no cache is asked for such a prompt."""
-
-    async def work(some: Scene) -> None:
-        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a", sampling=ASKS)
-        await some.settle()
-        p.say(scores(1, 0, 30), RequestFailed(RequestId("a"), 1, "a seal did not match"), scores(1, 30, 39))
-        await some.settle()
-        p.say(scores(2, 0, 20), scores(2, 20, 39), scores(1, 0, 39), output(2, 0))
-        await some.settle()
-        [first] = await anext(aiter(stream))
-        assert first.prompt_logprobs == scores(2, 0, 39).logprobs
-        assert [begin.names for begin in p.of(events.StartAttempt)] == [(), ()]
-        p.say(scores(2, 0, 39))  # of a request that is over or nobody knows of: no fault of theirs
-        stream.cancel()
-        p.say(scores(2, 0, 39))
-        await some.settle()
-        assert not p.reasons
-
-    scene(work)
+    p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a", sampling=ASKS)
+    await some.settle()
+    p.say(scores(1, 0, 30), RequestFailed(RequestId("a"), 1, "a seal did not match"), scores(1, 30, 39))
+    await some.settle()
+    p.say(scores(2, 0, 20), scores(2, 20, 39), scores(1, 0, 39), output(2, 0))
+    await some.settle()
+    [first] = await anext(aiter(stream))
+    assert first.prompt_logprobs == scores(2, 0, 39).logprobs
+    assert [begin.names for begin in p.of(events.StartAttempt)] == [(), ()]
+    p.say(scores(2, 0, 39))  # of a request that is over or nobody knows of: no fault of theirs
+    stream.cancel()
+    p.say(scores(2, 0, 39))
+    await some.settle()
+    assert not p.reasons
 
 
 @pytest.mark.parametrize("said", [[scores(1, 1, 39)], [scores(1, 0, 38), output(1, 0)], [output(1, 0)]])
-def test_a_node_that_leaves_scores_out_is_gone(said: list[Any]) -> None:
-    async def work(some: Scene) -> None:
-        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a", sampling=ASKS)
-        await some.settle()
-        p.say(*said)
-        await some.settle()
-        assert "scores" in p.reasons[0] and some.members() == ["d"] and not stream.generated
-
-    scene(work)
+@in_scene()
+async def test_a_node_that_leaves_scores_out_is_gone(some: Scene, said: list[Any]) -> None:
+    p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a", sampling=ASKS)
+    await some.settle()
+    p.say(*said)
+    await some.settle()
+    assert "scores" in p.reasons[0] and some.members() == ["d"] and not stream.generated
 
 
-def test_tokens_that_still_come_while_a_request_waits_for_a_node_are_void() -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        await some.settle()
-        d.session.abort("killed")
-        await some.settle()
-        p.say(output(1, 0))
-        await some.settle()
-        assert stream.generated == () and stream.error is None
-        await some.enter(hello("d", Role.DECODE))
-        p.say(output(2, 0))
-        await some.settle()
-        assert stream.generated == (70,) and some.attempt("a") == 2
-
-    scene(work)
+@in_scene()
+async def test_tokens_that_still_come_while_a_request_waits_for_a_node_are_void(some: Scene) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    await some.settle()
+    d.session.abort("killed")
+    await some.settle()
+    p.say(output(1, 0))
+    await some.settle()
+    assert stream.generated == () and stream.error is None
+    await some.enter(hello("d", Role.DECODE))
+    p.say(output(2, 0))
+    await some.settle()
+    assert stream.generated == (70,) and some.attempt("a") == 2
 
 
-def test_a_request_waits_for_a_node_no_longer_than_it_may() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("p", Role.PREFILL))
-        d = await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        d.session.abort("killed")
-        await asyncio.sleep(REJOIN_S - 1)
-        assert stream.error is None
-        await asyncio.sleep(2)
-        assert isinstance(stream.error, UnavailableError) and "node d is gone" in str(stream.error)
-
-    scene(work)
+@in_scene()
+async def test_a_request_waits_for_a_node_no_longer_than_it_may(some: Scene) -> None:
+    await some.enter(hello("p", Role.PREFILL))
+    d = await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    d.session.abort("killed")
+    await asyncio.sleep(REJOIN_S - 1)
+    assert stream.error is None
+    await asyncio.sleep(2)
+    assert isinstance(stream.error, UnavailableError) and "node d is gone" in str(stream.error)
 
 
-def test_two_requests_of_one_name_are_not_mixed() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("m", Role.MIXED))
-        first = some.submit("a")
-        with pytest.raises(RequestError, match="is in progress"):
-            some.submit("a")
-        assert first.error is None and some.attempt("a") == 1
-
-    scene(work)
+@in_scene()
+async def test_two_requests_of_one_name_are_not_mixed(some: Scene) -> None:
+    await some.enter(hello("m", Role.MIXED))
+    first = some.submit("a")
+    with pytest.raises(RequestError, match="is in progress"):
+        some.submit("a")
+    assert first.error is None and some.attempt("a") == 1
 
 
-def test_refusals_change_nothing_and_are_counted() -> None:
-    async def work(some: Scene) -> None:
-        m = await some.enter(hello("m", Role.MIXED))
-        first, view = some.submit("a"), some.head._desk.conductor.view
-        node = view.nodes[NodeId("m")]
-        before = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
-        for number in range(3):
-            with pytest.raises(OverloadedError):
-                some.submit(f"b{number}")
-        await some.settle()
-        assert some.head.refusals() == {"prefill": 3}
-        after = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
-        assert after[:-1] == before[:-1] and len(m.of(events.StartAttempt)) == 1
-        assert list(view.requests) == [first.job.request] == list(some.head._streams)
-
-    scene(work, max_requests=1)
+@in_scene(max_requests=1)
+async def test_refusals_change_nothing_and_are_counted(some: Scene) -> None:
+    m = await some.enter(hello("m", Role.MIXED))
+    first, view = some.submit("a"), some.head._desk.conductor.view
+    node = view.nodes[NodeId("m")]
+    before = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
+    for number in range(3):
+        with pytest.raises(OverloadedError):
+            some.submit(f"b{number}")
+    await some.settle()
+    assert some.head.refusals() == {"prefill": 3}
+    after = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
+    assert after[:-1] == before[:-1] and len(m.of(events.StartAttempt)) == 1
+    assert list(view.requests) == [first.job.request] == list(some.head._streams)
 
 
-def test_a_request_is_over_once_and_its_nodes_are_told() -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        p.say(output(1, 0))
-        d.say(output(1, 1, finish=FinishReason.STOP))
-        d.say(output(1, 2))
-        await some.settle()
-        assert stream.generated == (70, 71) and not some.head._streams
-        assert [each.key for each in d.of(events.DropAttempt)] == ["a#1"]
-        stream.cancel()
-        await some.settle()
-        assert len(d.of(events.DropAttempt)) == 1
-
-    scene(work)
+@in_scene()
+async def test_a_request_is_over_once_and_its_nodes_are_told(some: Scene) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    p.say(output(1, 0))
+    d.say(output(1, 1, finish=FinishReason.STOP))
+    d.say(output(1, 2))
+    await some.settle()
+    assert stream.generated == (70, 71) and not some.head._streams
+    assert [each.key for each in d.of(events.DropAttempt)] == ["a#1"]
+    stream.cancel()
+    await some.settle()
+    assert len(d.of(events.DropAttempt)) == 1
 
 
-def test_a_cancelled_request_is_forgotten_everywhere() -> None:
-    async def work(some: Scene) -> None:
-        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
-        stream = some.submit("a")
-        stream.cancel()
-        stream.cancel()
-        await some.settle()
-        assert [each.key for each in (*p.of(events.DropAttempt), *d.of(events.DropAttempt))] == ["a#1", "a#1"]
-        assert not some.head._streams and not some.head._desk.conductor.view.requests
-
-    scene(work)
+@in_scene()
+async def test_a_cancelled_request_is_forgotten_everywhere(some: Scene) -> None:
+    p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+    stream = some.submit("a")
+    stream.cancel()
+    stream.cancel()
+    await some.settle()
+    assert [each.key for each in (*p.of(events.DropAttempt), *d.of(events.DropAttempt))] == ["a#1", "a#1"]
+    assert not some.head._streams and not some.head._desk.conductor.view.requests
 
 
-def test_closing_ends_what_is_under_way_and_stops_the_nodes() -> None:
-    async def work(some: Scene) -> None:
-        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        stream = some.submit("a")
-        await some.head.close()
-        await some.settle()
-        assert isinstance(stream.error, UnavailableError) and "shutting down" in str(stream.error)
-        assert m.of(messages.Stop) and later.of(messages.Stop)
-        with pytest.raises(OSError):
-            await some.network.connect("head:1", messages.NodeBound, Someone(), timeout_s=1)
-
-    scene(work)
+@in_scene()
+async def test_closing_ends_what_is_under_way_and_stops_the_nodes(some: Scene) -> None:
+    m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+    stream = some.submit("a")
+    await some.head.close()
+    await some.settle()
+    assert isinstance(stream.error, UnavailableError) and "shutting down" in str(stream.error)
+    assert m.of(messages.Stop) and later.of(messages.Stop)
+    with pytest.raises(OSError):
+        await some.network.connect("head:1", messages.NodeBound, Someone(), timeout_s=1)
 
 
-def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
+@in_scene()
+async def test_times_of_a_route_are_put_into_the_clock_of_the_node(some: Scene) -> None:
     """The head's time goes with each begin."""
+    m = await some.enter(hello("m", Role.MIXED))
+    await asyncio.sleep(1.5)
+    m.say(messages.Heartbeat({}))
+    some.submit("a", ttft_ms=200)
+    await some.settle()
+    (begin,) = m.of(events.StartAttempt)
+    assert begin.now_ns == 1_500_000_000
+    assert begin.route.deadline_ns == 1_700_000_000
 
-    async def work(some: Scene) -> None:
-        m = await some.enter(hello("m", Role.MIXED))
-        await asyncio.sleep(1.5)
-        m.say(messages.Heartbeat({}))
-        some.submit("a", ttft_ms=200)
+
+@in_scene()
+async def test_gauges_are_the_latest_of_each_process_while_it_is_here(some: Scene) -> None:
+    m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+    m.say(messages.Heartbeat({"x": 1.0}), messages.Heartbeat({"x": 2.0}))
+    later.say(messages.Heartbeat({"x": 3.0}))
+    await some.settle()
+    assert some.head.gauges() == OWN | {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
+    m.session.abort("killed")
+    await some.settle()
+    assert some.head.gauges() == OWN | {"x": {"g.1": 3.0}, BEATS: {"g.1": 1}}
+
+
+@in_scene()
+async def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer(some: Scene) -> None:
+    m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+    for ends in (lambda: later.say(messages.Heartbeat({})), lambda: later.session.abort("killed")):
+        polled = asyncio.create_task(some.head.poll())
         await some.settle()
-        (begin,) = m.of(events.StartAttempt)
-        assert begin.now_ns == 1_500_000_000
-        assert begin.route.deadline_ns == 1_700_000_000
-
-    scene(work)
-
-
-def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
-    async def work(some: Scene) -> None:
-        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        m.say(messages.Heartbeat({"x": 1.0}), messages.Heartbeat({"x": 2.0}))
-        later.say(messages.Heartbeat({"x": 3.0}))
+        m.say(messages.Heartbeat({"x": 1.0}))
         await some.settle()
-        assert some.head.gauges() == OWN | {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
-        m.session.abort("killed")
+        assert not polled.done()
+        ends()
         await some.settle()
-        assert some.head.gauges() == OWN | {"x": {"g.1": 3.0}, BEATS: {"g.1": 1}}
-
-    scene(work)
-
-
-def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer() -> None:
-    async def work(some: Scene) -> None:
-        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
-        for ends in (lambda: later.say(messages.Heartbeat({})), lambda: later.session.abort("killed")):
-            polled = asyncio.create_task(some.head.poll())
-            await some.settle()
-            m.say(messages.Heartbeat({"x": 1.0}))
-            await some.settle()
-            assert not polled.done()
-            ends()
-            await some.settle()
-            assert polled.done() and some.loop.time() == 0
-        assert len(m.of(messages.Poll)) == 2
-        await some.head.poll()
-        assert some.loop.time() == POLL_S
-
-    scene(work)
+        assert polled.done() and some.loop.time() == 0
+    assert len(m.of(messages.Poll)) == 2
+    await some.head.poll()
+    assert some.loop.time() == POLL_S
 
 
 # Nodes among each other.
 
 
 @asynccontextmanager
-async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, str]]:
-    """A node that is in a cluster, and where others reach it."""
+async def listening() -> AsyncIterator[tuple[NodeProcess, Someone]]:
+    """A node that is in a cluster, and a stranger with a session to it."""
+    network, stranger = MemoryNetwork(), Someone()
     head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
@@ -645,8 +601,11 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
     process = NodeProcess(engine, options, Runtime(network))
     running = asyncio.create_task(process.run())
     await head.wait_for([NodeId("d")])
+    address = head._members[NodeId("d")].hello.address
+    stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
     try:
-        yield process, head._members[NodeId("d")].hello.address
+        async with asyncio.timeout(60):
+            yield process, stranger
     finally:
         await head.close()
         await running
@@ -665,37 +624,23 @@ WRONG_PEERS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("said", [None, *WRONG_PEERS])
-def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with listening(network) as (process, address), asyncio.timeout(60):
-            stranger = Someone()
-            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), LETTER]))
-            heard = list[Any]()
-            process.mover._told = heard.append
-            while not stranger.reasons and not heard:
-                await asyncio.sleep(0.001)
-            letters = [fact for fact in heard if isinstance(fact, LetterReceived)]
-            assert letters == ([LetterReceived(INTRODUCTION.node, LETTER)] if said is None else [])
-            assert (said is None) is not bool(stranger.reasons)
-
-    asyncio.run(work())
+async def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
+    async with listening() as (process, stranger):
+        stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), LETTER]))
+        heard = list[Any]()
+        process.mover._told = heard.append
+        while not stranger.reasons and not heard:
+            await asyncio.sleep(0.001)
+        letters = [fact for fact in heard if isinstance(fact, LetterReceived)]
+        assert letters == ([LetterReceived(INTRODUCTION.node, LETTER)] if said is None else [])
+        assert (said is None) is not bool(stranger.reasons)
 
 
-def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with listening(network) as (_, address), asyncio.timeout(60):
-            stranger = Someone()
-            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            head = messages.HandoverSlices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
-            stranger.session.send(head, memoryview(bytes(100)))
-            while not stranger.reasons:
-                await asyncio.sleep(0.001)
-            assert "carried 100 bytes" in stranger.reasons[0]
-
-    asyncio.run(work())
+async def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
+    async with listening() as (_, stranger):
+        head = messages.HandoverSlices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
+        stranger.session.send(head, memoryview(bytes(100)))
+        assert "carried 100 bytes" in await stranger.end()
 
 
 KEY, NAMES = RequestId("a#1"), (b"x" * 16,) * 4
@@ -708,55 +653,33 @@ STRANGE: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("said", STRANGE)
-def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with listening(network) as (_, address), asyncio.timeout(60):
-            letters, answers = STRANGE[said]
-            stranger = Someone()
-            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            end = FetchRequest(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
-            stranger.say(INTRODUCTION, *letters, *end)
-            while len(stranger.heard) <= len(answers):
-                await asyncio.sleep(0.001)
-                assert not stranger.reasons
-            assert stranger.heard == [*answers, messages.FetchServed(RequestId("last"), 0)]
-
-    asyncio.run(work())
+async def test_a_node_does_not_end_with_what_another_one_says(said: str) -> None:
+    async with listening() as (_, stranger):
+        letters, answers = STRANGE[said]
+        end = FetchRequest(RequestId("last"), NAMES, 0), messages.Pull(RequestId("last"), 0, 4)
+        stranger.say(INTRODUCTION, *letters, *end)
+        while len(stranger.heard) <= len(answers):
+            await asyncio.sleep(0.001)
+            assert not stranger.reasons
+        assert stranger.heard == [*answers, messages.FetchServed(RequestId("last"), 0)]
 
 
-def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with listening(network) as (process, address), asyncio.timeout(60):
-            stranger = Someone()
-            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            stranger.say(INTRODUCTION)
-            while process.peers.open_to(INTRODUCTION.node) is None:
-                await asyncio.sleep(0.001)
-            process.on_head(messages.Neighbours("", {INTRODUCTION.node: "p:1"}))
-            assert process.peers.open_to(INTRODUCTION.node) is not None
-            process.on_head(messages.Neighbours("", {}))
-            assert process.peers.open_to(INTRODUCTION.node) is None
-            while not stranger.reasons:
-                await asyncio.sleep(0.001)
-            assert "it left the cluster" in stranger.reasons[0]
-
-    asyncio.run(work())
+async def test_with_a_node_that_left_the_cluster_all_sessions_end() -> None:
+    async with listening() as (process, stranger):
+        stranger.say(INTRODUCTION)
+        while process.peers.open_to(INTRODUCTION.node) is None:
+            await asyncio.sleep(0.001)
+        process.on_head(messages.Neighbours("", {INTRODUCTION.node: "p:1"}))
+        assert process.peers.open_to(INTRODUCTION.node) is not None
+        process.on_head(messages.Neighbours("", {}))
+        assert process.peers.open_to(INTRODUCTION.node) is None
+        assert "it left the cluster" in await stranger.end()
 
 
-def test_a_count_below_nothing_is_no_letter() -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with listening(network) as (_, address), asyncio.timeout(60):
-            stranger = Someone()
-            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-            stranger.say(INTRODUCTION, ClaimReply(KEY, -1))
-            while not stranger.reasons:
-                await asyncio.sleep(0.001)
-            assert "num_blocks" in stranger.reasons[0]
-
-    asyncio.run(work())
+async def test_a_count_below_nothing_is_no_letter() -> None:
+    async with listening() as (_, stranger):
+        stranger.say(INTRODUCTION, ClaimReply(KEY, -1))
+        assert "num_blocks" in await stranger.end()
 
 
 # Stages of a pipeline group.
@@ -776,8 +699,9 @@ WRONG_OPENINGS: dict[str, list[Any]] = {
 
 
 @asynccontextmanager
-async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
-    """The second stage of two, which waits for the first, and where that reaches it."""
+async def waiting() -> AsyncIterator[tuple[asyncio.Task[str], Callable[..., Awaitable[Someone]]]]:
+    """The second stage of two, which waits for the first, and how somebody opens a session with it and says this."""
+    network = MemoryNetwork()
     head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
@@ -786,89 +710,70 @@ async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[st
     running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
     while not (stages := list(head._groups.followers())):
         await asyncio.sleep(0.001)
+
+    async def enter(*said: Any) -> Someone:
+        one = Someone()
+        one.session = await network.connect(stages[0].hello.address, messages.Upward, one, timeout_s=1)
+        one.say(*said)
+        return one
+
     try:
-        yield running, stages[0].hello.address
+        async with asyncio.timeout(60):
+            yield running, enter
     finally:
         await head.close()
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def open_stage(network: MemoryNetwork, address: str, *said: Any) -> Someone:
-    one = Someone()
-    one.session = await network.connect(address, messages.Upward, one, timeout_s=1)
-    one.say(*said)
-    return one
-
-
 @pytest.mark.parametrize("wrong", WRONG_OPENINGS)
-def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(60):
-            stranger = await open_stage(network, address, *WRONG_OPENINGS[wrong])
-            while not stranger.reasons:
-                await asyncio.sleep(0.001)
-            assert not stranger.heard and not running.done()
-            leader = await open_stage(network, address, opening())
-            while not leader.heard:
-                await asyncio.sleep(0.001)
-            assert leader.heard == [messages.StageFound(1, (), last=True)]
-            second = await open_stage(network, address, opening())
-            while not second.reasons:
-                await asyncio.sleep(0.001)
-            assert not second.heard and not leader.reasons
-
-    asyncio.run(work())
+async def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
+    async with waiting() as (running, enter):
+        stranger = await enter(*WRONG_OPENINGS[wrong])
+        await stranger.end()
+        assert not stranger.heard and not running.done()
+        leader = await enter(opening())
+        while not leader.heard:
+            await asyncio.sleep(0.001)
+        assert leader.heard == [messages.StageFound(1, (), last=True)]
+        second = await enter(opening())
+        await second.end()
+        assert not second.heard and not leader.reasons
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(60):
-            run = messages.StageRun(1, (), (7,), "uint8")
-            stranger = await open_stage(network, address, *([opening()] if opened else []))
-            stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
-            while not stranger.reasons:
-                await asyncio.sleep(0.001)
-            assert "carried 7 bytes" in stranger.reasons[0]
-            assert not opened or "session with the stage before ended" in await running
-
-    asyncio.run(work())
+async def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
+    async with waiting() as (running, enter):
+        run = messages.StageRun(1, (), (7,), "uint8")
+        stranger = await enter(*([opening()] if opened else []))
+        stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
+        assert "carried 7 bytes" in await stranger.end()
+        assert not opened or "session with the stage before ended" in await running
 
 
 @pytest.mark.parametrize("more", [{"num_blocks": 65}, {"num_slots": 1}, {"num_records": 1}], ids=str)
-def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
-    async def work() -> None:
-        network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(60):
-            await open_stage(network, address, opening(**more))
-            with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
-                await running
-
-    asyncio.run(work())
+async def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
+    async with waiting() as (running, enter):
+        await enter(opening(**more))
+        with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
+            await running
 
 
-def test_salts_part_the_names_of_tenants_in_the_head() -> None:
-    async def work(some: Scene) -> None:
-        await some.enter(hello("m", Role.MIXED))
-        for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
-            some.submit(name, salt=salt)
-        names = [some.view_of(name).arrived.names for name in "abc"]
-        assert names[0] == names[2] and not set(names[0]) & set(names[1]) and len(names[0]) == 2
-
-    scene(work)
+@in_scene()
+async def test_salts_part_the_names_of_tenants_in_the_head(some: Scene) -> None:
+    await some.enter(hello("m", Role.MIXED))
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        some.submit(name, salt=salt)
+    names = [some.view_of(name).arrived.names for name in "abc"]
+    assert names[0] == names[2] and not set(names[0]) & set(names[1]) and len(names[0]) == 2
 
 
-def test_where_a_request_went_wrong_it_may_go_again_and_no_further() -> None:
-    async def work(some: Scene) -> None:
-        m = await some.enter(hello("m", Role.MIXED))
-        stream = some.submit("a")
-        for attempt in (1, 2, 3):
-            m.say(RequestFailed(RequestId("a"), attempt, "it broke"))
-            await some.settle()
-        assert str(stream.error) == "it broke (attempt 3 of 3)"
-        routes = [begin.route for begin in m.of(events.StartAttempt)]
-        assert [route.attempt for route in routes if isinstance(route, Route)] == [1, 2, 3]
-
-    scene(work)
+@in_scene()
+async def test_where_a_request_went_wrong_it_may_go_again_and_no_further(some: Scene) -> None:
+    m = await some.enter(hello("m", Role.MIXED))
+    stream = some.submit("a")
+    for attempt in (1, 2, 3):
+        m.say(RequestFailed(RequestId("a"), attempt, "it broke"))
+        await some.settle()
+    assert str(stream.error) == "it broke (attempt 3 of 3)"
+    routes = [begin.route for begin in m.of(events.StartAttempt)]
+    assert [route.attempt for route in routes if isinstance(route, Route)] == [1, 2, 3]

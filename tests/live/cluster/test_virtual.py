@@ -25,7 +25,6 @@ from isthmus.core.cost import Curve, compile_cost, to_mapping
 from isthmus.core.errors import OverloadedError
 from isthmus.core.types import FinishReason, RequestId, Role, Sampling, Tier
 from isthmus.lab.sim.faults import Faults, NodeFault, SessionFault
-from isthmus.live.cluster import head as head_module
 from isthmus.live.engine.emulated import expected_tokens
 from tests.parity.worlds import NO_FAULTS, deployed
 from tests.virtual import Flight, ManualLoop, VirtualCluster, VirtualRequest
@@ -81,65 +80,15 @@ def events(flight: Flight, kind: type) -> list[tuple[int, Any]]:
     return [(entry.at_ns, entry.event) for entry in flight.log if isinstance(entry.event, kind)]
 
 
-# The loop.
-
-
-def run(work: Any) -> Any:
-    with asyncio.Runner(loop_factory=ManualLoop) as runner:
-        return runner.run(work)
-
-
-def test_time_is_the_time_of_timers_and_passes_at_once() -> None:
-    async def work() -> list[tuple[str, int]]:
-        loop, seen = asyncio.get_running_loop(), []
-        assert isinstance(loop, ManualLoop)
-
-        async def wait(name: str, when_ns: int) -> None:
-            await loop.sleep_until(when_ns)
-            seen.append((name, loop.now_ns))
-
-        await asyncio.gather(wait("late", 10**15 + 1), wait("soon", 7), asyncio.sleep(3600))
-        return seen
-
-    assert run(work()) == [("soon", 7), ("late", 10**15 + 1)]
-
-
-def test_what_follows_from_one_timer_is_done_before_the_next_of_the_same_instant() -> None:
-    async def work() -> list[str]:
-        loop, seen = asyncio.get_running_loop(), list[str]()
-        assert isinstance(loop, ManualLoop)
-
-        def chain(name: str, left: int) -> None:
-            seen.append(f"{name}{left}")
-            if left:
-                loop.call_soon(chain, name, left - 1)
-
-        loop.call_at(5e-9, chain, "a", 3)
-        loop.call_at(5e-9, chain, "b", 1)
-        await loop.sleep_until(5)
-        await loop.settle()
-        return seen
-
-    assert run(work()) == ["a3", "a2", "a1", "a0", "b1", "b0"]
-
-
-def test_a_cancelled_timer_moves_no_clock() -> None:
-    async def work() -> int:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, ManualLoop)
-        loop.call_at(5e-9, print, "never").cancel()
-        await loop.sleep_until(9)
-        return loop.now_ns
-
-    assert run(work()) == 9
-
-
 def test_waiting_for_what_never_comes_is_an_error() -> None:
     async def work() -> None:
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(RuntimeError, match="nothing is left"):
-        run(work())
+    with (
+        asyncio.Runner(loop_factory=ManualLoop) as runner,
+        pytest.raises(RuntimeError, match="nothing is left"),
+    ):
+        runner.run(work())
 
 
 # The cluster.
@@ -417,33 +366,3 @@ def test_a_request_that_waits_is_turned_away_for_a_higher_priority() -> None:
     assert errors.count(OverloadedError) == 1
     assert errors[3] is type(None)
     assert wrong_answers(cluster, [*waiting, waiting[0]], flight) == 2  # the refused one, and the stand-in
-
-
-# What must not go unseen. Each fault is put into the cluster's own code; names are what prevents it. Seals are
-# tested where bytes move (`test_cache`).
-
-
-def test_a_cache_shared_between_tenants_shows() -> None:
-    """Block names that forget the salt: the second tenant is given the first one's KV."""
-    cluster = cluster_of()
-    requests = [
-        VirtualRequest(index * 50 * MS, tuple(range(100)), 8, salt=f"tenant {index}") for index in (0, 1)
-    ]
-    assert wrong_answers(cluster, requests, cluster.run(requests)) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        namer = head_module.BlockNamer
-        patch.setattr(
-            head_module, "BlockNamer", lambda revision, layout, salt: namer(revision=revision, layout=layout)
-        )
-        assert wrong_answers(cluster, requests, cluster.run(requests)) == 1
-
-
-def test_a_stale_prefix_shows() -> None:
-    """Block names that forget the tokens: what an earlier prompt left is taken for this one's."""
-    cluster = cluster_of()
-    requests = [VirtualRequest(index * 50 * MS, tuple(range(index, 100 + index)), 8) for index in (0, 1)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            head_module.BlockNamer, "names", lambda self, tokens: [bytes([n]) for n in range(len(tokens) // 16)]
-        )
-        assert wrong_answers(cluster, requests, cluster.run(requests)) == 1

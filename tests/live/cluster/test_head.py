@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from isthmus.core import conductor
 from isthmus.core.attempts import RoleChanged
-from isthmus.core.conductor import LinkRule, LinksMeasured
+from isthmus.core.conductor import LinkRule, LinksMeasured, LinkState
 from isthmus.core.errors import OverloadedError, RequestError, UnavailableError
 from isthmus.core.node import events
 from isthmus.core.types import NS_PER_MS, Job, NodeId, RequestId, Role, Sampling
@@ -245,7 +245,7 @@ async def test_the_conductor_hears_of_links_once_all_nodes_are_there(some: Scene
     assert not waiting.done() and not measured(tape)
     await some.enter(placed("d", Role.DECODE, "east"))
     await waiting
-    p.say(messages.Heartbeat({}, (messages.LinkState("", "east", True, 700),)))
+    p.say(messages.Heartbeat({}, (LinkState("", "east", True, 700),)))
     await asyncio.sleep(0.25)
     assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
 

@@ -199,6 +199,13 @@ def test_a_recording_of_an_unknown_policy_is_refused(recording: Path) -> None:
         replay(recording)
 
 
+@pytest.mark.parametrize("rules", [Rules(policy="os:system"), Rules(lending="evil.py:run")])
+def test_what_a_recording_names_is_not_run_unless_the_user_names_it_too(recording: Path, rules: Rules) -> None:
+    rewrite(recording, 1, msgspec.json.encode(RecordingHeader(RECORDING_FORMAT, rules)))
+    with pytest.raises(ConfigError, match="if it may be run, give --policy"):
+        replay(recording)
+
+
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
     rewrite(recording, 1, msgspec.json.encode(RecordingHeader(1, RULES)))
     with pytest.raises(ConfigError, match=f"recording format 1; this version reads {RECORDING_FORMAT}"):

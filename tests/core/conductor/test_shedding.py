@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,26 @@ from .views import MS, accept, arrival, view_of
 P, D = Role.PREFILL, Role.DECODE
 
 
-def queued(*priorities: int, work_ms: float = 10) -> View:
-    """One prefill node's queue, one request a ms, named by their order."""
+Row = tuple[int, str, float, float]
+"""(priority, tenant, weight, ms of work) of a request."""
+
+
+def queued(*rows: int | Row) -> View:
+    """One prefill node's queue, one request a ms, named by their order. A number alone is a priority."""
     view = view_of(P, D)
-    for at, priority in enumerate(priorities):
-        request = arrival(10, request=str(at), priority=priority)
+    for at, row in enumerate(rows):
+        priority, tenant, weight, work_ms = (row, "", 0.0, 10) if isinstance(row, int) else row
+        request = arrival(10, request=str(at), priority=priority, tenant=tenant, weight=weight)
         accept(view, request, view.prefills[0], view.decodes[0], work_ms, at * MS)
     return view
+
+
+def of(count: int, tenant: str, weight: float = 1.0, priority: int = 0) -> list[Row]:
+    return [(priority, tenant, weight, 10)] * count
+
+
+def below(view: View, **asks: Any) -> str:
+    return names(waiting_below(view, view.prefills, arrival(10, **asks)))
 
 
 def names(found: list) -> str:  # type: ignore[type-arg]
@@ -30,28 +44,25 @@ def names(found: list) -> str:  # type: ignore[type-arg]
 
 def test_lower_priorities_go_first_and_of_one_the_newest() -> None:
     view = queued(0, 0, 1, -5, 0, 2, 1)
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=2))) == "341" + "62"
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=1))) == "341"
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=0))) == "3"
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=-5))) == ""
+    found = [below(view, priority=priority) for priority in (2, 1, 0, -5)]
+    assert found == ["341" + "62", "341", "3", ""]
 
 
 def test_who_is_in_service_or_got_a_token_stays() -> None:
     view = queued(0, 0, 0)
     view.requests[RequestId("1")].answering = 1  # a second attempt
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
+    assert below(view, priority=9) == "2"
     view.first_token(view.requests[RequestId("0")], 0)
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == "2"
+    assert below(view, priority=9) == "2"
     view.unassign(view.requests[RequestId("1")], 0)
-    assert names(waiting_below(view, view.prefills, arrival(10, priority=9))) == ""
+    assert below(view, priority=9) == ""
 
 
 def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
     """Of one priority the most work goes first, but from a batch to come the newest."""
-    view = view_of(P, D)
+    works = [(0, 90), (0, 10), (0, 40), (-1, 5), (0, 40), (0, 20)]
+    view = queued(*[(priority, "", 0.0, work_ms) for priority, work_ms in works])
     node = view.prefills[0]
-    for at, (priority, work_ms) in enumerate([(0, 90), (0, 10), (0, 40), (-1, 5), (0, 40), (0, 20)]):
-        accept(view, arrival(10, request=str(at), priority=priority), node, view.decodes[0], work_ms, at * MS)
     asks = arrival(10, priority=1)
     assert names(to_shorten(view, node, asks, 45 * MS)) == "34"
     assert names(to_shorten(view, node, asks, 46 * MS)) == "342"
@@ -63,25 +74,13 @@ def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
     assert names(to_thin(view, asks, 3, 10**12)) == "542"
 
 
-def test_just_enough_are_turned_away_to_shorten_a_queue() -> None:
-    view = queued(0, 0, 0, 0)
-    node = view.prefills[0]
-    asks = arrival(10, priority=1)
-    assert names(to_shorten(view, node, asks, 1)) == "3"
-    assert names(to_shorten(view, node, asks, 10 * MS)) == "3"
-    assert names(to_shorten(view, node, asks, 10 * MS + 1)) == "32"
-    assert names(to_shorten(view, node, asks, 30 * MS)) == "321"
-    assert names(to_shorten(view, node, asks, 30 * MS + 1)) == ""  # all of them would be in vain
-
-
-def test_just_enough_are_turned_away_to_thin_a_batch_to_come() -> None:
-    view = queued(0, 0, 0, 0)
-    asks = arrival(10, priority=1)
-    assert names(to_thin(view, asks, 2, 10**12)) == "32"
-    assert names(to_thin(view, asks, 3, 10**12)) == "321"
-    assert names(to_thin(view, asks, 4, 10**12)) == ""
+def test_just_enough_are_turned_away_and_nobody_if_that_would_be_in_vain() -> None:
+    view, asks = queued(0, 0, 0, 0), arrival(10, priority=1)
+    for excess_ns, found in ((1, "3"), (10 * MS, "3"), (10 * MS + 1, "32"), (30 * MS, "321"), (30 * MS + 1, "")):
+        assert names(to_shorten(view, view.prefills[0], asks, excess_ns)) == found
+    for count, then, found in ((2, 10**12, "32"), (3, 10**12, "321"), (4, 10**12, ""), (3, 30 * MS, "")):
+        assert names(to_thin(view, asks, count, then)) == found
     assert names(to_thin(view, asks, 1, 30 * MS)) == "2"  # the last one comes later, it is not in the way
-    assert names(to_thin(view, asks, 3, 30 * MS)) == ""
 
 
 # The whole way.
@@ -124,21 +123,19 @@ def test_nobody_makes_room_for_a_request_that_is_refused_all_the_same(num_tokens
 def test_a_higher_priority_is_refused_last_when_the_queue_is_too_long() -> None:
     some = full(Rules(admission="baseline", ttft_ms=100))
     for name in "abcde":
-        assert ends(some.arrives(name, 20)) == [("Route", name)]
-    assert ends(some.arrives("f", 20)) == [("Refuse", "f")]
+        assert ends(some.arrives(name, 20, tenant="acme", weight=1.0)) == [("Route", name)]
+    assert ends(some.arrives("f", 20, tenant="acme", weight=1.0)) == [("Refuse", "f")]
     assert ends(some.arrives("g", 20, priority=1)) == [("Refuse", "e"), ("Route", "g")]
     assert ends(some.arrives("h", 60, priority=2)) == [
         ("Refuse", "d"), ("Refuse", "c"), ("Refuse", "b"), ("Route", "h")
     ]  # fmt: skip
     assert ends(some.arrives("i", 60, priority=2)) == [("Refuse", "i")]
     some.drain()
-
-
-def test_priority_zero_goes_before_what_is_below_it() -> None:
-    some = full(Rules(admission="baseline", ttft_ms=30))
-    for name in "abc":
-        some.arrives(name, 10, priority=-1)
-    assert ends(some.arrives("d", 10)) == [("Refuse", "c"), ("Route", "d")]
+    some = full(Rules(admission="baseline", ttft_ms=100))
+    for name in "abcde":
+        some.arrives(name, 20, tenant="acme", weight=1.0)
+    assert ends(some.arrives("g", 20, tenant="globex", weight=1.0)) == [("Refuse", "e"), ("Route", "g")]
+    some.drain()
 
 
 def test_early_admission_turns_nobody_away_for_decode_that_it_does_not_count() -> None:
@@ -189,58 +186,42 @@ def test_random_bursts_shed_rightly(tenants: bool) -> None:
     assert shed >= 30
 
 
-# Tenants.
-
-
-def shared(*tenants: tuple[str, float], priority: int = 0) -> View:
-    """One prefill node's queue, one request a ms, named by their order."""
-    view = view_of(P, D)
-    for at, (tenant, weight) in enumerate(tenants):
-        request = arrival(10, request=str(at), priority=priority, tenant=tenant, weight=weight)
-        accept(view, request, view.prefills[0], view.decodes[0], 10, at * MS)
-    return view
-
-
-def test_a_tenant_below_its_share_takes_the_place_of_the_one_most_above() -> None:
-    view = shared(*[("acme", 1.0)] * 4, *[("globex", 1.0)] * 2, ("third", 1.0))
-    assert names(to_replace(view, arrival(10, tenant="third", weight=1.0))) == "3"
-    assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == "3"
-    assert names(to_replace(view, arrival(10, tenant="acme", weight=1.0))) == ""
-    assert names(to_replace(view, arrival(10))) == "", "who has no share has no claim"
-
-
 def test_only_so_many_go_that_nobody_is_left_with_less_than_who_takes_their_place() -> None:
-    view = shared(*[("acme", 1.0)] * 5, *[("globex", 1.0)] * 4)
-    waiting = waiting_below(view, view.prefills, arrival(10, tenant="third", weight=0.5))
-    assert names(waiting) == "4" + "83" + "72"  # down to two of each, which is what the new one counts as
+    """Down to two of each, which is what the new one counts as."""
+    view = queued(*of(5, "acme"), *of(4, "globex"))
+    assert below(view, tenant="third", weight=0.5) == "4" + "83" + "72"
 
 
-def test_a_weight_counts() -> None:
-    view = shared(*[("acme", 2.0)] * 4, *[("globex", 1.0)] * 3)
-    assert names(to_replace(view, arrival(10, tenant="third", weight=1.0))) == "6"
-    assert names(to_replace(view, arrival(10, tenant="acme", weight=2.0))) == "6"
-    assert names(to_replace(view, arrival(10, tenant="globex", weight=1.0))) == ""
+@pytest.mark.parametrize(
+    ("rows", "asks", "found"),
+    [
+        ([*of(4, "acme"), *of(2, "globex"), *of(1, "third")], ("third", 1.0), "3"),
+        ([*of(4, "acme"), *of(2, "globex"), *of(1, "third")], ("globex", 1.0), "3"),
+        ([*of(4, "acme"), *of(2, "globex"), *of(1, "third")], ("acme", 1.0), ""),
+        ([*of(4, "acme"), *of(2, "globex"), *of(1, "third")], ("", 0.0), ""),  # no share, no claim
+        ([*of(4, "acme", 2.0), *of(3, "globex")], ("third", 1.0), "6"),
+        ([*of(4, "acme", 2.0), *of(3, "globex")], ("acme", 2.0), "6"),
+        ([*of(4, "acme", 2.0), *of(3, "globex")], ("globex", 1.0), ""),
+    ],
+)
+def test_a_tenant_below_its_share_takes_the_place_of_the_one_most_above(
+    rows: list[Row], asks: tuple[str, float], found: str
+) -> None:
+    tenant, weight = asks
+    assert names(to_replace(queued(*rows), arrival(10, tenant=tenant, weight=weight))) == found
 
 
-@pytest.mark.parametrize("priority", [-5, 0, 9])
-def test_a_priority_ranks_requests_of_its_own_tenant_only(priority: int) -> None:
+@pytest.mark.parametrize(("priority", "own", "flood"), [(-5, "", ""), (0, "5", ""), (9, "54", "321")])
+def test_a_priority_ranks_requests_of_its_own_tenant_only(priority: int, own: str, flood: str) -> None:
     """Whatever a flood says of itself, and whatever others say."""
-    view = shared(*[("acme", 1.0)] * 4, ("third", 1.0), priority=5)
-    low = arrival(10, request="low", priority=-1, tenant="third", weight=1.0)
-    accept(view, low, view.prefills[0], view.decodes[0], 10, 9 * MS)
-    asks = arrival(10, tenant="third", weight=1.0, priority=priority)
-    own = {-5: "", 0: "low", 9: "low4"}[priority]
-    assert names(waiting_below(view, view.prefills, asks)) == "3" + own
-    flood = arrival(10, tenant="acme", weight=1.0, priority=priority)
-    assert names(waiting_below(view, view.prefills, flood)) == {-5: "", 0: "", 9: "321"}[priority]
+    view = queued(*of(4, "acme", priority=5), *of(1, "third", priority=5), *of(1, "third", priority=-1))
+    assert below(view, tenant="third", weight=1.0, priority=priority) == "3" + own
+    assert below(view, tenant="acme", weight=1.0, priority=priority) == flood
 
 
 def test_a_tenant_above_its_share_gives_its_lowest_priority_first() -> None:
-    view = view_of(P, D)
-    for at, priority in enumerate([0, 2, 1, 0, 1]):
-        request = arrival(10, request=str(at), priority=priority, tenant="acme", weight=1.0)
-        accept(view, request, view.prefills[0], view.decodes[0], 10, at * MS)
-    assert names(waiting_below(view, view.prefills, arrival(10, tenant="third", weight=1.0))) == "3421"
+    view = queued(*[(priority, "acme", 1.0, 10) for priority in (0, 2, 1, 0, 1)])
+    assert below(view, tenant="third", weight=1.0) == "3421"
 
 
 def test_at_the_limit_tenants_come_to_equal_numbers() -> None:
@@ -255,37 +236,22 @@ def test_at_the_limit_tenants_come_to_equal_numbers() -> None:
     some.drain()
 
 
-def test_a_queue_that_is_too_long_is_shortened_by_the_tenant_above_its_share() -> None:
-    some = full(Rules(admission="baseline", ttft_ms=100))
-    for name in "abcde":
-        assert ends(some.arrives(name, 20, tenant="acme", weight=1.0)) == [("Route", name)]
-    assert ends(some.arrives("f", 20, tenant="acme", weight=1.0)) == [("Refuse", "f")]
-    assert ends(some.arrives("g", 20, tenant="globex", weight=1.0)) == [("Refuse", "e"), ("Route", "g")]
-    some.drain()
-
-
-def test_a_place_that_becomes_free_is_kept_for_who_was_refused_below_its_share() -> None:
-    """All of one tenant's have got tokens, so that none can be turned away; and it asks again at once."""
+@pytest.mark.parametrize("later_ns", [0, KEPT_NS])
+def test_a_place_that_becomes_free_is_kept_for_who_was_refused_below_its_share(later_ns: int) -> None:
+    """Not for long. All of one tenant's have got tokens, so that none can be turned away; and it asks again at once."""
     some = full(Rules(max_requests=3))
     for name in "abc":
         some.arrives(name, tenant="acme", weight=1.0)
         some.first_token(name)
     assert ends(some.arrives("x", tenant="globex", weight=1.0)) == [("Refuse", "x")]
     some.end("a")
-    assert ends(some.arrives("d", tenant="acme", weight=1.0)) == [("Refuse", "d")]
-    assert ends(some.arrives("y", tenant="globex", weight=1.0)) == [("Route", "y")]
-    some.end("b")
-    assert ends(some.arrives("e", tenant="acme", weight=1.0)) == [("Route", "e")]
+    some.now += later_ns
+    answer = "Route" if later_ns else "Refuse"
+    assert ends(some.arrives("d", tenant="acme", weight=1.0)) == [(answer, "d")]
+    if not later_ns:
+        assert ends(some.arrives("y", tenant="globex", weight=1.0)) == [("Route", "y")]
+        some.end("b")
+        assert ends(some.arrives("e", tenant="acme", weight=1.0)) == [("Route", "e")]
     some.drain()
 
 
-def test_a_place_is_not_kept_for_long() -> None:
-    some = full(Rules(max_requests=2))
-    for name in "ab":
-        some.arrives(name, tenant="acme", weight=1.0)
-        some.first_token(name)
-    assert ends(some.arrives("x", tenant="globex", weight=1.0)) == [("Refuse", "x")]
-    some.end("a")
-    some.now += KEPT_NS
-    assert ends(some.arrives("c", tenant="acme", weight=1.0)) == [("Route", "c")]
-    some.drain()

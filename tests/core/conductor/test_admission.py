@@ -36,7 +36,9 @@ def forecast(name: str, view: View, now: int, then: int, **parameters: float) ->
     """Of the first node that decodes."""
     found = FORECASTS[name]
     assert found is not None
-    return found(view, next(node for node in view.nodes.values() if node.role is not P), now, then, **parameters)
+    return found(
+        view, next(node for node in view.nodes.values() if node.role is not P), now, then, **parameters
+    )
 
 
 def decoding(view: View, count: int, num_tokens: int, now: int = 0, *, node: int = -1) -> list[RequestView]:
@@ -55,7 +57,10 @@ def decoding(view: View, count: int, num_tokens: int, now: int = 0, *, node: int
 @pytest.mark.parametrize(
     ("rules", "limit_ms"),
     [
-        *[(Rules(admission=name, ttft_ms=100), 100) for name in ("baseline", "early", "predictive", "survival")],
+        *[
+            (Rules(admission=name, ttft_ms=100), 100)
+            for name in ("baseline", "early", "predictive", "survival")
+        ],
         (Rules(admission="baseline", ttft_ms=100, reserve=0.1), 90),
         (Rules(admission="baseline", ttft_ms=100, load_limit=2.0), 200),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.conductor import LinkRule
-from isthmus.core.conductor.copies import ClusterLink, Copy, Link, begin, end, expected_ns, transfer_ns
+from isthmus.core.conductor.copies import ClusterLink, Link, begin, end, expected_ns, transfer_ns
 from isthmus.core.types import NS_PER_S
 
 RATE = 1_000_000
@@ -23,11 +23,6 @@ def shared_fairly(sizes: list[int]) -> list[Fraction]:
         now += Fraction((sizes[at] - done) * (len(sizes) - count) * NS_PER_S, RATE)
         done, ends[at] = sizes[at], now
     return ends
-
-
-def start(sizes: list[int], link: Link) -> list[Copy]:
-    """All over one link out, each to a node of its own."""
-    return [begin(link, Link(RATE), size, 0) for size in sizes]
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8))
@@ -47,7 +42,7 @@ def test_on_one_link_it_is_what_fair_sharing_gives(sizes: list[int]) -> None:
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(0, 10**9))
 def test_a_copy_that_joins_another_on_its_way(first: int, second: int, now: int) -> None:
     link = Link(RATE)
-    (copy,) = start([first], link)
+    copy = begin(link, Link(RATE), first, 0)
     left = max(Fraction(0), first - Fraction(now * RATE, NS_PER_S))
     assert copy.bytes_left(now) == pytest.approx(float(left), abs=0.01)
     own, delay = transfer_ns(link, Link(RATE), second, now)
@@ -59,61 +54,32 @@ def test_a_copy_that_joins_another_on_its_way(first: int, second: int, now: int)
     assert copy.bytes_left(now) == pytest.approx(float(left), abs=0.01)
 
 
-def test_what_is_left_goes_down_evenly_and_never_below_nothing() -> None:
-    (copy,) = start([1000], Link(RATE))
-    assert copy.until_ns == MS + 1
-    assert [round(copy.bytes_left(at)) for at in (0, MS // 4, MS // 2, MS, MS + 1, 9 * MS)] == [
-        1000, 750, 500, 0, 0, 0
-    ]  # fmt: skip
-
-
-def test_a_copy_on_both_links_is_delayed_once() -> None:
+def test_a_copy_on_both_links_is_delayed_once_and_its_end_frees_both() -> None:
     out, into = Link(RATE), Link(RATE)
     copy = begin(out, into, 3000, 0)
-    own, delay = transfer_ns(out, into, 1000, 0)
-    assert (own, delay) == pytest.approx((2 * MS, MS))
-    begin(out, into, 1000, 0)
+    assert transfer_ns(out, into, 1000, 0) == pytest.approx((2 * MS, MS))
+    other = begin(out, into, 1000, 0)
     assert copy.until_ns == pytest.approx(4 * MS, abs=3)
-
-
-def test_an_end_frees_both_links_and_may_be_told_twice() -> None:
-    out, into = Link(RATE), Link(RATE)
-    copy = begin(out, into, 1000, 0)
-    end(copy)
-    end(copy)
+    late = copy.until_ns + MS  # overdue, it delays nobody and is not delayed
+    assert transfer_ns(out, into, 500, late) == (MS / 2, 0) and copy.bytes_left(late) == 0
+    for ended in (copy, copy, other):
+        end(ended)
     assert not out.copies and not into.copies
     assert transfer_ns(out, into, 1000, 0) == (MS, 0)
 
 
-def test_an_overdue_copy_delays_nobody_and_is_not_delayed() -> None:
-    link = Link(RATE)
-    (copy,) = start([1000], link)
-    assert transfer_ns(link, Link(RATE), 500, 2 * MS) == (MS / 2, 0)
-    begin(link, Link(RATE), 500, 2 * MS)
-    assert copy.until_ns == MS + 1
-
-
 def test_a_link_that_was_used_of_late_is_expected_to_be_used() -> None:
-    """Half of what it could carry in the last window: twice as long; and never endless."""
+    """Half of what it could carry in the last window: twice as long, by whatever; and never endless."""
     out, into = Link(RATE), Link(RATE)
     assert expected_ns(out, into, 1000, 0) == (MS, 0)
-    end(begin(out, Link(RATE), 60 * RATE, 0))
-    assert expected_ns(out, into, 1000, 0)[0] == pytest.approx(2 * MS)
+    out.use(60 * RATE, 0)
+    assert transfer_ns(out, into, 1000, 0) == (MS, 0)
+    assert expected_ns(out, into, 1000, 0) == (pytest.approx(2 * MS), 0)
     end(begin(Link(RATE), into, 60 * RATE, 0))
     assert expected_ns(out, into, 1000, 0)[0] == pytest.approx(4 * MS)
     end(begin(out, Link(RATE), 1000 * RATE, 0))
     assert expected_ns(out, into, 1000, 0)[0] <= 40 * MS * (1 + 1e-9)
     assert expected_ns(out, into, 1000, 3600 * NS_PER_S)[0] == pytest.approx(MS, rel=1e-6)
-
-
-def test_what_uses_a_link_without_being_a_copy_makes_copies_longer_and_delays_none() -> None:
-    out, into = Link(RATE), Link(RATE)
-    out.use(60 * RATE, 0)
-    assert not out.copies
-    assert transfer_ns(out, into, 1000, 0) == (MS, 0)
-    own, delay = expected_ns(out, into, 1000, 0)
-    assert own == pytest.approx(2 * MS)
-    assert delay == 0
 
 
 # Between clusters.

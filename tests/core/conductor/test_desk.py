@@ -14,20 +14,16 @@ from isthmus.core.attempts import DropAttempt, Route, StartAttempt, key_of
 from isthmus.core.conductor import (
     Abort,
     Action,
-    Answer,
     Conductor,
-    Convert,
     Desk,
     Event,
     Fail,
     FirstToken,
     Hold,
     HoldExpired,
-    Lend,
     NodeJoined,
     NodeLeft,
     Refuse,
-    Repay,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -53,23 +49,6 @@ def arrived(num_tokens: int = 40, max_tokens: int = 10, names: tuple[BlockName, 
     return RequestArrived(A, "t", num_tokens, max_tokens, names, weight=2.0)
 
 
-class Orders:
-    """In place of a conductor: answers with the next of what was written."""
-
-    def __init__(self, *answers: object) -> None:
-        self.answers, self.view = list(answers), Conductor(Rules()).view
-
-    def on(self, event: Event, now: int) -> list[object]:
-        return [self.answers.pop(0)]
-
-
-def answers(order: object) -> list[Answer]:
-    return [*Desk(Orders(order), REJOIN_MS).on(LEFT, 0)]  # type: ignore[arg-type]
-
-
-LEFT = NodeLeft(M)
-
-
 def desk(*nodes: NodeJoined, **rules: int) -> Desk:
     made = Desk(Conductor(Rules(**rules)), REJOIN_MS)  # type: ignore[arg-type]
     for each in nodes:
@@ -77,15 +56,12 @@ def desk(*nodes: NodeJoined, **rules: int) -> Desk:
     return made
 
 
-def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, StartAttempt]]:
-    (route,) = [answer for answer in some.on(event, 1) if isinstance(answer, Route)]
-    return some.parts(route, num_generated)
-
-
 PAIR = joined(P, Role.PREFILL), joined(D, Role.DECODE)
 
 
-# What nodes are told.
+def parts(some: Desk, event: RequestArrived, num_generated: int = 0) -> list[tuple[NodeId, StartAttempt]]:
+    (route,) = [answer for answer in some.on(event, 1) if isinstance(answer, Route)]
+    return some.parts(route, num_generated)
 
 
 def test_the_decode_node_is_told_first_and_a_mixed_one_once() -> None:
@@ -111,14 +87,6 @@ def test_a_later_attempt_goes_on_from_what_the_client_has(
         assert (begin.num_tokens, begin.stop_length, len(begin.names)) == (num_tokens, stop, num_names)
 
 
-def test_loans_and_new_roles_are_told_to_the_nodes_they_are_for() -> None:
-    for order in (Lend(A, 2, P, D, 3), Repay(A, 2, P, D, 3), Convert(P, Role.DECODE)):
-        assert answers(order) == [SendOrder(P, order)]
-
-
-# What ends.
-
-
 def test_an_end_is_heard_once_and_its_nodes_forget() -> None:
     some, forget = desk(*PAIR), DropAttempt(RequestId("a#1"))
     some.on(arrived(), 1)
@@ -127,29 +95,16 @@ def test_an_end_is_heard_once_and_its_nodes_forget() -> None:
     assert some.on(ended, 3) == () == some.on(RequestCancelled(A), 3)
 
 
-def test_what_nobody_can_take_ends_at_once() -> None:
-    some = desk()
-    (refuse,) = some.on(arrived(), 1)
-    assert isinstance(refuse, Refuse) and refuse.request == A
-    some.check()
-
-
 def test_a_request_waits_for_a_node_as_long_as_that_may_take_to_come_back() -> None:
+    """And for a first one as long as the deployment says."""
     some = desk(joined(M, Role.MIXED))
     some.on(arrived(), 1)
-    expired = HoldExpired(A, 1)
     assert some.on(NodeLeft(M), 2) == [Abort(A, 1, ()), Hold(A, 1, "node m is gone", REJOIN_MS)]
     assert not some.on(FirstToken(A, 1), 3), "its attempt is over"
-    assert [type(answer) for answer in some.on(expired, 4)] == [Fail]
+    assert [type(answer) for answer in some.on(HoldExpired(A, 1), 4)] == [Fail]
     some.check()
-
-
-def test_the_wait_for_a_first_node_is_the_deployments() -> None:
     (wait,) = desk(wait_ms=70).on(arrived(), 1)
     assert isinstance(wait, Hold) and (wait.request, wait.attempt, wait.wait_ms) == (A, 0, 70)
-
-
-# Any history.
 
 
 class Carried(Cluster):
@@ -212,8 +167,6 @@ def test_in_any_history_attempts_follow_each_other_and_each_request_ends_once(
     some.drain()
     assert set(some.ended) == set(some.arrived) and not some.open
 
-
-# The table.
 
 STEPS = ("ROUTED", "PREFILLED", "HANDED_OVER", "WITHDRAWN")
 PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encoding="utf8")

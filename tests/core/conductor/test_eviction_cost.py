@@ -17,7 +17,6 @@ from isthmus.core.conductor import (
     Rules,
 )
 from isthmus.core.conductor.eviction_cost import EvictionCost
-from isthmus.core.conductor.view import View
 from isthmus.core.types import NS_PER_S, BlockName, NodeId, RequestId, Role
 
 from .views import CURVE, LINK, MS, arrival, view_of
@@ -25,83 +24,62 @@ from .views import CURVE, LINK, MS, arrival, view_of
 P, D = Role.PREFILL, Role.DECODE
 
 
-def no_ghosts_yet(*roles: Role, cache_blocks: int = 10) -> tuple[View, EvictionCost]:
-    view = view_of(*roles)
-    for node in view.nodes.values():
-        node.cache_blocks = cache_blocks
-    view.clusters[""].recent.insert(1, 0)
-    return view, EvictionCost(view)
+class Ghosts:
+    """Two prefill nodes with caches of so many blocks; one block was inserted."""
+
+    def __init__(self, cache_blocks: int = 10, calibration: float = 1.0) -> None:
+        self.view = view_of(P, P, D)
+        for node in self.view.nodes.values():
+            node.cache_blocks = cache_blocks
+        self.cluster = self.view.clusters[""]
+        self.cluster.recent.insert(1, 0)
+        self.cluster.calibration.add(int(10 * calibration), 10)
+        self.cost = EvictionCost(self.view)
+
+    def evicted(self, *gone: int, count: int | None = None, node: int = 0) -> None:
+        """`gone`: blocks that no node has any more; `count`: how many the node evicted."""
+        self.cost.evicted(self.view.prefills[node], len(gone) if count is None else count, list(gone))
+
+    def loss_ms(self, num_tokens: int, *names: int, cached: int = 0) -> float:
+        """Node time lost so far, when a request was asked for."""
+        self.cost.asked(arrival(num_tokens, names), self.cluster, cached, 0)
+        return self.cluster.recent.loss_per_block_ns(0) / MS
 
 
-def loss_ms(view: View) -> float:
-    """Node time lost so far: one block was inserted."""
-    return view.clusters[""].recent.loss_per_block_ns(0) / MS
+def test_what_is_computed_again_was_lost_once() -> None:
+    ghosts = Ghosts()
+    ghosts.evicted(1, 2, 3)
+    assert [ghosts.loss_ms(30, 1, 2, 3, 4) for _ in range(2)] == [12, 12]  # three blocks of four tokens
+    ghosts = Ghosts()
+    ghosts.evicted(3, 4, 6)
+    assert ghosts.loss_ms(40, 1, 2, 3, 4, 5, 6, cached=2) == 8, "only the run after the cached prefix counts"
+    assert ghosts.loss_ms(40, 5, 6) == 8, "5 was never here"
+    ghosts = Ghosts()
+    ghosts.evicted(1, 2)
+    assert ghosts.loss_ms(8, 1, 2) == 7, "one token is computed in any case"
+    slower = Ghosts(calibration=2.0)
+    slower.evicted(1)
+    assert slower.loss_ms(30, 1) == 8
 
 
-def test_what_is_computed_again_was_lost() -> None:
-    view, cost = no_ghosts_yet(P, D)
-    cost.evicted(view.prefills[0], 3, [1, 2, 3])
-    cost.asked(arrival(30, [1, 2, 3, 4]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 12  # three blocks of four tokens
-    cost.asked(arrival(30, [1, 2, 3, 4]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 12  # now they are there again
-
-
-def test_only_the_run_after_the_cached_prefix_counts() -> None:
-    view, cost = no_ghosts_yet(P, D)
-    cost.evicted(view.prefills[0], 3, [3, 4, 6])
-    cost.asked(arrival(40, [1, 2, 3, 4, 5, 6]), view.clusters[""], 2, 0)
-    assert loss_ms(view) == 8
-    cost.asked(arrival(40, [5, 6]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 8  # 5 was never here
-
-
-def test_one_token_is_computed_in_any_case() -> None:
-    view, cost = no_ghosts_yet(P, D)
-    cost.evicted(view.prefills[0], 2, [1, 2])
-    cost.asked(arrival(8, [1, 2]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 7
-
-
-def test_a_ghost_counts_for_as_many_evictions_as_its_node_has_room() -> None:
-    for further, lost in ((9, 4), (10, 4), (11, 0)):
-        view, cost = no_ghosts_yet(P, P, D)
-        cost.evicted(view.prefills[0], 1, [1])
-        cost.evicted(view.prefills[0], further, list(range(100, 100 + further)))
-        cost.evicted(view.prefills[1], 50, [])  # another node's evictions do not age it
-        cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
-        assert loss_ms(view) == lost, further
-
-
-def test_blocks_that_another_node_still_has_are_no_ghosts_but_they_age() -> None:
-    view, cost = no_ghosts_yet(P, D)
-    node = view.prefills[0]
-    cost.evicted(node, 1, [1])
-    cost.evicted(node, 11, [])
-    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 0
-
-
-def test_a_loss_is_measured_like_all_work() -> None:
-    view, cost = no_ghosts_yet(P, D)
-    view.clusters[""].calibration.add(20, 10)
-    cost.evicted(view.prefills[0], 1, [1])
-    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 8
-
-
-def test_a_node_of_unknown_size_has_no_ghosts() -> None:
-    view, cost = no_ghosts_yet(P, D, cache_blocks=0)
-    cost.evicted(view.prefills[0], 1, [1])
-    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
-    assert loss_ms(view) == 0
+@pytest.mark.parametrize(("size", "further", "lost"), [(10, 9, 4), (10, 10, 4), (10, 11, 0), (0, 0, 0)])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_ghost_counts_for_as_many_evictions_as_its_node_has_room(
+    size: int, further: int, lost: int, elsewhere: bool
+) -> None:
+    """Those count of blocks too that another node has; a node of unknown size has no ghosts."""
+    ghosts = Ghosts(size)
+    ghosts.evicted(1)
+    ghosts.evicted(*([] if elsewhere else range(100, 100 + further)), count=further)
+    ghosts.evicted(count=50, node=1)  # another node's evictions do not age it
+    assert ghosts.loss_ms(30, 1) == lost
 
 
 def test_what_is_kept_is_bounded_by_the_caches() -> None:
-    view, cost = no_ghosts_yet(P, P, D)
+    ghosts = Ghosts()
     for at in range(5000):
-        cost.evicted(view.prefills[at % 2], 3, [3 * at, 3 * at + 1, 3 * at + 2])
-        assert len(cost._younger) <= 20 + 3 and len(cost._older) <= 20 + 3
+        ghosts.evicted(3 * at, 3 * at + 1, 3 * at + 2, node=at % 2)
+        assert len(ghosts.cost._younger) <= 20 + 3 and len(ghosts.cost._older) <= 20 + 3
 
 
 class Lru:

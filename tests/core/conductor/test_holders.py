@@ -23,57 +23,66 @@ class Nodes(Cluster):
 
     def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None, **about: Any) -> None:
         super().__init__(rules or Rules(policy="round_robin"), Paths())
+        self.about = about
         for at, (role, capacity) in enumerate(roles):
-            self.join(f"{role.value}-{at}", role, capacity, cost=None, lends=True, **about)
+            self.add(f"{role.value}-{at}", role, capacity)
+
+    def add(self, name: str, role: Role, capacity: int) -> None:
+        self.join(name, role, capacity, cost=None, lends=True, **self.about)
 
     def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[Action]:
         return self.arrives(name, num_tokens, max_tokens, names=range(num_tokens // SIZE) if names else ())
+
+    def routed(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> Route:
+        [route] = self.ask(name, num_tokens, max_tokens, names)
+        assert isinstance(route, Route)
+        return route
+
+    def waits(self, name: str, num_tokens: int, max_tokens: int = 4) -> Hold:
+        [hold] = self.ask(name, num_tokens, max_tokens)
+        assert isinstance(hold, Hold)
+        return hold
+
+    def too_long(self, name: str, num_tokens: int, max_tokens: int = 4) -> str:
+        [refuse] = self.ask(name, num_tokens, max_tokens)
+        assert isinstance(refuse, Refuse) and refuse.code == "too_long"
+        return refuse.reason
+
+
+def blocks(route: Route) -> list[int]:
+    return [holding.num_blocks for holding in route.holdings]
 
 
 FOUR = [(Role.MIXED, 100)] * 4
 
 
-def test_what_one_node_has_memory_for_stays_there() -> None:
-    [route] = Nodes(*FOUR).ask("r", 90)
-    assert isinstance(route, Route) and not route.holdings
-
-
-def test_a_longer_one_goes_to_those_with_most_room() -> None:
+def test_what_no_single_node_has_memory_for_goes_to_those_with_most_room() -> None:
     nodes = Nodes(*FOUR)
-    nodes.ask("short", 80)  # at mixed-0
-    [route] = nodes.ask("long", 200)
-    assert isinstance(route, Route) and (route.prefill, route.decode) == ("mixed-1", "mixed-1")
+    assert not nodes.routed("short", 80).holdings  # at mixed-0
+    route = nodes.routed("long", 200)
+    assert (route.prefill, route.decode) == ("mixed-1", "mixed-1")
     assert [(*holding.holders, holding.num_blocks) for holding in route.holdings] == [
         ("mixed-2", 25),
         ("mixed-3", 8),
     ]
-
-
-def test_all_nodes_together_and_not_more() -> None:
-    nodes = Nodes(*FOUR)
-    [route] = nodes.ask("long", 371)
-    assert isinstance(route, Route) and sum(holding.num_blocks for holding in route.holdings) == 75
-    [refused] = Nodes(*FOUR).ask("longer", 372)
-    assert isinstance(refused, Refuse) and refused.code == "too_long"
+    assert sum(blocks(Nodes(*FOUR).routed("long", 371))) == 75
+    Nodes(*FOUR).too_long("longer", 372)
 
 
 @pytest.mark.parametrize("roles", [FOUR, [(Role.PREFILL, 100)] * 2 + [(Role.DECODE, 100)] * 2])
 def test_an_answer_longer_than_its_node_is_refused(roles: list[tuple[Role, int]]) -> None:
     """Though all nodes together have memory for it: they would never have it for the answer."""
-    [refused] = Nodes(*roles).ask("r", 60, 110)
-    assert isinstance(refused, Refuse) and refused.code == "too_long"
-    assert "no node has KV memory for an answer of 110 tokens" in refused.reason
-    [route] = Nodes(*roles).ask("r", 60, 70)
-    assert isinstance(route, Route) and route.holdings
+    assert "no node has KV memory for an answer of 110 tokens" in Nodes(*roles).too_long("r", 60, 110)
+    assert Nodes(*roles).routed("r", 60, 70).holdings
 
 
 def test_who_finds_no_room_waits_for_it() -> None:
     nodes = Nodes(*FOUR)
     nodes.ask("one", 300)
-    [hold] = nodes.ask("two", 300)
-    assert isinstance(hold, Hold)
+    nodes.waits("two", 300)
     [again] = nodes.expire("two")
-    assert isinstance(again, Hold) and nodes.end("one")[-1].request == "two"  # type: ignore[attr-defined]
+    assert isinstance(again, Hold)
+    nodes.end("one")
     assert RequestId("two") in nodes.routes
 
 
@@ -119,21 +128,15 @@ def test_in_the_end_it_fails() -> None:
 
 def test_a_holder_that_leaves_ends_the_attempt() -> None:
     nodes = Nodes(*FOUR)
-    [route] = nodes.ask("r", 200)
-    assert isinstance(route, Route)
-    abort, again = nodes.leave(route.holdings[0].holders[0])
+    abort, again = nodes.leave(nodes.routed("r", 200).holdings[0].holders[0])
     assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
 
 
 @pytest.mark.parametrize("roles", [[(Role.MIXED, 100)], [(Role.PREFILL, 100), (Role.DECODE, 60)]])
 def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]) -> None:
     nodes = Nodes(*roles, (Role.ATTENTION, 200), (Role.ATTENTION, 400))
-    for name, length in (("a", 41), ("b", 201), ("c", 3)):
-        [route] = nodes.ask(name, length)
-        assert isinstance(route, Route)
-        assert sum(holding.num_blocks for holding in route.holdings) == (length - 1) // SIZE
-    a = nodes.routes[RequestId("a")].holdings
-    assert [holding.num_blocks for holding in a] == [5, 5]
+    found = [blocks(nodes.routed(name, length)) for name, length in (("a", 41), ("b", 201), ("c", 3))]
+    assert found[0] == [5, 5] and [sum(each) for each in found] == [10, 50, 0]
 
 
 @pytest.mark.parametrize(("kv_heads", "shared"), [(8, [4]), (6, [3]), (5, [1] * 4), (1, [1] * 4)])
@@ -142,10 +145,9 @@ def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) ->
     nodes = Nodes(
         (Role.MIXED, 400), *[(Role.ATTENTION, size) for size in (100, 40, 120, 80)], kv_heads=kv_heads
     )
-    [route] = nodes.ask("r", 161)
-    assert isinstance(route, Route)
+    route = nodes.routed("r", 161)
     assert [len(holding.holders) for holding in route.holdings] == shared
-    assert sum(holding.num_blocks for holding in route.holdings) == 40
+    assert sum(blocks(route)) == 40
     if kv_heads == 6:
         assert route.holdings[0].holders == ("attention-4", "attention-1", "attention-3")
         lent = [nodes.conductor.view.nodes[holder].lent_blocks for holder in route.holdings[0].holders]
@@ -155,35 +157,28 @@ def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) ->
 def test_what_follows_goes_to_nodes_of_role_attention_if_all_does() -> None:
     """So a home with little memory is enough for any answer, and one that has no room there waits."""
     nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 200), (Role.ATTENTION, 200), kv_heads=2)
-    [route] = nodes.ask("a", 3, 300)
-    assert (
-        isinstance(route, Route) and not route.holdings and set(route.growth) == {"attention-1", "attention-2"}
-    )
-    [route] = nodes.ask("b", 301, 70)
-    assert isinstance(route, Route) and route.growth == route.holdings[0].holders
-    assert isinstance(nodes.ask("c", 250, 70)[0], Hold)
-    [refused] = nodes.ask("d", 401, 40)
-    assert isinstance(refused, Refuse) and refused.code == "too_long"
-    [route] = Nodes((Role.MIXED, 400), (Role.ATTENTION, 100), kv_heads=2).ask("a", 200, 20)
-    assert isinstance(route, Route) and route.holdings[0].num_blocks == 25 and not route.growth
+    route = nodes.routed("a", 3, 300)
+    assert not route.holdings and set(route.growth) == {"attention-1", "attention-2"}
+    route = nodes.routed("b", 301, 70)
+    assert route.growth == route.holdings[0].holders
+    nodes.waits("c", 250, 70)
+    nodes.too_long("d", 401, 40)
+    route = Nodes((Role.MIXED, 400), (Role.ATTENTION, 100), kv_heads=2).routed("a", 200, 20)
+    assert route.holdings[0].num_blocks == 25 and not route.growth
 
 
 def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_there() -> None:
     """It would wait in its home's queue, before others that have room elsewhere. Who came first is first; a few that
     came later may go before it if there is memory for these alone."""
     nodes = Nodes((Role.MIXED, 60), (Role.ATTENTION, 100), kv_heads=2)
-    [full] = nodes.ask("a", 101, 8)
-    assert isinstance(full, Route) and full.holdings[0].num_blocks == 25
-    [home] = nodes.ask("b", 30, 10)
-    assert isinstance(home, Route) and not home.holdings and not home.growth
-    [first], [second], *others = (nodes.ask(name, 50, 10) for name in "cdefghijk")
-    assert isinstance(first, Hold) and first.wait_ms == 10
-    assert isinstance(second, Hold) and second.wait_ms == 1000
-    assert all(isinstance(hold, Hold) for [hold] in others)
+    assert nodes.routed("a", 101, 8).holdings[0].num_blocks == 25
+    home = nodes.routed("b", 30, 10)
+    assert not home.holdings and not home.growth
+    first, second, *_ = (nodes.waits(name, 50, 10) for name in "cdefghijk")
+    assert (first.wait_ms, second.wait_ms) == (10, 1000)
     [again] = nodes.expire("d")
     assert isinstance(again, Hold) and again.wait_ms == 1000
-    gone_on = nodes.end("a")
-    routes = [action for action in gone_on if isinstance(action, Route)]
+    routes = [action for action in nodes.end("a") if isinstance(action, Route)]
     assert [route.request for route in routes] == ["c", "d"]
     assert all(route.growth and route.holdings[0].num_blocks == 12 for route in routes)
 
@@ -193,13 +188,11 @@ def test_what_answers_will_add_there_is_counted_as_they_are_in_the_mean() -> Non
     nodes.ask("short", 3, 30)
     nodes.end("short", 16)
     held = [nodes.conductor.view.nodes[holder] for holder in (NodeId("attention-1"), NodeId("attention-2"))]
-    [route] = nodes.ask("a", 81, 30)
-    assert isinstance(route, Route) and [node.lent_blocks for node in held] == [10, 10]
+    nodes.routed("a", 81, 30)
+    assert [node.lent_blocks for node in held] == [10, 10]
     assert [node.expected_blocks for node in held] == [2, 2], "half of four blocks each"
-    assert isinstance(nodes.ask("b", 109, 30)[0], Hold), (
-        "27 blocks would fit beside 20 of 50, but for the answer of a"
-    )
-    assert isinstance(nodes.ask("c", 101, 30)[0], Route)
+    nodes.waits("b", 109, 30)  # 27 blocks would fit beside 20 of 50, but for the answer of a
+    nodes.routed("c", 101, 30)
     for name in "acb":
         nodes.end(name)
     assert [node.expected_blocks for node in held] == [0, 0]
@@ -208,20 +201,18 @@ def test_what_answers_will_add_there_is_counted_as_they_are_in_the_mean() -> Non
 def test_who_is_too_long_for_the_decode_node_alone_waits_while_holders_are_full() -> None:
     """Though the prefill node could take all of it."""
     nodes = Nodes((Role.PREFILL, 200), (Role.DECODE, 60), (Role.ATTENTION, 200), kv_heads=2)
-    [full] = nodes.ask("a", 190, 8)
-    assert isinstance(full, Route)
-    [hold] = nodes.ask("b", 100, 8)
-    assert isinstance(hold, Hold)
+    nodes.routed("a", 190, 8)
+    nodes.waits("b", 100, 8)
     assert [action for action in nodes.end("a") if isinstance(action, Route)]
 
 
 def test_an_answer_that_no_single_node_has_memory_for_stays_at_home() -> None:
     """Where heads cannot be shared."""
     attending = [(Role.ATTENTION, 100), (Role.ATTENTION, 100)]
-    [route] = Nodes((Role.MIXED, 400), *attending).ask("a", 41, 90)
-    assert isinstance(route, Route) and len(route.holdings) == 2 and not route.growth
-    [route] = Nodes((Role.MIXED, 40), *attending).ask("a", 41, 70)
-    assert isinstance(route, Route) and route.growth == route.holdings[-1].holders
+    route = Nodes((Role.MIXED, 400), *attending).routed("a", 41, 90)
+    assert len(route.holdings) == 2 and not route.growth
+    route = Nodes((Role.MIXED, 40), *attending).routed("a", 41, 70)
+    assert route.growth == route.holdings[-1].holders
     assert not isinstance(Nodes((Role.MIXED, 40), *attending).ask("a", 41, 90)[0], Route)
 
 
@@ -231,13 +222,13 @@ PAIR = [(Role.ATTENTION, 400), (Role.ATTENTION, 400)]
 @pytest.mark.parametrize("roles", [[(Role.MIXED, 100)] * 2, [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 2]])
 def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role, int]]) -> None:
     nodes = Nodes(*roles, *PAIR, kv_heads=2)
-    [route] = nodes.ask("r", 300, names=True)
-    assert isinstance(route, Route) and not route.taken
+    route = nodes.routed("r", 300, names=True)
+    assert not route.taken
     nodes.first_token("r", 1)
     *_, again = nodes.leave(route.decode)
     assert isinstance(again, Route) and again.taken == 1 and again.decode != route.decode
     assert (again.holdings, again.growth) == (route.holdings, route.growth)
-    nodes.join(route.decode, roles[-1][0], 100, cost=None, lends=True, kv_heads=2)
+    nodes.add(route.decode, roles[-1][0], 100)
     *_, third = nodes.leave(again.decode)
     assert isinstance(third, Route) and third.taken == 2
     *_, anew = nodes.leave(third.holdings[0].holders[0])
@@ -246,39 +237,33 @@ def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role,
 
 def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
     nodes = Nodes((Role.MIXED, 100), *PAIR, kv_heads=2)
-    [route] = nodes.ask("r", 300, names=True)
-    assert isinstance(route, Route)
-    hold = nodes.leave(route.prefill)[-1]
-    assert isinstance(hold, Hold)
-    nodes.join(route.prefill, Role.MIXED, 100, cost=None, lends=True, kv_heads=2)
+    route = nodes.routed("r", 300, names=True)
+    assert isinstance(nodes.leave(route.prefill)[-1], Hold)
+    nodes.add(route.prefill, Role.MIXED, 100)
     assert nodes.routes[RequestId("r")].taken == 1
 
 
-def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none() -> None:
-    nodes = Nodes(*[(Role.MIXED, 100)] * 4)
-    [route] = nodes.ask("r", 200, names=True)
-    assert isinstance(route, Route)
-    holders = {holder for holding in route.holdings for holder in holding.holders}
+@pytest.mark.parametrize("num_nodes", [3, 4])
+def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none(num_nodes: int) -> None:
+    nodes = Nodes(*[(Role.MIXED, 100)] * num_nodes)
+    route = nodes.routed("r", 200, names=True)
     *_, again = nodes.leave(route.prefill)
+    if num_nodes == 3:
+        assert len(route.holdings) == 2 and not (isinstance(again, Route) and again.taken), "nobody is left"
+        return
     assert isinstance(again, Route) and again.taken == 1 and again.holdings == route.holdings
-    assert again.prefill not in holders
-    three = Nodes(*[(Role.MIXED, 100)] * 3)
-    [route] = three.ask("r", 200, names=True)
-    assert isinstance(route, Route) and len(route.holdings) == 2
-    *_, last = three.leave(route.prefill)
-    assert not (isinstance(last, Route) and last.taken), "nobody is left beside its holders"
+    assert again.prefill not in {holder for holding in route.holdings for holder in holding.holders}
 
 
 @pytest.mark.parametrize("state_blocks", [0, 1])
 def test_what_a_home_alone_had_is_computed_anew(state_blocks: int) -> None:
     """A recurrent state; and the scores of a prompt, which has no names, until they are out."""
     nodes = Nodes(*[(Role.MIXED, 100)] * 2, *PAIR, kv_heads=2, state_blocks=state_blocks)
-    [route] = nodes.ask("r", 300)
-    assert isinstance(route, Route)
+    route = nodes.routed("r", 300)
     *_, again = nodes.leave(route.prefill)
     assert isinstance(again, Route) and not again.taken
     nodes.first_token("r", 2)
-    nodes.join(route.prefill, Role.MIXED, 100, cost=None, lends=True, kv_heads=2, state_blocks=state_blocks)
+    nodes.add(route.prefill, Role.MIXED, 100)
     *_, third = nodes.leave(again.prefill)
     assert isinstance(third, Route) and third.taken == (0 if state_blocks else 2)
 
@@ -300,9 +285,7 @@ def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_h
         elif kind == 3:
             joined = draw.choice(list(nodes.joined.values()))
             nodes.leave(joined.node)
-            nodes.join(
-                joined.node, joined.role, joined.capacity_tokens, cost=None, lends=True, kv_heads=kv_heads
-            )
+            nodes.add(joined.node, joined.role, joined.capacity_tokens)
         elif routes := [route for route in nodes.routes.values() if route.request not in nodes.held]:
             route = draw.choice(routes)
             nodes.fail(route.request, route.attempt, no_room=True)

@@ -44,9 +44,6 @@ class Naive:
 
 nodes = st.integers(0, NUM_NODES - 1)
 some_names = st.lists(st.integers(0, NUM_NAMES - 1), unique=True)
-operations = st.lists(
-    st.tuples(st.sampled_from(["store", "demote", "evict", "expect", "unexpect", "drop"]), nodes, some_names)
-)
 
 
 def apply(index: PrefixIndex, naive: Naive, operation: str, node: int, names: list[BlockName]) -> None:
@@ -88,57 +85,49 @@ def depths(levels: Levels) -> dict[int, int]:
     return found
 
 
-@given(operations, some_names, st.integers(1, ALL))
-def test_it_says_what_sets_would(
-    operations: list[tuple[str, int, list[BlockName]]], names: list[BlockName], mask: int
-) -> None:
-    index, naive = PrefixIndex(), Naive()
-    for operation in operations:
-        apply(index, naive, *operation)
-    levels, expected = index.match(names, mask)
-    for found, counts in ((levels, False), (expected, True)):
-        assert depths(found) == {node: naive.depth(node, names, expected=counts) for node in bits(mask)}
-    for node in range(NUM_NODES):
-        on_disk = [name for name in names if node in naive.disk.get(name, ())]
-        assert index.num_on_disk(1 << node, names) == len(on_disk)
-    assert index.uses_disk == any(naive.disk.values())
-    assert set(bits(index.users)) == naive.users
-    assert index.num_blocks == sum(1 for holders in naive.held.values() if holders)
-
-
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["store", "expect", "unexpect", "evict"]),
+            st.sampled_from(["store", "demote", "evict", "expect", "unexpect", "drop"]),
             nodes,
-            st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
-            st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
+            some_names,
+            some_names,
         ),
-        max_size=12,
+        max_size=20,
     ),
-    st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
+    some_names,
     st.integers(1, ALL),
     st.integers(1, 3),
 )
-def test_a_prefix_with_states_reaches_to_the_deepest_state_on_it(
+def test_it_says_what_sets_would(
     events: list[tuple[str, int, list[int], list[int]]], names: list[int], mask: int, count: int
 ) -> None:
+    """Of a hybrid model a prefix reaches to the deepest state on it."""
     index, naive = PrefixIndex(), Naive()
     for operation, node, blocks, states in events:
         chain: list[BlockName] = [*blocks, *(part for name in states for part in state_names(name, count))]
         apply(index, naive, operation, node, chain)
+    prefix: list[BlockName] = [*names]
 
-    def depth(node: int, *, expected: bool) -> int:
-        reach = naive.depth(node, list(names), expected=expected)
-        for at in range(reach, 0, -1):
+    def with_state(node: int, *, expected: bool) -> int:
+        for at in range(naive.depth(node, prefix, expected=expected), 0, -1):
             last = state_names(names[at - 1], count)[-1]
             if node in naive.held.get(last, ()) or (expected and node in naive.coming.get(last, ())):
                 return at
         return 0
 
-    levels, expected = index.match_states(names, mask, count)
-    for found, counts in ((levels, False), (expected, True)):
-        assert depths(found) == {node: depth(node, expected=counts) for node in bits(mask)}
+    for matches, depth in (
+        (index.match(prefix, mask), lambda node, expected: naive.depth(node, prefix, expected=expected)),
+        (index.match_states(prefix, mask, count), lambda node, expected: with_state(node, expected=expected)),
+    ):
+        for found, counts in zip(matches, (False, True), strict=True):
+            assert depths(found) == {node: depth(node, counts) for node in bits(mask)}
+    for node in range(NUM_NODES):
+        on_disk = [name for name in prefix if node in naive.disk.get(name, ())]
+        assert index.num_on_disk(1 << node, prefix) == len(on_disk)
+    assert index.uses_disk == any(naive.disk.values())
+    assert set(bits(index.users)) == naive.users
+    assert index.num_blocks == sum(1 for holders in naive.held.values() if holders)
 
 
 def test_nothing_is_kept_of_blocks_that_nobody_has() -> None:

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from isthmus.core.conductor import Paths, Rules
-from isthmus.core.conductor.estimates import Estimator
+from isthmus.core.conductor import NodeJoined, Paths, Rules
+from isthmus.core.conductor.estimates import Estimator, can_copy
 from isthmus.core.conductor.policies import POLICIES, STICKY_BLOCKS
 from isthmus.core.conductor.view import NodeView, Placement
-from isthmus.core.types import NS_PER_S, Role
+from isthmus.core.types import NS_PER_S, NodeId, Role
 
-from .views import arrival, estimator, queue_up, random_view, view_of
+from .views import BLOCK_SIZE, LINK, MS, SLOW, arrival, estimator, queue_up, random_view, view_of
 
 P, D = Role.PREFILL, Role.DECODE
 NAMES = list(range(10))
@@ -155,29 +155,19 @@ def test_mooncake_is_algorithm_1() -> None:
     assert min(kinds.values()) >= 30, kinds
 
 
-def test_local_aware_has_the_lowest_ttft_and_never_fetches() -> None:
+def test_policies_that_never_fetch_take_their_best_node() -> None:
+    """The shortest queue, of the longest match if sticky; the lowest TTFT if aware of what each node has."""
     for _, found in views(500, seed=2):
-        plain, chosen = Plain(found), place("local_aware", found)
-        least = min(plain.waits[node] + plain.compute(node, plain.depth[node]) for node in plain.nodes)
-        assert chosen.source is None
-        assert chosen.ttft_ns == pytest.approx(least, abs=2)
-
-
-def test_sticky_takes_the_longest_match_then_the_shortest_queue() -> None:
-    for _, found in views(500, seed=3):
         plain = Plain(found)
-        chosen = place("sticky", found)
         deepest = max(plain.depth.values())
         of = [node for node in plain.nodes if deepest < STICKY_BLOCKS or plain.depth[node] == deepest]
-        assert chosen.prefill in of and chosen.source is None
-        assert plain.waits[chosen.prefill] == min(plain.waits[node] for node in of)
-
-
-def test_least_loaded_takes_the_shortest_queue() -> None:
-    for _, found in views(300, seed=4):
-        plain, chosen = Plain(found), place("least_loaded", found)
-        assert plain.waits[chosen.prefill] == min(plain.waits.values())
-        assert chosen.source is None
+        ttfts = {node: plain.waits[node] + plain.compute(node, plain.depth[node]) for node in plain.nodes}
+        chosen = {name: place(name, found) for name in ("least_loaded", "sticky", "local_aware")}
+        assert not any(placement.source for placement in chosen.values())
+        assert plain.waits[chosen["least_loaded"].prefill] == min(plain.waits.values())
+        assert chosen["sticky"].prefill in of
+        assert plain.waits[chosen["sticky"].prefill] == min(plain.waits[node] for node in of)
+        assert chosen["local_aware"].ttft_ns == pytest.approx(min(ttfts.values()), abs=2)
 
 
 def test_every_policy_says_what_its_placement_takes() -> None:
@@ -185,7 +175,7 @@ def test_every_policy_says_what_its_placement_takes() -> None:
     for number, (_, found) in enumerate(views(700, seed=5)):
         plain, chosen = Plain(found), place(list(POLICIES)[number % len(POLICIES)], found)
         node = chosen.prefill
-        work = plain.compute(node, chosen.cached)
+        work = computes = plain.compute(node, chosen.cached)
         if chosen.source is not None:
             work = plain.work(chosen.source, node, chosen.cached)
             assert chosen.fetch is not None and chosen.fetch.source == chosen.source.node
@@ -193,6 +183,43 @@ def test_every_policy_says_what_its_placement_takes() -> None:
         assert chosen.own == plain.depth[node]
         assert chosen.work_ns == pytest.approx(work, abs=2)
         assert chosen.ttft_ns == pytest.approx(plain.waits[node] + work, abs=2)
+        ratio = found.view.clusters[
+            ""
+        ].calibration.ratio  # of measured times, which say what computing takes alone
+        assert chosen.compute_ns == pytest.approx(computes / ratio if work == computes else 0, abs=2)
+
+
+def test_loading_hides_behind_computing_and_a_disk_is_read_while_the_request_waits() -> None:
+    for memory, disk, wait, work in (
+        (0, 0, 0, 10), (10_000_000, 0, 0, 10), (500_000, 0, 0, 20),
+        (0, 100_000, 0, 30), (0, 100_000, 15, 15), (0, 100_000, 90, 10),
+    ):  # fmt: skip
+        view = view_of(P, D, paths=Paths(memory=memory, disk=disk))  # 10 ms a block on disk
+        bit = view.prefills[0].bit
+        view.index.store(bit, NAMES)
+        view.index.demote(bit, NAMES[7:] if disk else [])
+        queue_up(view, wait)
+        local = estimator(view, arrival(50, NAMES)).local(0)
+        assert (local.work_ns, local.compute_ns) == (work * MS, 10 * MS if work == 10 else 0)
+
+
+def test_nodes_copy_over_links_they_both_have_in_blocks_of_one_size() -> None:
+    view = view_of(P, P)
+    for name, paths, block_size in (("unlinked", Paths(), BLOCK_SIZE), ("other layout", LINK, 8)):
+        view.join(NodeJoined(NodeId(name), P, 1000, block_size, SLOW, paths))
+    first, second, unlinked, other = view.nodes.values()
+    assert can_copy(first, second) and can_copy(second, first)
+    assert not can_copy(first, unlinked) and not can_copy(unlinked, first) and not can_copy(first, other)
+
+
+def test_a_node_that_joins_in_place_of_another_has_none_of_its_blocks() -> None:
+    view = view_of(P, P, D)
+    first = view.prefills[0]
+    view.index.store(first.bit, NAMES)
+    view.leave(first)
+    view.join(NodeJoined(NodeId("new"), P, 1000, BLOCK_SIZE, SLOW, LINK))
+    assert estimator(view, arrival(50, NAMES)).deepest == 0
+    assert view.nodes[NodeId("new")].slot == first.slot
 
 
 def test_isthmus_spreads_ties_over_the_nodes() -> None:
@@ -216,26 +243,17 @@ def test_isthmus_buys_node_time_where_load_is_low_and_saves_it_where_it_is_high(
 
 
 def test_random_and_round_robin_are_even_and_can_be_repeated() -> None:
-    view = view_of(P, P, P, P, P, D)
-    for policy in ("random", "round_robin"):
-        runs = []
-        for _ in range(2):
-            taken = []
-            for view.num_routed in range(5000):
-                taken.append(place(policy, estimator(view, arrival(5))).prefill.slot)
-            runs.append(taken)
-        assert runs[0] == runs[1]
-        counts = Counter(runs[0])
-        assert len(counts) == 5 and all(900 <= count <= 1100 for count in counts.values()), counts
-    assert [place("round_robin", estimator(view, arrival(5))).prefill.slot] == [4]
-
-
-def test_random_follows_no_pattern() -> None:
+    """And random follows no pattern."""
     view = view_of(P, P, D)
-    slots = []
-    for view.num_routed in range(4000):
-        slots.append(place("random", estimator(view, arrival(5))).prefill.slot)
-    assert all(880 <= count <= 1120 for count in Counter(pairwise(slots)).values())
+    taken: dict[str, list[int]] = {}
+    for policy in ("random", "round_robin", "random"):
+        found = []
+        for view.num_routed in range(4000):
+            found.append(place(policy, estimator(view, arrival(5))).prefill.slot)
+        assert taken.setdefault(policy, found) == found
+        assert all(1900 <= count <= 2100 for count in Counter(found).values())
+    assert all(880 <= count <= 1120 for count in Counter(pairwise(taken["random"])).values())
+    assert taken["round_robin"] == [0, 1] * 2000
 
 
 def test_a_node_that_only_decodes_lends_what_its_answers_left() -> None:

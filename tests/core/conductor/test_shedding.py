@@ -76,7 +76,13 @@ def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
 
 def test_just_enough_are_turned_away_and_nobody_if_that_would_be_in_vain() -> None:
     view, asks = queued(0, 0, 0, 0), arrival(10, priority=1)
-    for excess_ns, found in ((1, "3"), (10 * MS, "3"), (10 * MS + 1, "32"), (30 * MS, "321"), (30 * MS + 1, "")):
+    for excess_ns, found in (
+        (1, "3"),
+        (10 * MS, "3"),
+        (10 * MS + 1, "32"),
+        (30 * MS, "321"),
+        (30 * MS + 1, ""),
+    ):
         assert names(to_shorten(view, view.prefills[0], asks, excess_ns)) == found
     for count, then, found in ((2, 10**12, "32"), (3, 10**12, "321"), (4, 10**12, ""), (3, 30 * MS, "")):
         assert names(to_thin(view, asks, count, then)) == found
@@ -253,5 +259,3 @@ def test_a_place_that_becomes_free_is_kept_for_who_was_refused_below_its_share(l
         some.end("b")
         assert ends(some.arrives("e", tenant="acme", weight=1.0)) == [("Route", "e")]
     some.drain()
-
-

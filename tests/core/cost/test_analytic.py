@@ -1,4 +1,4 @@
-"""Physics is a floor, and more work never takes less time."""
+"""Computed costs: physics is a floor, coefficients stay physical, and memory is what weights leave."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from isthmus.core.cost import Analytic, compile_cost
+from isthmus.core.cost import (
+    ENGINES,
+    HARDWARE,
+    Analytic,
+    compile_cost,
+    engine_coefficients,
+    hardware_named,
+)
 from isthmus.core.cost.analytic import KV_BYTES, WEIGHT_BYTES
 from isthmus.core.errors import ConfigError
-from tests.core.cost.models import CONFIGS, DEEPSEEK_V3, LLAMA_70B, instance
-
-instances = st.builds(
-    lambda name, gpu, gpus, engine: instance(CONFIGS[name], gpu, gpus, engine=engine),
-    st.sampled_from(sorted(CONFIGS)),
-    st.sampled_from(["a100", "h100", "h200", "b200", "rtx4090"]),
-    st.sampled_from([1, 2, 3, 4, 8]),
-    st.sampled_from(["vllm", "trtllm"]),
-)
-batches = st.integers(1, 600)
-contexts = st.integers(0, 3_000_000)
-tokens = st.integers(1, 60_000)
-cached = st.integers(0, 120_000)
+from tests.core.cost.models import DEEPSEEK_V3, LLAMA_70B, QWEN3_NEXT, instance
+from tests.core.cost.test_node_cost import batches, cached, contexts, instances, tokens
 
 
 def weights_read_ps(cost: Analytic, num_tokens: int) -> float:
@@ -38,67 +33,19 @@ def weights_read_ps(cost: Analytic, num_tokens: int) -> float:
     return 1e12 * read / (cost.num_gpus * cost.hardware.memory_bw)
 
 
-@given(instances, batches, contexts)
-def test_decode_is_never_faster_than_reading_weights_and_kv(cost: Analytic, batch: int, context: int) -> None:
-    shards = min(cost.num_gpus, cost.model.kv_shards)
-    kv = 1e12 * context * cost.kv_token_bytes / (shards * cost.hardware.memory_bw)
-    assert compile_cost(cost).step_ps((), batch, context) >= weights_read_ps(cost, batch) + kv
-
-
-@given(instances, tokens, cached)
-def test_prefill_is_never_faster_than_weights_or_arithmetic(cost: Analytic, n: int, p: int) -> None:
+@given(instances, batches, contexts, tokens, cached)
+def test_nothing_is_faster_than_reading_or_arithmetic(
+    cost: Analytic, batch: int, context: int, n: int, p: int
+) -> None:
     model = cost.model
+    kv = 1e12 * context * cost.kv_token_bytes / (min(cost.num_gpus, model.kv_shards) * cost.hardware.memory_bw)
+    assert compile_cost(cost).step_ps((), batch, context) >= weights_read_ps(cost, batch) + kv
     prefill_ps = compile_cost(cost).step_ps([(n, p)], 0, 0)
     linear = 2 * n * model.active_params / (cost.num_gpus * cost.matmul_flops)
     pairs = model.attention_flops * n * (p + n / 2) / (cost.num_gpus * cost.hardware.bf16_flops)
     assert prefill_ps >= weights_read_ps(cost, n)
     # Dense and expert arithmetic overlap nothing, so they add up.
     assert prefill_ps >= 1e12 * (linear + pairs)
-
-
-@given(instances, batches, batches, contexts, contexts)
-def test_decode_is_monotone(cost: Analytic, b: int, more: int, c: int, longer: int) -> None:
-    node = compile_cost(cost)
-    assert node.step_ps((), b, c) <= node.step_ps((), b + more, c)
-    assert node.step_ps((), b, c) <= node.step_ps((), b, c + longer)
-
-
-@given(instances, tokens, tokens, cached, cached)
-def test_prefill_is_monotone(cost: Analytic, n: int, more: int, p: int, further: int) -> None:
-    node = compile_cost(cost)
-    assert node.prefill_ns(n, p) <= node.prefill_ns(n + more, p)
-    assert node.prefill_ns(n, p) <= node.prefill_ns(n, p + further)
-
-
-@given(instances, tokens, tokens, cached)
-def test_cached_tokens_save_and_chunks_cost(cost: Analytic, n: int, m: int, p: int) -> None:
-    node = compile_cost(cost)
-    assert node.prefill_ns(n, p) <= node.prefill_ns(n + p, 0)
-    assert node.prefill_ns(n + m, p) <= node.prefill_ns(n, p) + node.prefill_ns(m, p + n) + 1
-
-
-@given(instances, st.lists(st.tuples(tokens, cached), min_size=1, max_size=4), batches, contexts)
-def test_a_mixed_step_costs_at_least_its_parts_and_at_most_their_sum(
-    cost: Analytic, chunks: list[tuple[int, int]], batch: int, context: int
-) -> None:
-    node = compile_cost(cost)
-    mixed = node.step_ps(chunks, batch, context)
-    apart = [node.step_ps([chunk], 0, 0) for chunk in chunks] + [node.step_ps((), batch, context)]
-    assert max(apart) <= mixed <= sum(apart) + len(apart)
-
-
-@given(instances, batches, contexts)
-def test_the_decode_step_is_exactly_linear_in_context(cost: Analytic, batch: int, context: int) -> None:
-    node = compile_cost(cost)
-    fixed, per = node.decode_step_ps(batch)
-    assert node.step_ps((), batch, context) == fixed + per * context
-    assert isinstance(fixed, int) and isinstance(per, int)
-
-
-@given(instances, tokens, cached)
-def test_a_prompt_alone_is_a_step_of_one_chunk(cost: Analytic, n: int, p: int) -> None:
-    node = compile_cost(cost)
-    assert node.prefill_ns(n, p) == node.step_ps([(n, p)], 0, 0) // 1000
 
 
 @pytest.mark.parametrize("field", ["memory_bw", "bf16_flops", "fp8_flops", "link_bw"])
@@ -111,39 +58,34 @@ def test_better_hardware_is_never_slower(field: str, cost: Analytic, batch: int,
     assert there.prefill_ns(batch, context) <= here.prefill_ns(batch, context)
 
 
-def test_nothing_costs_nothing() -> None:
-    node = compile_cost(instance())
-    assert (node.prefill_ns(0, 100), node.decode_step_ps(0)[0], node.step_ps((), 0, 0)) == (0, 0, 0)
-
-
 def test_70b_bf16_on_four_h100_reads_its_weights_in_ten_milliseconds() -> None:
     cost = instance(LLAMA_70B, "h100", 4, weight_dtype="bf16")
     assert weights_read_ps(cost, 1) / 1e9 == pytest.approx(10.4, abs=0.2)
     assert compile_cost(cost).decode_step_ps(1)[0] / 1e9 > 10.2
 
 
-def test_kv_follows_the_dtype() -> None:
+def test_kv_follows_the_dtype_and_the_layers() -> None:
     cost = instance(LLAMA_70B)
-    assert cost.kv_token_bytes == 163_840
-    assert {
-        dtype: msgspec.structs.replace(cost, kv_dtype=dtype).kv_token_bytes // 163_840 for dtype in KV_BYTES
-    } == {"fp8": 1, "bf16": 2, "fp32": 4}
+    sizes = {dtype: msgspec.structs.replace(cost, kv_dtype=dtype).kv_token_bytes for dtype in KV_BYTES}
+    assert sizes == {"fp8": 163_840, "bf16": 2 * 163_840, "fp32": 4 * 163_840}
+    hybrid = compile_cost(instance(QWEN3_NEXT))
+    assert (hybrid.kv_token_bytes, hybrid.num_layers) == (12_288, 48) and hybrid.state_bytes > 0
 
 
 def test_capacity_is_what_memory_leaves() -> None:
     one, four = instance(num_gpus=1), instance(num_gpus=4)
     assert 250_000 < one.kv_capacity_tokens < 400_000
     assert four.kv_capacity_tokens > 4 * one.kv_capacity_tokens
+    latent = instance(DEEPSEEK_V3, num_gpus=8)  # held on every GPU
+    assert latent.kv_capacity_tokens == int(latent.free_bytes / (8 * latent.kv_token_bytes))
+    lends = instance(LLAMA_70B, "h20", 2, weight_dtype="bf16")
+    room = 0.9 * 2 * lends.hardware.memory_bytes - 2 * 3e9
+    assert lends.lent_capacity_tokens == int(room / lends.kv_token_bytes) > lends.kv_capacity_tokens
 
 
-def test_the_kv_of_mla_is_held_on_every_gpu() -> None:
-    cost = instance(DEEPSEEK_V3, num_gpus=8)
-    assert cost.kv_capacity_tokens == int(cost.free_bytes / (8 * cost.kv_token_bytes))
-
-
-def test_a_model_that_does_not_fit_is_refused() -> None:
+def test_a_model_that_does_not_fit_is_refused_unless_its_node_only_lends() -> None:
     cost = instance(LLAMA_70B, "a100", 1, weight_dtype="bf16")
-    assert not cost.fits
+    assert not cost.fits and cost.lent_capacity_tokens > 0
     with pytest.raises(ConfigError, match=r"141\.1 GB of bf16 weights does not fit 1 x a100"):
         _ = cost.kv_capacity_tokens
 
@@ -161,9 +103,52 @@ def test_wrong_values_are_refused(changes: dict[str, Any], message: str) -> None
         msgspec.structs.replace(instance(), **changes)
 
 
-def test_without_weights_all_but_working_memory_is_for_kv() -> None:
-    cost = instance(LLAMA_70B, "h20", 2, weight_dtype="bf16")
-    room = 0.9 * 2 * cost.hardware.memory_bytes - 2 * 3e9
-    assert cost.lent_capacity_tokens == int(room / cost.kv_token_bytes) > cost.kv_capacity_tokens
-    assert not instance(LLAMA_70B, "h20", 1, weight_dtype="bf16").fits
-    assert instance(LLAMA_70B, "h20", 1, weight_dtype="bf16").lent_capacity_tokens > 0
+# Hardware and coefficients.
+
+
+def test_the_table_has_what_deployments_name_and_no_sparse_peaks() -> None:
+    wanted = {"a100", "a800", "h100", "h800", "h200", "h20", "b200", "l20", "l40s", "rtx4090", "cpu"}
+    assert wanted == set(HARDWARE)
+    assert all(HARDWARE[name].name == name for name in HARDWARE)
+    assert HARDWARE["h100"].bf16_flops < 1e15
+    assert all(hardware.fp8_flops < 2.1 * hardware.bf16_flops for hardware in HARDWARE.values())
+
+
+def test_coefficients_move_across_generations_for_kernels_alone() -> None:
+    assert engine_coefficients("vllm", hardware_named("h100")) == ENGINES["vllm"]
+    assert engine_coefficients("trtllm", hardware_named("h20")) == ENGINES["trtllm"]
+    here, there = ENGINES["trtllm"], engine_coefficients("trtllm", hardware_named("b200"))
+    assert there.weight_read < here.weight_read and there.matmul < here.matmul
+    assert (there.layer_s, there.sequence_s, there.link) == (here.layer_s, here.sequence_s, here.link)
+
+
+def test_only_one_kernel_reads_kv_slowly() -> None:
+    h200, b200 = hardware_named("h200"), hardware_named("b200")
+    assert engine_coefficients("vllm", h200).kv_read < 0.4
+    assert engine_coefficients("vllm", h200, kv_dtype="bf16").kv_read > 0.8
+    assert engine_coefficients("vllm", b200).kv_read > 0.8
+
+
+@pytest.mark.parametrize("name", sorted(HARDWARE))
+@pytest.mark.parametrize("weights", ["fp8", "bf16", "nvfp4", "int4", "fp32"])
+def test_every_combination_stays_physical(name: str, weights: str) -> None:
+    """Building checks the bounds."""
+    for engine in ENGINES:
+        assert engine_coefficients(engine, hardware_named(name), weight_dtype=weights, kv_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("weight_read", 1.01), ("matmul", 0.0), ("layer_s", -1e-6), ("one_shot", 1.5)]
+)
+def test_what_breaks_physics_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"cost coefficient {field} is {value}"):
+        ENGINES["vllm"].but(**{field: value})
+
+
+def test_what_is_not_known_or_zero_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="engine 'vlm' has no cost coefficients; did you mean 'vllm'"):
+        engine_coefficients("vlm", hardware_named("h100"))
+    with pytest.raises(ConfigError, match="hardware 'h20o' is not known; did you mean 'h20'"):
+        hardware_named("h20o")
+    with pytest.raises(ConfigError, match="hardware h100: memory_bw must be above 0"):
+        msgspec.structs.replace(HARDWARE["h100"], memory_bw=0.0)

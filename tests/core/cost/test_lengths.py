@@ -115,8 +115,5 @@ def test_many_thresholds_are_as_one() -> None:
 def test_what_is_no_distribution_is_refused(arguments: tuple[float, float, float, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LogNormal(*arguments)
-
-
-def test_an_empty_sample_is_refused() -> None:
     with pytest.raises(ConfigError, match="the sample is empty"):
         Sample([])

@@ -42,28 +42,18 @@ def test_one_equation_each() -> None:
     assert offload.highest_rate(1.61, 1.64, 3.91, 0.496) == pytest.approx(1.61 / 0.496)
     assert offload.prefill_imbalance(2.0, 1.0, 0.5) == 1.0
     assert offload.decode_imbalance(1.5, 1.5, 4.5) == 0.5
+    # An empty class does not bind.
+    assert offload.highest_rate(0.0, 2.0, 3.0, 0.0) == 2.0
+    assert offload.highest_rate(2.0, 0.0, 3.0, 1.0) == 2.0
+    assert offload.prefill_imbalance(0.0, 2.0, 0.0) == math.inf
 
 
 def test_the_largest_batch_keeps_the_limit_exactly() -> None:
     """10 ms, 1 ms a sequence and 1 us a token of context: with 1,000 tokens each, 12, 14, 16 ... ms."""
-    curve = Curve(
-        kv_token_bytes=1,
-        num_layers=1,
-        prefill_token_s=1e-4,
-        decode_fixed_s=0.01,
-        decode_sequence_s=0.001,
-        decode_context_s=1e-6,
-    )
-    cost = compile_cost(curve)
+    cost = compile_cost(Curve(1, 1, 1e-4, decode_fixed_s=0.01, decode_sequence_s=1e-3, decode_context_s=1e-6))
     for tbt_ms, size in ((11, 0), (12, 1), (13, 1), (30, 10), (1000, 20), (None, 20)):
         assert offload.largest_batch(cost, 1000, 20, tbt_ms) == size
     assert offload.largest_batch(cost, 1000.0001, 20, 30) == 9
-
-
-def test_an_empty_class_does_not_bind() -> None:
-    assert offload.highest_rate(0.0, 2.0, 3.0, 0.0) == 2.0
-    assert offload.highest_rate(2.0, 0.0, 3.0, 1.0) == 2.0
-    assert offload.prefill_imbalance(0.0, 2.0, 0.0) == math.inf
 
 
 @pytest.mark.parametrize("split", [offload.representative, offload.expected])
@@ -121,15 +111,6 @@ def test_baselines_are_corners_of_the_grid() -> None:
     assert (naive.classes.share, naive.num_prefill, naive.num_decode) == (1, 0, 8)
 
 
-def test_work_of_cost_models() -> None:
-    remote = Curve(17_280, 57, 2e-5, prefill_fixed_s=0.4, state_bytes=182_353_920)
-    local = Curve(17_280, 57, 1.3e-4)
-    work = offload.work_of(compile_cost(remote), compile_cost(local))
-    assert work.remote_s(10_000.4) == pytest.approx(0.6)
-    assert work.local_s(10_000.4) == pytest.approx(1.3)
-    assert work.kv_bytes(10_000) == 182_353_920 + 172_800_000
-
-
 def brute_force(
     lengths: list[int], num_remote: float, num_local: float, egress: float, kv: Callable[[int], float]
 ) -> dict[int | None, float]:
@@ -158,14 +139,8 @@ def test_the_best_threshold_is_that_of_brute_force(
     offloaded = 0 if found.tokens is None else sum(each > found.tokens for each in lengths)
     assert found.share == pytest.approx(offloaded / len(lengths))
     assert found.binds in (offload.REMOTE_COMPUTE, offload.LINK, offload.LOCAL_COMPUTE)
-
-
-def solved(lengths: list[int], num_remote: float, num_local: float, egress: float) -> offload.Threshold:
-    return best_threshold(lengths, WORK.remote_s, num_remote, WORK.local_s, num_local, WORK.kv_bytes, egress)
-
-
-def test_with_nothing_at_all_nothing_is_borne() -> None:
-    assert solved([1_000], 0, 0, 0.0) == offload.Threshold(None, 0.0, 0.0, offload.LOCAL_COMPUTE)
+    nothing = best_threshold(lengths, WORK.remote_s, 0, WORK.local_s, 0, kv, 0.0)
+    assert nothing == offload.Threshold(None, 0.0, 0.0, offload.LOCAL_COMPUTE)
 
 
 def test_a_sample_leads_to_the_threshold_of_its_distribution() -> None:

@@ -21,7 +21,7 @@ from isthmus.lab.papers.prfaas.published import (
     THROUGHPUT,
 )
 from isthmus.yaml_file import read_document
-from tests.core.cost.test_profiles import PROFILES
+from tests.core.cost.test_curve import PROFILES
 from tests.lab.papers.traces import untraced
 
 

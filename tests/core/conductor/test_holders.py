@@ -126,12 +126,6 @@ def test_in_the_end_it_fails() -> None:
     assert isinstance(action, Fail)
 
 
-def test_a_holder_that_leaves_ends_the_attempt() -> None:
-    nodes = Nodes(*FOUR)
-    abort, again = nodes.leave(nodes.routed("r", 200).holdings[0].holders[0])
-    assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
-
-
 @pytest.mark.parametrize("roles", [[(Role.MIXED, 100)], [(Role.PREFILL, 100), (Role.DECODE, 60)]])
 def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]) -> None:
     nodes = Nodes(*roles, (Role.ATTENTION, 200), (Role.ATTENTION, 400))

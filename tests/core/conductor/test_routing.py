@@ -7,12 +7,12 @@ import pytest
 
 from isthmus.core.blocks import state_names
 from isthmus.core.conductor import FetchOrder, Hold, LinkRule, LinkState, Refuse, Route, Rules
+from isthmus.core.conductor.offload import guarded
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, RequestId, Role
 
 from .cluster import BLOCK_SIZE, CURVE, MS, Cluster
 from .test_conductor import play
-from .test_offload import published
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 GBPS = 10**9 // 8
@@ -57,7 +57,25 @@ def up() -> list[LinkState]:
     return [LinkState("far", "near", up=True), LinkState("near", "far", up=True)]
 
 
-# The paper's rule, on clusters.
+# The paper's rule.
+
+
+def published(l_total: int, l_prfaas: int, l_pd: int, t: int, mode: str) -> tuple[str, bool]:
+    """The paper's rule (arXiv 2604.15039), transcribed: (cluster that computes, whether a cached prefix crosses)."""
+    if mode == "scarce":
+        return ("PD-P" if l_total - l_pd <= t else "PrfaaS"), False
+    l_prefix = max(l_prfaas, l_pd)
+    compute = "PD-P" if l_total - l_prefix <= t else "PrfaaS"
+    holds = {"PD-P": l_pd, "PrfaaS": l_prfaas}[compute]
+    return compute, holds != l_prefix  # a tie is held by both
+
+
+def test_the_guard_weighs_what_both_cost() -> None:
+    assert guarded(True, 16.0, 12.0) and not guarded(True, 8.0, 9.0)
+    assert guarded(True, 8.0, 8.0) and not guarded(False, 8.0, 8.0)  # a tie goes where the threshold says
+    assert not guarded(False, 8.0, 5.0)  # short, and not much slower at home
+    assert guarded(False, 11.0, 5.0) and not guarded(False, 10.0, 5.0)
+    assert guarded(True, float("inf"), 5.0)  # no node at home can take it
 
 
 def test_long_prompts_go_far_and_come_home_to_decode() -> None:
@@ -105,26 +123,34 @@ def test_of_several_clusters_the_soonest_over_a_link_that_is_trusted_is_taken() 
     some = two(links=links, control=True)
     some.join("off-p1", P, cost=FAST, cluster="off")
     some.join("out-p1", P, cost=FAST, cluster="out")
+
+    def measured(*trusted: str) -> None:
+        some.now += 10**9
+        some.links_measured(*[LinkState(end, "near", up=end in trusted) for end in ends])
+        some.now += 10**12  # no queue is left
+
     taken = [routed(some, f"r{number}", 100).prefill for number in range(6)]
     assert sorted(taken[:3]) == sorted(taken[3:]) == ["far-p1", "off-p1", "out-p1"], "the shortest queue first"
     for least in ("far", "out"):
-        some.now += 10**9
-        some.links_measured(*[LinkState(end, "near", up=end == least) for end in ends])
-        some.now += 10**12  # no queue is left
+        measured(least)
         assert routed(some, f"only {least}", 100).prefill == f"{least}-p1"
-        some.now += 10**9
-        some.links_measured(*[LinkState(end, "near", up=True) for end in ends])
-        some.now += 10**12
-        some.links_measured(*[LinkState(end, "near", up=True) for end in ends])
+        measured(*ends)
+        measured(*ends)
     some.drain()
 
 
-def test_only_what_the_home_lacks_crosses() -> None:
-    some = two(near="ppd")
+@pytest.mark.parametrize("cache_blocks", [8, 0])
+def test_only_what_the_home_lacks_crosses(cache_blocks: int) -> None:
+    """Nothing is recalled to a node without a cache: what it reuses lies in its engine's memory."""
+    some = two(near="pp")
+    some.join("near-d1", D, cluster="near", cache_blocks=cache_blocks)
     some.store("near-d1", *NAMES[:3])
     some.store("near-p2", *NAMES[:6])
     route = routed(some, "r", 50, NAMES)
     assert (route.prefill, route.decode) == ("far-p1", "near-d1")
+    if not cache_blocks:
+        assert route.handover_start == 0 and route.recall is None
+        return
     assert route.handover_start == 6 and route.recall == FetchOrder(NodeId("near-p2"), 3, 6)
     assert some.conductor.view.links["far", "near"].owed == (50 - 24) * CURVE.kv_token_bytes
     some.first_token("r")
@@ -133,18 +159,6 @@ def test_only_what_the_home_lacks_crosses() -> None:
     some.store("near-d1", *NAMES)
     route = routed(some, "again", 61, NAMES)
     assert route.handover_start == 10 and route.recall == FetchOrder(NodeId("near-d1"), 0, 10)
-    some.drain()
-
-
-def test_nothing_is_recalled_to_a_node_without_a_cache() -> None:
-    """What it reuses lies in its engine's memory."""
-    some = two(near="p")
-    some.join("near-d1", D, cluster="near", cache_blocks=0)
-    some.store("near-d1", *NAMES[:3])
-    some.store("near-p1", *NAMES[:6])
-    route = routed(some, "r", 80, NAMES)
-    assert (route.prefill, route.decode) == ("far-p1", "near-d1")
-    assert route.handover_start == 0 and route.recall is None
     some.drain()
 
 
@@ -189,7 +203,7 @@ def test_a_cluster_without_decode_is_never_home_and_one_without_prefill_can_be()
 # When something is down.
 
 
-def test_a_far_node_that_fails_leads_to_a_local_attempt() -> None:
+def test_what_is_down_leads_to_a_local_attempt_and_new_ones_stay() -> None:
     some = two(far="pp")
     assert some.route("r", 500) == ("far-p1", "near-d1")
     _, route = some.fail("r", 1)
@@ -197,27 +211,20 @@ def test_a_far_node_that_fails_leads_to_a_local_attempt() -> None:
     assert some.route("next", 500)[0] == "far-p1"
     _, route = some.leave("far-p1")
     assert isinstance(route, Route) and route.prefill == "near-p1"
+    assert some.route("third", 500)[0] == "far-p2"
+    (route,) = [action for action in some.links_measured(*down()) if isinstance(action, Route)]
+    assert (route.request, route.prefill, route.attempt) == ("third", "near-p1", 2)
+    assert some.route("fourth", 500)[0] == "near-p1"
+    some.links_measured(*up())
+    assert some.route("fifth", 500)[0] == "far-p2"
     some.leave("far-p2")
     assert some.route("last", 500)[0] == "near-p1"
-    some.drain()
-
-
-def test_a_link_that_falls_takes_its_requests_home_and_new_ones_stay() -> None:
-    some = two()
-    assert some.route("r", 500)[0] == "far-p1"
-    actions = some.links_measured(*down())
-    (route,) = [action for action in actions if isinstance(action, Route)]
-    assert (route.request, route.prefill, route.attempt) == ("r", "near-p1", 2)
-    assert some.route("next", 500)[0] == "near-p1"
-    some.links_measured(*up())
-    assert some.route("later", 500)[0] == "far-p1"
     some.drain()
 
 
 def test_a_cluster_too_small_is_passed_over() -> None:
     some = two(near="d", far="p")
     some.join("near-p1", P, capacity_tokens=100, cost=CURVE, cluster="near")
-    some.rules = some.conductor.rules
     assert some.route("short", 10)[0] == "near-p1"
     some.conductor._router.threshold = None
     assert some.route("long", 500)[0] == "far-p1"  # nobody at home can take it
@@ -228,21 +235,18 @@ def test_a_cluster_too_small_is_passed_over() -> None:
 
 
 def test_a_fetch_over_the_link_takes_the_links_time() -> None:
-    rules = Rules(
-        policy="isthmus", links=tuple(LinkRule(*p, 1000, 8 * MS) for p in (("far", "near"), ("near", "far")))
-    )
-    some = two(Rules(policy="isthmus", threshold=30, links=rules.links, cache_mode="abundant"))
-    some.store("far-p1", *NAMES)
-    route = routed(some, "slow", 41, NAMES)  # a block in 1 s, or computed in 4 ms
-    assert route.prefill == "near-p1" and route.fetch is None
-    some = two(Rules(policy="isthmus", threshold=30, links=LINKS, cache_mode="abundant"))
-    some.store("far-p1", *NAMES)
-    route = routed(some, "quick", 41, NAMES)
-    assert route.prefill == "near-p1" and route.fetch == FetchOrder(NodeId("far-p1"), 0, 9, some.now + 9 * MS)
-    assert some.conductor.view.links["far", "near"].copies
-    some.fetch_finished("quick")
-    assert not some.conductor.view.links["far", "near"].copies
-    some.drain()
+    slow = (LinkRule("far", "near", 1000, 8 * MS), LinkRule("near", "far", 1000, 8 * MS))
+    for links in (slow, LINKS):
+        some = two(Rules(policy="isthmus", threshold=30, links=links, cache_mode="abundant"))
+        some.store("far-p1", *NAMES)
+        route = routed(some, "r", 41, NAMES)
+        assert route.prefill == "near-p1"
+        quick = FetchOrder(NodeId("far-p1"), 0, 9, some.now + 9 * MS)
+        assert route.fetch == (None if links is slow else quick)  # a block in 1 s, or computed in 4 ms
+        assert bool(some.conductor.view.links["far", "near"].copies) == (links is LINKS)
+        some.fetch_finished("r")
+        assert not some.conductor.view.links["far", "near"].copies
+        some.drain()
 
 
 # Hybrid models.
@@ -251,15 +255,13 @@ def test_a_fetch_over_the_link_takes_the_links_time() -> None:
 def test_a_prefix_counts_up_to_the_last_snapshot() -> None:
     some = two(Rules(policy="least_loaded"), near="pd", far="", state_blocks=STATE_BLOCKS)
     some.store("near-p1", *NAMES)
-    assert routed(some, "none", 41, NAMES).num_cached == 0
-    some.cancel("none")
-    some.store("near-p1", *state_names(NAMES[3], STATE_BLOCKS))
-    assert routed(some, "some", 41, NAMES).num_cached == 4
-    some.cancel("some")
-    some.store("near-p1", *state_names(NAMES[9], STATE_BLOCKS))
-    assert routed(some, "all", 41, NAMES).num_cached == 10
-    some.cancel("all")
-    assert routed(some, "no token left", 40, NAMES).num_cached == 4
+    found = []
+    for state, num_tokens in ((None, 41), (3, 41), (9, 41), (None, 40)):  # the last has no token behind it
+        if state is not None:
+            some.store("near-p1", *state_names(NAMES[state], STATE_BLOCKS))
+        found.append(routed(some, f"r{len(found)}", num_tokens, NAMES).num_cached)
+        some.cancel(f"r{len(found) - 1}")
+    assert found == [0, 4, 10, 4]
     some.drain()
 
 
@@ -326,23 +328,19 @@ def test_histories_of_two_clusters_hold_too() -> None:
             some.links_measured(
                 *(down() if fallen else up()[:1]), LinkState("far", "near", not fallen, 10**6, 10**7, 10**5)
             )
-            for node in ("near-p1", "near-d1", "far-p1"):
+            for node, role in (("near-p1", P), ("near-d1", D), ("far-p1", P)):
                 if NodeId(node) not in some.joined:
-                    role, cluster = (D if "d1" in node else P), node.split("-")[0]
-                    some.join(node, role, cluster=cluster, state_blocks=states)
+                    some.join(node, role, cluster=node.split("-")[0], state_blocks=states)
         some.drain()
         assert set(some.ended) == set(some.arrived)
-        for _, _, actions in some.log:
-            for action in actions:
-                if isinstance(action, Route):
-                    offloaded = action.prefill.split("-")[0] != action.decode.split("-")[0]
-                    seen["far" if offloaded else "near"] += 1
-                    seen["recall"] += action.recall is not None
-                    seen["fetch"] += action.fetch is not None
-                seen[type(action).__name__] += 1
-    assert (
-        min(seen[name] for name in ("far", "near", "recall", "fetch", "ThresholdSet", "Hold", "converted")) > 10
-    ), seen
+        for action in [action for _, _, actions in some.log for action in actions]:
+            seen[type(action).__name__] += 1
+            if isinstance(action, Route):
+                seen["far"] += action.prefill.split("-")[0] != action.decode.split("-")[0]
+                seen["recall"] += action.recall is not None
+                seen["fetch"] += action.fetch is not None
+    wanted = ("far", "Route", "recall", "fetch", "ThresholdSet", "Hold", "converted")
+    assert min(seen[name] for name in wanted) > 10, seen
 
 
 def test_decode_nodes_that_take_the_same_time_are_filled_evenly_and_not_beyond_their_places() -> None:

@@ -230,18 +230,6 @@ def test_a_tenant_above_its_share_gives_its_lowest_priority_first() -> None:
     assert below(view, tenant="third", weight=1.0) == "3421"
 
 
-def test_at_the_limit_tenants_come_to_equal_numbers() -> None:
-    some = full(Rules(max_requests=5))
-    for at in range(5):
-        some.arrives(f"a{at}", tenant="acme", weight=1.0)
-    assert ends(some.arrives("a5", tenant="acme", weight=1.0)) == [("Refuse", "a5")]
-    assert ends(some.arrives("b0", tenant="globex", weight=1.0)) == [("Refuse", "a4"), ("Route", "b0")]
-    assert ends(some.arrives("b1", tenant="globex", weight=1.0)) == [("Refuse", "a3"), ("Route", "b1")]
-    assert ends(some.arrives("b2", tenant="globex", weight=1.0)) == [("Refuse", "b2")]
-    assert ends(some.arrives("a6", tenant="acme", weight=1.0)) == [("Refuse", "a6")]
-    some.drain()
-
-
 @pytest.mark.parametrize("later_ns", [0, KEPT_NS])
 def test_a_place_that_becomes_free_is_kept_for_who_was_refused_below_its_share(later_ns: int) -> None:
     """Not for long. All of one tenant's have got tokens, so that none can be turned away; and it asks again at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from isthmus.core.types import NodeId, RequestId, Reuse, Role, Tier
 
 from .cluster import BLOCK_SIZE, MS
 from .readers import LEAST, RULES, Readers, names_of
+from .views import LINK
 
 LAYERS = 24
 DEEP = Curve(
@@ -75,22 +77,17 @@ def test_passages_of_several_prompts() -> None:
     assert found.num_reused < 3 * (len(A) - EPIC.first) + MEAN
 
 
-def test_a_prompt_that_is_alike_is_put_together_and_packed() -> None:
-    some = cluster("pd")
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_prompt_that_is_alike_is_put_together_and_packed(packs: bool) -> None:
+    """All of it is kept where the operator wants that."""
+    some = cluster("pd", reuse_packs=packs)
     read(some, "first", text(8, 200), reuse=Reuse.SEMANTIC, signature=ONE)
     route = read(some, "second", text(9, 200), reuse=Reuse.SEMANTIC, signature=OTHER)
     found = route.assembly
     assert found is not None and found.selection == SEMANTIC and not found.passages
-    assert found.packing is not None and found.packing.num_dropped > 0
+    assert (found.packing is not None and found.packing.num_dropped > 0) == packs
     assert 0.85 * 200 < found.num_reused < 0.95 * 200, "as many as the signature says are alike"
     assert (route.prefill, route.decode) == ("p0", "d1")
-
-
-def test_all_of_it_is_kept_where_the_operator_wants_that() -> None:
-    some = cluster("pd", reuse_packs=False)
-    read(some, "first", text(8, 200), reuse=Reuse.SEMANTIC, signature=ONE)
-    found = read(some, "second", text(9, 200), reuse=Reuse.SEMANTIC, signature=OTHER).assembly
-    assert found is not None and found.selection == SEMANTIC and found.packing is None
 
 
 def test_what_is_not_alike_takes_the_way_of_others_with_the_same_text() -> None:
@@ -195,7 +192,7 @@ def test_a_further_attempt_is_exact_and_then_a_donor() -> None:
     some.drain()
 
 
-def test_a_donor_nobody_has_is_forgotten() -> None:
+def test_a_donor_is_forgotten_of_which_nobody_has_more_than_its_beginning() -> None:
     some = cluster()
     read(some, "first", HEAD, A, B, QUESTION)
     names = names_of(some.tokens[RequestId("first")], "s")
@@ -203,38 +200,24 @@ def test_a_donor_nobody_has_is_forgotten() -> None:
     found = some.reads("second", (*text(15, 8), *A, *QUESTION))
     assert found is not None and found.assembly is not None, "the part of it that is there will do"
     assert len(found.assembly.donors[0].names) <= 55
-    some.evict("m0", *names[:55])
+    some.evict("m0", *names[len(HEAD) // BLOCK_SIZE : 55])
     actions = some.on(RequestArrived(RequestId("x"), "", 8, 1, ()))
     assert not any(isinstance(action, Unremember) for action in actions), "who does not ask finds nothing out"
-    found = some.reads("third", (*text(16, 8), *A, *QUESTION))
+    found = some.reads("third", (*HEAD, *B, *A, *QUESTION))  # all prompts begin so
     assert found is not None and found.assembly is None
     assert list(some.remembered) == []
 
 
-def test_a_donor_is_forgotten_whose_beginning_alone_is_left() -> None:
-    """All prompts begin so, and whoever needs that has it."""
-    some = cluster()
-    read(some, "first", HEAD, A, B, QUESTION)
-    some.evict("m0", *names_of(some.tokens[RequestId("first")], "s")[len(HEAD) // BLOCK_SIZE :])
-    assert some.reads("second", (*HEAD, *B, *A, *QUESTION)).assembly is None  # type: ignore[union-attr]
-    assert list(some.remembered) == []
-
-
 def test_few_are_remembered_those_of_use_last() -> None:
+    """The same prompt again is the same donor."""
     some = cluster(reuse_prompts=2)
     read(some, "one", A, QUESTION)
     read(some, "two", B, QUESTION)
     read(some, "uses one", HEAD, A, QUESTION)
     read(some, "three", C, QUESTION)
+    read(some, "three again", C, QUESTION)
+    read(some, "one more word", C, QUESTION, text(17, 2))
     assert list(some.remembered) == ["one", "three"]
-
-
-def test_the_same_prompt_again_is_the_same_donor() -> None:
-    some = cluster()
-    read(some, "one", A, B)
-    read(some, "again", A, B)
-    read(some, "one more word", A, B, text(17, 2))
-    assert list(some.remembered) == ["one"]
 
 
 def test_a_request_that_bears_a_name_again_takes_its_place() -> None:
@@ -250,23 +233,18 @@ def test_a_request_that_bears_a_name_again_takes_its_place() -> None:
     assert [type(action) for action in some.log[-1][2]] == [Unremember, Remember]
 
 
-@pytest.mark.parametrize("field", ["reuse_layers", "capacity_tokens", "network"])
-def test_where_it_cannot_be_it_is_not(field: str) -> None:
+@pytest.mark.parametrize(
+    "lacks",
+    [{"reuse_layers": 0}, {"capacity_tokens": 500}, {"paths": msgspec.structs.replace(LINK, network=0)}],
+)
+def test_where_it_cannot_be_it_is_not(lacks: dict[str, Any]) -> None:
     """No engine for it, no room for donors beside the prompt, no way to get them."""
     some = cluster("")
-    paths = some.paths if field != "network" else msgspec.structs.replace(some.paths, network=0)
     for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
-        some.join(
-            name,
-            role,
-            500 if field == "capacity_tokens" else 4000,
-            cost=DEEP,
-            paths=paths,
-            cache_blocks=500,
-            reuse_layers=0 if field == "reuse_layers" else LAYERS,
-        )
+        about = {"capacity_tokens": 4000, "cost": DEEP, "cache_blocks": 500, "reuse_layers": LAYERS} | lacks
+        some.join(name, role, **about)
     first = read(some, "first", HEAD, A, B, QUESTION)
-    if field == "network":
+    if "paths" in lacks:
         some.conductor.view.nodes[first.prefill].free_ns = some.now + 10_000 * MS
     route = some.reads("second", (*B, *A, *QUESTION))
     assert route is not None and route.assembly is None
@@ -274,9 +252,8 @@ def test_where_it_cannot_be_it_is_not(field: str) -> None:
 
 def test_reading_from_disk_counts() -> None:
     """Where the donor lies on a slow disk nothing is gained."""
-    slow = msgspec.structs.replace(cluster("").paths, disk=2_000_000)
-    for paths, is_assembled in ((slow, True), (msgspec.structs.replace(slow, disk=100_000), False)):
-        some = cluster("")
+    for disk, is_assembled in ((2_000_000, True), (100_000, False)):
+        some, paths = cluster(""), msgspec.structs.replace(LINK, disk=disk)
         some.join("m", Role.MIXED, 4000, cost=DEEP, paths=paths, cache_blocks=500, reuse_layers=LAYERS)
         read(some, "first", HEAD, A, B, C, QUESTION)
         some.store("m", *names_of(some.tokens[RequestId("first")], "s"), tier=Tier.DISK)
@@ -294,32 +271,29 @@ def test_two_clusters_keep_to_themselves() -> None:
     assert read(some, "second", B, A, QUESTION).assembly is not None
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_readers_and_a_cache_that_forgets(seed: int) -> None:
     """Documents in any order, of two tenants, with nodes that come and go. Judged route by route."""
     rng, some = Random(seed), cluster("ppmd")
     documents = [text(100 + number, rng.randrange(150, 300)) for number in range(6)]
     living, told = list[str](), set[str]()
     for number in range(150):
-        chosen = rng.sample(documents, rng.randrange(1, 4))
-        tokens = (
-            *HEAD,
-            *(token for each in chosen for token in each),
-            *text(1000 + number, rng.randrange(4, 40)),
-        )
-        reuse = rng.choice(list(Reuse))
+        chosen = sum(rng.sample(documents, rng.randrange(1, 4)), ())
+        tokens = (*HEAD, *chosen, *text(1000 + number, rng.randrange(4, 40)))
         signature = bytes([1 << rng.randrange(8)] * 64)
-        name = f"r{number}"
-        if some.reads(name, tokens, reuse, salt=rng.choice("ab"), signature=signature) is not None:
-            living.append(name)
+        route = some.reads(
+            f"r{number}", tokens, rng.choice(list(Reuse)), salt=rng.choice("ab"), signature=signature
+        )
+        living += [f"r{number}"] if route is not None else []
         while len(living) > rng.randrange(6):
-            chance = rng.random()
-            other = living[rng.randrange(len(living))]
-            if chance < 0.1 and RequestId(other) in some.prefilling:
-                some.fail(other, some.routes[RequestId(other)].attempt)
-            elif RequestId(other) in some.prefilling:
-                some.first_token(other, some.routes[RequestId(other)].attempt)
-                told.add(other)
+            other = rng.choice(living)
+            if RequestId(other) in some.prefilling:
+                attempt = some.routes[RequestId(other)].attempt
+                if rng.random() < 0.1:
+                    some.fail(other, attempt)
+                else:
+                    some.first_token(other, attempt)
+                    told.add(other)
             else:
                 if RequestId(other) in some.routes:
                     some.end(other)

@@ -202,17 +202,13 @@ def crowded(policy: str) -> Bank:
     for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
         bank.ask(name, count)
     for name in NAMES:
-        bank.report(name)
+        assert bank.report(name) == []
     return bank
 
 
 @pytest.mark.parametrize("policy", RULES)
 def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_anything(policy: str) -> None:
-    bank = Bank(policy)
-    for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
-        bank.ask(name, count)
-    for name in NAMES:
-        assert bank.report(name) == []
+    bank = crowded(policy)
     bank.report(NAMES[0], wanted=30)  # for a moment only, perhaps
     assert bank.holdings[RequestId("long")] == ()
     bank.report(NAMES[0], wanted=30)
@@ -225,15 +221,20 @@ def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_a
 
 
 @pytest.mark.parametrize("policy", RULES)
-def test_a_refusal_is_forgotten_until_the_next_plan(policy: str) -> None:
+def test_a_refusal_is_forgotten_until_the_next_plan_and_nodes_that_left_are_lent_to_no_more(
+    policy: str,
+) -> None:
     bank = crowded(policy)
     bank.refuses = True
     bank.report(NAMES[0], wanted=30)
     assert bank.report(NAMES[0], wanted=30)
-    bank.same()
     bank.refuses = False
     assert bank.report(NAMES[0], wanted=30) and bank.hosted(NAMES[0]) == 0
     assert bank.holdings[RequestId("long")]
+    bank = crowded(policy)
+    for name in NAMES[1:]:
+        bank.on(NodeLeft(name))
+    assert [bank.report(NAMES[0], wanted=30) for _ in range(3)] == [[], [], []]
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -269,14 +270,6 @@ def test_whatever_comes_debts_are_the_sum_of_what_requests_have_elsewhere(seed: 
     for request in list(bank.home):
         bank.end(request)
     bank.same()
-
-
-def test_a_node_that_leaves_is_lent_to_no_more() -> None:
-    bank = crowded("isthmus")
-    for name in NAMES[1:]:
-        bank.on(NodeLeft(name))
-    for _ in range(3):
-        assert bank.report(NAMES[0], wanted=30) == []
 
 
 def test_pure_rules_pay_back_by_themselves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from itertools import pairwise
 from random import Random
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.reuse import MIN_PASSAGE, cut, extended, passages
+from isthmus.core.reuse import MIN_PASSAGE, SIMILAR, cut, extended, passages, similarity
 from isthmus.core.reuse.passages import LEAST, MOST, WINDOW, Passage
 
 texts = st.lists(st.integers(0, 200_000), max_size=400) | st.builds(
@@ -121,20 +122,12 @@ def test_an_equal_prompt_is_one_passage() -> None:
     assert rest.at + rest.count == 2_000
 
 
-def test_passages_of_several_donors_stay_apart() -> None:
+def test_only_long_passages_of_the_same_text_are_found_and_of_each_donor_apart() -> None:
     one, other = text(1, 500), text(2, 500)
     found = found_in(one + other, [other, one])
     assert [each.donor for each in found] == [1, 0]
     assert sum(each.count for each in found) >= 1_000 - 2 * MOST
-
-
-def test_other_text_has_no_passages() -> None:
-    assert found_in(text(1, 2_000), [text(2, 2_000)]) == ()
-    assert found_in([], [text(1, 100)]) == ()
-    assert found_in(text(1, 100), []) == ()
-
-
-def test_short_passages_are_left_out() -> None:
+    assert found_in(one, [other]) == found_in([], [one]) == found_in(one, []) == ()
     tokens = text(5, MIN_PASSAGE - 1)
     assert found_in(tokens, [tokens]) == ()
     assert found_in([*tokens, 7], [[*tokens, 7]]) == (Passage(0, MIN_PASSAGE, 0, 0),)
@@ -145,12 +138,6 @@ def test_pieces_are_as_long_as_was_meant() -> None:
     for words in (300, 50_000, 250_000):
         _, stops = cut(text(9, 100_000, words), "")
         assert 100_000 / len(stops) == pytest.approx(LEAST + 15, rel=0.1)
-
-
-def test_what_is_not_there_stops_no_passage_before_it() -> None:
-    found = (Passage(0, 32, 1, 0), Passage(32, 32, 0, 0))
-    ones = [1] * 64
-    assert extended(found, ones, [(32, []), (0, ones)]) == (Passage(0, 64, 1, 0),)
 
 
 @given(texts, st.lists(texts, min_size=1, max_size=3), st.data())
@@ -192,3 +179,38 @@ def test_a_passage_between_other_texts_is_found_with_its_ends() -> None:
     assert extended(found, prompt, [(0, donor)]) == (Passage(50, 600, 0, 40),)
     assert extended(found, prompt, [(60, donor[60:500])]) == (Passage(70, 440, 0, 60),)
     assert extended(found, prompt[80:], [(0, donor)], start=80) == (Passage(80, 570, 0, 70),)
+    ones, lost = [1] * 64, (Passage(0, 32, 1, 0), Passage(32, 32, 0, 0))
+    assert extended(lost, ones, [(32, []), (0, ones)]) == (Passage(0, 64, 1, 0),)
+
+
+# Signatures.
+
+
+@given(st.integers(1, 64), st.data())
+def test_signatures_are_alike_by_their_equal_bits(size: int, data: st.DataObject) -> None:
+    """Symmetric, from 0 to 1; each bit that differs makes it less; those of two lengths, or none, are not alike."""
+    one, other = (data.draw(st.binary(min_size=size, max_size=size)) for _ in range(2))
+    assert similarity(one, other) == similarity(other, one)
+    assert 0 <= similarity(one, other) <= 1 == similarity(one, one)
+    assert similarity(one, bytes(byte ^ 0xFF for byte in one)) == similarity(one, one + b"0") == 0.0
+    assert similarity(b"", b"") == 0.0
+    flipped, before = int.from_bytes(one, "little"), 1.0
+    for bit in data.draw(st.permutations(range(8 * size))):
+        flipped ^= 1 << bit
+        found = similarity(one, flipped.to_bytes(size, "little"))
+        assert found < before or found == before == 0.0
+        before = found
+
+
+@pytest.mark.parametrize("cosine", [1.0, 0.9, SIMILAR, 0.5, 0.0])
+def test_signs_of_projections_stand_for_the_cosine(cosine: float) -> None:
+    random = Random(1)
+    sine, one, other = math.sqrt(1 - cosine**2), 0, 0
+    num_bits = 8192
+    for bit in range(num_bits):
+        # A direction matters by its two numbers in the plane of the two vectors.
+        first, second = random.gauss(0, 1), random.gauss(0, 1)
+        one |= (first > 0) << bit
+        other |= (cosine * first + sine * second > 0) << bit
+    signed = [each.to_bytes(num_bits // 8, "little") for each in (one, other)]
+    assert similarity(*signed) == pytest.approx(cosine, abs=0.04)

@@ -64,6 +64,7 @@ class Cluster:
         self.arrived: dict[RequestId, tuple[RequestArrived, int]] = {}
         self.routes: dict[RequestId, Route] = {}
         self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
+        self.waited: list[Route] = []  # those of them before the last event
         self.streaming: set[RequestId] = set()
         self.handed_over: set[RequestId] = set()
         self.held: set[RequestId] = set()
@@ -82,12 +83,12 @@ class Cluster:
         self.now += self.step_ns
         if isinstance(event, RequestArrived):
             self.arrived[event.request] = event, self.now
-        waited = list(self.prefilling.values())
+        self.waited = list(self.prefilling.values())
         actions = self._decide(event)
         comes_back(event, actions)
         self.log.append((self.now, event, tuple(actions)))
         for action in actions:
-            self._act(action, event, waited)
+            self._act(action, event)
         self._check_books()
         return actions
 
@@ -107,24 +108,27 @@ class Cluster:
 
     def leave(self, node: str) -> list[Action]:
         name = NodeId(node)
-        self.joined.pop(name, None)
-        self.stored.pop(name, None)
-        self.converting.pop(name, None)
+        for books in (self.joined, self.stored, self.converting):
+            books.pop(name, None)
         for nodes in self.told.values():
             nodes.discard(name)
         before = {request: route for request, route in self.routes.items() if request not in self.held}
+        needed = {request for request, route in before.items() if self._needs(route, name)}
         actions = self.on(NodeLeft(name))
         for request, old in before.items():
-            goes_on = name != old.decode and (name != old.prefill or request in self.handed_over)
-            goes_on &= old.recall is None or name != old.recall.source
-            goes_on &= name not in (*old.growth, *[holder for each in old.holdings for holder in each.holders])
-            assert not goes_on or self.routes.get(request) is old, "one that had no need of it moved"
+            assert request in needed or self.routes.get(request) is old, "one that had no need of it moved"
         for route in self.routes.values():
-            alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
-            comes = route.recall is not None and name == route.recall.source
-            alive &= not comes or route.request in self.handed_over
-            assert alive or route.request in self.held, "a request stays on a node that left"
+            assert route.request in self.held or not self._needs(route, name), (
+                "a request stays on a node that left"
+            )
         return actions
+
+    def _needs(self, route: Route, node: NodeId) -> bool:
+        """Whether an attempt cannot go on without this node."""
+        holders = [holder for holding in route.holdings for holder in holding.holders]
+        comes_from = [route.prefill] if route.recall is None else [route.prefill, route.recall.source]
+        arrives = route.request not in self.handed_over and node in comes_from
+        return arrives or node in (route.decode, *route.growth, *holders)
 
     def links_measured(self, *links: LinkState) -> list[Action]:
         for link in links:
@@ -224,14 +228,6 @@ class Cluster:
 
     # What is to be seen.
 
-    def waits_ms(self) -> dict[str, int]:
-        """Prefill work assigned, by node."""
-        return {str(node.node): node.work_ns // MS for node in self.conductor.view.nodes.values()}
-
-    def batches(self) -> dict[str, tuple[int, int]]:
-        """Requests that decode or will, and their tokens, by node."""
-        return {str(node.node): (node.batch, node.context) for node in self.conductor.view.nodes.values()}
-
     def encoded_log(self) -> bytes:
         return msgspec.json.encode(self.log)
 
@@ -247,10 +243,10 @@ class Cluster:
         for node in view.nodes.values():
             assert not (node.prefills or node.decodes or node.link_in.copies or node.link_out.copies)
             assert (node.work_ns, node.batch, node.context) == (0, 0, 0)
-        levels = [
-            view.index.match([name], sum(node.bit for node in view.prefills)) for name in _all_names(self)
-        ]
-        assert all(held == expected for held, expected in levels), "blocks are promised that nobody computes"
+        mask = sum(node.bit for node in view.prefills)
+        for name in {name for facts, _ in self.arrived.values() for name in facts.names}:
+            held, expected = view.index.match([name], mask)
+            assert held == expected, "blocks are promised that nobody computes"
 
     # The judge.
 
@@ -263,12 +259,12 @@ class Cluster:
             assert request not in self.ended
             self.ended[request] = how
 
-    def _act(self, action: Action, event: Event, waited: list[Route]) -> None:
+    def _act(self, action: Action, event: Event) -> None:
         match action:
             case Route():
                 self._on_route(action)
             case Refuse():
-                self._on_refuse(action, event, waited)
+                self._on_refuse(action, event)
             case Abort():
                 assert len(set(action.nodes)) == len(action.nodes)
                 left = self.told.pop((action.request, action.attempt))  # once, each attempt
@@ -402,12 +398,12 @@ class Cluster:
         assert self.joined[recall.source].cluster == self.joined[route.decode].cluster
         assert recall.source != route.decode or not recall.start
 
-    def _on_refuse(self, refuse: Refuse, event: Event, waited: list[Route]) -> None:
+    def _on_refuse(self, refuse: Refuse, event: Event) -> None:
         request = refuse.request
         assert request not in self.ended
         facts, _ = self.arrived[request]
         if isinstance(event, RequestArrived) and request != event.request:
-            self._judge_victim(request, event, waited)
+            self._judge_victim(request, event)
         elif refuse.code == "overloaded":
             full = len(self.routes) + len(self.waiting) >= self.rules.max_requests
             limits = (self.rules.ttft_ms, self.rules.tbt_ms, facts.ttft_ms, facts.tbt_ms)
@@ -433,14 +429,14 @@ class Cluster:
         else:
             self.ended[request] = "refused"
 
-    def _judge_victim(self, victim: RequestId, event: RequestArrived, waited: list[Route]) -> None:
+    def _judge_victim(self, victim: RequestId, event: RequestArrived) -> None:
         assert victim in self.routes and victim not in self.streaming
         facts = self.arrived[victim][0]
         if facts.weight and event.weight and facts.tenant != event.tenant:
             assert self._num_of(facts.tenant) / facts.weight > (self._num_of(event.tenant) + 1) / event.weight
         else:
             assert facts.priority < event.priority
-        queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
+        queue = [route.request for route in self.waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
         assert isinstance(self.log[-1][2][-1], Route | Hold), "turned away in vain"
 
@@ -455,12 +451,14 @@ class Cluster:
             if joined.capacity_tokens >= length and joined.node not in self.converting
         }
         prefills = {cluster for cluster, role in fit if role is not Role.DECODE}
+        reach = {
+            *[pair for pair, is_up in self.links_up.items() if is_up],
+            *[(each, each) for each in prefills],
+        }
         for cluster, role in fit:
-            served = any(
-                (other, cluster) in self.links_up and self.links_up[other, cluster] for other in prefills
-            )
-            here = (cluster, Role.PREFILL) in fit and role is Role.DECODE
-            if role is Role.MIXED or here or (role is Role.DECODE and served):
+            here = (cluster, Role.PREFILL) in fit
+            served = any((other, cluster) in reach and (other != cluster or here) for other in prefills)
+            if role is Role.MIXED or (role is Role.DECODE and served):
                 return True
         return False
 
@@ -496,7 +494,3 @@ def _chain(facts: RequestArrived, node: NodeJoined) -> tuple[BlockName, ...]:
     """What a node stores of a prompt: its blocks, and the state at the end of the last one with a token after it."""
     last = min(len(facts.names), (facts.num_tokens - 1) // BLOCK_SIZE)
     return (*facts.names, *_prefix(facts, last, node)[last:])
-
-
-def _all_names(cluster: Cluster) -> list[BlockName]:
-    return list(dict.fromkeys(name for facts, _ in cluster.arrived.values() for name in facts.names))

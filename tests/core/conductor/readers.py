@@ -72,7 +72,7 @@ class Readers(Cluster):
         self.first_token(request)
         self.finish_prefill(request)
 
-    def _act(self, action: Action, event: Event, waited: list[Route]) -> None:
+    def _act(self, action: Action, event: Event) -> None:
         match action:
             case Remember():
                 assert action.request not in self.remembered
@@ -84,7 +84,7 @@ class Readers(Cluster):
             case Unremember():
                 del self.remembered[action.request]
             case _:
-                super()._act(action, event, waited)
+                super()._act(action, event)
 
     def _on_route(self, route: Route) -> None:
         super()._on_route(route)

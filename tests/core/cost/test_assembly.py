@@ -48,28 +48,21 @@ def test_more_candidates_never_take_longer(
     assert many <= few <= cost.prefill_ns(num_tokens, cached)
 
 
-@given(costs, selections, st.integers(0, 20_000), cached)
-def test_without_candidates_it_is_a_prefill(
-    cost: NodeCost, selection: Selection, num_tokens: int, cached: int
+@given(costs, selections, tokens, cached, shares)
+def test_it_is_a_prefill_where_all_is_computed(
+    cost: NodeCost, selection: Selection, num_tokens: int, cached: int, share: float
 ) -> None:
-    assert assembled_ns(cost, selection, num_tokens, cached, 0) == cost.prefill_ns(num_tokens, cached)
-    assert assembled_weight(selection, num_tokens, 0, cost.num_layers) == num_tokens
-
-
-@given(costs, tokens, cached, shares)
-def test_computing_all_candidates_is_a_prefill(
-    cost: NodeCost, num_tokens: int, cached: int, share: float
-) -> None:
+    """Without candidates, with all of them computed, and of the tail alone."""
     everything, count = Selection("all", recompute=1.0), int(num_tokens * share)
-    assert assembled_ns(cost, everything, num_tokens, cached, count) == cost.prefill_ns(num_tokens, cached)
-    assert assembled_weight(everything, num_tokens, count, cost.num_layers) == num_tokens
-
-
-@given(costs, selections, st.integers(1, TAIL), cached)
-def test_the_tail_is_always_computed(
-    cost: NodeCost, selection: Selection, num_tokens: int, cached: int
-) -> None:
-    assert assembled_ns(cost, selection, num_tokens, cached, num_tokens) == cost.prefill_ns(num_tokens, cached)
+    tail = min(num_tokens, TAIL)
+    for chosen, tokens, candidates in (
+        (selection, num_tokens, 0),
+        (everything, num_tokens, count),
+        (selection, tail, tail),
+    ):
+        assert assembled_ns(cost, chosen, tokens, cached, candidates) == cost.prefill_ns(tokens, cached)
+        assert assembled_weight(chosen, tokens, candidates, cost.num_layers) == tokens
+    assert assembled_ns(cost, selection, 0, cached, 0) == 0
 
 
 @given(tokens, shares, st.integers(1, 100))
@@ -114,13 +107,10 @@ def test_beside_other_work(
     cost: NodeCost, chunks: list[tuple[int, int]], num_decodes: int, context: int
 ) -> None:
     context *= num_decodes > 0
-    assert assembled_step_ps(cost, [], chunks, num_decodes, context) == cost.step_ps(
-        chunks, num_decodes, context
-    )
+    step = cost.step_ps(chunks, num_decodes, context)
+    assert assembled_step_ps(cost, [], chunks, num_decodes, context) == step
     plain = [AssembledChunk(CACHEBLEND, *chunk, num_candidates=0) for chunk in chunks]
-    assert assembled_step_ps(cost, plain, [], num_decodes, context) == cost.step_ps(
-        chunks, num_decodes, context
-    )
+    assert assembled_step_ps(cost, plain, [], num_decodes, context) == step
     whole = cost.step_ps([*chunks, (4000, 100)], num_decodes, context)
     found = assembled_step_ps(cost, [AssembledChunk(CACHEBLEND, 4000, 100, 3900)], chunks, num_decodes, context)
     assert cost.step_ps([*chunks, (100, 2050)], num_decodes, context) <= found <= whole

@@ -31,17 +31,10 @@ def test_bytes_are_those_of_queries_and_sums() -> None:
     assert queries == Queries(80 * 64 * 128, 80 * 64, 80)
     assert queries.num_bytes(1) == 80 * 64 * (128 + 129) * SENT_BYTES
     assert queries.num_bytes(3, 2) == 3 * 80 * 64 * (2 * 128 * 2 + 4)
-
-
-def test_only_layers_whose_kv_grows_ask() -> None:
-    hybrid = facts_of(QWEN3_NEXT)
-    assert 0 < hybrid.kv_layers < hybrid.num_layers
+    assert 0 < facts_of(QWEN3_NEXT).kv_layers < facts_of(QWEN3_NEXT).num_layers  # only those whose KV grows ask
     latent = facts_of(DEEPSEEK_V3)
     assert latent.query_elements == latent.query_heads * latent.kv_elements // latent.kv_layers
-
-
-def test_a_curve_that_says_nothing_of_queries_counts_them_as_its_kv() -> None:
-    unknown = compile_cost(Curve(4096, 2, 1e-5)).queries
+    unknown = compile_cost(Curve(4096, 2, 1e-5)).queries  # counted as its KV
     assert unknown == Queries(1024, 0, 2) and unknown.num_bytes(1) == 2 * 4096
     assert compile_cost(Curve(4096, 2, 1e-5, query_elements=64, query_heads=8)).queries == Queries(64, 8, 2)
 

@@ -75,7 +75,7 @@ def test_a_kimi_config_as_transformers_saves_it_is_the_published_one() -> None:
     assert facts_of(saved) == facts_of(KIMI_LINEAR)
 
 
-@pytest.mark.parametrize("name", PUBLISHED_SIZES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_of_a_prompt(name: str) -> None:
     facts, (token_bytes, state_mib, *prompts_mib) = facts_of(CONFIGS[name]), PUBLISHED_SIZES[name]
     assert facts.prompt_bytes(1) - facts.prompt_bytes(0) == 2 * facts.kv_elements == token_bytes
@@ -84,28 +84,13 @@ def test_bytes_of_a_prompt(name: str) -> None:
     assert sizes == pytest.approx(prompts_mib, rel=5e-4, abs=0.051)
 
 
-def test_every_known_config_is_checked() -> None:
-    assert list(CONFIGS) == list(PUBLISHED_SIZES)
-
-
-def test_a_short_window_is_a_fixed_state() -> None:
+def test_a_short_window_is_a_fixed_state_and_a_long_one_counts_as_full_attention() -> None:
     facts = facts_of(GPT_OSS)
     assert facts.kv_elements == 18 * 2 * 8 * 64
     assert facts.window_elements == 128 * facts.kv_elements
     assert facts.token_flops == 18 * 4 * 64 * 64 * 128
-
-
-def test_a_long_window_counts_as_full_attention() -> None:
-    config = LLAMA_70B | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    facts = facts_of(config)
-    assert (facts.kv_elements, facts.window_elements) == (80 * 2 * 8 * 128, 0)
-
-
-def test_mla_is_not_cut_by_tensor_parallelism() -> None:
-    facts = facts_of(DEEPSEEK_V3)
-    assert facts.latent
-    assert facts.kv_shards == 1
-    assert facts.moe_layers == 58
+    long = facts_of(LLAMA_70B | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096})
+    assert (long.kv_elements, long.window_elements) == (80 * 2 * 8 * 128, 0)
 
 
 def test_windows_of_qwen_start_at_a_layer() -> None:
@@ -120,10 +105,15 @@ def test_windows_of_qwen_start_at_a_layer() -> None:
     assert facts.window_elements == 20 * 2 * 8 * 128 * 512
 
 
-def test_layers_without_experts_are_told_by_numbers_or_by_steps() -> None:
+def test_layers_are_told_by_numbers_or_by_steps() -> None:
     config = QWEN3_NEXT | {"intermediate_size": 8192}
     assert facts_of(config | {"decoder_sparse_step": 2}).moe_layers == 24
     assert facts_of(config | {"mlp_only_layers": [0, 5]}).moe_layers == 46
+    latent = facts_of(DEEPSEEK_V3)
+    assert latent.latent and (latent.kv_shards, latent.moe_layers) == (1, 58)
+    wide, usual = facts_of(QWEN3_NEXT | {"linear_value_head_dim": 256}), facts_of(QWEN3_NEXT)
+    heads = QWEN3_NEXT["linear_num_value_heads"]
+    assert wide.state_bytes - usual.state_bytes == 36 * heads * (128 * 128 * 4 + 3 * 128 * 2)
 
 
 COMPRESSED = {
@@ -151,29 +141,20 @@ def test_weight_dtype(changes: dict[str, Any], dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"architectures": ["MambaForCausalLM"]},
-            "architecture MambaForCausalLM is not supported; .*a measured curve",
-        ),
-        ({"architectures": 7}, "'architectures' must be a list of names"),
-        ({"architectures": None, "model_type": "mamba"}, "architecture mamba is not supported"),
-        ({"hidden_size": "8192"}, "'hidden_size' must be a whole number above 0, not '8192'"),
-        ({"num_attention_heads": 0}, "'num_attention_heads' must be a whole number above 0, not 0"),
-        ({"vocab_size": None}, "the field 'vocab_size' is missing"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantisation 'hqq' is not known"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantisation 'gptq' is not known"),
-    ],
-)
-def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        facts_of(LLAMA_70B | changes)
-
-
-@pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
+        (
+            LLAMA_70B,
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not supported; .*a measured curve",
+        ),
+        (LLAMA_70B, {"architectures": 7}, "'architectures' must be a list of names"),
+        (LLAMA_70B, {"architectures": None, "model_type": "mamba"}, "architecture mamba is not supported"),
+        (LLAMA_70B, {"hidden_size": "8192"}, "'hidden_size' must be a whole number above 0, not '8192'"),
+        (LLAMA_70B, {"num_attention_heads": 0}, "'num_attention_heads' must be a whole number above 0, not 0"),
+        (LLAMA_70B, {"vocab_size": None}, "the field 'vocab_size' is missing"),
+        (LLAMA_70B, {"quantization_config": {"quant_method": "hqq"}}, "quantisation 'hqq' is not known"),
+        (LLAMA_70B, {"quantization_config": {"quant_method": "gptq", "bits": 3}}, "'gptq' is not known"),
         (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "300 of 256 experts"),
         (GPT_OSS, {"layer_types": None}, "the field 'layer_types' is missing"),
         (
@@ -186,20 +167,15 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
         (
             MIMO_V2_FLASH,
             {"hybrid_layer_pattern": [0, 1]},
-            "'hybrid_layer_pattern' must give one of 0, 1 for each of 48",
+            "'hybrid_layer_pattern' must give one of 0, 1 for each",
         ),
         (RING_25_1T, {"layer_group_size": 7}, "'layer_group_size' is 7; it must divide 80 layers"),
         (RING_25_1T, {"layer_group_size": 0}, "'layer_group_size' must be a whole number above 0"),
         (MIMO_V2_FLASH, {"moe_layer_freq": None}, "'moe_layer_freq' are needed"),
     ],
 )
-def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_config_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         facts_of(config | changes)
-
-
-def test_values_of_another_size_than_keys_make_another_state() -> None:
-    wide = facts_of(QWEN3_NEXT | {"linear_value_head_dim": 256})
-    usual = facts_of(QWEN3_NEXT)
-    heads, layers = QWEN3_NEXT["linear_num_value_heads"], 36
-    assert wide.state_bytes - usual.state_bytes == layers * heads * (128 * 128 * 4 + 3 * 128 * 2)

@@ -7,7 +7,7 @@ import pytest
 
 from isthmus.core.blocks import state_names
 from isthmus.core.conductor import FetchOrder, Hold, LinkRule, LinkState, Refuse, Route, Rules
-from isthmus.core.conductor.offload import guarded
+from isthmus.core.conductor.routing import guarded
 from isthmus.core.cost import Curve
 from isthmus.core.types import NodeId, RequestId, Role
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.cost import Curve, compile_cost
-from isthmus.core.cost.pooled import Pooled, is_compute_bound
-from isthmus.core.cost.turns import jobs_of, period_ps, replica_of, replicas_of, step_ps
+from isthmus.core.cost.pooled import (
+    Pooled,
+    is_compute_bound,
+    jobs_of,
+    period_ps,
+    replica_of,
+    replicas_of,
+    step_ps,
+)
 from tests.core.cost.models import LLAMA_70B, instance
 
 TURNS = st.integers(1, 8)

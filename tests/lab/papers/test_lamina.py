@@ -6,9 +6,7 @@ import pytest
 
 from isthmus.lab.papers import lamina
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.lamina import tables
-from isthmus.lab.papers.lamina.setup import MODELS, TRACES, batches, pool, vllm
-from isthmus.lab.papers.lamina.tables import BATCHES, least
+from isthmus.lab.papers.lamina import BATCHES, MODELS, TRACES, batches, least, pool, tables, vllm
 from isthmus.lab.papers.table import PaperCell
 
 CELLS: dict[str, dict[tuple[str, str], PaperCell]] = {

@@ -10,8 +10,7 @@ import pytest
 from isthmus.core.reuse import EPIC
 from isthmus.lab.papers import semsharekv
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.semsharekv import tables
-from isthmus.lab.papers.semsharekv.setup import LENGTHS, MODELS, SCHEDULES, SEMBLEND, node
+from isthmus.lab.papers.semsharekv import LENGTHS, MODELS, SCHEDULES, SEMBLEND, node, tables
 from isthmus.lab.papers.table import PaperCell
 
 CELLS: dict[str, dict[tuple[str, str], PaperCell]] = {

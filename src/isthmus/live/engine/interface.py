@@ -14,12 +14,11 @@ import msgspec
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import ConfigError
-from isthmus.core.reuse import Packing, Selection
-from isthmus.core.reuse.passages import Passage
+from isthmus.core.reuse import Packing, Passage, Selection
 from isthmus.core.types import Reused, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from isthmus.live.engine.constraints import Constraints
+    from isthmus.live.engine.sampling import Constraints
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""

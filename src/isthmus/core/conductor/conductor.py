@@ -1,9 +1,10 @@
-"""The conductor: one object, `on(event, now)`, and the answers to everything that happens to a request."""
+"""The conductor: one method for each event, and the actions that follow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -57,19 +58,18 @@ from isthmus.core.conductor.view import WAITING, HeldBlocks, Kept, NodeView, Pla
 from isthmus.core.types import MEMORY, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
-"""Before a node that had no memory for an attempt is asked again, unless another request ends: each time twice as long.
-It may have had some that was on its way back."""
+"""Wait before placing a request again that found no memory: doubled each time, cut short when another request ends."""
 LOOK_BEHIND = 4
-"""So many behind one that finds no memory are tried when some is free."""
+"""Waiting requests to try behind one that finds no memory, whenever some is free."""
 MAX_VAIN = 10
-"""So often a request finds no memory while no other has any."""
+"""Attempts to find memory while no other request has any, before a request fails."""
 MAX_LOSSES = 10
-"""Nodes and links that may go from under one request, which says nothing of it; one that brings each of its nodes down
-has to end."""
+"""Attempts of one request that may end by the loss of a node or link without counting against `max_attempts`. A limit,
+since the request itself may bring its nodes down."""
 
 
 class Conductor:
-    """Pure: the same events at the same times give the same actions. `now` is in ns and never goes back."""
+    """Pure: equal events at equal times give equal actions. `now` is in ns and never decreases."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -84,29 +84,41 @@ class Conductor:
         self._eviction_cost = EvictionCost(self.view)
         self._lending = Lending(self.view, rules)
         self._places = ReservedPlaces()
-        self._short: dict[RequestId, None] = {}  # on hold until memory is free, of holders too
+        self._short: dict[RequestId, None] = {}  # requests that wait for memory, first come first
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
+            RequestEnded: self._ended,
+            RequestCancelled: lambda event, now: self._forget(event.request, now),
+            NodeJoined: self._node_joined,
+            LinksMeasured: self._measured,
+            HoldingsChanged: self._spread,
+        }
+        self._of_attempts: dict[type, Callable[..., list[Action]]] = {
             FetchFinished: self._fetched,
             FirstToken: self._first_token,
             PrefillFinished: self._handed_over,
-            RequestEnded: self._ended,
-            RequestCancelled: self._cancelled,
             RequestFailed: self._failed,
             HoldExpired: self._hold_expired,
-            NodeJoined: self._node_joined,
+        }
+        self._of_nodes: dict[type, Callable[..., list[Action]]] = {
             NodeLeft: self._node_left,
+            RoleChanged: self._role_changed,
             BlocksStored: self._stored,
             BlocksEvicted: self._evicted,
-            RoleChanged: self._role_changed,
-            LinksMeasured: self._measured,
-            HoldingsChanged: self._spread,
             MemoryUsed: self._memory_used,
         }
 
     def on(self, event: Event, now: int) -> list[Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates the view."""
-        return self._handlers[type(event)](event, now)
+        """Takes one event and returns the actions that follow, in order. Mutates the view. Events of attempts that are
+        over, and of nodes that left, are void."""
+        kind, facts = type(event), cast(Any, event)
+        if (of_attempt := self._of_attempts.get(kind)) is not None:
+            request = self._attempt(facts.request, facts.attempt)
+            return [] if request is None else of_attempt(request, event, now)
+        if (of_node := self._of_nodes.get(kind)) is not None:
+            node = self.view.nodes.get(facts.node)
+            return [] if node is None else of_node(node, event, now)
+        return self._handlers[kind](event, now)
 
     def check(self) -> None:
         self.view.check()
@@ -136,7 +148,7 @@ class Conductor:
     def _accept(
         self, request: RequestView, placement: Placement, victims: list[RequestView], now: int
     ) -> list[Action]:
-        """Routes a request for the first time, at its arrival or after it waited for a node; or refuses it."""
+        """Routes a request for the first time, or refuses it, at its arrival or after it waited for a node."""
         event = request.arrived
         overload = self._admission.at_arrival(self.view, event, placement, now, now - request.arrived_ns)
         if overload is not None:
@@ -173,27 +185,21 @@ class Conductor:
         target, fetched = placement.prefill, list(placement.donated)
         if placement.source is not None:
             fetched.append((placement.source, placement.fetch_bytes))
-        request.copies = tuple(
-            [
-                copies.begin(source.link_out, target.link_in, num_bytes, now, self.view.across(source, target))
-                for source, num_bytes in fetched
-            ]
-        )
+        begun = [
+            copies.begin(source.link_out, target.link_in, num_bytes, now, self.view.across(source, target))
+            for source, num_bytes in fetched
+        ]
+        request.copies = tuple(begun)
         if not self.rules.codecs:
             return route
         fetch, codec = encoded(self.rules, request, placement, kv_bytes, now)
         return replace(route, fetch=fetch, codec=codec)
 
-    def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
-        request = self._attempt(event.request, event.attempt)
-        if request is not None:
-            self.view.end_copy(request)
+    def _fetched(self, request: RequestView, event: FetchFinished, now: int) -> list[Action]:
+        self.view.end_copy(request)
         return []
 
-    def _first_token(self, event: FirstToken, now: int) -> list[Action]:
-        request = self._attempt(event.request, event.attempt)
-        if request is None:
-            return []
+    def _first_token(self, request: RequestView, event: FirstToken, now: int) -> list[Action]:
         self.view.first_token(request, now)
         if not request.answering:
             overload = self._admission.at_decode(self.view, request, now)
@@ -202,19 +208,14 @@ class Conductor:
         request.answering = request.attempt
         return [*self._donors.remember(request)]
 
-    def _handed_over(self, event: PrefillFinished, now: int) -> list[Action]:
-        request = self._attempt(event.request, event.attempt)
-        if request is not None:
-            self.view.first_token(request, now)  # if nobody said so before
-            self.view.handed_over(request, now)
+    def _handed_over(self, request: RequestView, event: PrefillFinished, now: int) -> list[Action]:
+        self.view.first_token(request, now)  # the first token may not have been reported
+        self.view.handed_over(request, now)
         return []
 
     def _ended(self, event: RequestEnded, now: int) -> list[Action]:
         if event.request in self.view.requests and event.num_generated:
             self.view.outputs.add(event.num_generated)
-        return self._forget(event.request, now)
-
-    def _cancelled(self, event: RequestCancelled, now: int) -> list[Action]:
         return self._forget(event.request, now)
 
     def _forget(self, name: RequestId, now: int) -> list[Action]:
@@ -226,7 +227,7 @@ class Conductor:
         return [*actions, *self._admit(now)]
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
-        """The request, if this is its current attempt: what comes late from an earlier one is void."""
+        """The request, if this is its current attempt."""
         view = self.view.requests.get(request)
         return view if view is not None and view.attempt == attempt else None
 
@@ -235,8 +236,8 @@ class Conductor:
     def _unplaced(
         self, request: RequestView, victims: list[RequestView], wait_ms: int, now: int
     ) -> list[Action]:
-        """It waits, in place of others if need be: for memory, where nodes have enough together and not now, or for a
-        node of a kind of which there is none, which may take `wait_ms`."""
+        """Holds a request that cannot be placed, in place of `victims`, or refuses it. It waits for memory if nodes of a
+        cluster have enough together but not free, else up to `wait_ms` for a node of a missing role."""
         event = request.arrived
         for_room, reason = self._waits_for_room(event), "no memory is free for it"
         if not for_room:
@@ -257,7 +258,7 @@ class Conductor:
         return [*actions, Hold(event.request, 0, reason, wait_ms)]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
-        """Whether nodes of a cluster have memory for it, together and with nothing else there."""
+        """Whether the nodes of some cluster together have memory for the request, if nothing else were there."""
         nodes = [node for node in self.view.nodes.values() if not node.draining]
         members = [[node for node in nodes if node.cluster is each] for each in self.view.clusters.values()]
         length = event.num_tokens + event.max_tokens
@@ -274,7 +275,7 @@ class Conductor:
         return Hold(name, request.attempt, reason, wait)
 
     def _refusal(self, event: RequestArrived) -> Refuse:
-        """Too long for every node here, now and later; or no node here for one of its parts, for now."""
+        """The refusal of a request that cannot be placed: too long for every node, or no node of a role for now."""
         length = event.num_tokens + event.max_tokens
         largest = self.view.largest(Role.DECODE, Role.MIXED)
         if 0 < largest < length:
@@ -291,7 +292,7 @@ class Conductor:
     def _victims(
         self, event: RequestArrived, placement: Placement, overload: Overload, now: int
     ) -> list[RequestView]:
-        """Waiting requests of lower priority whose refusal makes room for this one."""
+        """Waiting requests whose refusal makes room for an arriving one."""
         if overload.stage == "prefill":
             return to_shorten(self.view, placement.prefill, event, overload.excess)
         if not self._admission.sees_queues:
@@ -310,16 +311,13 @@ class Conductor:
         return actions
 
     def _withdraw(self, request: RequestView, refuse: Refuse, now: int) -> list[Action]:
-        """Refuses a request that was accepted and has got no token yet."""
+        """Refuses an accepted request that has no token yet."""
         del self.view.requests[request.arrived.request]
         return [*self._abort(request, now), refuse]
 
     # Failures.
 
-    def _failed(self, event: RequestFailed, now: int) -> list[Action]:
-        request = self._attempt(event.request, event.attempt)
-        if request is None:
-            return []
+    def _failed(self, request: RequestView, event: RequestFailed, now: int) -> list[Action]:
         if event.no_room and request.state is not WAITING:
             request.refused += 1
             actions = self._abort(request, now)
@@ -331,9 +329,8 @@ class Conductor:
         del self.view.requests[event.request]
         return [*actions, Fail(event.request, event.reason, final=True)]
 
-    def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
-        request = self._attempt(event.request, event.attempt)
-        if request is None or request.state is not WAITING:
+    def _hold_expired(self, request: RequestView, event: HoldExpired, now: int) -> list[Action]:
+        if request.state is not WAITING:
             return []
         if event.request not in self._short:
             if request.attempt:
@@ -342,7 +339,7 @@ class Conductor:
             return self._unplaced(request, [], 0, now)
         if event.request != next(iter(self._short)):
             return [self._wait_for_room(request, request.reason)]
-        actions = self._admit(now)  # a holder may have had less than is known here
+        actions = self._admit(now)  # a holder may have had less memory than the view says
         if request.state is WAITING and all(each.state is WAITING for each in self.view.requests.values()):
             request.refused += 1
             if request.refused > MAX_VAIN:
@@ -352,9 +349,9 @@ class Conductor:
         return actions
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
-        """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
+        """Ends the current attempt on all its nodes; then routes another, holds the request, or fails it."""
         if request.state is WAITING:
-            return []  # a second report of the attempt that ended
+            return []  # the second of its two nodes reports the same failure
         name = request.arrived.request
         actions = self._abort(request, now)
         request.reason = reason
@@ -368,7 +365,7 @@ class Conductor:
         return [*actions, Hold(name, request.attempt, reason)]
 
     def _place_again(self, request: RequestView, now: int) -> Placement | None:
-        """Where KV is kept of it, so that only the rest is computed."""
+        """Places a further attempt, if possible on KV that holders keep from the last one."""
         if request.kept is not None:
             placement = self._router.place_with(request.arrived, request.kept, now)
             if placement is not None:
@@ -376,7 +373,7 @@ class Conductor:
         return self._router.place(request.arrived, now, again=True)
 
     def _abort(self, request: RequestView, now: int) -> list[Action]:
-        """Ends the attempt under way, if there is one, everywhere."""
+        """Ends the attempt under way, if there is one, on all its nodes."""
         if request.state is WAITING:
             return []
         known = self.view.nodes
@@ -385,7 +382,7 @@ class Conductor:
         return [Abort(request.arrived.request, request.attempt, nodes)]
 
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
-        """What it stood on is gone: that costs it none of its attempts."""
+        """Retries after the loss of a node or link, which counts as none of the request's attempts."""
         request.losses += 1
         return self._retry(request, reason, now)
 
@@ -393,12 +390,12 @@ class Conductor:
         return self.rules.max_attempts + min(request.losses, MAX_LOSSES) + request.refused
 
     def _resume(self, now: int) -> list[Action]:
-        """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
+        """Routes requests on hold, in the order of arrival, as far as the nodes now allow."""
         waiting = [request for request in self.view.requests.values() if request.state is WAITING]
         return [route for request in waiting for route in self._go_on(request, now)]
 
     def _admit(self, now: int) -> list[Action]:
-        """Routes those that wait for memory, as far as there is any: who came first, and few of those behind it."""
+        """Routes requests that wait for memory, in the order of arrival, until `LOOK_BEHIND` and one more find none."""
         routes: list[Action] = []
         left = 1 + LOOK_BEHIND
         for name in list(self._short):
@@ -431,29 +428,21 @@ class Conductor:
         self.view.join(event)
         return self._resume(now)
 
-    def _node_left(self, event: NodeLeft, now: int) -> list[Action]:
-        node = self.view.nodes.get(event.node)
-        if node is None:
-            return []
+    def _node_left(self, node: NodeView, event: NodeLeft, now: int) -> list[Action]:
         affected = list(self.view.requests_on(node))
         for request in affected:
             request.kept = _kept(request, node)
-        fetching = [
-            r for r in self.view.requests.values() if any(copy.link_out is node.link_out for copy in r.copies)
-        ]
+        requests = self.view.requests.values()
+        fetching = [r for r in requests if any(copy.link_out is node.link_out for copy in r.copies)]
         self.view.leave(node)
         self._conversion.left(node, now)
         self._lending.left(node)
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
-        return [
-            action for request in affected for action in self._lost(request, f"node {event.node} is gone", now)
-        ]
+        reason = f"node {event.node} is gone"
+        return [action for request in affected for action in self._lost(request, reason, now)]
 
-    def _role_changed(self, event: RoleChanged, now: int) -> list[Action]:
-        node = self.view.nodes.get(event.node)
-        if node is None:
-            return []
+    def _role_changed(self, node: NodeView, event: RoleChanged, now: int) -> list[Action]:
         node.role, node.draining = event.role, False
         self.view.sort_roles()
         self._conversion.role_changed(node, now)
@@ -468,32 +457,32 @@ class Conductor:
         return [*actions, *self._conversion.measured(now)]
 
     def _link_down(self, source: str, target: str, now: int) -> list[Action]:
-        """Nothing crosses this direction of a link any more: what is on its way over it begins again elsewhere."""
+        """Ends copies over this direction of a link, and routes requests anew whose hand-over crosses it."""
         link = self.view.links.get((source, target))
+        if link is None:
+            return []
         actions: list[Action] = []
         for request in list(self.view.requests.values()):
-            if link is None:
-                break
             if any(copy.across is link for copy in request.copies):
                 self.view.end_copy(request)  # its node computes what does not come
             if request.across is link:
                 actions += self._lost(request, f"the link from {source} to {target} is down", now)
         return actions
 
-    def _stored(self, event: BlocksStored, now: int) -> list[Action]:
-        node = self.view.nodes.get(event.node)
-        if node is not None:
-            if event.tier is MEMORY:
-                self.view.index.store(node.bit, event.names)
-            else:
-                self.view.index.demote(node.bit, event.names)
+    def _stored(self, node: NodeView, event: BlocksStored, now: int) -> list[Action]:
+        put = self.view.index.store if event.tier is MEMORY else self.view.index.demote
+        put(node.bit, event.names)
+        return []
+
+    def _evicted(self, node: NodeView, event: BlocksEvicted, now: int) -> list[Action]:
+        gone = self.view.index.evict(node.bit, event.names)
+        self._eviction_cost.evicted(node, len(event.names), gone)
         return []
 
     # Lent memory.
 
-    def _memory_used(self, event: MemoryUsed, now: int) -> list[Action]:
-        node = self.view.nodes.get(event.node)
-        return [*self._lending.used(node, event)] if node is not None else []
+    def _memory_used(self, node: NodeView, event: MemoryUsed, now: int) -> list[Action]:
+        return [*self._lending.used(node, event)]
 
     def _spread(self, event: HoldingsChanged, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
@@ -501,17 +490,11 @@ class Conductor:
             self._lending.spread(request, event.holdings)
         return self._admit(now)
 
-    def _evicted(self, event: BlocksEvicted, now: int) -> list[Action]:
-        node = self.view.nodes.get(event.node)
-        if node is not None:
-            gone = self.view.index.evict(node.bit, event.names)
-            self._eviction_cost.evicted(node, len(event.names), gone)
-        return []
 
 
 def _kept(request: RequestView, gone: NodeView) -> Kept | None:
-    """What holders keep of a request when one of its nodes goes. A model's recurrent state went with its home, and then
-    all is computed; so is a prompt without names, unless it was."""
+    """KV that holders keep of a request when one of its nodes goes. None for a hybrid model, whose recurrent state is
+    lost with the home, and for a prompt without names that is not yet computed."""
     kept = Kept(request.attempt, request.held, request.growth)
     is_known = request.arrived.names or request.answering
     if not is_known or gone.state_blocks or not kept.holders or gone in kept.holders:
@@ -520,7 +503,8 @@ def _kept(request: RequestView, gone: NodeView) -> Kept | None:
 
 
 def _route_of(request: RequestView, placement: Placement, deadline_ns: int) -> Route:
-    """Without the codecs of what travels."""
+    """The route of a placement, codecs not yet chosen."""
+    holdings = [Holding(tuple([node.node for node in held.holders]), held.num_blocks) for held in placement.held]
     return Route(
         request.arrived.request,
         request.attempt,
@@ -532,15 +516,11 @@ def _route_of(request: RequestView, placement: Placement, deadline_ns: int) -> R
         deadline_ns,
         handover_start=placement.handover_start,
         recall=placement.recall,
-        holdings=tuple([_holding(held) for held in placement.held]),
+        holdings=tuple(holdings),
         growth=tuple([node.node for node in placement.growth]),
         taken=placement.taken,
         assembly=placement.assembly,
     )
-
-
-def _holding(held: HeldBlocks) -> Holding:
-    return Holding(tuple([node.node for node in held.holders]), held.num_blocks)
 
 
 def _overloaded(request: RequestId, overload: Overload) -> Refuse:

@@ -1,4 +1,4 @@
-"""One cluster as the conductor sees it: its prefill and decode pools, and what is learned of them."""
+"""The conductor's picture of all clusters: nodes, their queues, batches and caches; requests and their state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from isthmus.core.types import BlockName, NodeId, RequestId, Role
 class Cluster:
     """The nodes of one cluster that take work, in the order they joined.
 
-    `prefills`: those that a request may prefill on; `decodes`: those that only decode.
-    `lender_mask`: others whose cache can be fetched from: nodes that only decode, or are about to change their role.
-    `has_mixed`, `has_prefill`: whether `prefills` has nodes of these roles; `prefills_alike`: all are of one kind.
-    `smallest_prefill`, `smallest_decode`: the least capacity, tokens; 0 without a node. `calibration`, `recent`: of
-    prefills placed here.
+    `prefills`: nodes that a request may prefill on; `decodes`: decode nodes. `lender_mask`: other nodes whose cache can
+    be fetched from, decode or draining ones. `prefills_alike`: all of one kind. `smallest_prefill`, `smallest_decode`:
+    the least capacity, in tokens, 0 without a node.
     """
 
     __slots__ = (
@@ -38,7 +36,7 @@ class Cluster:
         self.sort(())
 
     def sort(self, nodes: Sequence[NodeView], *, serves_others: bool = False) -> None:
-        """Mixed nodes prefill always; prefill nodes only when something can decode, here or (`serves_others`) there."""
+        """Mixed nodes always prefill; prefill nodes only if a node decodes, here or in a cluster that this one serves."""
         working = [node for node in nodes if not node.draining]
         self.decodes = [node for node in working if node.role is Role.DECODE]
         prefill = bool(self.decodes) or serves_others
@@ -56,11 +54,11 @@ class Cluster:
 
     @property
     def senders(self) -> list[NodeView]:
-        """Those that prefill for other clusters: no mixed nodes.
+        """Nodes that prefill for other clusters: no mixed ones.
 
-        What is computed waits for room where it decodes, in the order of the routes. A mixed node breaks that order
-        when it pre-empts: the first in its queue then waits for blocks of others, which wait for room that the next
-        ones in the queue have reserved.
+        Computed prompts wait for room at their decode node in the order of the routes. A mixed node that pre-empts
+        breaks this order: the first request in its queue then waits for blocks of others, and those for room that the
+        next requests in the queue have reserved.
         """
         return [node for node in self.prefills if node.role is Role.PREFILL]
 
@@ -69,7 +67,6 @@ class Cluster:
         return [node for node in self.prefills if node.role is Role.MIXED]
 
 
-# The conductor's picture of all clusters: nodes, their queues, batches and caches; requests and their place.
 
 
 UNKNOWN = Curve(
@@ -81,11 +78,11 @@ UNKNOWN = Curve(
     decode_context_s=1e-7,
     origin="a stand-in",
 )
-"""Stands in for the cost of a node that told none; calibration scales it to what is measured."""
+"""The cost of a node that reports none; calibration scales it to measured times."""
 
 
 class NodeView:
-    """One node: what waits for prefill there, what decodes there, and its links."""
+    """One node: its prefill queue, its decode batch, and its links."""
 
     __slots__ = (
         "batch", "bit", "block_bytes", "block_size", "cache_blocks", "capacity_tokens", "cluster", "context",
@@ -98,48 +95,47 @@ class NodeView:
         self.node, self.role, self.cost, self.cluster = joined.node, joined.role, cost, cluster
         self.slot, self.bit = slot, 1 << slot  # its place in the index's masks
         self.kind = kind  # nodes of one kind take the same time for the same work
-        self.draining = False  # it finishes what it has and gets nothing new
+        self.draining = False  # finishes its work and gets no more
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
         self.max_sequences = joined.max_sequences
-        # Of a sequence's recurrent state; a snapshot keeps it in so many blocks.
-        self.state_bytes, self.state_blocks = cost.state_bytes, joined.state_blocks
+        self.state_bytes, self.state_blocks = cost.state_bytes, joined.state_blocks  # of a recurrent state
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
         self.paths, self.kv_dtype = joined.paths, joined.kv_dtype
         self.hands_over_on_link = joined.paths.network > 0 and not joined.paths.handover
         self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
         self.prefills: dict[RequestId, RequestView] = {}
-        self.work_ns = 0  # of requests whose first token is not out
-        self.free_ns = 0  # when that will be done
-        self.service_ns = 0  # when it turned to the first of them
+        self.work_ns = 0  # of the prefill queue
+        self.free_ns = 0  # when the queue will be computed
+        self.service_ns = 0  # when the first request in the queue began
         self.decodes: dict[RequestId, RequestView] = {}
-        self.batch = self.context = 0  # requests placed here to decode, and their tokens
+        self.batch = self.context = 0  # requests placed here to decode, and their prompt tokens
         self.evictions = 0
-        self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
-        self.expected_blocks = 0  # that their answers will add
+        self.lends, self.lent_blocks = joined.lends, 0  # KV memory lent to requests computed elsewhere
+        self.expected_blocks = 0  # that the answers of those requests will add
         self.kv_heads, self.reuse_layers = joined.kv_heads, joined.reuse_layers
 
     def prefill_ns(self, num_tokens: int, num_blocks: int) -> int:
-        """By the cost model, with so many leading blocks cached; at least one token is computed in any case, which
+        """Prefill time by the cost model, with so many leading blocks cached. At least one token is computed, which
         yields the first output token."""
         cached = min(num_blocks * self.block_size, num_tokens - 1)
         return self.cost.prefill_ns(num_tokens - cached, cached)
 
 
 class HeldBlocks(NamedTuple):
-    """The next blocks of a request, which these nodes have: of several each an equal part of the heads."""
+    """The next blocks of a request, held by these nodes: of several each has an equal part of the heads."""
 
     holders: tuple[NodeView, ...]
     num_blocks: int
 
     @property
     def room(self) -> int:
-        """Blocks of the memory of each."""
+        """Blocks of memory taken on each holder."""
         return -(-self.num_blocks // len(self.holders))
 
 
 class Kept(NamedTuple):
-    """What holders keep for a while of an attempt whose home is gone."""
+    """KV that holders keep for a while of an attempt whose home is gone."""
 
     attempt: int
     held: Sequence[HeldBlocks]
@@ -153,46 +149,46 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Where a request shall go, and what that is predicted to take: what a policy answers."""
+    """Where a request shall go, and the predicted time: the answer of a policy."""
 
     prefill: NodeView
-    cached: int  # leading blocks that are counted on
-    own: int  # of these, what the node has itself, or will have when its queue is computed
+    cached: int  # leading blocks counted on as cached, fetched ones included
+    own: int  # of these, blocks that the node has itself, or will have when its queue is computed
     work_ns: int  # node time of the prefill
     ttft_ns: int  # until the first token
-    decode: NodeView = field(init=False)  # the prefill node, if nobody says otherwise
-    compute_ns: int = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
+    decode: NodeView = field(init=False)  # the prefill node unless set
+    compute_ns: int = 0  # of `work_ns` computing by the cost model; 0 if the node rather waits for KV
     deepest: int = 0  # leading blocks that any node has or will have
-    uncached: int = 0  # tokens by which it was judged whether to offload
-    # What is fetched for the prefill, and over which link if `source` is in another cluster.
+    uncached: int = 0  # tokens compared with the offload threshold
+    # The fetch for the prefill, and the link it crosses if `source` is in another cluster.
     fetch: FetchOrder | None = None
     fetch_bytes: int = 0
     source: NodeView | None = None
     across: ClusterLink | None = None
-    # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
+    # As in `Route`; `lender`: another node that sends the recalled blocks.
     handover_start: int = 0
     recall: FetchOrder | None = None
     lender: NodeView | None = None
-    held: Sequence[HeldBlocks] = ()  # where its leading blocks lie instead
-    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-    taken: int = 0  # which attempt's KV there is gone on with
-    assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
-    donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
+    held: Sequence[HeldBlocks] = ()  # leading blocks with holders
+    growth: tuple[NodeView, ...] = ()  # holders of all blocks that fill later
+    taken: int = 0  # the attempt whose kept KV this one goes on with
+    assembly: Assembly | None = None
+    donated: Sequence[tuple[NodeView, int]] = ()  # nodes that donors' KV is fetched from, and bytes
 
     def __post_init__(self) -> None:
         self.decode = self.prefill
 
     @property
     def named(self) -> int:
-        """Blocks that will have names where it is prefilled: all, or what is cached of an assembled prompt."""
+        """Leading blocks that the prefill node keeps by name: of an assembled prompt only the cached ones."""
         return 1 << 62 if self.assembly is None else self.cached
 
 
 class RequestState(Enum):
-    """WAITING: for a node or for memory, and no attempt is under way. PREFILLING: its prompt is not computed.
-    HANDING_OVER: it is, and not all KV of it is where it decodes. DECODING: all KV is there."""
+    """WAITING: for a node or for memory, without an attempt under way. PREFILLING: until its prompt is computed.
+    HANDING_OVER: until all its KV is at the decode node. DECODING: from then on."""
 
-    __hash__ = object.__hash__  # there is one of each, and an enumeration's own takes long
+    __hash__ = object.__hash__  # quicker than that of an enumeration
 
     WAITING = auto()
     PREFILLING = auto()
@@ -200,10 +196,10 @@ class RequestState(Enum):
     DECODING = auto()
 
 
-WAITING, PREFILLING, HANDING_OVER, DECODING = RequestState  # looking a member up in its class takes long
+WAITING, PREFILLING, HANDING_OVER, DECODING = RequestState  # quicker to look up than members of the class
 
-# What moves a request on, from where to where; from elsewhere is a bug of ours. It ends from WAITING: whatever ends it
-# first withdraws its attempt. docs/architecture.md has the picture.
+# The state transitions; any other raises KeyError, a bug of ours. A request ends from WAITING, after its attempt was
+# withdrawn. docs/architecture.md has the picture.
 ROUTED = {WAITING: PREFILLING}
 PREFILLED = {PREFILLING: HANDING_OVER}
 HANDED_OVER = {HANDING_OVER: DECODING}
@@ -212,7 +208,7 @@ WITHDRAWN = {PREFILLING: WAITING, HANDING_OVER: WAITING, DECODING: WAITING}
 
 @dataclass(slots=True, eq=False)
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
+    """One accepted request: its facts, its current attempt, and what `View.unassign` has to take back."""
 
     arrived: RequestArrived
     arrived_ns: int
@@ -221,26 +217,26 @@ class RequestView:
     answering: int = 0  # the last attempt that gave a token, 0 before any
     work_ns: int = 0
     compute_ns: int = 0
-    losses: int = 0  # attempts that ended since a node or a link went
+    losses: int = 0  # attempts ended by the loss of a node or link
     prefill: NodeView | None = None
     decode: NodeView | None = None
     expected_ns: int = 0  # when its first token was predicted
-    decode_ns: int = -1  # when its KV was whole where it decodes, -1 before
-    reason: str = ""  # why its last attempt ended, or there was none yet
-    refused: int = 0  # attempts that ended since a node had no memory for it
-    waits: int = 0  # how often it began to wait for memory, with nobody before it
-    copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
-    is_exact: bool = True  # nothing of its KV is another prompt's
+    decode_ns: int = -1  # when all its KV was at the decode node, -1 before
+    reason: str = ""  # why its last attempt ended, or it waits for a first one
+    refused: int = 0  # attempts that found no memory on a node
+    waits: int = 0  # times it began to wait for memory as the first in line
+    copies: tuple[Copy, ...] = ()  # fetches for its prefill
+    is_exact: bool = True  # no KV of other prompts
     coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
-    across: ClusterLink | None = None  # the link between clusters that its hand-over crosses,
-    owed: int = 0  # with so many bytes
-    lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
-    held: Sequence[HeldBlocks] = ()  # where its leading blocks lie
-    growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
-    expected_blocks: int = 0  # that its answer is expected to add at each of these
-    kept: Kept | None = None  # what is left of an attempt whose home is gone
-    borrows: HeldBlocks | None = None  # whom it asks for more, and for how much
-    returns: bool = False  # some of it comes home
+    across: ClusterLink | None = None  # the link between clusters that its hand-over crosses
+    owed: int = 0  # bytes of that hand-over
+    lender: NodeView | None = None  # the node that its recall comes from
+    held: Sequence[HeldBlocks] = ()  # leading blocks with holders
+    growth: tuple[NodeView, ...] = ()  # holders of all blocks that fill later
+    expected_blocks: int = 0  # that its answer is expected to add at each of `growth`
+    kept: Kept | None = None  # KV left of an attempt whose home is gone
+    borrows: HeldBlocks | None = None  # blocks asked for, not answered yet
+    returns: bool = False  # blocks are on their way home
 
     def involves(self, node: NodeId) -> bool:
         """Whether a node prefills or decodes the attempt under way."""
@@ -249,22 +245,22 @@ class RequestView:
 
     @property
     def is_silent(self) -> bool:
-        """No token of the attempt under way has come."""
+        """Whether the current attempt has given no token yet."""
         return self.answering != self.attempt
 
     @property
     def lent(self) -> tuple[HeldBlocks, ...]:
-        """What it has elsewhere, or asks for."""
+        """Blocks with holders, and those asked for."""
         return (*self.held, self.borrows) if self.borrows is not None else tuple(self.held)
 
     @property
     def away_tokens(self) -> int:
-        """Of its prompt, those that lie with holders."""
+        """Prompt tokens that lie with holders."""
         return sum([held.num_blocks * held.holders[0].block_size for held in self.held])
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
-        """The nodes that may hold something of it, each once."""
+        """Its prefill and decode node, each once."""
         prefill, decode = self.prefill, self.decode
         if prefill is None or decode is None or prefill is decode:
             only = prefill or decode
@@ -275,9 +271,8 @@ class RequestView:
 class View:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
-    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `alone`: the only
-    cluster, None when there are several. `links`: between clusters, by source and target. `block_size`,
-    `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
+    `prefills`, `decodes`: as in `Cluster`, of all clusters; `alone`: the only cluster, None when there are several.
+    `links`: by source and target cluster. `block_size`, `state_blocks`: of the one model that all nodes serve.
     """
 
     def __init__(self, links: Sequence[LinkRule] = ()) -> None:
@@ -317,7 +312,7 @@ class View:
         return node
 
     def leave(self, node: NodeView) -> None:
-        """Forgets a node and what it held. Its requests must be unassigned by the caller."""
+        """Forgets a node and its blocks. The caller must unassign its requests."""
         del self.nodes[node.node]
         self.index.drop(node.bit)
         self._slots[node.slot] = None
@@ -361,11 +356,11 @@ class View:
         """Tokens that the largest node of these roles can hold; 0 without one."""
         return max((node.capacity_tokens for node in self.nodes.values() if node.role in roles), default=0)
 
-    # Requests: what is assigned is taken back exactly.
+    # Requests: `unassign` takes back exactly what `assign` added.
 
     def assign(self, request: RequestView, placement: Placement, kv_bytes: int, now: int) -> None:
-        """Adds a request to its nodes' queues and batches, and its blocks to what will be cached. `kv_bytes`: that it
-        hands over, without its recurrent state."""
+        """Adds a request to its nodes' queues and batches, and its blocks to the index as expected. `kv_bytes`: of its
+        hand-over, without a recurrent state."""
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
         request.state = ROUTED[request.state]
@@ -396,13 +391,13 @@ class View:
         self.num_routed += 1
 
     def borrow(self, request: RequestView, node: NodeView, num_blocks: int) -> None:
-        """It is to ask for so much more; until the answer that counts as lent."""
+        """Notes that a request asks a holder for more blocks, which count as lent until the answer."""
         assert request.borrows is None
         request.borrows = HeldBlocks((node,), num_blocks)
         node.lent_blocks += num_blocks
 
     def spread(self, request: RequestView, held: Sequence[HeldBlocks]) -> None:
-        """Its leading blocks lie there now, and it asks nobody for more."""
+        """Notes where the leading blocks of a request lie now; it asks nobody for more."""
         self._vacate(request)
         request.held = held
         for each in held:
@@ -431,7 +426,7 @@ class View:
             decode.link_in.use(recalled, now)
 
     def first_token(self, request: RequestView, now: int) -> None:
-        """The prefill is done: the node turns to its next request. Idempotent."""
+        """Ends a prefill: the node turns to its next request. Idempotent."""
         node = request.prefill
         if request.state is not PREFILLING or node is None:
             return
@@ -445,14 +440,14 @@ class View:
             self.handed_over(request, now)
 
     def handed_over(self, request: RequestView, now: int) -> None:
-        """All its KV is where it decodes. Idempotent."""
+        """Ends a hand-over: all KV is at the decode node. Idempotent."""
         if request.state is HANDING_OVER:
             request.state = HANDED_OVER[request.state]
             request.decode_ns = now
             self._crossed(request)
 
     def unassign(self, request: RequestView, now: int) -> None:
-        """Takes a request off its nodes; what it had copied so far stays where it is."""
+        """Takes a request off its nodes; blocks fetched so far stay cached."""
         prefill, decode, facts = request.prefill, request.decode, request.arrived
         if prefill is not None and request.state is PREFILLING:
             in_service = next(iter(prefill.prefills.values())) is request
@@ -474,7 +469,7 @@ class View:
         request.state = WITHDRAWN[request.state]
 
     def _crossed(self, request: RequestView) -> None:
-        """Nothing of it is on its way to where it decodes any more."""
+        """Frees the link that a hand-over crossed, and forgets the source of its recall."""
         if request.across is not None:
             request.across.owed -= request.owed
         request.across, request.owed, request.lender = None, 0, None
@@ -491,8 +486,8 @@ class View:
         request.coming = ()
 
     def requests_on(self, node: NodeView) -> Iterable[RequestView]:
-        """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
-        over; its decode and holders of its blocks always."""
+        """Requests that still need `node`: as prefill node or source of a recall until the hand-over ends, as decode
+        node or holder always."""
         for request in list(self.requests.values()):
             handing = request.state is not DECODING and (request.prefill is node or request.lender is node)
             holds = node in request.growth or any(node in held.holders for held in request.held)
@@ -500,7 +495,7 @@ class View:
                 yield request
 
     def check(self) -> None:
-        """Loads are the sums over requests."""
+        """Asserts that loads of nodes and links are the sums over requests."""
         self.index.check()
         requests = list(self.requests.values())
         lent = [each for request in requests for each in request.lent]
@@ -524,8 +519,8 @@ class View:
 
 
 def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:
-    """Names of blocks that its prefill node has not yet and will have: of a hybrid model also the snapshot that its
-    scheduler takes at the end of the last block with a token after it."""
+    """Names of blocks that the prefill node will add to its cache: with a hybrid model also the snapshot at the end of
+    the last block that a token follows."""
     names, node = request.names[placement.own : placement.named], placement.prefill
     last = (request.num_tokens - 1) // node.block_size
     if not node.state_blocks or last <= placement.own or last > len(request.names):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from isthmus.core.cost import Lengths, LogNormal, Sample
-from isthmus.core.cost.lengths import mean_above, mean_below, mean_of
+from isthmus.core.cost.lengths import mean_of
 from isthmus.core.errors import ConfigError
 
 PUBLISHED = LogNormal(9.90, 1.00, 128, 131_072)
@@ -28,6 +29,12 @@ log_normals = st.builds(
 def cost(length: float) -> float:
     """With a kink, as measured curves have."""
     return 0.4 + 5e-5 * max(length - 1024, 0) + 1e-10 * length * length
+
+
+def means(lengths: Lengths, function: Callable[[float], float], threshold: float) -> tuple[float, float]:
+    """Of the function above and below a threshold, where there is any length."""
+    (below, whole), share = lengths.sums(function, (threshold, math.inf)), lengths.share(threshold)
+    return (whole - below) / (share or 1), below / ((1 - share) or 1)
 
 
 def test_the_published_workload() -> None:
@@ -50,10 +57,10 @@ def test_a_sample_is_counted(lengths: list[int], threshold: int) -> None:
     assert sample.share(threshold) == pytest.approx(len(above) / len(lengths))
     if above:
         assert sample.mean_above(threshold) == pytest.approx(sum(above) / len(above))
-        assert mean_above(sample, cost, threshold) == pytest.approx(sum(map(cost, above)) / len(above))
+        assert means(sample, cost, threshold)[0] == pytest.approx(sum(map(cost, above)) / len(above))
     if below:
         assert sample.mean_below(threshold) == pytest.approx(sum(below) / len(below))
-        assert mean_below(sample, cost, threshold) == pytest.approx(sum(map(cost, below)) / len(below))
+        assert means(sample, cost, threshold)[1] == pytest.approx(sum(map(cost, below)) / len(below))
 
 
 @given(samples, st.floats(0, 1))
@@ -70,8 +77,8 @@ def test_closed_forms_agree_with_the_sums(lengths: LogNormal, threshold: float) 
     share = lengths.share(threshold)
     assert lengths.sums(lambda length: 2.0, [threshold]) == [pytest.approx(2 * (1 - share), rel=1e-5, abs=1e-9)]
     assume(1e-6 < share < 1 - 1e-6)
-    assert mean_above(lengths, float, threshold) == pytest.approx(lengths.mean_above(threshold), rel=1e-5)
-    assert mean_below(lengths, float, threshold) == pytest.approx(lengths.mean_below(threshold), rel=1e-5)
+    closed = lengths.mean_above(threshold), lengths.mean_below(threshold)
+    assert means(lengths, float, threshold) == pytest.approx(closed, rel=1e-5)
     assert (
         lengths.low
         <= lengths.mean_below(threshold)

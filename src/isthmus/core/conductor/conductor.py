@@ -54,7 +54,7 @@ from isthmus.core.conductor.events import (
 from isthmus.core.conductor.eviction_cost import EvictionCost
 from isthmus.core.conductor.lending import Lending
 from isthmus.core.conductor.routing import Router
-from isthmus.core.conductor.view import WAITING, HeldBlocks, Kept, NodeView, Placement, RequestView, View
+from isthmus.core.conductor.view import WAITING, Kept, NodeView, Placement, RequestView, View
 from isthmus.core.types import MEMORY, RequestId, Role
 
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
@@ -236,8 +236,8 @@ class Conductor:
     def _unplaced(
         self, request: RequestView, victims: list[RequestView], wait_ms: int, now: int
     ) -> list[Action]:
-        """Holds a request that cannot be placed, in place of `victims`, or refuses it. It waits for memory if nodes of a
-        cluster have enough together but not free, else up to `wait_ms` for a node of a missing role."""
+        """Holds a request that cannot be placed, in place of `victims`, or refuses it. It waits for memory if nodes
+        of a cluster have enough together but not free, else up to `wait_ms` for a node of a missing role."""
         event = request.arrived
         for_room, reason = self._waits_for_room(event), "no memory is free for it"
         if not for_room:
@@ -491,7 +491,6 @@ class Conductor:
         return self._admit(now)
 
 
-
 def _kept(request: RequestView, gone: NodeView) -> Kept | None:
     """KV that holders keep of a request when one of its nodes goes. None for a hybrid model, whose recurrent state is
     lost with the home, and for a prompt without names that is not yet computed."""
@@ -504,7 +503,9 @@ def _kept(request: RequestView, gone: NodeView) -> Kept | None:
 
 def _route_of(request: RequestView, placement: Placement, deadline_ns: int) -> Route:
     """The route of a placement, codecs not yet chosen."""
-    holdings = [Holding(tuple([node.node for node in held.holders]), held.num_blocks) for held in placement.held]
+    holdings = [
+        Holding(tuple([node.node for node in held.holders]), held.num_blocks) for held in placement.held
+    ]
     return Route(
         request.arrived.request,
         request.attempt,

@@ -36,7 +36,8 @@ class Cluster:
         self.sort(())
 
     def sort(self, nodes: Sequence[NodeView], *, serves_others: bool = False) -> None:
-        """Mixed nodes always prefill; prefill nodes only if a node decodes, here or in a cluster that this one serves."""
+        """Mixed nodes always prefill; prefill nodes only if a node decodes, here or in a cluster that this one
+        serves."""
         working = [node for node in nodes if not node.draining]
         self.decodes = [node for node in working if node.role is Role.DECODE]
         prefill = bool(self.decodes) or serves_others
@@ -65,8 +66,6 @@ class Cluster:
     @property
     def mixed(self) -> list[NodeView]:
         return [node for node in self.prefills if node.role is Role.MIXED]
-
-
 
 
 UNKNOWN = Curve(

@@ -8,6 +8,7 @@ reports it.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -51,23 +52,12 @@ _ALL = (
     Hardware("h800", "hopper", 989e12, 1_979e12, 81_559 * _MIB, 3.35e12, 200e9, 64e9, 50e9, **_NVME_GEN5),
     Hardware("h200", "hopper", 989e12, 1_979e12, 143_771 * _MIB, 4.8e12, 450e9, 64e9, 50e9, **_NVME_GEN5),
     Hardware("h20", "hopper", 148e12, 296e12, 97_871 * _MIB, 4.0e12, 450e9, 64e9, 25e9, **_NVME_GEN5),
-    Hardware(
-        "b200",
-        "blackwell",
-        2_250e12,
-        4_500e12,
-        183_359 * _MIB,
-        7.7e12,
-        900e9,
-        64e9,
-        50e9,
-        **_NVME_GEN5,
-        fp4_flops=9_000e12,
-    ),
+    Hardware("b200", "blackwell", 2_250e12, 4_500e12, 183_359 * _MIB, 7.7e12, 900e9, 64e9, 50e9, **_NVME_GEN5,
+             fp4_flops=9_000e12),
     Hardware("l20", "ada", 119.5e12, 239e12, 46_068 * _MIB, 0.864e12, 32e9, 32e9, 25e9, **_NVME_GEN4),
     Hardware("l40s", "ada", 362e12, 733e12, 46_068 * _MIB, 0.864e12, 32e9, 32e9, 25e9, **_NVME_GEN4),
     Hardware("rtx4090", "ada", 165.2e12, 330.3e12, 24_564 * _MIB, 1.008e12, 32e9, 32e9, 3.125e9, **_NVME_GEN4),
-)
+)  # fmt: skip
 # Two virtual cores of a 2024 Xeon (AVX-512, no AMX) in the cloud, the machine `isthmus profile` was written on.
 # Best of 7: a 2048^3 float32 matrix product of torch, the sum of 1 GiB; dd with direct I/O for the disk. The
 # network is assumed.
@@ -91,15 +81,16 @@ def hardware_named(name: str) -> Hardware:
     """The table's entry. Raises ConfigError naming the nearest entry."""
     found = HARDWARE.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, HARDWARE, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"hardware {name!r} is not known; {hint}known: {', '.join(HARDWARE)}")
+        raise ConfigError(f"hardware {name!r} is not known; {_hint(name, HARDWARE)}")
     return found
 
 
-# What an engine makes of the hardware: physical coefficients, presets with their origin, what carries over.
-#
-# Every efficiency is in (0, 1]. That makes physics a floor: no estimate can be faster than the data sheet.
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.3)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+
+
+# Coefficients of engines. Every efficiency is in (0, 1], so no estimate is faster than the data sheet.
 
 
 EFFICIENCIES = ("weight_read", "matmul", "kv_read", "link", "attention", "expert_read", "expert_matmul")
@@ -140,18 +131,14 @@ class Coefficients(msgspec.Struct, frozen=True):
     origin: str = ""
 
     def __post_init__(self) -> None:
-        for name in EFFICIENCIES:
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"cost coefficient {name} is {getattr(self, name)}; it must be above 0, at most 1"
-                )
-        for name in OVERHEADS:
-            if not 0 <= getattr(self, name) < 10:
-                raise ConfigError(
-                    f"cost coefficient {name} is {getattr(self, name)}; it must be 0 to 10 seconds"
-                )
-        if not 0 <= self.one_shot <= 1:
-            raise ConfigError(f"cost coefficient one_shot is {self.one_shot}; it must be 0 to 1")
+        for names, holds, must in (
+            (EFFICIENCIES, lambda value: 0 < value <= 1, "above 0, at most 1"),
+            (OVERHEADS, lambda value: 0 <= value < 10, "0 to 10 seconds"),
+            (("one_shot",), lambda value: 0 <= value <= 1, "0 to 1"),
+        ):
+            for name in names:
+                if not holds(getattr(self, name)):
+                    raise ConfigError(f"cost coefficient {name} is {getattr(self, name)}; it must be {must}")
 
     def but(self, **changes: Any) -> Coefficients:
         """A copy with some fields changed."""
@@ -161,12 +148,7 @@ class Coefficients(msgspec.Struct, frozen=True):
 _H200 = (
     "least squares on all 126 H200 rows of Llama-3.1-70B fp8 with TTFT below 5 s (AIConfigurator silicon table)"
 )
-_SHARED = {
-    "weight_read": 0.870,
-    "matmul": 0.695,
-    "sequence_s": 21.1e-6,
-    "allreduce_s": 2.18e-6,
-}
+_SHARED = {"weight_read": 0.870, "matmul": 0.695, "sequence_s": 21.1e-6, "allreduce_s": 2.18e-6}
 ENGINES: dict[str, Coefficients] = {
     "trtllm": Coefficients(**_SHARED, kv_read=0.820, layer_s=21.9e-6, one_shot=1.0, origin=_H200),
     "vllm": Coefficients(**_SHARED, kv_read=0.368, layer_s=43.5e-6, one_shot=0.3, origin=_H200),
@@ -204,9 +186,7 @@ def engine_coefficients(
     """
     preset = ENGINES.get(engine)
     if preset is None:
-        near = difflib.get_close_matches(engine, ENGINES, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"engine {engine!r} has no cost coefficients; {hint}known: {', '.join(ENGINES)}")
+        raise ConfigError(f"engine {engine!r} has no cost coefficients; {_hint(engine, ENGINES)}")
     return carry_over(preset, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
 
 

@@ -48,17 +48,6 @@ def mean_of(lengths: Lengths, function: Callable[[float], float] = float) -> flo
     return lengths.sums(function, (math.inf,))[0]
 
 
-def mean_above(lengths: Lengths, function: Callable[[float], float], threshold: float) -> float:
-    """E[function(L) | L > threshold], where anything is above."""
-    below, whole = lengths.sums(function, (threshold, math.inf))
-    return (whole - below) / lengths.share(threshold)
-
-
-def mean_below(lengths: Lengths, function: Callable[[float], float], threshold: float) -> float:
-    """E[function(L) | L <= threshold], where anything is below."""
-    return lengths.sums(function, (threshold,))[0] / (1 - lengths.share(threshold))
-
-
 class Sample:
     """The empirical distribution of some lengths, each as likely as the others. Raises ConfigError for none."""
 

@@ -1,12 +1,11 @@
 """Prefill in another cluster: how much of it a deployment bears (Prefill-as-a-Service, arXiv 2604.15039, section 3).
 
-Requests with more than `threshold` uncached tokens are prefilled in a remote cluster and their KV crosses a link;
-the others are prefilled at home, where all are decoded. Numbered equations are the paper's. Rates are requests per
-second, times seconds, bandwidth and KV bytes (per second).
+Requests with more than `threshold` uncached tokens are prefilled in a remote cluster and their KV crosses a link; the
+others are prefilled at home, where all are decoded. Numbered equations are the paper's. Rates are requests per second.
 
-A class of requests, offloaded or not, enters the equations by what one of them takes. The paper takes it of one
-representative length, the class's mean (`representative`); `expected` takes the mean over the class, which is what
-queues see. Nothing here assumes that equation (1) falls with the length: for most models it rises first.
+The two classes of requests, offloaded and not, enter the equations by the time and bytes of one request: of the class's
+mean length in the paper (`representative`), or the mean over the class, which is what queues see (`expected`). KV per
+prefill second, equation (1), need not fall with the length: for most models it rises first.
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 import msgspec
 
 from isthmus.core.cost.lengths import Lengths
 from isthmus.core.cost.node_cost import NodeCost
-from isthmus.core.types import NS_PER_S
 
 _PS_PER_MS = 1_000_000_000
 REMOTE_COMPUTE, LINK, LOCAL_COMPUTE, DECODE = "remote compute", "link", "local compute", "decode"
-"""What can bind."""
+"""The stages that can limit a rate."""
 
 
 def kv_throughput(kv_bytes: float, prefill_s: float) -> float:
-    """Equation (1): bytes per second that one instance's prefill gives off."""
+    """Equation (1): KV bytes per second that one instance's prefill produces."""
     return kv_bytes / prefill_s
 
 
 def egress_of(num_gpus: float, gpus_per_instance: float, kv_bytes: float, prefill_s: float) -> float:
-    """Equation (2): what a prefill cluster sends at full load, from the means over the requests offloaded."""
+    """Equation (2): bytes per second sent by a prefill cluster at full load; `kv_bytes`, `prefill_s`: means over the
+    offloaded requests."""
     return num_gpus / gpus_per_instance * kv_throughput(kv_bytes, prefill_s)
 
 
@@ -49,13 +49,13 @@ def local_rate(num_instances: float, prefill_s: float) -> float:
 
 
 def decode_rate(num_instances: float, batch: float, step_s: float, output_tokens: float) -> float:
-    """Equation (5): so many sequences in a batch, a token each in every step."""
+    """Equation (5): `batch` sequences get a token each in every step of `step_s`."""
     return _ratio(num_instances * batch, step_s * output_tokens)
 
 
 def largest_batch(cost: NodeCost, context: float, most: int, tbt_ms: int | None) -> int:
-    """`BS_max` of equation (5): of sequences of `context` tokens each, up to `most`, as many as decode together with
-    every step inside the limit, which None is not. 0: not even one."""
+    """`BS_max` of equation (5): the most sequences of `context` tokens, up to `most`, whose decode step takes at most
+    `tbt_ms` (None: no limit). 0 if one alone takes longer."""
     if tbt_ms is None:
         return most
     limit_ps = tbt_ms * _PS_PER_MS
@@ -73,51 +73,36 @@ def highest_rate(remote: float, local: float, decode: float, share: float) -> fl
 
 
 def prefill_imbalance(remote: float, local: float, share: float) -> float:
-    """Equation (7), 0 at the best threshold: by how much the remote stage bears more, as a share of the lesser.
-
-    Infinite where one stage has nothing to do.
-    """
+    """Equation (7), 0 at the best threshold: the excess of the remote stage's rate, as a share of the lesser rate.
+    Infinite where one stage has nothing to do."""
     one, other = _ratio(remote, share), _ratio(local, 1 - share)
     return _ratio(one - other, min(one, other))
 
 
 def decode_imbalance(remote: float, local: float, decode: float) -> float:
-    """Equation (8), 0 at the best split: by how much decode bears more, as a share of the lesser.
-
-    Instances are whole, so it is seldom 0: the objective is (6), this says what is left over.
-    """
+    """Equation (8), 0 at the best split: the excess of the decode rate, as a share of the lesser. Seldom 0, since
+    instances are whole; the objective is (6)."""
     return _ratio(decode - remote - local, min(decode, remote + local))
 
 
 def _ratio(amount: float, per: float) -> float:
-    """Nothing to do is done at any rate, even with no resource."""
+    """`amount / per`; infinite if nothing is needed, even of no resource."""
     if per > 0:
         return amount / per
     return math.copysign(math.inf, amount)
 
 
 class RequestWork(msgspec.Struct, frozen=True):
-    """What a request of a length takes: seconds of one instance, there and at home, and bytes on the link."""
+    """Work of a request by its length: seconds on a remote or local instance, and bytes on the link."""
 
     remote_s: Callable[[float], float]
     local_s: Callable[[float], float]
     kv_bytes: Callable[[float], float]
 
 
-def work_of(remote: NodeCost, local: NodeCost) -> RequestWork:
-    """By the cost models of one instance in each cluster, nothing cached. A length is rounded to whole tokens."""
-    return RequestWork(
-        remote_s=lambda length: remote.prefill_ns(round(length), 0) / NS_PER_S,
-        local_s=lambda length: local.prefill_ns(round(length), 0) / NS_PER_S,
-        kv_bytes=lambda length: remote.state_bytes + remote.kv_token_bytes * length,
-    )
-
-
 class Classes(msgspec.Struct, frozen=True):
-    """What a threshold makes of a workload. Of a class that is empty, times and bytes are 0.
-
-    `share`: of the requests offloaded; `remote_s`, `kv_bytes`: what one of those takes; `local_s`: one of the rest.
-    """
+    """A workload cut by a threshold: the `share` of requests offloaded, seconds and bytes of one of these, and
+    `local_s` of one of the others. 0 for an empty class."""
 
     threshold: float
     share: float
@@ -131,7 +116,7 @@ Split = Callable[[Lengths, RequestWork, Sequence[float]], list[Classes]]
 
 
 def representative(lengths: Lengths, work: RequestWork, thresholds: Sequence[float]) -> list[Classes]:
-    """As the paper: each class is its mean length."""
+    """As in the paper: by the mean length of each class."""
     found = []
     for threshold in thresholds:
         share = lengths.share(threshold)
@@ -149,7 +134,7 @@ def representative(lengths: Lengths, work: RequestWork, thresholds: Sequence[flo
 
 
 def expected(lengths: Lengths, work: RequestWork, thresholds: Sequence[float]) -> list[Classes]:
-    """With the exact distribution: the mean of what the requests of a class take."""
+    """By the exact distribution: the mean work over the requests of each class."""
     *remote_s, all_remote_s = lengths.sums(work.remote_s, (*thresholds, math.inf))
     *kv_bytes, all_kv_bytes = lengths.sums(work.kv_bytes, (*thresholds, math.inf))
     local_s = lengths.sums(work.local_s, thresholds)
@@ -181,11 +166,8 @@ class PrefillFleet(msgspec.Struct, frozen=True):
 
 
 class Solution(msgspec.Struct, frozen=True):
-    """A threshold and a split, and what they bear.
-
-    `remote`, `local`, `decode`: equations (3) to (5); `rate`: (6); `binds`: the term that sets it; `egress`: bytes
-    per second on the link at that rate.
-    """
+    """The rates of a threshold and a split. `remote`, `local`, `decode`: equations (3) to (5); `rate`: (6); `binds`:
+    the stage that limits it; `egress`: bytes per second on the link at that rate."""
 
     classes: Classes
     num_prefill: int
@@ -199,12 +181,13 @@ class Solution(msgspec.Struct, frozen=True):
 
 
 def bear(classes: Classes, fleet: PrefillFleet, num_prefill: int) -> Solution:
-    """Equations (3) to (6) with so many of the instances at home for prefill, the others for decode."""
+    """Equations (3) to (6), with `num_prefill` of the instances at home for prefill and the others for decode."""
     share, num_decode = classes.share, fleet.num_local - num_prefill
-    remote = (
-        remote_rate(fleet.num_remote, classes.remote_s, classes.kv_bytes, fleet.egress) if share > 0 else 0.0
-    )
-    local = local_rate(num_prefill, classes.local_s) if share < 1 else 0.0
+    remote = local = 0.0
+    if share > 0:
+        remote = remote_rate(fleet.num_remote, classes.remote_s, classes.kv_bytes, fleet.egress)
+    if share < 1:
+        local = local_rate(num_prefill, classes.local_s)
     decode = num_decode * fleet.decode_rate
     rate = highest_rate(remote, local, decode, share)
     return Solution(
@@ -233,12 +216,10 @@ def _binds(classes: Classes, fleet: PrefillFleet, num_prefill: int, decode: floa
 
 
 def solve(many: Iterable[Classes], fleet: PrefillFleet) -> list[Solution]:
-    """The grid over thresholds and splits: the best split of each threshold, in order of the thresholds.
-
-    Of equal splits the one with the fewest prefill instances.
-    """
+    """The best split of each threshold, in their order; of equal ones that with the fewest prefill instances."""
     splits = range(fleet.num_local + 1)
-    return [max((bear(classes, fleet, split) for split in splits), key=_rate) for classes in many]
+    rate = attrgetter("rate")
+    return [max((bear(classes, fleet, split) for split in splits), key=rate) for classes in many]
 
 
 def best(solutions: Iterable[Solution]) -> Solution:
@@ -246,13 +227,9 @@ def best(solutions: Iterable[Solution]) -> Solution:
     return max(solutions, key=lambda each: (each.rate, each.classes.threshold))
 
 
-def _rate(solution: Solution) -> float:
-    return solution.rate
-
-
 class Threshold(msgspec.Struct, frozen=True):
-    """`tokens`: longer ones are offloaded, None offloads nothing. `rate`: requests per second that both prefill
-    stages bear together, equation (6) without decode; `share`: of the requests offloaded; `binds`: what sets it."""
+    """Longer prompts than `tokens` are offloaded, with None no prompt. `rate`: of both prefill stages together,
+    equation (6) without decode; `share`: of the requests offloaded; `binds`: the stage that limits the rate."""
 
     tokens: int | None
     rate: float
@@ -269,12 +246,11 @@ def best_threshold(
     kv_bytes: Callable[[int], float],
     egress: float,
 ) -> Threshold:
-    """The threshold at which both stages bear the most of such requests as in `lengths`, which has at least one.
+    """The threshold with the highest rate for a sample of `lengths`, which must not be empty.
 
-    Exact for the sample: every way to cut it is tried, with the mean of what each class takes, in O(n log n). A
-    stage without instances, or a link of rate 0, bears no request but those that need nothing of it. Thresholds
-    between two lengths of the sample are as good as each other; the answer is the lowest of them, since too high a
-    threshold costs more than too low a one. Of equal cuts, the one that offloads the least.
+    Exact: tries every cut of the sample, in O(n log n). A stage without instances or rate serves only requests that
+    need nothing of it. Of equal thresholds between two lengths the lowest, since too high a threshold costs more than
+    too low a one; of equal cuts the one that offloads the least.
     """
     assert lengths
     counts = sorted(Counter(lengths).items())
@@ -283,7 +259,8 @@ def best_threshold(
     remote_sum = kv_sum = 0.0
 
     def cut(tokens: int | None, kept: int) -> Threshold:
-        """`kept` of the distinct lengths stay. A stage's rate is its capacity over its part of the mean request."""
+        """`kept` of the distinct lengths stay. The rate of a stage is its capacity over its part of the mean
+        request."""
         terms = {
             REMOTE_COMPUTE: _ratio(num_remote, remote_sum),
             LINK: _ratio(egress, kv_sum),

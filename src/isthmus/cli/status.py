@@ -188,7 +188,6 @@ def status(
 ) -> None:
     """Show a running cluster: nodes, requests, KV memory, cache tiers, hit rates and KV between nodes."""
     from isthmus.cli.outputs import show
-    from isthmus.cli.status_tables import status_sheets
     from isthmus.config import api_key as key_of
 
     base = _checked(url)
@@ -238,7 +237,6 @@ def _live(base: str, key: str | None, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from isthmus.cli.status_tables import status_sheets
     from isthmus.core.errors import UnavailableError
 
     def now() -> RenderableType:

@@ -12,10 +12,11 @@ from llguidance import LLMatcher
 from isthmus.cli.models import bytes_folder
 from isthmus.core.cost import compile_cost
 from isthmus.core.types import Sampling
+from isthmus.live.engine.constraints import Allowed, Constraints
 from isthmus.live.engine.emulated import EmulatedEngine
 from isthmus.live.engine.interface import Chunk, Row
 from isthmus.live.engine.recipe import recipe_of
-from isthmus.live.engine.sampling import Allowed, Constraints, sample
+from isthmus.live.engine.sampling import sample
 
 from .support import randn
 from .test_emulated import CURVE

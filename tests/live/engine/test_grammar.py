@@ -18,12 +18,13 @@ from tokenizers import Tokenizer
 from isthmus.cli.models import bytes_folder, find_model
 from isthmus.core.cost import compile_cost
 from isthmus.core.types import Sampling
+from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.emulated import EmulatedEngine
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.grammar import MAX_IDLE, Grammars
 from isthmus.live.engine.interface import Chunk, Row
 from isthmus.live.engine.recipe import recipe_of
-from isthmus.live.engine.sampling import Constraints, sample
+from isthmus.live.engine.sampling import sample
 from isthmus.model_files import end_tokens, open_files
 from isthmus.model_files.grammar import compile_grammar, grammar_tokenizer
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarError, GrammarLimits

@@ -16,6 +16,7 @@ from isthmus.core.blocks import BlockNamer
 from isthmus.core.node.events import Broken, LoadBlocks, Missing, ReleaseResources, Shorten, StartAttempt
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.core.types import BlockName, FinishReason, Generated, RequestId, Reused, Role, Span, TokenLogprobs
+from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
     Assembling,
     Chunk,
@@ -29,7 +30,6 @@ from isthmus.live.engine.interface import (
     OnScores,
     Row,
 )
-from isthmus.live.engine.sampling import Constraints
 from isthmus.live.kv.cache import BlockStaging, PrefixMissing
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.peers.messages import Output, Scores, StageSampled

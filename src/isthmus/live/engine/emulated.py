@@ -24,6 +24,7 @@ from isthmus.core.blocks import KVLayout
 from isthmus.core.cost import NodeCost
 from isthmus.core.errors import ProtocolError, StartError
 from isthmus.core.types import Reused, Sampling, TokenLogprobs
+from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
     Asking,
     BeforeLayer,
@@ -48,7 +49,6 @@ from isthmus.live.engine.recipe import (
     recipe_of,
     vocab_of,
 )
-from isthmus.live.engine.sampling import Constraints
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 __all__ = [

@@ -18,7 +18,7 @@ from isthmus.core.reuse import Packing, Passage, Selection
 from isthmus.core.types import Reused, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from isthmus.live.engine.sampling import Constraints
+    from isthmus.live.engine.constraints import Constraints
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""

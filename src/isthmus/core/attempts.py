@@ -1,8 +1,4 @@
-"""What the conductor says to nodes of an attempt, and what they report: the same values in every room and on the wire.
-
-A leaf below all that decides. `conductor` answers with a `Route` and hears the reports; `node` is told the route, in
-a `StartAttempt`, and reports; the live cluster sends both as they are.
-"""
+"""Orders of the conductor to nodes about attempts, and reports of nodes: equal values in every room and on the wire."""
 
 from __future__ import annotations
 
@@ -14,16 +10,13 @@ from isthmus.core.types import DECODE, NOBODY, BlockName, NodeId, RequestId, Rol
 
 
 def key_of(request: RequestId, attempt: int) -> RequestId:
-    """What nodes call an attempt, so that two attempts of one request never share state."""
+    """The name of an attempt at nodes, so that two attempts of one request never share state."""
     return RequestId(f"{request}#{attempt}")
 
 
 class FetchOrder(msgspec.Struct, frozen=True):
-    """Copy the request's blocks `[start, stop)` from another node's cache, or in a recall from the node's own; `[0,
-    start)` are at hand.
-
-    `until_ns`: when the conductor expects them; `codec`: in which form they travel.
-    """
+    """Copies a request's blocks `[start, stop)` from another node's cache, or in a recall from the node's own; the node
+    has `[0, start)`. `until_ns`: when the conductor expects them; `codec`: their encoding on the way."""
 
     source: NodeId
     start: int
@@ -33,17 +26,17 @@ class FetchOrder(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engines' memory of `holders`,
-    which attend to them there: all KV heads with one; of several each has an equal part of the heads, in their order
-    (Lamina, section on its attention workers)."""
+    """The next `num_blocks` of an attempt's leading blocks, in the engine memory of `holders`, which attend to them:
+    one holder has all KV heads; of several each has an equal part, in order (Lamina, section on its attention
+    workers)."""
 
     holders: tuple[NodeId, ...]
     num_blocks: int
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What a holder has of an attempt: blocks from number `first` of the request on, of each part number `part` of
-    `parts` of the heads."""
+    """Blocks of an attempt at one holder: from number `first` on, of each part number `part` of `parts` of the
+    heads."""
 
     first: int = 0
     part: int = 0
@@ -51,9 +44,8 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Donor(msgspec.Struct, frozen=True):
-    """A prompt whose KV another one is assembled from: the one of request `request`, the first of whose blocks are
-    `names`; of these `[first, len(names))` are needed. `fetch`: where they are fetched from, unless the prefill node
-    has them."""
+    """A prompt whose KV another one is assembled from. `names`: of the leading blocks of `request`'s prompt, of which
+    `[first, len(names))` are needed. `fetch`: their source, unless the prefill node has them."""
 
     request: RequestId
     names: tuple[BlockName, ...]
@@ -62,10 +54,10 @@ class Donor(msgspec.Struct, frozen=True):
 
 
 class Assembly(msgspec.Struct, frozen=True):
-    """Of a prompt what is not cached is assembled from donors' KV: as `selection` says. `passages`: the same text,
-    where it stands in both; of what is not in any the engine looks for tokens of the first donor that are alike, if the
-    selection says so (SemShareKV). `num_reused`: tokens that the conductor counts on; `num_layers`: that keep KV.
-    `packing`: what of the prompt's KV is kept."""
+    """Assembles the uncached part of a prompt from donors' KV, by `selection`. `passages`: equal text in prompt and
+    donor; for other tokens the engine looks for alike ones of the first donor, if the selection says so (SemShareKV).
+    `num_reused`: tokens that the conductor expects to reuse; `num_layers`: layers that keep KV; `packing`: the part of
+    the prompt's KV that is kept."""
 
     selection: Selection
     donors: tuple[Donor, ...]
@@ -76,23 +68,21 @@ class Assembly(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True, tag=True):
-    """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
+    """Prefills and decodes a request on these nodes; with the same node twice its KV does not move.
 
-    `attempt` counts from 1. Later attempts go on from the tokens already generated. `num_cached`: leading
-    blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
-    `deadline_ns`: when the first token was promised, 0 without a promise; `codec`: in which form its KV goes to where
-    it decodes.
+    `attempt` counts from 1; later attempts go on from the tokens already generated. `num_cached`: leading blocks
+    expected in the cache, fetched ones included; `work_ns`: expected node time of the prefill; `deadline_ns`: when the
+    first token was promised, 0 without a promise; `codec`: encoding of the hand-over.
 
-    `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
-    cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
+    `handover_start`: leading blocks left out of the hand-over, which the decode node has, or gets by `recall` from a
+    node of its cluster (from its own cache if `recall.source` is itself).
 
-    `holdings`: where its leading blocks are to lie instead of on these two nodes, in the order of its tokens. Where
-    there is `growth`, these nodes are to have all full blocks behind those of others, also what fills while it decodes.
+    `holdings`: holders of its leading blocks, in the order of the tokens. `growth`: holders of all full blocks behind
+    these, also of those that fill while it decodes.
 
-    `taken`: an earlier attempt whose home is gone, 0 for none: what its holders keep is gone on with.
+    `taken`: an earlier attempt whose kept KV at holders this one goes on with, 0 for none.
 
-    `assembly`: what follows its cached blocks is put together from other prompts' KV; then `num_cached` blocks, and no
-    others, have a name.
+    `assembly`: the rest of the prompt comes from other prompts' KV; then only the `num_cached` blocks have names.
     """
 
     request: RequestId
@@ -113,8 +103,8 @@ class Route(msgspec.Struct, frozen=True, tag=True):
 
 
 def assembly_of(route: Route) -> Assembly | None:
-    """How a prompt is assembled, as both its nodes see it. With KV at holders it is not; nor is one to be packed where
-    some of it is recalled, for that is not packed."""
+    """The assembly of a prompt that both its nodes carry out: none with KV at holders, nor a packed one with a recall,
+    whose blocks are not packed."""
     assembly = route.assembly
     if assembly is None or route.holdings or route.growth or route.taken:
         return None
@@ -122,8 +112,8 @@ def assembly_of(route: Route) -> Assembly | None:
 
 
 def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:
-    """Where an attempt's leading blocks are to lie when it begins with so many tokens: with growth all full ones but
-    the last token's, whatever of them an earlier attempt generated."""
+    """Holders of the leading blocks of an attempt that begins with `num_tokens`: with growth of all full blocks before
+    the last token, those generated by earlier attempts included."""
     holdings, growth = route.holdings, route.growth
     if not growth:
         return holdings
@@ -134,27 +124,26 @@ def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding
 
 
 def num_left_out(route: Route, num_tokens: int, block_size: int) -> int:
-    """Leading blocks that the hand-over of an attempt leaves out: those that the decode node gets in its own cluster,
-    that lie with holders, or that are dropped when the prompt is packed."""
+    """Blocks that the hand-over of an attempt leaves out: recalled ones, those of holders, and those dropped by packing
+    the prompt."""
     away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
     assembly = assembly_of(route)
     packing = assembly.packing if assembly is not None else None
     return route.handover_start + away + (packing.num_dropped if packing is not None else 0)
 
 
-# What nodes are told.
+# Orders to nodes.
 
 
 class StartAttempt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
+    """Takes part in an attempt by its route. `num_tokens` are known; prompt and answer end at `stop_length` tokens.
 
     `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
-    does both here. `names`: of the prompt's full blocks. `tenant`: in whose share of the node it is computed and kept.
+    does both. `names`: of the prompt's full blocks. `tenant`: whose share of the node it uses.
 
-    The rest is for who computes; whoever decides has none of it, nor has the simulator. `now_ns`: the clock of the
-    head, of which the times in `route` are. `tokens`: prompt and what earlier attempts generated; the first
-    `num_prompt` are the client's prompt. `salt`: of the request's caches. `donors`: to assemble the prompt, of each of
-    the route's donors the tokens of the blocks that are needed.
+    The other fields are for the engine; deciders and simulator leave them out. `now_ns`: the head's clock, which the
+    times in `route` are of. `tokens`: prompt and output of earlier attempts; the first `num_prompt` are the client's
+    prompt. `salt`: of block names. `donors`: tokens of the needed blocks of each of the route's donors.
     """
 
     key: RequestId
@@ -173,7 +162,7 @@ class StartAttempt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     @property
     def fetch(self) -> FetchOrder | None:
-        """What is fetched from another node for this part."""
+        """The fetch from another node for this part, if any."""
         if self.part is not DECODE:
             return self.route.fetch
         recall = self.route.recall
@@ -181,11 +170,11 @@ class StartAttempt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     @property
     def peer(self) -> NodeId:
-        """The other node of its hand-over."""
+        """The other node of the hand-over."""
         return self.route.prefill if self.part is DECODE else self.route.decode
 
     def to_decide(self, now_ns: int) -> StartAttempt:
-        """What the one who decides is told at a node whose clock says `now_ns`: times by that clock, no tokens."""
+        """The order as the decider of a node hears it: without tokens, and times by the node's clock, now `now_ns`."""
         ahead, route, fetch = now_ns - self.now_ns, self.route, self.route.fetch
         if fetch is not None:
             fetch = replace(fetch, until_ns=fetch.until_ns + ahead)
@@ -196,14 +185,13 @@ class StartAttempt(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class DropAttempt(msgspec.Struct, frozen=True, tag=True):
-    """Drop an attempt and free its blocks."""
+    """Drops an attempt and frees its blocks."""
 
     key: RequestId
 
 
-class Lend(msgspec.Struct, frozen=True, tag=True):
-    """To the `home` of an attempt: `num_blocks` more of its leading blocks are to lie with `holder` from now on, if
-    that has room. Answered by `HoldingsChanged`."""
+class _Move(msgspec.Struct, frozen=True):
+    """Moves blocks of an attempt between its `home` and a `holder`; `HoldingsChanged` is the answer."""
 
     request: RequestId
     attempt: int
@@ -216,25 +204,16 @@ class Lend(msgspec.Struct, frozen=True, tag=True):
         return key_of(self.request, self.attempt)
 
 
-class Repay(msgspec.Struct, frozen=True, tag=True):
-    """To the `home` of an attempt: the last `num_blocks` of its blocks that lie with `holder`, which has the last of
-    its holdings, are to come home, if there is memory for them. Answered by `HoldingsChanged` when they have, or
-    cannot."""
+class Lend(_Move, frozen=True, tag=True):
+    """`num_blocks` more leading blocks go to `holder`, if it has room."""
 
-    request: RequestId
-    attempt: int
-    home: NodeId
-    holder: NodeId
-    num_blocks: int
 
-    @property
-    def key(self) -> RequestId:
-        return key_of(self.request, self.attempt)
+class Repay(_Move, frozen=True, tag=True):
+    """The last `num_blocks` at `holder`, which has the last holding, come home, if there is memory."""
 
 
 class Convert(msgspec.Struct, frozen=True, tag=True):
-    """A node, on which nothing of its old role is under way, takes this role and keeps its cache; then says
-    `RoleChanged`."""
+    """Gives a drained node another role; it keeps its cache and answers `RoleChanged`."""
 
     node: NodeId
     role: Role
@@ -242,26 +221,26 @@ class Convert(msgspec.Struct, frozen=True, tag=True):
 
 Order = StartAttempt | DropAttempt | Lend | Repay | Convert
 
-# What nodes report.
+# Reports of nodes.
 
 
 class FetchFinished(msgspec.Struct, frozen=True, tag=True):
-    """The blocks that an attempt's route fetches are at its prefill node, or will never be."""
+    """The fetch of an attempt's route is over: its blocks are at the prefill node, or will never be."""
 
     request: RequestId
     attempt: int
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """All KV of this attempt is where it decodes: the prefill node is free of it."""
+    """All KV of this attempt is at its decode node; the prefill node has freed it."""
 
     request: RequestId
     attempt: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """A node could not go on with an attempt (transfer broken, seal wrong); another attempt may succeed, unless it is
-    `final`: the reason lies in the request. `no_room`: it may when memory is free again."""
+    """A node could not go on with an attempt (transfer broken, seal wrong). `final`: the fault is the request's, and no
+    further attempt can succeed. `no_room`: one may when memory is free again."""
 
     request: RequestId
     attempt: int
@@ -271,7 +250,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are now in `tier` of a node's cache, wherever in it they were before."""
+    """These blocks are now in `tier` of a node's cache, and in no other tier."""
 
     node: NodeId
     names: tuple[BlockName, ...]
@@ -279,22 +258,22 @@ class BlocksStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksEvicted(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are in no tier of a node's cache any more."""
+    """These blocks have left all tiers of a node's cache."""
 
     node: NodeId
     names: tuple[BlockName, ...]
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):
-    """A node does what `Convert` asked: it has this role now, and its cache still."""
+    """A node has taken the role that a `Convert` asked for."""
 
     node: NodeId
     role: Role
 
 
 class HoldingsChanged(msgspec.Struct, frozen=True, tag=True):
-    """Where the leading blocks of an attempt lie now, or are on their way to: what a `Lend` or a `Repay` came to. If it
-    came to nothing, as they lay before."""
+    """Holders of an attempt's leading blocks after a `Lend` or `Repay`, moves under way counted as done; as before if
+    nothing moved."""
 
     request: RequestId
     attempt: int
@@ -302,8 +281,8 @@ class HoldingsChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryEntry(msgspec.Struct, frozen=True):
-    """What an attempt has of its home's memory: `num_blocks`, of which `num_moving` are on their way to holders; none
-    when it is over there. `decodes`: some of them may go elsewhere, or come back."""
+    """Memory of an attempt at its home: `num_blocks`, of which `num_moving` are on their way to holders; 0 when it is
+    over. `decodes`: blocks may be lent or come home."""
 
     request: RequestId
     attempt: int
@@ -314,11 +293,9 @@ class MemoryEntry(msgspec.Struct, frozen=True):
 
 
 class MemoryUsed(msgspec.Struct, frozen=True, tag=True):
-    """What a node's memory is used for, where that changed since the last report.
-
-    `num_available`: blocks that nobody has, `num_spare` of them kept for requests that run; `num_wanted`: by
-    `num_waiting` requests that wait for memory; `entries`: of attempts, those that changed.
-    """
+    """Use of a node's KV memory, in blocks. `num_available`: free, `num_spare` of them kept for running requests;
+    `num_wanted`: by `num_waiting` requests that wait for memory; `entries`: attempts whose memory changed since the
+    last report."""
 
     node: NodeId
     num_available: int

@@ -1,7 +1,4 @@
-"""In which form KV travels: encoded where the link, not computing, would be waited for.
-
-`cost.transfer` says by which codec KV is there first; here are the links, and what they carry already.
-"""
+"""Controllers beside placement: codecs of transfers, roles of nodes, and the offload threshold by the links' state."""
 
 from __future__ import annotations
 
@@ -22,15 +19,16 @@ from isthmus.core.types import NS_PER_S, Role
 def encoded(
     rules: Rules, request: RequestView, placement: Placement, kv_bytes: int, now: int
 ) -> tuple[FetchOrder | None, str]:
-    """A placement's fetch with its codec, and the codec of its hand-over of so many bytes: a state is not encoded."""
+    """The fetch of a placement with its codec, and the codec of its hand-over of `kv_bytes` (a recurrent state is never
+    encoded). `cost.transfer` says by which codec KV arrives first; the rates are those that the links have left."""
     prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
     if fetch is not None and placement.source is not None:
         rate = _rate(placement.source, prefill, placement.across, now)
-        # It begins at once, and is waited for when what is not cached is computed.
+        # A fetch begins at once, and has until the uncached tokens are computed.
         computing = prefill.prefill_ns(request.arrived.num_tokens, placement.cached)
         waiting = placement.ttft_ns - placement.work_ns
         codecs = rules.codecs
-        if prefill.state_blocks:  # a recurrent state comes along, whose bytes no codec of numbers fits
+        if prefill.state_blocks:  # int8 would not fit the bytes of the recurrent state in the fetch
             codecs = tuple([name for name in codecs if name != INT8])
         codec = _choose(codecs, prefill, placement.fetch_bytes, rate, waiting + computing)
         fetch = replace(fetch, codec=codec)
@@ -38,8 +36,7 @@ def encoded(
         return fetch, NONE
     computing, link, rails = placement.work_ns, request.across, (prefill.paths, decode.paths)
     if link is not None:
-        # Hand-overs share it in turn: it is waited for when what it owes to others takes longer than the computing
-        # that this one streams behind.
+        # Hand-overs cross the link in turn: the bytes owed to others take a part of the time that computing hides.
         rates = [each for paths in rails if (each := paths.handover or paths.network)]
         rate = min([link.bytes_per_s, *rates])
         computing = max(0, computing - int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s))
@@ -51,7 +48,7 @@ def encoded(
 
 
 def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: int) -> float:
-    """What other copies leave of the links between two caches, in bytes per second; 0 when nobody knows."""
+    """Bytes per second that other copies leave of the links between two caches; 0 if not known."""
     rate = min(source.paths.network, target.paths.network)
     if not rate:
         return 0.0
@@ -66,32 +63,28 @@ def _choose(codecs: Sequence[str], node: NodeView, num_bytes: int, rate: float, 
     return choose_codec(transfer, codecs, node.cost.handling.speeds(node.kv_dtype, node.block_size))
 
 
-# Long-term control: nodes of a cluster change between prefill and decode, one at a time.
+# Long-term control: nodes of a cluster change between prefill and decode, one at a time, to restore equations (7) and
+# (8) of Prefill-as-a-Service (arXiv 2604.15039). A node is converted when
 #
-# Prefill-as-a-Service (arXiv 2604.15039) restores equations (7) and (8) so: too little prefill for decode, and a decode
-# node is turned into a prefill node; too much, and one is turned back. Here a node is turned when three things hold:
+# 1. its new stage is *pressed*: over about `WINDOW_NS` its nodes were busy for a share `PRESSED` of the time (prefill),
+#    or filled to that share of the largest batch (decode);
+# 2. by equation (6), with measured times, rates and lengths and a new threshold, the deployment then serves more
+#    requests by a factor `GAIN`. The same gain is needed to convert it back, so splits do not alternate;
+# 3. another node of its role, no smaller, stays, and `cool_down_s` have passed since the last conversion.
 #
-# 1. its new stage is *pressed*: over about `WINDOW_NS` its nodes were busy for `PRESSED` of the time (prefill), or full
-# to that share of the largest batch that the limits allow (decode);
-# 2. by equation (6), with measured prefill times, link rates, lengths and answers, the deployment then bears more
-# requests by `GAIN`, the threshold solved anew. Turning it back would have to promise as much again, so of two
-# splits one is kept;
-# 3. another node of its role, no smaller, stays; and `cool_down_s` have passed since the last one turned.
-#
-# The node then gets nothing new (`draining`), and is asked to turn when nothing needs it any more: what it computes,
-# hands over, decodes or sends.
+# The node drains first: it gets no new work, and is converted when no request needs it.
 
 
 WINDOW_NS = 30 * NS_PER_S
 PAUSE_NS = 5 * NS_PER_S
-"""Between two looks at what a turned node would bring: it takes ms, and seconds change little."""
+"""Between two evaluations of a conversion, which take milliseconds."""
 PRESSED = 0.8
 GAIN = 1.1
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 class Conversion:
-    """At most one node drains, or has been asked to turn, at a time."""
+    """Converts nodes; at most one drains, or was asked to convert, at a time."""
 
     def __init__(self, view: View, rules: Rules, capacity: Capacity) -> None:
         self._view, self._rules, self._capacity = view, rules, capacity
@@ -101,7 +94,7 @@ class Conversion:
         self._pressure: dict[tuple[Cluster, Role], float] = {}
 
     def measured(self, now: int) -> list[Convert]:
-        """To be called with every `LinksMeasured`. Returns what a drained node is asked."""
+        """Called with every `LinksMeasured`. Returns the order to a node that has drained."""
         if not self._rules.convert:
             return []
         self._sample(now)
@@ -111,7 +104,7 @@ class Conversion:
         return self._ask()
 
     def role_changed(self, node: NodeView, now: int) -> None:
-        """A node has the other role now. If meanwhile nothing else was left of its old one, it turns back."""
+        """Ends a conversion. The node turns back if it was the last of its old role."""
         if node is not self._node:
             return
         self._end(now)
@@ -119,7 +112,8 @@ class Conversion:
             self._begin(node)
 
     def left(self, node: NodeView, now: int) -> None:
-        """A node left. The one that drains stays as it is if that was the last beside it that is no smaller."""
+        """Ends the conversion of a node that left, or of one that drains if no other node of its role, no smaller, is
+        left."""
         drained = self._node
         if drained is node:
             self._end(now)
@@ -146,15 +140,15 @@ class Conversion:
                 self._pressure[cluster, role] = before + (share - before) * weight
 
     def _filled(self, nodes: list[NodeView]) -> float:
-        """Of the largest batches; more than 1 where requests wait for their place. What is on its way fills none."""
+        """Decoding requests as a share of the largest batches; above 1 where requests wait for a place."""
         batches = sum(self._capacity.largest_batch(node) for node in nodes)
         there = sum(request.state is DECODING for node in nodes for request in node.decodes.values())
         return there / batches if batches else 0.0
 
     def _choose(self) -> NodeView | None:
-        """The node to turn, if any: the least loaded of its role in the first cluster where turning one helps."""
+        """The node to convert, if any: the least loaded of its role in the first cluster where that helps."""
         for cluster in self._view.clusters.values():
-            for role in (Role.DECODE, Role.PREFILL):  # what is short of nodes
+            for role in (Role.DECODE, Role.PREFILL):  # the role that is short of nodes
                 if self._pressure.get((cluster, role), 0.0) >= PRESSED:
                     node = self._spare(cluster, OTHER[role])
                     if node is not None and self._helps(cluster, role):
@@ -169,7 +163,7 @@ class Conversion:
         return self._capacity.rate(cluster, then) >= GAIN * self._capacity.rate(cluster, num_prefill)
 
     def _spare(self, cluster: Cluster, role: Role) -> NodeView | None:
-        """Of the nodes of a role the one soonest drained, if another one, no smaller, stays."""
+        """The node of a role that drains soonest, if another one, no smaller, stays."""
         nodes = cluster.decodes if role is Role.DECODE else cluster.senders
         for node in sorted(nodes, key=lambda node: (node.batch, node.work_ns)):
             if any(other.capacity_tokens >= node.capacity_tokens for other in nodes if other is not node):
@@ -177,7 +171,7 @@ class Conversion:
         return None
 
     def _others(self, node: NodeView, role: Role, least: NodeView | None = None) -> bool:
-        """Whether another node of its cluster has this role, and is no smaller than `least`."""
+        """Whether another node of the cluster has this role and is no smaller than `least`."""
         return any(
             other.cluster is node.cluster and other.role is role and other is not node
             for other in self._view.nodes.values()
@@ -201,41 +195,31 @@ class Conversion:
     def _end(self, now: int) -> None:
         self._node, self._asked = None, False
         self._rest_until = now + int(self._rules.cool_down_s * NS_PER_S)
-        self._pressure.clear()  # of the nodes as they were
+        self._pressure.clear()
 
 
-# Short-term control of offloading: the threshold follows recent lengths and the state of the links.
+# Short-term control of offloading: the threshold follows recent lengths and the state of the links. Each
+# `LinksMeasured` updates, in this order:
 #
-# With every `LinksMeasured`, in this order:
+# 1. Links. A link that is down is not used. After its return it is trusted once it was up for `RETURN_NS`, twice as
+#    long after each further fall up to `LONGEST_RETURN_NS`; an untrusted link serves only requests that nothing else
+#    can. `FORGIVEN_NS` without a fall resets the wait. The measured rate is bytes sent over busy time. A higher rate is
+#    believed at once; a lower one, by half of the difference a report, only if bytes waited all the time, since
+#    otherwise the sender was slow. After `QUIET_NS` without congestion the believed rate grows by `GROWTH` a second; if
+#    it then falls again, the next wait is twice as long, up to `LONGEST_QUIET_NS`.
+# 2. Threshold. Fixed, or solved for the latest prompts, the nodes and the lasting link rates, every `SOLVE_NS` and when
+#    nodes or rates changed. A fixed one is raised to the solved one while links carry less than they should. Until
+#    enough prompts were seen it is 0, and the guard in `routing` decides alone. The lasting rate follows a lower rate
+#    in about `LASTING_NS` and a higher one at once: a short drop is left to the guard, which counts bytes owed to the
+#    link, and a return brings the threshold back. Too high a threshold costs more than too low a one (by a fifth: a
+#    quarter of the requests against a twentieth).
+# 3. Cache mode, if `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, scarce from `BUSY_SHARE`
+#    or congestion on.
 #
-# 1. **Links.** A link that is down is not used, and its requests go elsewhere. It is trusted again once it was up for
-# `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; until then it is used only for what
-# nothing else can serve. `FORGIVEN_NS` up, and its falls are forgotten. What it carries is measured: bytes sent over
-# the time something was on its way. More than believed is believed at once; less only where something was left waiting
-# all the time, half of the difference in each report, for otherwise the sender was slow and not the link. A link
-# believed to carry less than it should is tried again: after `QUIET_NS` without congestion (below) the belief grows by
-# `GROWTH` a second. If it falls again then, the next wait is twice as long, up to `LONGEST_QUIET_NS`.
-#
-# The guard of `offload` counts with what the link carries in the long run and with what is owed to it: prompts that
-# would be served sooner at home stay there, one by one, until that is over.
-# 2. **Threshold.** Fixed, or solved for the latest prompts, the nodes and what the links carry in the long run, every
-# `SOLVE_NS` and when nodes or rates changed. A fixed one is raised to the solved one while links carry less than they
-# should. Until enough prompts were seen it is 0, and the guard decides alone, which needs no lengths.
-#
-# "In the long run" forgets a better rate in about `LASTING_NS`, and a worse one at once. So a drop that passes is left
-# to the guard and moves the threshold little, one that lasts moves it to what equation (6) says and not beyond, and
-# a return brings it back: too high a threshold costs more than too low a one (by a fifth: a quarter of the requests
-# against a twentieth), and the home cluster takes longer to work off what it was given too much of than a link does.
-# 3. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
-# from `BUSY_SHARE` or congestion on.
-#
-# Congestion begins when more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
-# sent again, in two reports in a row, and is over after `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW`.
-#
-# A new threshold is told when it differs by more than `DEAD_BAND` from the one in force, and `HOLD_NS` after the last,
-# unless the other clusters went out of reach or came back. So it changes at most 60 s / `HOLD_NS` times a minute, and
-# twice more for each time a link falls and returns, which `RETURN_NS` bounds. None of these numbers was tuned: each was
-# set once, by what it stands for. Seconds are what a prompt takes on a link, minutes what a load takes to change.
+# Congestion begins when more than `QUEUE_HIGH_S` of link time waits, or a share above `LOSS_HIGH` is sent again, in two
+# reports in a row, and ends after `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW`. A new threshold is told if it differs
+# by more than `DEAD_BAND` from the one in force and `HOLD_NS` have passed, or if clusters went out of reach or came
+# back. The numbers are not tuned: seconds are the time of a prompt on a link, minutes that of a change of load.
 
 
 RETURN_NS, LONGEST_RETURN_NS, FORGIVEN_NS = 5 * NS_PER_S, 160 * NS_PER_S, 300 * NS_PER_S
@@ -243,19 +227,20 @@ QUIET_NS, LONGEST_QUIET_NS, GROWTH = 10 * NS_PER_S, 160 * NS_PER_S, 1.05
 QUEUE_HIGH_S, QUEUE_LOW_S = 1.0, 0.25
 LOSS_HIGH, LOSS_LOW = 0.02, 0.005
 SEGMENT_BYTES = 1448
-"""Of one TCP segment over Ethernet, with timestamps: what a retransmit sends again."""
+"""Of one TCP segment over Ethernet, with timestamps."""
 HOLD_NS, DEAD_BAND = 5 * NS_PER_S, 0.05
 LASTING_NS = 60 * NS_PER_S
 SOLVE_NS = 30 * NS_PER_S
 IDLE_SHARE, BUSY_SHARE, SHARE_MEMORY = 0.3, 0.6, 10.0
-"""The share is smoothed over about so many seconds."""
+"""`SHARE_MEMORY`: seconds over which the share is smoothed."""
 ALMOST, RATE_BAND = 0.95, 0.1
-"""A link that carries this share of its nominal rate is as it should be. The threshold is solved again when the links
-together carry more or less by this share."""
+"""A link at a share `ALMOST` of its nominal rate is well. A change of all links together by `RATE_BAND` solves the
+threshold again."""
 
 
 class LinkControl:
-    """What is known of one direction. `congested`, `share` (of its rate used), and what it does to the link itself."""
+    """The state of one direction of a link: `congested`, `share` of its rate used. Updates the link's rates and
+    trust."""
 
     def __init__(self, link: ClusterLink) -> None:
         self.link = link
@@ -267,7 +252,7 @@ class LinkControl:
         self._quiet_ns, self._grown = QUIET_NS, False
 
     def availability(self, up: bool, now: int) -> None:
-        """Takes the link out of use at once, and back into use after a while."""
+        """Distrusts a link that is down at once, and trusts it again after a while up."""
         link = self.link
         link.up = up
         if not up:
@@ -326,8 +311,7 @@ class LinkControl:
 
 
 class OffloadControl:
-    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and
-    the links."""
+    """Sets `threshold`, `abundant` and `guards` of a router, and the links' rates, by `LinksMeasured` reports."""
 
     def __init__(self, view: View, rules: Rules, router: Router, capacity: Capacity) -> None:
         self._rules, self._router, self._capacity = rules, router, capacity
@@ -346,7 +330,7 @@ class OffloadControl:
         return rules.control or rules.priced or (rules.threshold is None and not self._capacity.knows_lengths)
 
     def measured(self, event: LinksMeasured, now: int) -> list[ThresholdSet]:
-        """Takes in the reports; returns the new threshold if there is one."""
+        """Updates links and router; returns the new threshold if it changed."""
         if not self._links:
             return []
         passed_ns = now - self._measured_ns if 0 <= self._measured_ns < now else self._rules.period_ns
@@ -384,7 +368,7 @@ class OffloadControl:
         return [ThresholdSet(tokens, reason)]
 
     def _best(self, now: int) -> tuple[int | None, str]:
-        """The threshold without congestion, and why."""
+        """The best threshold now, and the reason."""
         capacity, fixed = self._capacity, self._rules.threshold
         if not capacity.remote_nodes:
             return None, "no other cluster can be reached that prefills"
@@ -405,7 +389,7 @@ class OffloadControl:
         return all(control.link.lasting >= ALMOST * control.link.nominal for control in self._links.values())
 
     def _solve(self, now: int) -> None:
-        """Anew, if it is time or something changed."""
+        """Solves the threshold anew if it is time, or nodes or rates changed."""
         capacity = self._capacity
         nodes, egress = (len(capacity.remote_nodes), len(capacity.local_nodes)), capacity.egress
         known_nodes, known_egress = self._solved_for

@@ -1,7 +1,6 @@
-"""The desk: what follows from the conductor's answers, for whoever carries them out.
+"""The desk: turns the conductor's actions into orders to nodes and ends of requests, for live head and simulator.
 
-Owns which requests have somebody who waits for their end. Pure, as the conductor behind it; it knows neither tokens nor
-sessions nor clocks: the live head and the simulator are carriers and timers around it, and say what came of that.
+Owns which requests are open. Pure; must not know tokens, sessions or clocks.
 """
 
 from __future__ import annotations
@@ -33,24 +32,23 @@ from isthmus.core.types import DECODE, MIXED, PREFILL, NodeId, RequestId, sharin
 
 
 class SendOrder(msgspec.Struct, frozen=True):
-    """To a node, which need not be there any more."""
+    """An order to a node, which may have left."""
 
     node: NodeId
     order: Order
 
 
 End = Refuse | Fail | RequestEnded | RequestCancelled
-"""Each request ends with one of them, once."""
+"""Each request ends with exactly one of these."""
 
 Answer = Route | Abort | SendOrder | Hold | End | ThresholdSet | Remember | Unremember
 
 
 class Desk:
-    """`on` takes a fact, and returns what is to be done, in this order. With a `Route` an attempt begins, and its nodes
-    are told its `parts`; with `Abort`, what still comes of it is nobody's; with an `End` the request is over.
+    """`on` takes an event and returns answers to carry out in order: a `Route` begins an attempt, whose nodes get its
+    `parts`; after an `Abort` anything that still comes of the attempt is void; an `End` ends the request.
 
-    `rejoin_ms`: so long a request waits for a node to come back; `log` hears each event of the conductor with its
-    actions.
+    `rejoin_ms`: how long a request waits for a node to come back; `log` hears each event with the conductor's actions.
     """
 
     def __init__(
@@ -61,18 +59,9 @@ class Desk:
     ) -> None:
         self.conductor, self._rejoin_ms, self.log = conductor, rejoin_ms, log
         self._open: dict[RequestId, RequestArrived] = {}
-        self._follow: dict[type, Callable[..., list[Answer]]] = {
-            Abort: self._stopped,
-            Hold: lambda hold: [hold if hold.wait_ms else replace(hold, wait_ms=self._rejoin_ms)],
-            Refuse: self._over,
-            Fail: self._over,
-            Convert: lambda order: [SendOrder(order.node, order)],
-            **dict.fromkeys((Lend, Repay), lambda order: [SendOrder(order.home, order)]),
-            **dict.fromkeys((Route, ThresholdSet, Remember, Unremember), lambda action: [action]),
-        }
 
     def on(self, event: Event, now: int) -> Sequence[Answer]:
-        """Void, and not for the conductor to hear: the end of a request that is over, and a first token that is not the
+        """Keeps void events from the conductor: the end of a request that is over, and a first token that is not the
         first of an attempt under way."""
         end: RequestEnded | RequestCancelled | None = None
         match event:
@@ -92,13 +81,26 @@ class Desk:
             self.log(now, event, actions)
         if not actions and end is None:
             return ()
-        answers = [answer for action in actions for answer in self._follow[type(action)](action)]
+        answers = [answer for action in actions for answer in self._follow(action)]
         return answers if end is None else [*answers, *self._over(end)]
 
+    def _follow(self, action: Action) -> list[Answer]:
+        match action:
+            case Abort():
+                return self._stopped(action)
+            case Hold():
+                return [action if action.wait_ms else replace(action, wait_ms=self._rejoin_ms)]
+            case Refuse() | Fail():
+                return self._over(action)
+            case Convert():
+                return [SendOrder(action.node, action)]
+            case Lend() | Repay():
+                return [SendOrder(action.home, action)]
+        return [action]
+
     def parts(self, route: Route, num_generated: int) -> list[tuple[NodeId, StartAttempt]]:
-        """What each node of a route is told when the client has `num_generated` tokens, which are part of what is
-        prefilled now. The decode node comes first: it is asked for room while the prompt waits. Nobody is told of an
-        attempt that was over at once."""
+        """Orders to the nodes of a route; empty if its request is already over. `num_generated` tokens, which the
+        client has, are prefilled too. The decode node comes first, so that it finds room while the prompt waits."""
         arrived = self._open.get(route.request)
         if arrived is None:
             return []
@@ -117,20 +119,19 @@ class Desk:
         ]
 
     def under_way(self, name: RequestId, attempt: int) -> RequestView | None:
-        """The request, if this attempt at it is under way."""
+        """The request, if this attempt is under way."""
         request = self.conductor.view.requests.get(name)
         if request is None or request.attempt != attempt or request.state is WAITING:
             return None
         return request
 
     def check(self) -> None:
-        """Who waits for the end of a request, and whom the conductor serves, are the same."""
+        """Asserts that open requests are those that the conductor serves."""
         self.conductor.check()
         assert self._open.keys() == self.conductor.view.requests.keys(), (
             "a request was forgotten, or never ends"
         )
 
-    # What follows.
 
     def _stopped(self, abort: Abort) -> list[Answer]:
         forget = DropAttempt(key_of(abort.request, abort.attempt))

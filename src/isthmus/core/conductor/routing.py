@@ -1,24 +1,20 @@
-"""Which cluster prefills a request (Prefill-as-a-Service, arXiv 2604.15039).
+"""Routing: the cluster that a request decodes in, its *home*, the cluster that prefills it, and the nodes in both.
 
-A prompt is judged by its *uncached* tokens: more than the threshold are prefilled in another cluster, that many or
-fewer at home. What counts as cached depends on what is scarce:
+The home is the cluster with the longest cached prefix, of equals that with the least loaded decode nodes. A prompt with
+more *uncached* tokens than the threshold is prefilled in another cluster (Prefill-as-a-Service, arXiv 2604.15039). With
+scarce bandwidth each cluster's own cache counts, and no prefix crosses; with abundant bandwidth the longest prefix
+counts wherever it lies, and is copied to the cluster that computes. The policy chooses the nodes. Clusters that are
+down or too small are passed over, and a further attempt after a failure is prefilled at home if any node there can.
 
-    scarce bandwidth    each cluster is judged by its own cache, and no cached prefix crosses
-    abundant bandwidth  the longest prefix counts wherever it lies, and is copied to the cluster that computes
-
-Beside the threshold, which balances capacity in the long run, stands a guard for the moment (`Rules.control`). It
-compares what the prompt would cost in each cluster,
+The threshold balances capacity in the long run; a guard corrects it for the moment (`Rules.control`) by the cost of the
+prompt in each cluster,
 
     cost = TTFT + price * node time
 
-with the TTFT predicted from queues, caches and the link, until the KV is where it decodes, and the price of the
-`isthmus` policy: by how much others wait longer for a second of node time in that cluster. A prompt above the threshold
-stays at home all the same where that costs less. One that is not is offloaded all the same where that costs less than
-half (`FAR_LESS`): a queue at home that is that long, after a burst or a fault, is worth more than the room kept for
-long prompts elsewhere. When both clusters are idle the price is nothing, and short prompts differ by less than that.
-
-With a threshold of 0 the guard decides alone (`Rules.priced`): the cluster whose node time is short costs more, which
-is what a threshold stands for.
+with the TTFT predicted from queues, caches and the link until the KV is at the decode node, and the price of the
+`isthmus` policy. A prompt above the threshold stays at home if that costs less; one below is offloaded if that costs
+less than half (`FAR_LESS`), since a queue that long at home outweighs the room kept for long prompts elsewhere. With a
+threshold of 0 the guard decides alone (`Rules.priced`).
 """
 
 from __future__ import annotations
@@ -42,38 +38,30 @@ FAR_LESS = 2.0
 
 
 def offloads(num_tokens: int, home: int, there: int, threshold: int | None, *, abundant: bool) -> bool:
-    """Whether another cluster prefills `num_tokens`, of which so many are cached at home and there. `threshold`: in
-    tokens, None: nothing is offloaded."""
+    """Whether another cluster prefills `num_tokens`, of which `home` and `there` are cached. None: nothing is
+    offloaded."""
     cached = max(home, there) if abundant else home
     return threshold is not None and num_tokens - cached > threshold
 
 
 def guarded(offload: bool, home_ns: float, there_ns: float) -> bool:
-    """What the guard makes of the threshold's answer, by what both cost. Ties go where that says."""
+    """The threshold's answer `offload`, corrected by the costs. Ties leave it."""
     return home_ns >= there_ns if offload else FAR_LESS * there_ns < home_ns
 
 
-# Where a request goes: the cluster it decodes in, the cluster that prefills it, and, by the policy, the nodes there.
-#
-# In one cluster only the last is a question. With several, a request's *home*, where it decodes, is the cluster with
-# the longest cached prefix, of equals the one whose decode nodes are least loaded. `offload` says which cluster
-# prefills, and the policy places within it. A cluster that cannot take the request, for it is down or too small, is
-# passed over, home first. A further attempt, after a failure, is prefilled at home if any node there can.
-
-
 class Router:
-    """Places requests by a view that it only reads. How offloading is decided is set from outside: `OffloadControl`."""
+    """Places requests by a view that it only reads. `OffloadControl` sets `threshold`, `abundant` and `guards`."""
 
     def __init__(self, view: View, rules: Rules, donors: Donors) -> None:
         self._view, self._rules, self._donors = view, rules, donors
         self._links = view.links
         self._policy = partial(POLICIES[rules.policy], **dict(rules.policy_parameters))
         self.threshold = rules.threshold  # uncached tokens, None while nothing is offloaded
-        self.abundant = rules.cache_mode == "abundant"  # bandwidth: cached prefixes are copied between clusters
-        self.guards = False  # what the link and the queues are like now may overrule the threshold
+        self.abundant = rules.cache_mode == "abundant"  # cached prefixes are copied between clusters
+        self.guards = False  # the guard may overrule the threshold
 
     def place(self, request: RequestArrived, now: int, *, again: bool = False) -> Placement | None:
-        """Where a request goes; None when no node, or pair, can take it. `again`: after a failure."""
+        """Places a request; None when no node or pair can take it. `again`: after a failure."""
         alone = self._view.alone
         if alone is not None:
             found = self._place_in(request, alone, alone, now)
@@ -97,9 +85,9 @@ class Router:
         return None
 
     def _with_holders(self, placement: Placement, request: RequestArrived) -> Placement | None:
-        """Where there are nodes of role attention, with KV there; None while neither they have room for it nor, for
-        what they have none for, the node where it decodes: that node's memory may be small, and whoever waits there
-        keeps it from others. What is recalled is at home."""
+        """The placement with its KV on nodes of role attention, if the cluster has any. None while they have no room
+        and the decode node has none for the rest: a request that waited there would keep memory from others. Recalled
+        blocks stay at home."""
         prefill, decode = placement.prefill, placement.decode
         if not decode.cluster.has_attention or placement.handover_start or not (prefill.lends and decode.lends):
             return placement
@@ -113,19 +101,19 @@ class Router:
         return placement
 
     def _with_donors(self, placement: Placement | None, estimator: Estimator, again: bool) -> Placement | None:
-        """Assembled of others' KV, where that is asked for and pays; what failed once is computed."""
+        """The placement with a prompt assembled from others' KV, if asked for and quicker; not after a failure."""
         if placement is None or again or estimator.request.content is None:
             return placement
         return self._donors.assembled(estimator, placement) or placement
 
     def place_with(self, request: RequestArrived, kept: Kept, now: int) -> Placement | None:
-        """On other nodes than before, what holders keep of it being where it is; None where that cannot be."""
+        """Places a further attempt on other nodes, its kept KV staying with its holders; None where that cannot be."""
         holders, num_kept = kept.holders, num_blocks(kept.held)
         if any(self._view.nodes.get(node.node) is not node or node.draining for node in holders):
             return None
         rooms = [(node, held.room * node.block_size) for held in kept.held for node in held.holders]
         if any(free_tokens(node) < room for node, room in rooms):
-            return None  # it waited for long, and others have that memory
+            return None  # others have taken that memory meanwhile
         placement = self._place_beside(request, next(iter(holders)).cluster, holders, now)
         if placement is None:
             return None
@@ -140,8 +128,8 @@ class Router:
         return placement
 
     def _place_across(self, request: RequestArrived, cluster: Cluster, now: int) -> Placement | None:
-        """For a request that is too long for any node: on the nodes that the policy says, and what does not fit there
-        with others of the cluster."""
+        """Places a request that is too long for any single node, with a part of its blocks on other nodes of a
+        cluster."""
         if request.num_tokens + request.max_tokens > longest(self._view.members(cluster)):
             return None
         placement = self._place_beside(request, cluster, (), now)
@@ -154,7 +142,7 @@ class Router:
     def _place_beside(
         self, request: RequestArrived, cluster: Cluster, holders: Collection[NodeView], now: int
     ) -> Placement | None:
-        """On nodes of a cluster that are no holders, as the policy says; nothing is fetched."""
+        """Places by the policy on nodes of a cluster other than `holders`, without a fetch."""
         decodes = [node for node in cluster.decodes if node.lends and node not in holders]
         nodes = [node for node in cluster.prefills if node.lends and node not in holders]
         nodes = [node for node in nodes if decodes or node.role is MIXED]
@@ -168,7 +156,7 @@ class Router:
     # Clusters.
 
     def _homes(self, request: RequestArrived, caches: _Caches) -> list[Cluster]:
-        """Clusters that can decode it, the best first."""
+        """Clusters that can decode a request, the best first."""
         ranked = []
         for at, cluster in enumerate(self._view.clusters.values()):
             nodes = _that_fit(cluster.decodes, request) or _that_fit(cluster.mixed, request)
@@ -180,10 +168,10 @@ class Router:
     def _prefill_clusters(
         self, request: RequestArrived, home: Cluster, caches: _Caches, now: int, again: bool
     ) -> Iterator[tuple[Cluster, int]]:
-        """Clusters to prefill in, the chosen one first; each with the mask of nodes elsewhere to fetch from."""
+        """Clusters to prefill in, the best first, each with the mask of nodes in other clusters to fetch from."""
         clusters = [home, *[each for each in self._view.clusters.values() if self._serves(each, home)]]
         costs_ns = {cluster: self._cost_ns(request, home, cluster, caches, now) for cluster in clusters}
-        # What is not trusted comes last: it serves what nothing else can.
+        # Clusters over links that are not trusted come last.
         others = sorted(
             clusters[1:], key=lambda other: (not self._links[other.name, home.name].trusted, costs_ns[other])
         )
@@ -203,15 +191,15 @@ class Router:
             yield cluster, 0
 
     def _serves(self, cluster: Cluster, home: Cluster) -> bool:
-        """Whether it can prefill for that home."""
+        """Whether a cluster can prefill for a home in another."""
         link = self._links.get((cluster.name, home.name))
         return link is not None and link.up and cluster.has_prefill
 
     def _cost_ns(
         self, request: RequestArrived, home: Cluster, cluster: Cluster, caches: _Caches, now: int
     ) -> float:
-        """Of a prefill in one cluster, as `offload` counts: on the node with the shortest queue, with what the cluster
-        has cached, until its KV is where it decodes."""
+        """The guard's cost of a prefill in one cluster: on the node with the shortest queue, with the longest prefix
+        that the cluster has cached, until its KV is at the decode node."""
         nodes = _that_fit(cluster.prefills if cluster is home else cluster.senders, request)
         if not nodes:
             return math.inf
@@ -239,7 +227,7 @@ class Router:
         foreign: int = 0,
         matched: Matched | None = None,
     ) -> tuple[Placement, Estimator] | None:
-        """On nodes of `cluster` to prefill and, unless one of them decodes as well, of `home` to decode."""
+        """Places the prefill on a node of `cluster`, and decode there (mixed) or on a node of `home`."""
         length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
         nodes, decodes = cluster.prefills if cluster is home else cluster.senders, home.decodes
         if length > home.smallest_decode:
@@ -256,7 +244,7 @@ class Router:
         return self._chosen(estimator, decodes, moves=cluster is not home), estimator
 
     def _chosen(self, estimator: Estimator, decodes: list[NodeView], *, moves: bool = False) -> Placement:
-        """What the policy says, and where it decodes. `moves`: a mixed node hands over, too."""
+        """The policy's placement with a decode node. `moves`: the decode node is always another one."""
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
         # After one token nothing is left to decode: the KV need not move.
@@ -267,7 +255,7 @@ class Router:
     def _with_transfers(
         self, placement: Placement, estimator: Estimator, home: Cluster, caches: _Caches
     ) -> Placement:
-        """With what crosses between clusters, and what need not."""
+        """The placement with the fetch and the recall of a prefill in another cluster."""
         if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
             placement = _fetching(estimator, placement)
         if placement.decode.cluster is not placement.prefill.cluster:
@@ -302,7 +290,7 @@ class _Caches:
 
 
 def _fetching(estimator: Estimator, placement: Placement) -> Placement:
-    """The same node, with the longest prefix fetched from another cluster, for policies that never fetch."""
+    """The placement with the longest prefix fetched from another cluster, for policies that never fetch."""
     longest, holders = estimator.held[-1]
     node = placement.prefill
     source = least_sending(estimator, holders)
@@ -314,13 +302,11 @@ def _fetching(estimator: Estimator, placement: Placement) -> Placement:
 
 
 def _recall(view: View, request: RequestArrived, placement: Placement) -> None:
-    """Leaves out of the hand-over what the decode node has, or can get within its cluster.
-
-    Blocks of tokens alone are looked for: the recurrent state comes whole from the prefill node in any case.
-    """
+    """Leaves blocks out of the hand-over that the decode node has, or can get within its cluster. A recurrent state
+    comes whole from the prefill node in any case."""
     decode = placement.decode
     if not decode.cache_blocks:
-        return  # what it reuses lies in its engine's memory, with the requests that are computed there
+        return  # it reuses only KV of requests that it computes itself
     names = request.names[: (request.num_tokens - 1) // decode.block_size]
     cluster = decode.cluster
     levels, _ = view.index.match(names, cluster.prefill_mask | cluster.lender_mask | decode.bit)
@@ -344,8 +330,8 @@ def _that_fit(nodes: list[NodeView], request: RequestArrived) -> list[NodeView]:
 
 
 def _step_key(node: NodeView, num_tokens: int) -> tuple[bool, int, int]:
-    """Of decode nodes first those with a place and room for the prompt, then the one whose iterations would be
-    shortest, then, where they take the same time however many there are, the emptiest."""
+    """The order of decode nodes: those with a place and room for the prompt, then by the time of an iteration with it,
+    then by batch."""
     batch, context = node.batch + 1, node.context + num_tokens
     full = context > node.capacity_tokens or 0 < node.max_sequences < batch
     fixed, slope = node.cost.decode_step_ps(batch)
@@ -356,10 +342,7 @@ _batch = attrgetter("batch")
 
 
 def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
-    """The node whose iterations would be shortest with this request, if possible one with room for it.
-
-    Requests still in prefill or on their way count: they will be there.
-    """
+    """The best decode node by `_step_key`; requests still in prefill or hand-over count as there."""
     best, best_key, best_context = nodes[0], (True, math.inf, 0), math.inf
     for node in sorted(nodes, key=_batch):  # of nodes alike, one with a longer context now cannot be better
         if node.context < best_context or node.kind != best.kind:

@@ -1,12 +1,11 @@
-"""What nodes have and owe each other, and our rule of lending: from that to who lends whom how much.
+"""Debts between nodes' KV memories, and the `isthmus` rule of lending.
 
 Every rule begins with `repayments` and moves blocks of a debtor's longest request; the two of Infinite-LLM are plug-ins
-(`isthmus.lab.papers.infinite_llm.lending`). Who lends does not borrow at the same time and who borrows does not lend,
-so debts make no chains; and a holder never passes a guest on. Who owes whom is the sum of what requests have elsewhere
-and is written nowhere else.
+(`isthmus.lab.papers.infinite_llm.lending`). No node lends and borrows at the same time, so debts make no chains. Debts
+are the sums of blocks that requests have elsewhere, and are stored nowhere else.
 
-All counts are blocks. A `NodeMemory` is made for one plan and changes with it: what is to go counts as gone, and what
-is to come home has its room there and is still where it was.
+All counts are blocks. A `NodeMemory` is made for one plan and updated by it: blocks to lend count as gone; blocks to
+return have their room at home and are still with the holder.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PS = 1e12
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A request that decodes at home: `num_blocks` there, and before them what `holders` have, in order. Nothing of it
+    """A request that decodes at home, with `num_blocks` there behind those of its `holders`, in order. No block of it
     is on its way."""
 
     request: RequestView
@@ -34,7 +33,7 @@ class Resident:
 
     @property
     def returnable(self) -> int:
-        """Of what its last holder has: the whole request must fit at home in what is not elsewhere."""
+        """Blocks of its last holder that can come home: the rest of the request must fit there to its end."""
         facts, home = self.request.arrived, self.request.decode
         if not self.holders or home is None:
             return 0
@@ -49,7 +48,7 @@ class Resident:
         return max(0, self.num_blocks - 1)
 
     def may_go_to(self, holder: NodeMemory) -> bool:
-        """What lies with one holder follows each other."""
+        """Whether blocks may be added at a holder: those with one holder must be consecutive."""
         return all(other is not holder for other, _ in self.holders[:-1])
 
 
@@ -58,28 +57,28 @@ class NodeMemory:
     """The KV memory of one node."""
 
     node: NodeView
-    free: int = 0  # what nobody has, or will have when all that is on its way is there
-    spare: int = 0  # of that, kept for requests that run
-    wanted: int = 0  # by requests that wait for memory
-    waiting: int = 0  # how many these are
+    free: int = 0  # after all moves under way
+    spare: int = 0  # of `free`, kept for running requests
+    wanted: int = 0  # by waiting requests
+    waiting: int = 0  # requests that wait for memory
     batch: int = 0  # requests that decode
-    here: int = 0  # blocks of theirs at home
-    lent: int = 0  # that hold others' KV
-    borrows: bool = True  # it may: it has lacked memory for a while, and said so since the last plan for it
-    owed: dict[NodeMemory, int] = field(default_factory=dict)  # of its own requests' KV, with whom and how much
+    here: int = 0  # blocks of these at home
+    lent: int = 0  # blocks of others' KV
+    borrows: bool = True  # may borrow: it has lacked memory for a while, and reported since the last plan for it
+    owed: dict[NodeMemory, int] = field(default_factory=dict)  # blocks of its own requests, by holder
     residents: list[Resident] = field(default_factory=list)
 
     def reserve(self, share: float) -> int:
-        """That it keeps for its own requests to grow."""
+        """Blocks kept for its own requests to grow."""
         return int(self.node.capacity_tokens // self.node.block_size * share)
 
     def room(self, reserve: float) -> int:
-        """What it can lend: what it has beyond its reserve. Who lacks memory, or has borrowed some, lends none."""
+        """Blocks that it can lend beyond its reserve; none if it lacks memory or has borrowed."""
         return 0 if self.lacking or self.owed else max(0, self.free - self.spare - self.reserve(reserve))
 
     @property
     def lacking(self) -> int:
-        """Blocks that are missing for all that wait and what is to spare."""
+        """Blocks missing for waiting and running requests."""
         return max(0, self.wanted + self.spare - self.free)
 
     @property
@@ -92,17 +91,17 @@ class NodeMemory:
 
     @property
     def needs(self) -> int:
-        """Blocks of one that waits here, in the mean."""
+        """Mean blocks of a waiting request."""
         return max(1, -(-self.wanted // max(1, self.waiting)))
 
     def creditors(self, memories: Sequence[NodeMemory], reserve: float) -> list[tuple[NodeMemory, int]]:
-        """Who can lend for its longest request, and how much."""
+        """Nodes that can lend for its longest request, with their room."""
         resident = self.longest
         others = [each for each in memories if each is not self and resident.may_go_to(each)]
         return [(each, room) for each in others if (room := each.room(reserve))]
 
     def lend(self, holder: NodeMemory, count: int) -> Lend:
-        """So many blocks of its longest request go to a holder."""
+        """Moves `count` blocks of its longest request to a holder."""
         resident = self.longest
         assert 0 < count <= resident.movable and count <= holder.free and resident.may_go_to(holder)
         self.residents.remove(resident)
@@ -113,7 +112,7 @@ class NodeMemory:
         return Lend(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)
 
     def repay(self, resident: Resident, count: int) -> Repay:
-        """So many of its resident's blocks come home from the last of its holders. Until they have, it owes them."""
+        """Brings `count` blocks of a resident home from its last holder; owed until they arrive."""
         holder, there = resident.holders[-1]
         assert 0 < count <= resident.returnable <= there and count <= self.free
         self.residents.remove(resident)
@@ -123,8 +122,8 @@ class NodeMemory:
 
 
 def repayments(memories: Sequence[NodeMemory], reserve: float) -> Plan:
-    """What a creditor needs itself goes home, if there is room; and so does what a debtor has room for again: all of a
-    holding, or as much as it keeps in reserve, so that little is not sent to and fro."""
+    """Returns blocks that a creditor needs itself, if the debtor has room, and blocks that a debtor has room for again:
+    a whole holding, or at least the debtor's reserve, so that few blocks are not sent to and fro."""
     plan: Plan = []
     for creditor in memories:
         if creditor.lacking and creditor.lent:
@@ -154,13 +153,11 @@ def _called_in(creditor: NodeMemory, memories: Sequence[NodeMemory]) -> Plan:
 
 
 def isthmus(memories: Sequence[NodeMemory], reserve: float) -> Plan:
-    """As much as is lacking, with whoever loses least by it, where it pays.
+    """Lends each debtor the blocks it lacks, from the creditor with the highest gain in tokens per second, if above 0.
 
-    It counts what an iteration takes by batch and context, that a home whose KV is in part elsewhere asks for it in
-    each layer, that attention there and at home goes on at the same time, and that a holder attends to guests once in
-    each iteration of *their* home. Memory that a move frees comes bit by bit, as blocks go while a request decodes;
-    requests that end free some too, and how fast they do is measured. A move is of use if it is sooner. Where nobody
-    waits but running requests are about to fill the memory, blocks move before one is pre-empted and computed anew.
+    The gain counts the iteration time by batch and context, the round trip to holders in each layer, attention at home
+    and at holders at the same time, and guests' attention once in each iteration of *their* home. Without waiting
+    requests, blocks move before a running request is pre-empted and computed anew.
     """
     plan = repayments(memories, reserve)
     for debtor in memories:
@@ -176,9 +173,9 @@ def isthmus(memories: Sequence[NodeMemory], reserve: float) -> Plan:
 
 
 def _gained(debtor: NodeMemory, creditor: NodeMemory, count: int) -> float:
-    """Tokens per second that both nodes give more when so many blocks are with the creditor, as if a request were
-    admitted in parts. Where nobody waits, what a pre-emption would lose counts instead, as much as all that decode
-    there: less than nothing is not worth it."""
+    """Tokens per second of both nodes with `count` blocks at the creditor, waiting requests admitted in proportion.
+    Without waiting requests, the difference to now: a pre-emption would cost about as much as the debtor's whole
+    rate."""
     admitted = min(debtor.waiting, count / debtor.needs) if debtor.waiting else 0
     owed = {**debtor.owed, creditor: debtor.owed.get(creditor, 0) + count}
     here = debtor.here - count + round(admitted * debtor.needs)
@@ -195,12 +192,12 @@ def _iteration_s(memory: NodeMemory) -> float:
 
 
 def _attends_s(holder: NodeMemory, num_blocks: int) -> float:
-    """That a holder takes for so much of others' KV, in each of their iterations."""
+    """A holder's time for others' blocks, in each of their iterations."""
     return holder.node.cost.attend_ps(1, num_blocks * holder.node.block_size) / _PS
 
 
 def _home_s(home: NodeMemory, batch: int, here: int, owed: dict[NodeMemory, int]) -> float:
-    """An iteration, with what it attends to here and elsewhere at the same time."""
+    """Time of an iteration, with attention at home and at holders at the same time."""
     cost, size = home.node.cost, home.node.block_size
     fixed, slope = cost.decode_step_ps(max(1, batch))
     attends = slope * here * size

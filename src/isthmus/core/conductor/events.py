@@ -1,4 +1,4 @@
-"""What the operator decides, in one frozen value that a flight recording begins with."""
+"""Rules of the operator, events and actions of the conductor: the values that a flight recording consists of."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isthmus.core.cost import Cost
 from isthmus.core.types import NS_PER_S, BlockName, NodeId, RequestId, Reuse, Role
 
 Parameters = tuple[tuple[str, float], ...]
-"""What a policy is given by name, beside the facts."""
+"""Parameters of a policy, by name."""
 
 
 class LinkRule(msgspec.Struct, frozen=True):
@@ -37,53 +37,46 @@ class LinkRule(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What is not explained here is an option of `scheduling` or `offload` in docs/configuration.md."""
+    """Options of `scheduling`, `offload`, `lending` and `reuse` in docs/configuration.md explain the others."""
 
     policy: str = "least_loaded"
     policy_parameters: Parameters = ()
-    max_requests: int = 1024  # accepted at once
-    max_attempts: int = 3  # routes of one request, beside those that lost a node or a link
+    max_requests: int = 1024  # in progress at once
+    max_attempts: int = 3  # of one request, beside those that lost a node or a link
     retry_after_ms: int = 1000
-    wait_ms: int = 0  # how long a new request waits for a node of a kind of which there is none
+    wait_ms: int = 0  # of a new request for a node of a missing role
     admission: str = "none"
     admission_parameters: Parameters = ()
     reserve: float = 0.0
     load_limit: float = 1.0
-    codecs: tuple[str, ...] = ()  # by which KV may be encoded on its way, where that is sooner there
+    codecs: tuple[str, ...] = ()  # that KV may be encoded by, where it then arrives earlier
     # Limits of requests that bring none; None for no limit.
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     links: tuple[LinkRule, ...] = ()  # between clusters, both directions of each
-    threshold: int | None = None  # uncached tokens; prompts with more are prefilled elsewhere; None: is solved
-    priced: bool = False  # no threshold: each prompt goes where it is predicted to cost least
+    threshold: int | None = None  # prompts with more uncached tokens are offloaded; None: solved
+    priced: bool = False  # no threshold: each prompt goes where it costs least
     cache_mode: str = "scarce"
     control: bool = False
     convert: bool = False
     cool_down_s: float = 60.0
-    period_ns: int = NS_PER_S  # how often the driver says `LinksMeasured`
+    period_ns: int = NS_PER_S  # between two `LinksMeasured`
     lending: str = "none"
     lending_reserve: float = 0.1
-    # Of prompts that may be computed with more than their own prefix; see `reuse` in docs/configuration.md.
     reuse_selector: str = "cacheblend"
     reuse_packs: bool = True
     reuse_prompts: int = 1024
     reuse_tokens: int = 700
 
 
-# What the conductor is told and what it answers; also what the flight recorder writes.
-
-
 RECORDING_FORMAT = 9
-"""Of flight recordings: changes whenever rules, an event or an action of conductor or nodes do."""
+"""Of flight recordings: changes with rules, events and actions of conductor or nodes."""
 
 
 class Paths(msgspec.Struct, frozen=True):
-    """How fast KV moves to and from one node, in bytes per second; 0: not at all.
-
-    `network`: between its cache and another node's, each way; `memory`: from its DRAM to its device;
-    `disk`: from its SSD; `handover`: between prefill and decode, 0 when that shares `network`. `rtt_ns`: of a question
-    to another node of its cluster and the answer, what does not depend on their size.
-    """
+    """Rates of KV to and from one node, in bytes per second; 0: not at all. `network`: between its cache and another
+    node's, each way; `memory`: from DRAM to its device; `disk`: from its SSD; `handover`: between prefill and decode, 0
+    when that shares `network`. `rtt_ns`: round trip to another node of its cluster."""
 
     network: int = 0
     memory: int = 0
@@ -93,15 +86,14 @@ class Paths(msgspec.Struct, frozen=True):
 
 
 class NodeJoined(msgspec.Struct, frozen=True, tag=True):
-    """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold.
+    """A node is ready. `capacity_tokens`: the longest request, prompt and answer, that its KV memory can hold.
 
-    `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps;
-    `kv_dtype`: of its KV, "" when nobody knows; `cluster`: where it stands, "" if there is only one;
-    `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
-    up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
-    0 for no limit known. `lends`: it may hold KV of requests that are computed elsewhere, and have others hold its own.
-    `kv_heads`: into so many equal parts the KV of a token can be cut. `reuse_layers`: those that keep KV, where prompts
-    can be assembled from others' KV; else 0.
+    `cost`: None if not known; `cache_blocks`: capacity of its cache; `kv_dtype`: "" if not known; `cluster`: "" if
+    there is only one; `state_blocks`: blocks that the recurrent state of a sequence fills, 0 without one (a prefix is
+    of use up to a block whose state is cached as well: `blocks.state_name`); `max_sequences`: that decode at once, 0
+    for no known limit; `lends`: may hold KV of requests computed elsewhere, and lend out its own; `kv_heads`: equal
+    parts that the KV of a token can be cut into; `reuse_layers`: layers that keep KV if prompts can be assembled
+    here, else 0.
     """
 
     node: NodeId
@@ -121,12 +113,10 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkState(msgspec.Struct, frozen=True):
-    """One direction of a link between clusters, over the period just past; or as one node of the `source` sees it,
-    since it started.
+    """One direction of a link between clusters over the last period, or, from one node of `source`, since its start.
 
-    `up`: at least one session crosses it, or could; `sent_bytes`: that left; `busy_ns`: how long something was on its
-    way; `queued_bytes`: handed over to be sent and not there yet; `retransmits`: of TCP segments; `rtt_ns`: 0 if not
-    known.
+    `up`: a session crosses it, or could; `busy_ns`: time with bytes under way; `queued_bytes`: sent and not yet
+    arrived; `retransmits`: of TCP segments; `rtt_ns`: 0 if not known.
     """
 
     source: str
@@ -140,22 +130,21 @@ class LinkState(msgspec.Struct, frozen=True):
 
 
 class LinksMeasured(msgspec.Struct, frozen=True, tag=True):
-    """Comes every `Rules.period_ns` where there are links, or nodes may be converted."""
+    """Link reports, every `Rules.period_ns` if there are links, or nodes may be converted."""
 
     links: tuple[LinkState, ...] = ()
 
 
 class NodeLeft(msgspec.Struct, frozen=True, tag=True):
-    """A node closed its session or fell silent; whatever it held is lost."""
+    """A node closed its session or fell silent; its KV is lost."""
 
     node: NodeId
 
 
 class PromptContent(msgspec.Struct, frozen=True):
-    """What a prompt says, as far as others with the same can be found: only of requests that may be computed with
-    more than their own prefix, as `reuse` says. Digests `pieces` of what it is cut into (`isthmus.core.reuse.cut`),
-    where each ends, and the `signature` of its embedding. `scope`: prompts of other scopes are none of its
-    business."""
+    """Digests of a prompt by which others with equal text are found, for requests that may reuse more than their own
+    prefix. `pieces`, `stops`: digests and ends of its pieces (`isthmus.core.reuse.cut`); `signature`: of its embedding;
+    `scope`: prompts of different scopes never share KV."""
 
     reuse: Reuse
     scope: bytes
@@ -165,11 +154,8 @@ class PromptContent(msgspec.Struct, frozen=True):
 
 
 class RequestArrived(msgspec.Struct, frozen=True, tag=True):
-    """A request of `num_tokens` prompt tokens whose full blocks have `names`.
-
-    `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. A higher `priority` is refused last. `weight`: of
-    its tenant's share next to others', 0: it has none, as where there are no API keys.
-    """
+    """A request of `num_tokens` prompt tokens whose full blocks have `names`. `ttft_ms`, `tbt_ms`: its own limits, None
+    takes the deployment's. A higher `priority` is refused last. `weight`: of its tenant's share, 0 without one."""
 
     request: RequestId
     tenant: str
@@ -184,21 +170,21 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """The prompt of this attempt is computed: its prefill node works on something else now."""
+    """The prompt of this attempt is computed; its prefill node goes on to the next."""
 
     request: RequestId
     attempt: int
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """The last token of a request was produced, its `num_generated`-th."""
+    """A request has got its last token, the `num_generated`-th."""
 
     request: RequestId
     num_generated: int = 0
 
 
 class HoldExpired(msgspec.Struct, frozen=True, tag=True):
-    """No node came in time for a request on hold since `attempt`."""
+    """The wait of a request on hold since `attempt` is over."""
 
     request: RequestId
     attempt: int
@@ -231,10 +217,8 @@ Event = (
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Turn a request away that has got no token yet. `code`: `overloaded`, `unavailable` or `too_long`.
-
-    `stage`: who could not take it, `prefill` or `decode`.
-    """
+    """Turns a request away that has no token yet. `code`: `overloaded`, `unavailable` or `too_long`; `stage`: the pool
+    that could not take it, `prefill` or `decode`."""
 
     request: RequestId
     code: str
@@ -244,8 +228,8 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """An attempt that a `Route` began is over: tell `nodes`, those of it that are here, to forget it. Each attempt ends
-    so, once, before the next one begins or the request ends; after `RequestEnded` and `RequestCancelled`, too."""
+    """Ends an attempt on `nodes`, those of its nodes that have not left. Each attempt ends so once, before the next one
+    begins or the request ends, also after `RequestEnded` and `RequestCancelled`."""
 
     request: RequestId
     attempt: int
@@ -253,8 +237,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """No node can go on with an accepted request now: wait `wait_ms` for one to join or to have memory, or as long as
-    the desk has it wait if that is 0, then say `HoldExpired`. `attempt` 0: it had none yet."""
+    """Keeps an accepted request waiting for a node or for memory: `HoldExpired` follows after `wait_ms`, or after the
+    desk's own wait if that is 0. `attempt` 0: it had none yet."""
 
     request: RequestId
     attempt: int
@@ -263,7 +247,7 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """End an accepted request with an error that the client sees. `final`: the fault is the request's own."""
+    """Ends an accepted request with an error that the client sees. `final`: the fault is the request's own."""
 
     request: RequestId
     reason: str
@@ -278,13 +262,13 @@ class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
 
 
 class Remember(msgspec.Struct, frozen=True, tag=True):
-    """Other prompts may be assembled from this request's: keep the tokens of its full blocks, until `Unremember`."""
+    """Keep the tokens of a request's full blocks, until `Unremember`: its prompt may become a donor."""
 
     request: RequestId
 
 
 class Unremember(msgspec.Struct, frozen=True, tag=True):
-    """No route will name this request as a donor any more."""
+    """No further route will name this request as a donor."""
 
     request: RequestId
 

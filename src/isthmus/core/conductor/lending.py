@@ -1,8 +1,8 @@
-"""Which nodes hold the leading blocks of a request whose KV does not all lie where it is computed (DistAttention).
+"""KV memory of other nodes: holders of long prompts' leading blocks, and loans between nodes.
 
-A prompt that is longer than the memory of its nodes goes to those that have most room in their cluster, as much of it
-as must; with nodes of role attention every prompt goes to them, shared by KV heads where there are enough (Lamina). A
-holder may say no, since it knows better what it has: then the attempt fails and the next is placed anew.
+The part of a prompt for which its nodes have no memory goes to the nodes of the cluster with most room (DistAttention);
+with nodes of role attention every prompt goes to them, shared by KV heads where there are enough (Lamina). A holder may
+refuse, since it knows its memory better: then the attempt fails and the next is placed anew.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from isthmus.core.types import RequestId, Role
 
 
 def at_home(capacity_tokens: int) -> int:
-    """Tokens of a prompt that a node can have while it computes it: a part of its memory is for what is filled and
-    goes elsewhere (`scheduler.memory`)."""
+    """Prompt tokens that a node can keep while it computes the prompt; the rest of its memory is for blocks that fill
+    and move to holders (`scheduler.pool`)."""
     return capacity_tokens * 3 // 4
 
 
 def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
-    """Tokens of the longest request, prompt and answer, for which nodes of one cluster have memory together; 0 where
-    none is computed and answered."""
+    """Tokens of the longest request, prompt and answer, that the nodes of one cluster hold together; 0 if they cannot
+    prefill and decode."""
     lending = [node for node in nodes if node.lends]
     total = sum([node.capacity_tokens for node in lending if node.role is not Role.ATTENTION])
     total += _shared_tokens([node for node in lending if node.role is Role.ATTENTION])
@@ -41,7 +41,7 @@ def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
 
 
 def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
-    """Tokens of one request for which these have memory: where they share heads, as many as the smallest has."""
+    """Tokens of one request that attention nodes hold together; if they share heads, the smallest one limits."""
     parts = _parts(nodes[0].kv_heads, len(nodes)) if nodes else 1
     rooms = sorted([node.capacity_tokens for node in nodes])
     return rooms[-parts] * parts if parts > 1 else sum(rooms)
@@ -50,8 +50,8 @@ def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
 def spread(
     view: View, request: RequestArrived, prefill: NodeView, decode: NodeView
 ) -> tuple[tuple[HeldBlocks, ...], tuple[NodeView, ...]] | None:
-    """Where the blocks go for which there is no memory at home, or with nodes of role attention all full ones, and with
-    whom what fills later. None if there is no room for them now."""
+    """Holders of a request's leading blocks, and of blocks that fill later: of all full blocks with nodes of role
+    attention, else of those that do not fit at home. None if there is no room now."""
     size, most = prefill.block_size, (request.num_tokens - 1) // prefill.block_size
     others = [
         (free_tokens(node) // size, node)
@@ -64,7 +64,7 @@ def spread(
         return tuple(found), growth
     blocks = blocks_away(request, prefill, decode)
     if blocks > most:
-        return None  # the answer lies at home, and is too long
+        return None  # the answer must fit at home
     lending = sorted([each for each in others if each[1].role is not Role.ATTENTION], key=lambda each: -each[0])
     for room, node in lending:
         count = min(room, blocks - num_blocks(found))
@@ -74,15 +74,15 @@ def spread(
 
 
 def blocks_away(request: RequestArrived, prefill: NodeView, decode: NodeView) -> int:
-    """So many blocks cannot lie at home, if the answer does."""
+    """Blocks of the prompt that do not fit at home beside the answer."""
     length = request.num_tokens + request.max_tokens
     least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
     return max(0, -(-least // prefill.block_size))
 
 
 def leaves_room(nodes: Sequence[NodeView], request: RequestArrived) -> bool:
-    """Whether there is, in one cluster, memory for what must lie at home, if nothing else is there: without nodes of
-    role attention that is the answer."""
+    """Whether nodes of one cluster, if empty, have memory for the part of a request that must lie at home: without
+    nodes of role attention the answer."""
     lending = [node for node in nodes if node.lends]
     if any(node.role is Role.ATTENTION for node in lending):
         return True
@@ -123,7 +123,7 @@ def _attending(
 
 
 def _parts(kv_heads: int, most: int) -> int:
-    """The most equal parts of the heads, for so many nodes."""
+    """Equal parts that the heads can be cut into, at most one a node."""
     return max([parts for parts in range(1, most + 1) if kv_heads % parts == 0])
 
 
@@ -132,9 +132,8 @@ def num_blocks(found: Sequence[HeldBlocks]) -> int:
 
 
 def free_tokens(node: NodeView) -> int:
-    """Of a node's memory what no request is known to need, or may come to need: answers count as long as they may be,
-    those that go elsewhere there as long as answers are in the mean; of prompts that go elsewhere what is filled at a
-    time."""
+    """Tokens of a node's memory that no request needs or may need: answers count with their longest length, those that
+    go to holders with the mean length there; prompts that go to holders count with the blocks that fill at a time."""
     used = (node.lent_blocks + node.expected_blocks) * node.block_size
     window = node.capacity_tokens - at_home(node.capacity_tokens)
     for request in node.prefills.values():
@@ -148,40 +147,35 @@ def free_tokens(node: NodeView) -> int:
     return max(0, node.capacity_tokens - used)
 
 
-# Memory that nodes lend each other: what is known of it from their reports, and when a plan is made.
-#
-# A node says now and then what changed of its memory (`MemoryUsed`). With each report the policy plans for the nodes of
-# its cluster: blocks of requests that decode go to other nodes (`Lend`) and come home again (`Repay`). What was planned
-# counts as done until the home says what it came to (`HoldingsChanged`); a refusal leaves all as it was until the next
-# plan. Who owes whom is the sum of what requests have elsewhere. Nodes of role attention, and what lies with them, stay
-# as they are.
-
+# Loans: with each `MemoryUsed` report the policy plans for the nodes of a cluster: blocks of decoding requests move to
+# other nodes (`Lend`) and come home again (`Repay`). A planned move counts as done until its home reports
+# `HoldingsChanged`. Nodes of role attention, and blocks that lie with them, take no part.
 
 Policy = Callable[[Sequence[NodeMemory], float], Plan]
 POLICIES: dict[str, Policy] = {"isthmus": isthmus}
-"""By name, and those of the user's own that a configuration names."""
+"""By name; policies that a configuration names as FILE.py:FUNCTION are added."""
 
 
 @dataclass(slots=True)
 class _Said:
-    """What a node said last, in blocks, and what was planned since."""
+    """The last report of a node, in blocks, with the moves planned since."""
 
-    available: int  # all, until it says otherwise
+    available: int  # all before a report
     spare: int = 0
     wanted: int = 0
     waiting: int = 0
     entries: dict[tuple[RequestId, int], MemoryEntry] = field(default_factory=dict)  # by request and attempt
-    planned: bool = False  # something for it, since its last report
-    lacked: bool = False  # it had too little memory at the report before
+    planned: bool = False  # a move since its last report
+    lacked: bool = False  # memory at the report before
 
     @property
     def may_borrow(self) -> bool:
-        """What is missing for a moment comes back by itself, but for what requests need to grow."""
+        """Whether memory is missing for longer than a moment, or for running requests to grow."""
         return not self.planned and (self.lacked or not self.waiting)
 
 
 class Lending:
-    """Plans by the view, and changes what it says of lent memory."""
+    """Plans loans by the view, and updates its lent memory."""
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._reserve = view, rules.lending_reserve
@@ -189,7 +183,7 @@ class Lending:
         self._nodes: dict[NodeView, _Said] = {}
 
     def used(self, node: NodeView, event: MemoryUsed) -> Plan:
-        """What a node said, and what follows for its cluster."""
+        """Takes a node's report and returns the plan for its cluster."""
         known = self._said(node)
         known.lacked = known.wanted + known.spare > known.available
         known.available, known.spare = event.num_available, event.num_spare
@@ -215,7 +209,7 @@ class Lending:
         self._nodes.pop(node, None)
 
     def spread(self, request: RequestView, holdings: Sequence[Holding]) -> None:
-        """What became of a plan for it, or of what its home did by itself."""
+        """Takes the new holdings of a request, after a plan or by its home alone."""
         if request.borrows is not None:
             ([node], count), before = request.borrows, sum([held.num_blocks for held in request.held])
             granted = sum([each.num_blocks for each in holdings]) > before
@@ -239,7 +233,7 @@ class Lending:
         self._nodes[holder].available -= step.num_blocks
 
     def _memories(self, cluster: Cluster) -> list[NodeMemory]:
-        """Of all nodes that may lend; who has said nothing yet has had no request."""
+        """Memories of all nodes that may lend and do not drain; one without a report has had no request."""
         nodes = [each for each in self._view.members(cluster) if each.lends and each.role is not Role.ATTENTION]
         memories = {node: NodeMemory(node) for node in nodes}
         working = [memory for node, memory in memories.items() if not node.draining]

@@ -1,13 +1,10 @@
-"""Load is shed by priority, and between tenants by their shares: whom to turn away in place of an arriving request, of
-those that wait for prefill.
+"""Overload: which arriving requests are refused, and which waiting ones are turned away in their place.
 
-Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first; of one priority
-the most work where a queue is too long, so that few go for one, and the newest where too many would decode, since to
-take long prompts out lets more begin to decode. docs/policies.md has figures. Nobody is turned away unless that makes
-room for the request it is done for.
-
-Clients say their priorities themselves, so these rank the requests of one tenant only. Of other tenants those go that
-have more requests in progress, next to their weights, than the arriving request's tenant would have, the most first.
+Requests that wait for prefill have no token yet, so they can be refused for an arriving one, if that makes room for
+it. Lower priorities go first; of one priority the most work for a queue that is too long, so that few go, and the
+newest for a decode batch that is too large (docs/policies.md has figures). Clients set priorities themselves, so
+these rank requests of one tenant only. Of other tenants those with more requests in progress by weight than the
+arriving request's tenant would have go first, the most above its share first.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from isthmus.core.conductor.view import PREFILLING, NodeView, Placement, Request
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
 
 KEPT_NS = 3 * NS_PER_S
-"""Somewhat longer than refused clients are told to wait (`Rules.retry_after_ms`)."""
+"""How long a place is kept: somewhat longer than refused clients are told to wait (`Rules.retry_after_ms`)."""
 
 
 def newest_first(request: RequestView) -> float:
@@ -38,8 +35,7 @@ def waiting_below(
     arriving: RequestArrived,
     order: Callable[[RequestView], float] = newest_first,
 ) -> list[RequestView]:
-    """Requests in these nodes' queues that may be turned away for `arriving`, the first to go first; not those in
-    service."""
+    """Requests in these nodes' queues that may be turned away for `arriving`, first to go first; none in service."""
     waiting = []
     for node in nodes:
         in_service = True
@@ -47,21 +43,21 @@ def waiting_below(
             if not in_service and not request.answering:
                 waiting.append(request)
             in_service = False
-    waiting.reverse()  # so that of those that came at one time the last goes first
+    waiting.reverse()  # of requests that came at one time the last goes first
     waiting.sort(key=lambda request: (request.arrived.priority, order(request), newest_first(request)))
     above = _above_share(view, waiting, arriving) if arriving.weight else []
     return above + [request for request in waiting if _ranks_below(request.arrived, arriving)]
 
 
 def _ranks_below(waiting: RequestArrived, arriving: RequestArrived) -> bool:
-    """By priority, which tenants that have shares give to their own requests."""
+    """Whether a waiting request has a lower priority, and no other tenant with a share."""
     apart = waiting.weight and arriving.weight and waiting.tenant != arriving.tenant
     return waiting.priority < arriving.priority and not apart
 
 
 def _above_share(view: View, waiting: Iterable[RequestView], arriving: RequestArrived) -> list[RequestView]:
-    """Those of other tenants that have more than the arriving request's would; of each tenant, in the order given, so
-    many that this stays true with one of them less. The tenant with the most goes first."""
+    """Requests of tenants above the share that the arriving request's tenant would have; of each tenant, in the given
+    order, as many as leave it above. The tenant most above its share goes first."""
     numbers = in_progress(view)
     level = (numbers[arriving.tenant] + 1) / arriving.weight
     ranked: list[tuple[float, RequestView]] = []
@@ -83,14 +79,14 @@ def in_progress(view: View) -> Counter[str]:
 
 
 class ReservedPlaces:
-    """Kept for tenants that were refused with less than their share in progress, one for each, until it is taken or
-    nobody came for it in `KEPT_NS`. Else who asks most often would get each place that becomes free."""
+    """One place for each tenant that was refused with less than its share in progress, kept for `KEPT_NS`. Without it
+    the tenant that asks most often would get each place that becomes free."""
 
     def __init__(self) -> None:
-        self._until: dict[str, tuple[int, float]] = {}  # and the tenant's weight
+        self._until: dict[str, tuple[int, float]] = {}  # (time in ns, weight) by tenant
 
     def num_kept(self, view: View, arriving: RequestArrived, now: int) -> int:
-        """From this request: for tenants that have less, next to their weights, than its own would."""
+        """Places kept from an arriving request, for tenants with less by weight than its own would have."""
         self._until = {name: kept for name, kept in self._until.items() if kept[0] > now}
         if not self._until or not arriving.weight:
             return 0
@@ -108,12 +104,12 @@ class ReservedPlaces:
 
 
 def to_replace(view: View, request: RequestArrived) -> list[RequestView]:
-    """Whom to turn away so that there is one request less; empty when nobody may be."""
+    """The request to turn away so that there is one less; empty if none may be."""
     return waiting_below(view, view.prefills, request, most_work_first)[:1]
 
 
 def to_shorten(view: View, node: NodeView, request: RequestArrived, excess_ns: float) -> list[RequestView]:
-    """Whom to turn away so that the node's queue is `excess_ns` shorter; empty when that is not enough."""
+    """Requests to turn away so that the node's queue is `excess_ns` shorter; empty if all are not enough."""
     chosen = []
     for victim in waiting_below(view, [node], request, most_work_first):
         if excess_ns <= 0:
@@ -124,27 +120,25 @@ def to_shorten(view: View, node: NodeView, request: RequestArrived, excess_ns: f
 
 
 def to_thin(view: View, request: RequestArrived, num_requests: int, until: int) -> list[RequestView]:
-    """Whom to turn away so that at `until` `num_requests` fewer decode; empty when there are not so many."""
+    """Requests to turn away so that `num_requests` fewer decode at `until`; empty if there are not so many."""
     waiting = waiting_below(view, view.prefills, request)
     chosen = [victim for victim in waiting if victim.expected_ns <= until][:num_requests]
     return chosen if len(chosen) == num_requests else []
 
 
-# Overload control: whom to refuse, and when (Mooncake, arXiv 2407.00079, section 7).
+# Admission (Mooncake, arXiv 2407.00079, section 7): the load of a pool is its predicted latency over its limit, and a
+# request is refused when the load it would meet exceeds `load_limit`. Kinds by the loads that they check:
 #
-# The load of a pool is its predicted latency over its limit, and a request is refused when the load it would meet
-# exceeds `load_limit`. The admissions differ in which load they look at, and when:
+#     none        no refusal
+#     baseline    the prefill pool at arrival; the decode node when the prompt is computed
+#     early       both pools at arrival, the decode pool as it is now
+#     predictive  both at arrival, the decode pool as it will be when the prompt is computed; every request decodes for
+#                 `decode_s` (a parameter)
+#     survival    the same by the chance that each request goes on, from the answers seen so far; and the decode node
+#                 again when the prompt is computed
 #
-# none         no refusal
-# baseline     the prefill pool at arrival; the decode pool only when the prompt is computed
-# early        both pools at arrival, the decode pool as it is now
-# predictive   both at arrival, the decode pool as it will be when the prompt is computed; every request is
-# taken to decode equally long (its parameter `decode_s`)
-# survival     the same, with the chance that each request goes on, from the answers seen so far; and the decode
-# node once more when the prompt is computed, for by then its batch is known
-#
-# `early` and `predictive` are the paper's: the decode node's check moves to the arrival and is not repeated, so a
-# forecast that was too low is paid by those that decode. A request without a limit is never refused for it.
+# `early` and `predictive` are the paper's; they do not check decode again, so a forecast that was too low slows those
+# that decode. A request without a limit is never refused.
 
 
 Forecast = Callable[..., tuple[float, float]]
@@ -152,16 +146,14 @@ Forecast = Callable[..., tuple[float, float]]
 
 
 def limit_ns(own_ms: int | None, rules_ms: int | None) -> int:
-    """The limit of a request that may bring its own; 0 for none."""
+    """The limit of a request in ns, its own or else that of the rules; 0 for none."""
     limit = own_ms if own_ms is not None else rules_ms
     return 0 if limit is None else limit * NS_PER_MS
 
 
 class Overload(NamedTuple):
-    """A pool that cannot take a request: which, how loaded it would be, and when to come back.
-
-    `excess`: what is too much, ns of queue for prefill, requests in the batches for decode.
-    """
+    """The pool that cannot take a request, its load, and the wait until it can. `excess`: ns of queue (prefill) or
+    requests in the batches (decode) above the limit."""
 
     stage: str
     load: float
@@ -177,7 +169,7 @@ class Overload(NamedTuple):
 
 
 class Admission:
-    """The checks of one admission by name. `sees_queues`: what waits for prefill counts in its decode load."""
+    """The checks of one kind of admission. `sees_queues`: its decode load counts requests that wait for prefill."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -190,7 +182,7 @@ class Admission:
     def at_arrival(
         self, view: View, request: RequestArrived, placement: Placement, now: int, waited_ns: int = 0
     ) -> Overload | None:
-        """Refuses what its placement would let break a limit. `waited_ns`: for a node, before."""
+        """The overload that a placement would meet, if any. `waited_ns`: time already waited for a node."""
         if not self._active:
             return None
         ttft_ns = limit_ns(request.ttft_ms, self._rules.ttft_ms) * (1 - self._rules.reserve)
@@ -207,7 +199,7 @@ class Admission:
         return self._judge(load, tbt_ns, nodes, view)
 
     def at_decode(self, view: View, request: RequestView, now: int) -> Overload | None:
-        """The decode node's own check, when the prompt is computed."""
+        """The overload of the decode node when the prompt is computed, if any."""
         facts, node = request.arrived, request.decode
         tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
         if not self._checks_at_decode or not tbt_ns or node is None or facts.max_tokens <= 1:
@@ -221,10 +213,10 @@ class Admission:
         if load <= limit:
             return None
         batch = sum([node.batch for node in nodes])
-        # What a batch adds is about proportional to its size, what an iteration takes in any case is not.
+        # The time of an iteration beyond that of an empty batch is about proportional to the batch.
         least = sum([_step_ns(view, node, 1, 0) for node in nodes]) / len(nodes) / tbt_ns
         too_many = batch * (load - limit) / (load - least) if least < limit else batch + 1
-        # About when so many will have ended: each takes its mean length in iterations of this time.
+        # About when so many will have ended, each after the mean number of tokens.
         wait_ns = load * tbt_ns * view.outputs.mean * too_many / max(1, batch)
         return Overload("decode", load, too_many, wait_ns)
 
@@ -241,7 +233,7 @@ class Admission:
 
 
 def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
-    """One iteration; between whole batch sizes linear."""
+    """Time of one iteration; between whole batch sizes linear."""
     whole = int(batch)
     fixed, slope = node.cost.decode_step_ps(max(1, whole))
     between = 0.0
@@ -252,13 +244,13 @@ def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
 
 
 def _as_now(view: View, node: NodeView, now: int, then: int) -> tuple[float, float]:
-    """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
+    """The batch that decodes now; requests still in prefill do not count."""
     running = [request for request in node.decodes.values() if request.state is not PREFILLING]
     return len(running), sum([request.arrived.num_tokens for request in running])
 
 
 def _uniform(view: View, node: NodeView, now: int, then: int, decode_s: float = 10.0) -> tuple[float, float]:
-    """Every request decodes for `decode_s`: those that began before that are gone, queued ones have come."""
+    """The batch at `then` if every request decodes for `decode_s`."""
     batch, context = 0, 0
     for request in node.decodes.values():
         begins = _decode_begins(request, now)
@@ -269,7 +261,7 @@ def _uniform(view: View, node: NodeView, now: int, then: int, decode_s: float = 
 
 
 def _survival(view: View, node: NodeView, now: int, then: int) -> tuple[float, float]:
-    """Each request counts with the chance that it still goes on, by the tokens it has and will have by then."""
+    """The batch at `then`, each request counted by the chance that its answer has not ended by then."""
     if not node.decodes:
         return 0.0, 0.0
     step_ns = _step_ns(view, node, node.batch, node.context)
@@ -287,10 +279,10 @@ def _survival(view: View, node: NodeView, now: int, then: int) -> tuple[float, f
 
 
 def _decode_begins(request: RequestView, now: int) -> int:
-    """When it began to decode, or will, as far as its place in a queue tells."""
+    """When a request began to decode, or is expected to."""
     if request.state is not PREFILLING:
         return request.decode_ns if request.decode_ns >= 0 else now
-    return max(request.expected_ns, now)  # it may be late
+    return max(request.expected_ns, now)  # the prefill may be late
 
 
 FORECASTS: dict[str, Forecast | None] = {

@@ -64,7 +64,9 @@ class NodeMemory:
     batch: int = 0  # requests that decode
     here: int = 0  # blocks of these at home
     lent: int = 0  # blocks of others' KV
-    borrows: bool = True  # may borrow: it has lacked memory for a while, and reported since the last plan for it
+    borrows: bool = (
+        True  # may borrow: it has lacked memory for a while, and reported since the last plan for it
+    )
     owed: dict[NodeMemory, int] = field(default_factory=dict)  # blocks of its own requests, by holder
     residents: list[Resident] = field(default_factory=list)
 

@@ -132,7 +132,6 @@ class Desk:
             "a request was forgotten, or never ends"
         )
 
-
     def _stopped(self, abort: Abort) -> list[Answer]:
         forget = DropAttempt(key_of(abort.request, abort.attempt))
         return [abort, *[SendOrder(node, forget) for node in abort.nodes]]

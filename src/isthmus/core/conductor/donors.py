@@ -1,7 +1,9 @@
-"""Prompts that others may be assembled from: found by pieces that both have, or by signatures that are alike.
+"""Donors: earlier prompts whose KV a new prompt is assembled from, and whether that pays (docs/reuse.md).
 
-A prompt is remembered once it was computed, exactly, for a request that may itself be computed with more than its own
-prefix. Names, pieces, signatures and scopes are opaque here; prompts of different scopes never meet.
+A prompt is remembered when it was computed exactly, for a request that may reuse more than its own prefix. It is found
+by pieces equal in both or by signatures that are alike, within its scope. Its needed blocks must be in a cache of the
+cluster that prefills. The policy's placement is compared with the assembled prompt, there and on the node that has most
+of the donors.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from isthmus.core.reuse import (
 from isthmus.core.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
 MAX_OWNERS = 8
-"""Prompts that are known to have a piece, the latest: what all begin with is in everybody's prefix anyway."""
+"""Prompts remembered for one piece, the latest: a piece that all prompts begin with is in their prefix anyway."""
 
 
 class Known:
-    """A prompt that is remembered. `starts`: of its pieces, where each begins."""
+    """A remembered prompt. `starts`: first token of each of its pieces."""
 
     __slots__ = ("content", "names", "request", "starts")
 
@@ -47,7 +49,7 @@ class Known:
 
 
 class Prompts:
-    """At most so many of them, those that were of use last."""
+    """The `most` remembered prompts that were used last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -57,14 +59,14 @@ class Prompts:
         self._owners: dict[tuple[bytes, bytes], dict[RequestId, None]] = {}  # by scope and piece
 
     def remember(self, request: RequestView) -> Iterator[Remember | Unremember]:
-        """Its prompt is computed."""
+        """Remembers a computed prompt, and forgets the least used one if there are too many."""
         arrived = request.arrived
         name, content, names = arrived.request, arrived.content, arrived.names
         if content is None or not names or not request.is_exact:
             return
         before = self._by_end.get((content.scope, names[-1]))
         if before is not None:
-            self.use(before)  # it says the same, so that one will do
+            self.use(before)  # the same prompt
             return
         if name in self._known:
             yield self.forget(name)
@@ -95,11 +97,11 @@ class Prompts:
         return Unremember(name)
 
     def use(self, name: RequestId) -> None:
-        """It is of use again."""
+        """Moves a prompt to the end of the order of use."""
         self._known[name] = self._known.pop(name)
 
     def alike(self, content: PromptContent) -> list[tuple[float, Known]]:
-        """Those whose signatures are alike enough, the most alike first."""
+        """Prompts with a similarity of at least `SIMILAR`, the most alike first."""
         found = [
             (share, known)
             for known in self._by_scope.get(content.scope, {}).values()
@@ -108,7 +110,7 @@ class Prompts:
         return sorted(found, key=lambda pair: pair[0], reverse=True)
 
     def owners(self, scope: bytes, piece: bytes) -> Iterable[Known]:
-        """Those that have this piece, the latest last."""
+        """Prompts that have a piece, the latest last."""
         return [self._known[name] for name in self._owners.get((scope, piece), ())]
 
     def check(self) -> None:
@@ -123,32 +125,26 @@ class Prompts:
                 assert known.content.scope == scope and piece in known.starts, "a piece of another prompt"
 
 
-# What a prompt is assembled from, and whether that pays (docs/reuse.md).
-#
-# What is needed of a donor must be in a cache of the cluster that prefills; nothing else is asked for. The placement
-# that the policy chose is compared with the same prompt assembled, there and on the node that has most of its donors.
-
-
 GAIN = 0.5
-"""A prompt is assembled where that is predicted to take at most so many times the node time. Where it gains less it is
-worth more whole: then others can be assembled from it (measured: docs/decisions/0017). What waits in the queue has no
-part in this, or nothing would be assembled where that is needed most."""
+"""Most node time of an assembled prompt as a share of the exact one's. With less to gain a prompt is worth more whole,
+since others can be assembled from it (measured: docs/decisions/0017). The queue does not count, or nothing would be
+assembled under load."""
 BEYOND = 32
-"""Tokens beyond a passage that are loaded with it: more than a piece has in the mean."""
+"""Tokens around a passage that are loaded with it: more than the mean piece."""
 MAX_DONORS = 8
-"""Of one prompt: each is a chain that has to stay in a cache meanwhile."""
+"""Of one prompt; the blocks of each must stay in a cache meanwhile."""
 
 
 class _Owned(msgspec.Struct, frozen=True):
-    """A donor with its leading blocks that some node has."""
+    """A donor, and the number of its leading blocks that some node has."""
 
     known: Known
     depth: int
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What a prompt can be assembled from. `first`: block from which on the first donor is searched for tokens that are
-    alike; `num_alike`: so many are counted on, beside those of passages."""
+    """Donors and passages for a prompt. `first`: block of the first donor from which alike tokens are searched;
+    `num_alike`: alike tokens expected beside those of passages."""
 
     selection: Selection
     donors: tuple[_Owned, ...]
@@ -158,8 +154,8 @@ class _Found(msgspec.Struct, frozen=True):
 
     @property
     def num_reused(self) -> int:
-        """With what the engine finds beyond a passage's ends (`reuse.extended`): at each about a piece, where there is
-        so much before the next one."""
+        """Expected tokens with a donor's KV, with about a piece that the engine finds beyond each end of a passage
+        (`reuse.extended`), as far as the next passage."""
         ends = [each.at + each.count for each in self.passages]
         gaps = [each.at - end for each, end in zip(self.passages[1:], ends, strict=False)]
         beyond = sum([min(gap, 2 * MEAN) for gap in gaps]) + (2 * MEAN if ends else 0)
@@ -167,17 +163,17 @@ class _Found(msgspec.Struct, frozen=True):
         return self.num_alike + passed + beyond
 
     def span(self, number: int, size: int) -> tuple[int, int]:
-        """Blocks that are needed of a donor."""
+        """The range of blocks needed of a donor."""
         if not number and self.selection.alike:
             return self.first, self.donors[0].depth
         taken = [each for each in self.passages if each.donor == number]
         first, stop = min([each.start for each in taken]), max([each.start + each.count for each in taken])
-        # The same text goes on beyond what it is known by: see `reuse.extended`.
+        # Equal text may go on beyond the pieces: see `reuse.extended`.
         return max(0, first - BEYOND) // size, min(-(-(stop + BEYOND) // size), self.donors[number].depth)
 
 
 class Donors:
-    """Finds them for one request at a time; reads the view."""
+    """Finds donors for one request at a time, by a view that it only reads."""
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
@@ -185,17 +181,16 @@ class Donors:
         self._gone: dict[RequestId, None] = {}
 
     def remember(self, request: RequestView) -> Iterator[Remember | Unremember]:
-        """Its prompt is computed."""
         return self._prompts.remember(request)
 
     def forget_gone(self) -> Iterator[Unremember]:
-        """Those of which nothing is left that is of use, as was seen since the last time."""
+        """Forgets prompts of which no useful block is left, as seen since the last call."""
         gone, self._gone = self._gone, {}
         for name in gone:
             yield self._prompts.forget(name)
 
     def assembled(self, estimator: Estimator, exact: Placement) -> Placement | None:
-        """A placement in place of this one, None where that is as good."""
+        """The placement with the prompt assembled, None where `exact` is as good."""
         content, chosen = estimator.request.content, exact.prefill
         within = chosen.cluster is exact.decode.cluster and not exact.handover_start
         if content is None or exact.held or exact.growth or not within:
@@ -214,7 +209,7 @@ class Donors:
         return best
 
     def _on(self, node: NodeView, finder: _Finder, exact: Placement) -> Placement | None:
-        """Its prefill on this node; None where nothing is assembled there."""
+        """The assembled prefill on one node; None where it is not possible."""
         estimator, size = finder.estimator, node.block_size
         num_tokens = estimator.num_tokens
         at, depth = estimator.nodes.index(node), estimator.depths[node.slot]
@@ -252,7 +247,7 @@ class Donors:
 
 
 class _Finder:
-    """The donors of one request, by what the nodes of its cluster have."""
+    """Finds the donors of one request by the caches of its cluster."""
 
     def __init__(
         self, view: View, prompts: Prompts, estimator: Estimator, rules: Rules, gone: dict[RequestId, None]
@@ -270,7 +265,7 @@ class _Finder:
         self._alike = [(share, _Owned(each, depth)) for share, each in ranked if (depth := self._depth(each))]
 
     def most_of_them(self, chosen: NodeView) -> NodeView | None:
-        """The node of this role that has most of what the prompt could be assembled from, if that is another one."""
+        """The node with most of the donors' blocks, of the same role as `chosen`; None if that is `chosen`."""
         found = self.find(0)
         others = [node for node in self.estimator.nodes if node.role is chosen.role]
         if found is None or not others:
@@ -284,10 +279,10 @@ class _Finder:
         return None if best is chosen else best
 
     def find(self, start: int) -> _Found | None:
-        """Of what follows its first `start` tokens."""
+        """Donors for the tokens behind the first `start`; None without any."""
         request, size = self.estimator.request, self._view.block_size
         for share, owned in self._alike:
-            # What both begin with is in the cache as it is.
+            # The common prefix is cached in any case.
             first = min(_common(owned.known.names, request.names), start // size)
             if first < owned.depth:
                 donors, found = self._cover(start, owned)
@@ -300,8 +295,8 @@ class _Finder:
     def sent(
         self, found: _Found, node: NodeView
     ) -> tuple[tuple[Donor, ...], Sequence[tuple[NodeView, int]], float] | None:
-        """Donors as a route names them; whom what of them is fetched from, in bytes, and how many ns that takes. None
-        where a node that has the rest of a donor cannot send it."""
+        """Donors as in a route, the nodes to fetch from with bytes, and the time of the fetches in ns. None if a needed
+        fetch is not possible."""
         view, size, now = self._view, node.block_size, self.estimator.now
         donors, copied, transfer = list[Donor](), list[tuple[NodeView, int]](), 0.0
         for number, owned in enumerate(found.donors):
@@ -321,7 +316,8 @@ class _Finder:
         return tuple(donors), copied, transfer
 
     def _depth(self, known: Known) -> int:
-        """Its leading blocks that some node has. Notes a prompt of which nobody has more than this one begins with."""
+        """Leading blocks of a donor that some node has. Notes a donor as gone if no node has more than the common
+        prefix."""
         found = self._depths.get(known.request)
         if found is None:
             found = self._depths[known.request] = self._deepest(known, self._nodes)
@@ -334,8 +330,8 @@ class _Finder:
         return deepest(self._view.index.match(known.names, nodes)[0], nodes)
 
     def _cover(self, start: int, given: _Owned | None) -> tuple[tuple[_Owned, ...], tuple[Passage, ...]]:
-        """Passages behind `start` of the `given` donor, which is the first, and of few others that have most of the
-        rest; those others are left out that no passage is of."""
+        """Passages behind token `start`: of the `given` donor, which comes first, and of those that cover most of the
+        rest. Donors without a passage are left out."""
         content = self._content
         pieces = zip(content.pieces, (0, *content.stops), content.stops, strict=False)
         wanted = {piece: stop - at for piece, at, stop in pieces if at >= start}
@@ -354,7 +350,7 @@ class _Finder:
         return tuple([donors[number] for number in places]), tuple(kept)
 
     def _next(self, wanted: dict[bytes, int]) -> _Owned | None:
-        """The prompt that has most of these pieces in some cache; None where that is no passage."""
+        """The donor with most cached tokens of the `wanted` pieces; None if fewer than a passage."""
         gains, owners = dict[RequestId, int](), dict[RequestId, _Owned]()
         for piece, count in wanted.items():
             for each in self._prompts.owners(self._content.scope, piece):
@@ -370,5 +366,5 @@ class _Finder:
 
 
 def _common(one: Sequence[BlockName], other: Sequence[BlockName]) -> int:
-    """Leading blocks that both have."""
+    """The number of common leading blocks."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,8 +1,7 @@
-"""What a prefill on a given node takes: the node's queue, loading or fetching what is cached, computing the rest.
+"""Estimates of a prefill on a given node, and the `isthmus` policy.
 
-KV moves layer by layer while the node computes, and a fetch or a read from disk already while the request is
-queued. So only the part of a transfer that outlasts queue and compute costs node time:
-`work = max(compute, load, transfer - queue)`.
+KV moves layer by layer while the node computes, a fetch or a read from disk already while the request is queued. Only
+the part of a transfer that outlasts queue and compute costs node time: `work = max(compute, load, transfer - queue)`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from isthmus.core.conductor.view import NodeView, Placement, View
 from isthmus.core.types import NS_PER_S, BlockName, Role
 
 Matched = tuple[Levels, Levels]
-"""(what nodes have, what they have or will have)."""
+"""Leading blocks that nodes (have, have or will have)."""
 
 
 class Estimator:
-    """Estimates for one request at one moment. `nodes`: those that can take its prefill; `waits`: their queues, ns.
+    """Estimates for one request at one moment. `nodes`: that can prefill it; `waits`: their queues in ns.
 
-    `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
-    those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
-    `depth << 16 | kind`. `cluster`: of the nodes; `foreign`: mask of nodes in other clusters to fetch from;
-    `matched`: a match of all nodes, if there was one already.
+    `held`: leading blocks that nodes have, decode nodes included, as levels; `depths[slot]`: blocks that a node has or
+    will have; `deepest`: the most of any node. `foreign`: mask of nodes in other clusters to fetch from; `matched`: a
+    match of all nodes, if there is one already. `memo`, `computed`: by `depth << 16 | kind`, since nodes of one kind
+    take the same time.
 
-    Of a hybrid model a node has a prefix up to the deepest block whose snapshot of the recurrent state it has too.
+    With a hybrid model a node's prefix ends at the deepest block whose snapshot of the recurrent state it has too.
     """
 
     __slots__ = (
@@ -53,7 +52,6 @@ class Estimator:
         self.ratio = cluster.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = cluster.prefill_mask if nodes is cluster.prefills else sum([node.bit for node in nodes])
-        # Of others, those that have anything.
         everyone = mask | (cluster.lender_mask | foreign) & view.index.users
         if matched is None:
             self.held, expected = match(view, request, everyone)
@@ -61,7 +59,6 @@ class Estimator:
             self.held, expected = (_restricted(levels, everyone) for levels in matched)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, mask, view.num_slots)
-        # By blocks and kind of node: nodes of one kind answer alike.
         self.memo: dict[int, float] = {}
         self.computed: dict[int, int] = {}
 
@@ -73,7 +70,7 @@ class Estimator:
         return found
 
     def work_ns(self, node: NodeView, num_blocks: int) -> float:
-        """Node time with so many leading blocks in the node's memory: computing, or loading them."""
+        """Node time with so many leading blocks in the node's memory: computing the rest, or loading them if longer."""
         key = num_blocks << 16 | node.kind
         found = self.memo.get(key)
         if found is None:
@@ -85,7 +82,7 @@ class Estimator:
         return found
 
     def local(self, at: int) -> Placement:
-        """Prefill on `nodes[at]` with what is or will be cached there."""
+        """Prefill on `nodes[at]` with the blocks that it has or will have."""
         node, wait = self.nodes[at], self.waits[at]
         depth = self.depths[node.slot]
         work = max(self.work_ns(node, depth), self.disk_ns(node, depth) - wait)
@@ -108,7 +105,7 @@ class Estimator:
         return placement
 
     def disk_ns(self, node: NodeView, num_blocks: int) -> float:
-        """Reading what of a node's first blocks lies on its disk only; it begins while the request is queued."""
+        """Time to read a node's first blocks, as far as they lie on its disk only, while the request is queued."""
         if not num_blocks or not self.view.index.uses_disk:
             return 0.0
         names = self.request.names[:num_blocks]
@@ -117,7 +114,7 @@ class Estimator:
         return self.read_ns(node, names)
 
     def read_ns(self, node: NodeView, names: Sequence[BlockName]) -> float:
-        """Reading what of these blocks lies on a node's disk only."""
+        """Time to read the blocks of these that lie on a node's disk only."""
         if not node.paths.disk:
             return 0.0
         return self.view.index.num_on_disk(node.bit, names) * node.block_bytes * NS_PER_S / node.paths.disk
@@ -128,7 +125,7 @@ class Estimator:
 
 
 def match(view: View, request: RequestArrived, nodes: int) -> Matched:
-    """How much of the prompt each of `nodes` (a mask) can use: (has, has or will have)."""
+    """Leading blocks of the prompt that each of `nodes` (a mask) can use."""
     if not view.state_blocks:
         return view.index.match(request.names, nodes)
     # At least one token must follow the state.
@@ -137,7 +134,7 @@ def match(view: View, request: RequestArrived, nodes: int) -> Matched:
 
 
 def _restricted(levels: Levels, nodes: int) -> Levels:
-    """What a match of these nodes alone would say."""
+    """The levels of a match of `nodes` alone."""
     return [(depth, group & nodes) for depth, group in levels if group & nodes]
 
 
@@ -162,15 +159,13 @@ def _by_slot(levels: Levels, nodes: int, num_slots: int) -> list[int]:
 
 
 def can_copy(source: NodeView, target: NodeView) -> bool:
-    """Both have a link, and the same KV layout."""
+    """Whether both nodes have a link, and the same KV layout."""
     return source.paths.network > 0 and target.paths.network > 0 and source.block_bytes == target.block_bytes
 
 
 def least_sending(estimator: Estimator, holders: int) -> NodeView:
-    """Of the nodes in a mask, the first that sends nothing, else the one with the fewest copies under way.
-
-    A node without a link is the answer only where all are; one in another cluster only where none is in this.
-    """
+    """The first node of a mask that sends nothing, else the one with the fewest copies under way. Nodes of this cluster
+    go before others, nodes with a link before those without."""
     holders = holders & ~estimator.foreign or holders
     best, fewest = estimator.view.node_at(holders.bit_length() - 1), math.inf
     for slot in bits(holders):
@@ -185,26 +180,24 @@ def least_sending(estimator: Estimator, holders: int) -> NodeView:
     return best
 
 
-# The `isthmus` policy: lowest TTFT plus the price of the node time, cache room and link time it takes.
+# The `isthmus` policy: lowest TTFT plus the price of the node time, cache room and link time that a request takes. For
+# each node, with its own prefix, or after a fetch from another, whole or in part:
 #
-# For each node, with what it has, or after a fetch from another, whole or in part:
+#     score = F + price * (w + e) + x
 #
-# score = F + price * (w + e) + x
+#     F      predicted TTFT: queue, then w
+#     w      node time: max(compute, load, transfer - queue)
+#     e      node time lost by blocks that this request's new blocks evict
+#     x      time by which a fetch delays the copies it shares a link with
+#     price  arrivals per node expected while the mean queue drains; on a mixed node also its decode batch
 #
-# F      predicted TTFT: queue, then w
-# w      node time spent: max(compute, load, transfer - queue)
-# e      node time lost by what this request's new blocks push out of the cache
-# x      time by which a fetch delays the copies it shares a link with
-# price  arrivals per node expected while the mean queue drains; on a mixed node also those that decode there
-#
-# A second of work makes every later request on that node a second later until its queue has drained, so a
-# node-second costs others (arrival rate per node) * (mean queue) seconds: the leading term of the M/G/1 value
-# function. A prefill on a mixed node makes each request that decodes there wait as well. At low load the rule is
-# plain lowest TTFT; in overload it spends node time where the cache is. No constant is tuned.
+# A second of work delays every later request on that node by a second until its queue has drained, so a node-second
+# costs others (arrival rate per node) * (mean queue) seconds: the leading term of the M/G/1 value function. At low load
+# the rule is plain lowest TTFT; in overload it spends node time where the cache is. No constant is tuned.
 
 
 def isthmus(estimator: Estimator, rules: Rules) -> Placement:
-    """The cheapest option. Ties are spread over the nodes by starting at another one each time."""
+    """The option with the lowest score. Ties are spread over the nodes by starting at another one each time."""
     return _Pricing(estimator).cheapest()
 
 
@@ -227,14 +220,14 @@ class _Pricing:
             self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
         self._room = price * cluster.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
-        # The cheapest so far: index of its node, whom it fetches from, up to which block.
+        # The best so far: index of its node, source of its fetch, and the block up to which that goes.
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
         self._shortest = min(estimator.waits)
-        self._leaving: list[float] = []  # of the source under consideration: bytes its copies still send
+        self._leaving: list[float] = []  # bytes that each copy of the current source still sends
         self._stretch = 1.0
         self._state_bytes = estimator.nodes[0].state_bytes  # of the one model
-        self._across: ClusterLink | None = None  # from its cluster to the nodes', if it is in another
+        self._across: ClusterLink | None = None  # the link from the current source, if in another cluster
 
     def cheapest(self) -> Placement:
         estimator = self._estimator
@@ -246,7 +239,7 @@ class _Pricing:
         return estimator.local(at) if source is None else estimator.fetched(at, source, stop)
 
     def _compute(self) -> None:
-        """Computing on each node with what it has."""
+        """Scores prefill on each node with its own prefix."""
         estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
         reads_disk, order = estimator.view.index.uses_disk, self._order
@@ -263,7 +256,7 @@ class _Pricing:
                 self._best, self._best_score = (at, None, 0), score
 
     def _soonest(self) -> list[int]:
-        """Of nodes that are alike those worth a look: of each depth the first with the shortest queue."""
+        """Of nodes that are alike the candidates: of each depth the first with the shortest queue."""
         nodes, waits, depths = self._estimator.nodes, self._estimator.waits, self._estimator.depths
         soonest: dict[int, int] = {}
         for at in sorted(self._order, key=waits.__getitem__):
@@ -274,16 +267,16 @@ class _Pricing:
         return sorted(soonest.values(), key=lambda at: (at - first) % count)
 
     def _may_pay(self, stop: int) -> bool:
-        """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
+        """Whether `stop` cached blocks could make some node the best, if the fetch took no time."""
         estimator = self._estimator
         if not estimator.cluster.prefills_alike or estimator.cluster.has_mixed:
             return True
         work = estimator.work_ns(estimator.nodes[0], stop)
-        room = self._room * (self._num_blocks - stop + 1)  # whoever fetches so far has less
+        room = self._room * (self._num_blocks - stop + 1)  # a node that fetches so far has fewer blocks
         return self._shortest + work + self._prices[0] * work + room < self._best_score
 
     def _fetch(self, source: NodeView, stop: int) -> None:
-        """Fetching up to block `stop` from `source`, to each node where that could still be the cheapest."""
+        """Scores fetches up to block `stop` from `source`, to each node where that could be the best."""
         estimator, now = self._estimator, self._estimator.now
         targets = self._targets(source, stop)
         if not targets:
@@ -291,7 +284,9 @@ class _Pricing:
         self._across = estimator.view.across(source, estimator.nodes[0])
         self._stretch = source.link_out.stretch(now)
         self._leaving = [copy.bytes_left(now) for copy in source.link_out.copies]
-        crossings: dict[int, int] = {}  # by kind, where the fetch before this one crossed its computing
+        crossings: dict[
+            int, int
+        ] = {}  # by kind of node: the block up to which fetch and compute take equally long
         for least, _, at in sorted(targets):
             if least >= self._best_score:
                 return
@@ -301,7 +296,7 @@ class _Pricing:
             block_ns *= self._stretch * node.link_in.stretch(now)  # without the copies under way
             crossing = crossings.get(node.kind)
             if crossing is not None:
-                # A fetch up to there leaves at least so much to compute, a longer one takes at least so long.
+                # A shorter fetch leaves at least `computing`, a longer one takes at least `fetching`.
                 computing = wait + (1 + price) * estimator.work_ns(node, crossing)
                 transfer = max(0, crossing - depth) * block_ns
                 fetching = transfer + price * max(work, transfer - wait)
@@ -312,14 +307,12 @@ class _Pricing:
             spent = max(work, transfer - wait)
             if least + (1 + price) * (spent - work) < self._best_score:
                 transfer = self._offer(at, source, stop)
-            if transfer > wait + work and not node.state_blocks:  # part of a prefix has no snapshot at its end
+            if transfer > wait + work and not node.state_blocks:  # a partial prefix has no snapshot at its end
                 crossings[node.kind] = self._fetch_part(at, source, stop)
 
     def _targets(self, source: NodeView, stop: int) -> list[tuple[float, int, int]]:
-        """(score if fetching took no time, place in turn, index) of each node that lacks some of the blocks.
-
-        No shorter fetch has a lower score. Of idle nodes that are alike, one will do.
-        """
+        """(score if fetching took no time, place in turn, index) of each node that lacks some of the blocks; the score
+        is a lower bound for shorter fetches too. Of idle nodes that are alike only the first."""
         estimator = self._estimator
         nodes, waits, depths, best = estimator.nodes, estimator.waits, estimator.depths, self._best_score
         kind, work = -1, 0.0
@@ -341,18 +334,16 @@ class _Pricing:
         return found
 
     def _fetch_part(self, at: int, source: NodeView, stop: int) -> int:
-        """The whole fetch would end last: as much as arrives while the rest is computed, and one block more.
-
-        Returns where the two times cross.
-        """
+        """Scores the fetch of as many blocks as arrive while the rest is computed, and of one block more, where the
+        whole fetch would end last. Returns the block at which the two times cross."""
         estimator = self._estimator
         node, wait = estimator.nodes[at], estimator.waits[at]
         low = start = estimator.depths[node.slot]
-        high = stop  # a fetch to `low` ends before the computing, one to `high` after it: by so much
+        high = stop  # a fetch to `low` ends before the computing, one to `high` after it
         late_low = -wait - estimator.work_ns(node, low)
         late_high = self._transfer(node, source, high)[0] - wait - estimator.work_ns(node, high)
         while high - low > 1:
-            # Both times are nearly straight lines, so their crossing is nearly where chords say.
+            # Both times are nearly linear, so a chord finds their crossing.
             middle = low + int((high - low) * late_low / (late_low - late_high))
             middle = min(max(middle, low + 1), high - 1)
             late = self._transfer(node, source, middle)[0] - wait - estimator.work_ns(node, middle)
@@ -366,13 +357,13 @@ class _Pricing:
         return high
 
     def _transfer(self, node: NodeView, source: NodeView, stop: int) -> tuple[float, float]:
-        """How long a fetch up to `stop` takes, and by how much it delays others, in ns."""
+        """The time of a fetch up to `stop`, and the delay of other copies by it, in ns."""
         estimator = self._estimator
         out, into = source.link_out, node.link_in
         num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes + self._state_bytes
         if into.copies or self._across is not None:
             return expected_ns(out, into, num_bytes, estimator.now, self._across)
-        before = 0.0  # the same as `expected_ns`, with what the source still sends counted once for all nodes
+        before = 0.0  # as `expected_ns`, with the bytes left of the source's copies computed once for all nodes
         for left in self._leaving:
             before += left if left < num_bytes else num_bytes
         delay = before * NS_PER_S / out.bytes_per_s
@@ -382,7 +373,7 @@ class _Pricing:
         return own * self._stretch * into.stretch(estimator.now), delay
 
     def _offer(self, at: int, source: NodeView, stop: int) -> float:
-        """Considers one fetch; returns how long its transfer takes, in ns."""
+        """Scores one fetch; returns the time of its transfer in ns."""
         estimator = self._estimator
         node, wait = estimator.nodes[at], estimator.waits[at]
         transfer, delay = self._transfer(node, source, stop)

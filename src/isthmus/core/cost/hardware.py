@@ -131,14 +131,15 @@ class Coefficients(msgspec.Struct, frozen=True):
     origin: str = ""
 
     def __post_init__(self) -> None:
-        for names, holds, must in (
-            (EFFICIENCIES, lambda value: 0 < value <= 1, "above 0, at most 1"),
-            (OVERHEADS, lambda value: 0 <= value < 10, "0 to 10 seconds"),
-            (("one_shot",), lambda value: 0 <= value <= 1, "0 to 1"),
-        ):
-            for name in names:
-                if not holds(getattr(self, name)):
-                    raise ConfigError(f"cost coefficient {name} is {getattr(self, name)}; it must be {must}")
+        for name in (*EFFICIENCIES, *OVERHEADS, "one_shot"):
+            value = getattr(self, name)
+            fits, must = 0 <= value <= 1, "0 to 1"
+            if name in EFFICIENCIES:
+                fits, must = 0 < value <= 1, "above 0, at most 1"
+            elif name in OVERHEADS:
+                fits, must = 0 <= value < 10, "0 to 10 seconds"
+            if not fits:
+                raise ConfigError(f"cost coefficient {name} is {value}; it must be {must}")
 
     def but(self, **changes: Any) -> Coefficients:
         """A copy with some fields changed."""

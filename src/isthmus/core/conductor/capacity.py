@@ -1,12 +1,10 @@
-"""What a deployment of several clusters bears, from costs, measured link rates and the lengths of recent prompts.
+"""The request rate of a deployment of several clusters, by the equations of `cost.offload`. Their inputs:
 
-The equations are those of `cost.offload`. Their inputs, one sample and one cost for each side:
-
-    lengths   uncached tokens of the latest `WINDOW` accepted prompts
-    remote    all prefill nodes of clusters that prefill for others; the first one's cost stands for all
-    local     all prefill nodes of clusters that decode; likewise. A mixed node counts as one
-    egress    the measured rates of the links from the former to the latter, together
-    decode    equation (5): the largest batch that the time between tokens, the KV memory and the node allow
+lengths   uncached tokens of the latest `WINDOW` accepted prompts
+remote    all prefill nodes of clusters that prefill for others, at the cost of the first one
+local     all prefill and mixed nodes of clusters that decode, likewise
+egress    the sum of the measured rates of the links from remote to local clusters
+decode    equation (5), with the largest batch that the time between tokens, the KV memory and the node allow
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from isthmus.core.cost.lengths import Sample
 from isthmus.core.types import NS_PER_S, Role
 
 WINDOW = 1024
-"""Prompts that count: some minutes at the rates of a dozen instances, and solved in a few ms."""
+"""Prompts in the sample: some minutes at the rates of a dozen instances, solved in a few ms."""
 ENOUGH = 64
-"""With fewer prompts seen nothing is solved: the share above a threshold would be wrong by more than a tenth."""
+"""The smallest sample to solve for: with fewer the share above a threshold is wrong by more than a tenth."""
 LARGEST_BATCH = 4096
 
 
 class Capacity:
-    """Learns lengths, answers for the nodes and links that `view` has now."""
+    """Learns prompt lengths, and solves the equations for the nodes and links of a view."""
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
@@ -38,7 +36,8 @@ class Capacity:
         self._num_tokens = 0  # of all these
 
     def add(self, num_tokens: int, placement: Placement) -> None:
-        """An accepted prompt. What it counts as uncached is what it was judged by; in one cluster, what it computes."""
+        """Adds an accepted prompt by the uncached tokens that routing compared with the threshold, or, in one cluster,
+        by those that it computes."""
         computed = max(1, num_tokens - placement.cached * placement.prefill.block_size)
         uncached = placement.uncached or computed
         if len(self._latest) == WINDOW:
@@ -57,13 +56,13 @@ class Capacity:
 
     @property
     def _inbound(self) -> list[ClusterLink]:
-        """Links that work, to clusters that decode."""
+        """Trusted links to clusters that decode."""
         homes = {cluster.name for cluster in self.homes}
         return [link for link in self._view.links.values() if link.trusted and link.target in homes]
 
     @property
     def remote_nodes(self) -> list[NodeView]:
-        """Of linked clusters that only prefill; where all decode too, each cluster's nodes serve the others."""
+        """Prefill nodes of linked clusters that do not decode; if all do, of all linked clusters."""
         linked, homes = {link.source for link in self._inbound}, self.homes
         remotes = [each for each in self._view.clusters.values() if each.name in linked and each.has_prefill]
         alone = [cluster for cluster in remotes if cluster not in homes]
@@ -80,15 +79,15 @@ class Capacity:
         return float(sum(link.lasting for link in self._inbound if link.source in sources))
 
     def threshold(self, num_local: float) -> offload.Threshold:
-        """The best one with so many prefill nodes at home. There must be prompts, and nodes elsewhere."""
+        """The best threshold with `num_local` prefill nodes at home. Needs prompts and remote nodes."""
         work, num_remote = self._work(), len(self.remote_nodes)
         return offload.best_threshold(
             self._uncached, work.remote_s, num_remote, work.local_s, num_local, work.kv_bytes, self.egress
         )
 
     def rate(self, cluster: Cluster, num_prefill: int) -> float:
-        """Requests per second, equation (6), if so many of its prefill and decode nodes did prefill, at the fixed
-        threshold or the best one then. There must be prompts."""
+        """Requests per second, equation (6), if `num_prefill` of a cluster's prefill and decode nodes prefilled, at the
+        fixed threshold or the best one then. Needs prompts."""
         here = [node for node in cluster.prefills if node.role is Role.PREFILL]
         num_local = len(self.local_nodes) - len(here) + num_prefill
         num_decodes = sum(len(home.decodes) for home in self.homes) + len(here) - num_prefill
@@ -108,8 +107,8 @@ class Capacity:
         return offload.bear(classes, fleet, num_local).rate
 
     def largest_batch(self, node: NodeView) -> int:
-        """Requests that may decode on a node at once, as long as the recent ones: as many as the node takes, its KV
-        memory holds, and the time between tokens allows; at least one."""
+        """Requests of recent lengths that may decode on a node at once by its places, its KV memory and the time
+        between tokens; at least 1."""
         context = self._context
         most = min(node.max_sequences or LARGEST_BATCH, int(node.capacity_tokens / context))
         return max(1, offload.largest_batch(node.cost, context, most, self._rules.tbt_ms))
@@ -127,18 +126,18 @@ class Capacity:
 
     @property
     def _context(self) -> float:
-        """Tokens of a request half way through its answer."""
+        """Mean tokens of a request half way through its answer."""
         return max(1.0, self._num_tokens / max(1, len(self._latest)) + self._view.outputs.mean / 2)
 
     def _work(self) -> offload.RequestWork:
-        """Prefill after as much cached as in the mean."""
+        """Work of a request with the mean number of cached tokens."""
         cached = sum([cached for _, cached in self._latest]) // len(self._latest)
         remote, local = (next(iter(nodes), None) for nodes in (self.remote_nodes, self.local_nodes))
         return offload.RequestWork(_seconds(remote, cached), _seconds(local, cached), _bytes(remote))
 
 
 def _seconds(node: NodeView | None, cached: int) -> Callable[[float], float]:
-    """Of a prefill on the node, as measured; where there is none, something that no node does."""
+    """Seconds of a prefill on a node by its length, calibrated; any value without a node, which does no prefill."""
     if node is None:
         return lambda length: 1.0
     cost, ratio = node.cost, node.cluster.calibration.ratio / NS_PER_S

@@ -1,8 +1,8 @@
-"""What eviction costs: blocks that were asked for soon after their last copy had been evicted.
+"""The cost of evictions, by blocks that are asked for soon after their last copy was evicted.
 
-A *ghost hit* is a run of blocks right after the best cached prefix of an arriving request whose last copy left
-a node within that node's latest C evictions, C being its capacity. With a ghost list as long as the cache, one
-more inserted block costs (ghost hits / insertions) hits: it shortens everyone's stay by one place for one stay.
+A *ghost hit* is a run of blocks behind the longest cached prefix of an arriving request, each of whose last copy left a
+node within that node's latest C evictions, C its capacity. One more inserted block costs (ghost hits / insertions)
+hits, since it shortens the stay of all blocks by one place.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from isthmus.core.types import BlockName
 
 
 class EvictionCost:
-    """Tells a cluster's `recent` what node time its evictions cost.
+    """Adds the node time lost by evictions to a cluster's `recent`.
 
-    Keeps the names evicted lately (ghosts), with the node and the number of its eviction, in two generations. The
-    older one is dropped whole when the younger has as many names as all caches together, so nothing is kept for long
-    and no name is taken out one by one; whether a ghost still counts, its number says.
+    Keeps the names of evicted blocks (ghosts), with the node and the number of its eviction, in two generations; the
+    older one is dropped when the younger has as many names as all caches together.
     """
 
     __slots__ = ("_older", "_view", "_younger")
@@ -30,7 +29,7 @@ class EvictionCost:
         self._older: dict[BlockName, tuple[NodeView, int]] = {}
 
     def evicted(self, node: NodeView, num_evicted: int, gone: Sequence[BlockName]) -> None:
-        """So many blocks left the node; no node has `gone` any more."""
+        """Notes that `num_evicted` blocks left a node; no node has `gone` any more."""
         if not node.cache_blocks:
             return
         node.evictions += num_evicted
@@ -39,8 +38,8 @@ class EvictionCost:
             self._older, self._younger = self._younger, {}
 
     def asked(self, request: RequestArrived, cluster: Cluster, depth: int, now: int) -> None:
-        """A request accepted for a cluster where its first `depth` blocks are cached: what it computes again since it
-        was evicted."""
+        """Adds the node time in which an accepted request computes evicted blocks again; its first `depth` blocks are
+        cached in the cluster."""
         run = 0
         for name in request.names[depth:]:
             ghost = self._younger.pop(name, None) or self._older.pop(name, None)

@@ -17,14 +17,14 @@ Levels = list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Masks by name. `num_blocks`: distinct blocks held somewhere; `users`: all nodes that ever had one, or will."""
+    """Masks of nodes by block name. `users`: nodes that ever had a block, or will."""
 
     __slots__ = ("_coming", "_disk", "_held", "users")
 
     def __init__(self) -> None:
         self.users = 0
         self._held: dict[BlockName, int] = {}
-        self._disk: dict[BlockName, int] = {}  # the part of `_held` that lies on disk only
+        self._disk: dict[BlockName, int] = {}  # of `_held`, on disk only
         self._coming: dict[BlockName, int] = {}
 
     @property
@@ -49,7 +49,7 @@ class PrefixIndex:
         _set(self._disk, bit, names)
 
     def evict(self, bit: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
-        """The node has these blocks no more. Returns those that no node has."""
+        """The node has these blocks no more. Returns those that no node has any more."""
         if self._disk:
             _clear(self._disk, bit, names)
         return _clear(self._held, bit, names)
@@ -69,8 +69,8 @@ class PrefixIndex:
             _clear(masks, bit, list(masks))
 
     def match(self, names: Sequence[BlockName], nodes: int) -> tuple[Levels, Levels]:
-        """How far each of `nodes` (a mask) has the prefix, in any tier; and how far it has it or will."""
-        has, will = nodes, nodes  # the former is part of the latter
+        """Leading blocks that each of `nodes` (a mask) has, in any tier; and those that it has or will have."""
+        has, will = nodes, nodes  # `has` is a subset of `will`
         levels: Levels = []
         expected: Levels = []
         for depth, holders in enumerate(map(self._held.get, names, repeat(0))):
@@ -92,17 +92,13 @@ class PrefixIndex:
         return levels, expected
 
     def match_states(self, names: Sequence[BlockName], nodes: int, count: int) -> tuple[Levels, Levels]:
-        """As `match`, for a model whose recurrent state fills `count` blocks: up to the deepest block at whose end a
-        node has, or will have, the state as well.
-
-        Names of states are digests of block names, so blocks are tried one by one from where the match ends back to
-        the deepest state: few where prompts continue each other.
-        """
+        """As `match`, up to the deepest block at whose end the node has, or will have, a recurrent state of `count`
+        blocks as well. Tries blocks one by one from the end of the match back to the deepest state."""
         levels, expected = self.match(names, nodes)
         memo: dict[int, BlockName] = {}
 
         def last_part(depth: int) -> BlockName:
-            if depth not in memo:  # whoever holds the last part holds them all
+            if depth not in memo:  # a node with the last part of a state has all parts
                 memo[depth] = state_name(names[depth - 1], count - 1, count)
             return memo[depth]
 
@@ -113,7 +109,7 @@ class PrefixIndex:
         )
 
     def num_on_disk(self, bit: int, names: Iterable[BlockName]) -> int:
-        """How many of these blocks the node has on disk only."""
+        """The number of these blocks that the node has on disk only."""
         get = self._disk.get
         return sum(1 for name in names if get(name, 0) & bit)
 
@@ -125,19 +121,19 @@ class PrefixIndex:
 
 
 def deepest(levels: Levels, nodes: int) -> int:
-    """Leading blocks that some node of a mask has; the others of the levels do not count."""
+    """The most leading blocks of any node of a mask."""
     return max([depth for depth, group in levels if group & nodes], default=0)
 
 
 def _set(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> None:
-    """Adds one bit to each. Each is looked up once, for that is what takes long among a million."""
+    """Adds one bit to each mask. Looks each name up once, since that is slow among a million."""
     values = list(map(masks.setdefault, names, repeat(bit)))
     if values.count(bit) < len(values):
         masks.update([(name, mask | bit) for name, mask in zip(names, values, strict=True) if mask != bit])
 
 
 def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
-    """Takes one bit out of each; returns the names that have none left."""
+    """Takes one bit out of each mask; returns the names whose masks are empty then."""
     values = list(map(masks.pop, names, repeat(0)))
     if values.count(bit) == len(values):  # nobody else has any of them
         return names
@@ -146,7 +142,7 @@ def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) ->
 
 
 def _lowered(levels: Levels, holders: Callable[[int], int]) -> Levels:
-    """Each node at the deepest level, at or above its own, of which it is a holder; else at 0."""
+    """The levels with each node lowered to the deepest depth, at most its own, of which it is a holder; else to 0."""
     found: Levels = []
     waiting = 0
     for at in range(len(levels) - 1, -1, -1):

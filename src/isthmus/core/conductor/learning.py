@@ -1,7 +1,4 @@
-"""What the conductor learns while it runs: how wrong its estimates are, how much comes, how long answers are.
-
-Nothing here is tuned by hand; the windows say only how fast old facts are forgotten.
-"""
+"""Statistics that the conductor learns: errors of its estimates, arrival rates, cost of evictions, answer lengths."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from isthmus.core.types import NS_PER_S
 
 WINDOW_NS = 120 * NS_PER_S
 FORGET = 1 - 1 / 1000
-"""Weight of what is known when one more prefill was measured: about the last thousand count."""
+"""Weight of earlier prefills with each new one: about the last thousand count."""
 
 
 class Calibration:
-    """Ratio of measured to estimated prefill time, in which any common error of the cost model cancels."""
+    """The ratio of measured to estimated prefill time, which cancels a common error of the cost model."""
 
     __slots__ = ("_estimated", "_measured", "ratio")
 
@@ -26,7 +23,7 @@ class Calibration:
         self.ratio = 1.0
 
     def add(self, measured_ns: int, estimated_ns: int) -> None:
-        """One prefill that waited for no KV: its time, and what the cost model alone says."""
+        """Adds a prefill that waited for no KV: its measured time, and the estimate of the cost model."""
         self._measured = self._measured * FORGET + measured_ns
         self._estimated = self._estimated * FORGET + estimated_ns
         if self._estimated > 0:
@@ -34,7 +31,7 @@ class Calibration:
 
 
 class Decaying:
-    """A sum that forgets: what was added one window ago counts 1/e."""
+    """A decaying sum: an amount added one window ago counts 1/e."""
 
     __slots__ = ("_at_ns", "_value")
 
@@ -64,13 +61,12 @@ class Recent:
         self._forget(now)
 
     def rate(self, now: int) -> float:
-        """Accepted requests per second of the whole window, also while there is less history than that: nobody
-        who has not come is known to come."""
+        """Accepted requests per second over the whole window, also while the history is shorter."""
         self._forget(now)
         return len(self._accepted) * NS_PER_S / WINDOW_NS
 
     def backlog_price(self, waits: Sequence[float], now: int) -> float:
-        """What a node-second costs others, nodes having queues of `waits` ns: arrivals per node expected while the mean
+        """The cost of a node-second to others, with queues of `waits` ns: arrivals per node expected while the mean
         queue drains."""
         return self.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
 
@@ -83,7 +79,7 @@ class Recent:
         self._inserted.add(num_blocks, now)
 
     def lose(self, work_ns: float, now: int) -> None:
-        """Node time that an evicted block would have saved."""
+        """Adds node time that evicted blocks would have saved."""
         self._lost.add(work_ns, now)
 
     def loss_per_block_ns(self, now: int) -> float:
@@ -95,15 +91,13 @@ class Recent:
 
 
 class OutputLengths:
-    """Survival curve of answers: the share that is longer than so many tokens, learned from those that ended.
-
-    Kept in bins that grow by an eighth of an octave, so one answer costs O(1) and a query O(bins).
-    """
+    """The survival curve of answers, learned from those that ended: the share longer than so many tokens. In bins that
+    grow by an eighth of an octave."""
 
     BINS_PER_OCTAVE = 8
     NUM_BINS = 20 * BINS_PER_OCTAVE
     REMEMBERED = 10_000
-    """Answers that count: at twice as many all weigh half from then on."""
+    """Whenever twice as many answers count, all weights are halved."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * (self.NUM_BINS + 1)
@@ -124,11 +118,11 @@ class OutputLengths:
 
     @property
     def mean(self) -> float:
-        """0 before any answer ended."""
+        """Mean tokens of an answer; 0 before any ended."""
         return self._sum / self._total if self._total else 0.0
 
     def survival(self, num_tokens: float) -> float:
-        """Share of answers longer than `num_tokens`; 1 before any answer ended."""
+        """The share of answers longer than `num_tokens`; 1 before any ended."""
         if not self._total:
             return 1.0
         if self._curve is None:
@@ -136,9 +130,9 @@ class OutputLengths:
         return self._curve[self._bin(num_tokens)]
 
     def going_on(self, age: float, more: float) -> float:
-        """Chance that an answer which has `age` tokens gets more than `more` further ones."""
+        """The chance that an answer of `age` tokens so far gets more than `more` further ones."""
         alive = self.survival(age)
-        return self.survival(age + more) / alive if alive > 0 else 1.0  # no answer was longer: nobody knows
+        return self.survival(age + more) / alive if alive > 0 else 1.0  # no known answer was that long
 
     def _build(self) -> list[float]:
         """Half of a bin's answers count as longer than the bin."""

@@ -1,4 +1,4 @@
-"""KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike."""
+"""Reuse of KV beyond the prefix: passages of equal text, similarity of prompts, selection of the tokens to compute."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from collections.abc import Mapping, Sequence
 import blake3
 import msgspec
 
+# Passages: prompts are cut into pieces at boundaries that depend on the last few tokens alone (content-defined
+# chunking), so equal text between other texts is cut into equal pieces, but for its ends, without any separator.
+
 WINDOW = 4
 """Tokens that decide whether a piece ends with the last of them."""
 LEAST, MASK, MOST = 8, 15, 128
-"""A piece has at least and at most so many tokens; one in 16 tokens ends one otherwise."""
+"""Tokens of a piece: at least, and at most; between these one in `MASK + 1` tokens ends a piece."""
 MEAN = LEAST + MASK
-"""Tokens of a piece in the mean."""
+"""Mean tokens of a piece."""
 MIN_PASSAGE = 32
-"""Shorter passages are not worth their place."""
+"""Tokens of the shortest passage that is used."""
 DIGEST_BYTES = 8
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """Tokens `[at, at + count)` of a prompt are those from `start` on of its donor number `donor`."""
+    """Tokens `[at, at + count)` of a prompt, equal to those from `start` on of donor number `donor`."""
 
     at: int
     count: int
@@ -30,12 +33,12 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 def cut(tokens: Sequence[int], salt: str) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """Digests of the pieces, and where each ends. Digests are keyed by `salt`: those of two tenants never match."""
+    """Digests and ends of a prompt's pieces. Digests are keyed by `salt`: those of two tenants never match."""
     key = blake3.blake3(salt.encode(), derive_key_context="isthmus 2026 passage").digest()
     digests, stops = list[bytes](), list[int]()
     start, rolling, num_tokens = 0, 0, len(tokens)
     for at, token in enumerate(tokens):
-        # The product spreads a token's bits; what is older than WINDOW tokens has left the 32 bits.
+        # The product spreads a token's bits; tokens older than WINDOW have left the 32 bits.
         rolling = (rolling << 32 // WINDOW) + token * 0x9E3779B1 & 0xFFFFFFFF
         count = at + 1 - start
         ends = count >= LEAST and (rolling >> 24 ^ rolling >> 12) & MASK == 0
@@ -54,8 +57,8 @@ def passages(
     *,
     start: int = 0,
 ) -> tuple[Passage, ...]:
-    """Passages of a prompt, from token `start` on, that donors have. `known`: of a piece's digest, the donor's number
-    and where the piece starts there. Pieces that follow each other in both become one passage."""
+    """Passages of a prompt, from token `start` on, that donors have. `known`: (donor number, start there) by digest
+    of a piece. Consecutive pieces in both become one passage."""
     found = list[Passage]()
     first = 0
     for digest, stop in zip(digests, stops, strict=True):
@@ -75,13 +78,12 @@ def extended(
     *,
     start: int = 0,
 ) -> tuple[Passage, ...]:
-    """The same passages as far as the text is the same: found by pieces, they end where pieces do. `tokens`: of the
-    prompt, and of each of the `donors`, from a position on; the prompt's is `start`. What of a passage is not there is
-    left out. None overlaps another."""
+    """Passages grown beyond their pieces to all equal text, without overlaps. `tokens`: of the prompt from `start` on;
+    `donors`: (first position, tokens from there on) of each. Tokens that are not given are left out."""
     parts = []
     for each in found:
         first, theirs = donors[each.donor]
-        # In places of `tokens`; `shift` further it is in `theirs`.
+        # Positions are those in `tokens`; in `theirs` they are `shift` further.
         shift = each.start - each.at - first + start
         low = max(0, -shift, each.at - start)
         high = min(len(tokens), len(theirs) - shift, each.at + each.count - start)
@@ -102,7 +104,7 @@ def extended(
 
 
 def _add(found: list[Passage], new: Passage) -> None:
-    """Behind the last, or as a part of it where both go on in both prompts."""
+    """Appends a passage, or lengthens the last one if both are consecutive in both prompts."""
     last = found[-1] if found else None
     if last is not None and (last.donor, last.at + last.count, last.start + last.count) == (
         new.donor,
@@ -114,19 +116,18 @@ def _add(found: list[Passage], new: Passage) -> None:
         found.append(new)
 
 
-# How alike two prompts are, by the signatures of their embeddings.
-#
-# A signature is a string of bits, one a random direction: on which side of it the prompt's embedding lies (sign random
-# projections; the table that they are made of is the engine's). The share of bits that differ is the angle between the
-# two embeddings over pi.
+# Similarity of prompts by signatures: each bit is the side of a random direction on which the prompt's embedding lies
+# (sign random projections, made by the engine). The share of differing bits is the angle between two embeddings over
+# pi.
 
 
 SIMILAR = 0.8
-"""Prompts that are less alike take the normal path (SemShareKV's threshold)."""
+"""The least similarity of a donor (SemShareKV's threshold)."""
 
 
 def similarity(one: bytes, other: bytes) -> float:
-    """The cosine that two signatures of one length stand for, at least 0. Exactly 1 for equal ones, 0 without any."""
+    """The cosine of two embeddings by their signatures, at least 0: 1 for equal signatures, 0 for empty ones or two
+    lengths."""
     if len(one) != len(other):
         return 0.0
     differing = (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
@@ -143,17 +144,17 @@ def similarity(one: bytes, other: bytes) -> float:
 
 
 TAIL = 32
-"""The prompt's last tokens: the question, whose attention says what matters. Always computed, never dropped."""
+"""The last tokens of a prompt, its question: always computed, never dropped; their attention ranks other tokens."""
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """`full_layers`: so many layers are computed for all tokens, and the keys and values of the one behind them, where
-    candidates are chosen by how far their donors' are off; 0: none is chosen. In layer i of those behind, the share
-    `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the share `hot`
-    by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
-    case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer.
-    `alike`: tokens outside of passages have KV of the first donor's tokens that are most like them, unless the cosine
-    of the two is below `least`, or, if `same`, they are other words."""
+    """Parameters of one method. The first `full_layers` layers are computed for all tokens, and keys and values of the
+    next, in which candidates are chosen by the deviation of their donors' KV (0: none are chosen). In a later layer i
+    the share `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the
+    share `hot` by the tail's attention, the others by deviation. `first`: tokens of each passage that are always
+    computed. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer. `alike`:
+    tokens outside of passages take KV of the most similar token of the first donor, if their cosine is at least `least`
+    and, with `same`, they are the same word."""
 
     name: str
     full_layers: int = 1
@@ -169,13 +170,13 @@ class Selection(msgspec.Struct, frozen=True):
     same: bool = True
 
     def computed(self, layer: int) -> float:
-        """The share of the candidates that goes through attention and MLP of this layer. Never grows with it."""
+        """The share of the candidates computed in a layer; never grows with it."""
         if layer < self.full_layers:
             return 1.0
         return max(min(self.recompute, 1.0) * self.decay ** (layer - self.full_layers), self.floor)
 
     def kept(self, layer: int, num_layers: int) -> float:
-        """The share of the prompt whose KV stays in this layer. Never grows with it."""
+        """The share of the prompt whose KV is kept in a layer; never grows with it."""
         return min(1.0, self.keep * math.exp(-self.fade * layer / max(1, num_layers - 1)))
 
     @property
@@ -190,8 +191,8 @@ SELECTIONS = {each.name: each for each in (SEMANTIC, CACHEBLEND, EPIC)}
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """What is kept of a prompt's first `num_blocks` blocks: `kept[i]` blocks of layer i. They lie in `num_packed`
-    blocks of the engine, layer by layer, one slice after the other; the blocks behind follow as ever."""
+    """The kept part of a prompt's first `num_blocks` blocks: `kept[i]` blocks of layer i, packed layer by layer, slice
+    after slice, into `num_packed` blocks of the engine. The blocks behind follow unchanged."""
 
     num_blocks: int
     kept: tuple[int, ...]
@@ -202,12 +203,12 @@ class Packing(msgspec.Struct, frozen=True):
 
     @property
     def num_dropped(self) -> int:
-        """Blocks that are free again."""
+        """Blocks freed by packing."""
         return self.num_blocks - self.num_packed
 
 
 def pack(selection: Selection, num_tokens: int, num_layers: int, block_size: int) -> Packing | None:
-    """Of a prompt of so many tokens; None where nothing is dropped."""
+    """The packing of a prompt; None if it frees no block."""
     num_blocks = (num_tokens - TAIL) // block_size
     if not selection.drops or num_blocks < 1:
         return None
@@ -219,6 +220,6 @@ def pack(selection: Selection, num_tokens: int, num_layers: int, block_size: int
 def rows_per_layer(
     selection: Selection, num_candidates: int, num_others: int, num_layers: int
 ) -> tuple[int, ...]:
-    """Tokens computed in each layer of a prompt with so many candidates and so many others."""
+    """Tokens computed in each layer, of `num_candidates` with a donor's KV and `num_others`."""
     shares = [selection.computed(layer) for layer in range(num_layers)]
     return tuple([num_others + math.ceil(num_candidates * share) for share in shares])

@@ -16,6 +16,8 @@ from isthmus.core.conductor.events import NodeJoined, RequestArrived, Rules
 from isthmus.core.conductor.view import Cluster, HeldBlocks, NodeView, RequestView, View
 from isthmus.core.types import RequestId, Role
 
+AnyNode = NodeJoined | NodeView
+
 
 def at_home(capacity_tokens: int) -> int:
     """Prompt tokens that a node can keep while it computes the prompt; the rest of its memory is for blocks that fill
@@ -23,24 +25,27 @@ def at_home(capacity_tokens: int) -> int:
     return capacity_tokens * 3 // 4
 
 
-def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
+def longest(nodes: Iterable[AnyNode]) -> int:
     """Tokens of the longest request, prompt and answer, that the nodes of one cluster hold together; 0 if they cannot
     prefill and decode."""
     lending = [node for node in nodes if node.lends]
     total = sum([node.capacity_tokens for node in lending if node.role is not Role.ATTENTION])
     total += _shared_tokens([node for node in lending if node.role is Role.ATTENTION])
     largest = 0
-    for first in lending:
-        if first.role is Role.MIXED:
-            largest = max(largest, total - first.capacity_tokens + at_home(first.capacity_tokens))
-        elif first.role is Role.PREFILL:
-            for then in [node for node in lending if node.role is Role.DECODE]:
-                here = min(at_home(first.capacity_tokens), then.capacity_tokens)
-                largest = max(largest, total - first.capacity_tokens - then.capacity_tokens + here)
+    for first, then in _homes(lending):
+        own = first.capacity_tokens + (then.capacity_tokens if then is not first else 0)
+        largest = max(largest, total - own + min(at_home(first.capacity_tokens), then.capacity_tokens))
     return largest
 
 
-def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
+def _homes(nodes: Sequence[AnyNode]) -> list[tuple[AnyNode, AnyNode]]:
+    """Pairs of nodes that can (prefill, decode) a request; a mixed node is both."""
+    decodes = [node for node in nodes if node.role is Role.DECODE]
+    pairs = [(node, node) for node in nodes if node.role is Role.MIXED]
+    return pairs + [(node, then) for node in nodes if node.role is Role.PREFILL for then in decodes]
+
+
+def _shared_tokens(nodes: list[AnyNode]) -> int:
     """Tokens of one request that attention nodes hold together; if they share heads, the smallest one limits."""
     parts = _parts(nodes[0].kv_heads, len(nodes)) if nodes else 1
     rooms = sorted([node.capacity_tokens for node in nodes])
@@ -73,7 +78,7 @@ def spread(
     return (tuple(found), ()) if num_blocks(found) >= blocks else None
 
 
-def blocks_away(request: RequestArrived, prefill: NodeView, decode: NodeView) -> int:
+def blocks_away(request: RequestArrived, prefill: AnyNode, decode: AnyNode) -> int:
     """Blocks of the prompt that do not fit at home beside the answer."""
     length = request.num_tokens + request.max_tokens
     least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
@@ -86,10 +91,8 @@ def leaves_room(nodes: Sequence[NodeView], request: RequestArrived) -> bool:
     lending = [node for node in nodes if node.lends]
     if any(node.role is Role.ATTENTION for node in lending):
         return True
-    pairs = [(node, node) for node in lending if node.role is Role.MIXED]
-    decodes = [node for node in lending if node.role is Role.DECODE]
-    pairs += [(node, then) for node in lending if node.role is Role.PREFILL for then in decodes]
-    return any(blocks_away(request, *each) <= (request.num_tokens - 1) // each[0].block_size for each in pairs)
+    prompt = request.num_tokens - 1
+    return any(blocks_away(request, *home) <= prompt // home[0].block_size for home in _homes(lending))
 
 
 def _attending(

@@ -134,13 +134,10 @@ def similarity(one: bytes, other: bytes) -> float:
     return max(0.0, math.cos(math.pi * differing / (8 * len(one)))) if one else 0.0
 
 
-# Which tokens of an assembled prompt are computed in which layer, and which of its KV is kept.
-#
-# One mechanism, three selectors (../docs/reuse.md): SemShareKV (arXiv 2509.24832), CacheBlend (arXiv 2405.16444) and
-# EPIC (arXiv 2410.15332). All are a `Selection`: numbers, and no code of their own.
-#
-# Layers are counted among those that keep KV, from 0. A *candidate* is a token with KV of a donor; all others, and the
-# prompt's last `TAIL` tokens, are computed in every layer.
+# Selections: tokens of an assembled prompt computed in each layer, and the KV that is kept (docs/reuse.md). SemShareKV
+# (arXiv 2509.24832), CacheBlend (arXiv 2405.16444) and EPIC (arXiv 2410.15332) differ in numbers alone. Layers are
+# counted among those that keep KV, from 0. A *candidate* is a token with KV of a donor; other tokens, and the last
+# `TAIL` ones, are computed in every layer.
 
 
 TAIL = 32

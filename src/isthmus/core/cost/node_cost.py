@@ -1,4 +1,4 @@
-"""What conductor, scheduler and simulator hold: the cost of work on one node, ready to be asked many times."""
+"""The cost of work on one node, as conductor, scheduler, simulator and planner ask for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isthmus.core.cost.transfer import Handling
 from isthmus.core.reuse import TAIL, Selection, rows_per_layer
 
 Cost = Analytic | Curve
-"""What travels in messages and is written by the flight recorder: a tagged union."""
+"""A cost as sent and recorded: a tagged union."""
 
 
 class NodeCost(Protocol):
@@ -28,9 +28,9 @@ class NodeCost(Protocol):
     """Bytes of a sequence that do not grow with it (recurrent states, short windows); 0 for most models."""
     num_layers: int
     handling: Handling
-    """What the node does to KV beside computing it."""
+    """Time for KV beside computing it."""
     queries: Queries
-    """What a token asks of KV that lies elsewhere."""
+    """Queries of a token to KV elsewhere."""
 
     def prefill_ns(self, num_tokens: int, cached: int) -> int:
         """One prompt alone, computed in one go. 0 for no tokens."""
@@ -47,8 +47,8 @@ class NodeCost(Protocol):
         ...
 
     def attend_ps(self, num_queries: int, num_tokens: float) -> float:
-        """Attention alone, of queries of one sequence, all of which see so many tokens; it is part of an iteration's
-        time. With one query, `num_tokens` may be of many sequences."""
+        """Time of attention alone, a part of an iteration's: of queries of one sequence that all see `num_tokens`. With
+        one query, `num_tokens` may be of many sequences."""
         ...
 
 
@@ -76,26 +76,22 @@ def pipeline(chunk_times_ps: Sequence[int], stages: int) -> tuple[int, int]:
     return occupancy, occupancy + (stages - 1) * max(parts)
 
 
-# What an assembled prompt takes: each layer computes fewer of its tokens than the one before (`isthmus.core.reuse`).
+# Assembled prompts, of which each layer computes fewer tokens than the one before (`isthmus.core.reuse`). Each of `L`
+# equal layers takes an `L`-th of an iteration with as many new rows as it computes:
 #
-# Each of `L` layers takes an `L`-th of an iteration in which as many rows as it computes are new:
-#
-# time = sum over layers i of  step([others..., (r_i, p + (n - r_i) // 2)]) / L        r_i = rows_per_layer(...)[i]
+#     time = sum over layers i of  step([others..., (r_i, p + (n - r_i) // 2)]) / L        r_i = rows_per_layer(...)[i]
 #
 # since r rows, spread evenly over n tokens after p cached ones, attend to as many tokens in sum as a chunk of r after
-# p + (n - r) / 2 does: r (p + n / 2). A layer reads its weights once, however few rows it has. All layers count as
-# equal, and as such that keep KV.
+# p + (n - r) / 2: r (p + n / 2). A layer reads its weights once, however few rows it has.
 #
-# Left out: the layer in which candidates are chosen projects keys and values of those it does not compute. That is at
-# most a sixth of one layer's matrices (2 of 12 h^2 without grouped heads; a 26th for Mistral-7B), so at most 1 / (6
-# L) of a full prefill: 0.5 % at 32 layers. Where r is so small that reading KV takes longer than attending to it, p +
-# (n + r) / 2 tokens are read instead of p + n: with a 7B model that is less than reading the weights, up to 200,000
-# tokens. To bring donors' KV here, and to turn its keys, is not a matter of this file.
+# Left out: keys and values of candidates in the layer that chooses them, at most 1 / (6 L) of a full prefill (0.5 % at
+# 32 layers); tokens beyond p + (n + r) / 2 that are read where reading KV takes longer than attending to it (with a 7B
+# model less than the weights, up to 200,000 tokens); fetching donors' KV, and turning its keys.
 
 
 class AssembledChunk(NamedTuple):
-    """A chunk that is assembled: of `num_tokens` tokens after `cached` ones, `num_candidates` have a donor's KV. The
-    `first` tokens of passages are none of them; those among the last `TAIL` do not count."""
+    """An assembled chunk of `num_tokens` tokens after `cached` ones, `num_candidates` of which have a donor's KV,
+    without the `first` tokens of passages. Candidates among the last `TAIL` tokens do not count."""
 
     selection: Selection
     num_tokens: int
@@ -127,7 +123,7 @@ def assembled_step_ps(
 
 
 def _attending(chunk: AssembledChunk, rows: int) -> tuple[int, int]:
-    """The chunk of consecutive tokens that attends like so many of this one."""
+    """The chunk of consecutive tokens that attends to as many tokens as `rows` spread over this one."""
     return rows, chunk.cached + (chunk.num_tokens - rows) // 2
 
 
@@ -143,6 +139,6 @@ def assembled_ns(
 
 
 def assembled_weight(selection: Selection, num_tokens: int, num_candidates: int, num_layers: int) -> int:
-    """As many plain prompt tokens are computed: the mean over the layers, rounded up. What a token budget counts."""
+    """Tokens that a token budget counts: the mean of those computed over the layers, rounded up."""
     rows = AssembledChunk(selection, num_tokens, 0, num_candidates).rows(num_layers)
     return -(-sum(rows) // num_layers)

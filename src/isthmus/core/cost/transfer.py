@@ -1,16 +1,14 @@
-"""What moving KV takes beside the link, when it is at the node that will use it, and by which codec it is there first.
+"""The time of moving KV to another node, and the codec by which it arrives first.
 
-KV leaves layer by layer while it is computed. Each layer is sealed, encoded and given to the link at the sender, taken
-from it, decoded and checked at the receiver, while others are, and each of these has a resource of its own. So the
-slowest sets the time (for computing and sending: Mooncake, arXiv 2407.00079, section 5.2), and what both ends do to
-the last layer comes after it:
+KV leaves layer by layer while it is computed; each layer is sealed, encoded and sent, then received, decoded and
+checked, at the same time as others. The slowest stage sets the time (for computing and sending: Mooncake, arXiv
+2407.00079, section 5.2), and both ends handle the last layer after it:
 
     out     bytes / encode + layers * send_layer + bytes * kept * send            at the sender; without codec kept is 1
     into    bytes / decode + layers * receive_layer + bytes * kept * receive      at the receiver
     usable  max(compute, out, bytes * kept / link, into) + (out + into) / layers + message
 
-The last layer's time on the link is left out. A codec makes it shorter, so the formula is, if anything, unfair to
-codecs; in return no codec is ever chosen while computing, and not the link, sets the time.
+The last layer's time on the link is left out, so no codec is ever chosen while computing, not the link, sets the time.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ NONE, ZSTD, INT8 = "none", "zstd", "int8"
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """KV that goes from one node to another. `compute_ns`: until its last layer is computed, 0 if it is already.
-
-    `link_bytes_per_s`: what is left of the link for it, above 0.
-    """
+    """KV that goes from one node to another. `compute_ns`: until its last layer is computed, 0 if it is already;
+    `link_bytes_per_s`: the rate left for it, above 0."""
 
     num_bytes: int
     num_layers: int
@@ -39,10 +35,8 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class CodecSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a codec does on one core. `kept`: bytes sent for a byte of KV; speeds count bytes of KV too.
-
-    Raises ConfigError for a value that is not above 0.
-    """
+    """A codec on one core. `kept`: bytes sent for a byte of KV; speeds count bytes of KV. Raises ConfigError for a
+    value not above 0."""
 
     kept: float
     encode_bytes_per_s: float
@@ -67,18 +61,16 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def codec_speeds(dtype: str, block_size: int) -> dict[str, CodecSpeed]:
-    """Of every codec but `none`, lossless ones first. int8 sends a byte a number, and 2 a channel of each block."""
+    """Every codec but `none`, lossless ones first. int8 sends a byte for each number and 2 for each channel of a
+    block."""
     kept, encode, decode, quantise, dequantise = _MEASURED[dtype]
     int8_kept = (block_size + 2) / (block_size * _DTYPE_BYTES[dtype])
     return {ZSTD: CodecSpeed(kept, encode, decode), INT8: CodecSpeed(int8_kept, quantise, dequantise)}
 
 
 class Handling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds that a node's processor spends on KV beside the engine, for each byte, and for each layer of a piece that
-    it is sent in; 0 where nobody measured.
-
-    Raises ConfigError for a bad value.
-    """
+    """Seconds of a node's processor for KV beside the engine, for each byte, and each layer of a piece that it is sent
+    in; 0 if not measured. Raises ConfigError for a bad value."""
 
     load_byte_s: float = 0.0
     """Copying from the cache in DRAM to the engine's memory."""
@@ -91,12 +83,12 @@ class Handling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     receive_byte_s: float = 0.0
     """Taking from the session into place, and checking the seal."""
     message_s: float = 0.0
-    """From saying something to another node, which does not wait for KV, until it is heard there."""
+    """Of a message to another node that does not wait for KV."""
     shares_core: bool = False
-    """The engine's threads leave no core free: whatever is done to KV, the engine waits for."""
+    """The engine's threads leave no core free, so the engine waits for all handling of KV."""
     zstd: CodecSpeed | None = None
     int8: CodecSpeed | None = None
-    """Codecs, where they were measured; else `codec_speeds` holds."""
+    """Measured codecs; None: those of `codec_speeds`."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -108,13 +100,13 @@ class Handling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: measured[name] or speed for name, speed in codec_speeds(dtype, block_size).items()}
 
     def narrowed(self, bytes_per_s: int) -> int:
-        """The rate of a link with this node at one end: all that crosses it passes through one core."""
+        """The rate of a link with this node at one end, since all its bytes pass through one core."""
         slowest = max(self.send_byte_s, self.receive_byte_s)
         return min(bytes_per_s, round(1 / slowest)) if slowest else bytes_per_s
 
     def computed_s(self, *, leaves: bool, saved: bool) -> tuple[float, float]:
-        """What the engine waits: for each layer of a chunk, and for each byte of KV that it computes, if that goes to
-        another node, or to the cache."""
+        """Seconds that the engine waits (for each layer of a chunk, for each computed byte of KV) if the KV goes to
+        another node or to the cache."""
         if not self.shares_core:
             return 0.0, 0.0
         return leaves * self.send_layer_s, leaves * self.send_byte_s + saved * self.save_byte_s
@@ -143,8 +135,8 @@ def after_ns(
 
 
 def arrival_ns(transfer: Transfer, speed: CodecSpeed | None) -> int:
-    """Time from the start of computing until the KV can be used at the other end; None: not encoded. Of handling, only
-    codecs count: what else is done to KV is done with all of them."""
+    """Nanoseconds from the start of computing until the KV can be used at the other end; `speed` None: not encoded.
+    Only codecs count of the handling, since the rest is equal for all of them."""
     size = transfer.num_bytes * (1.0 if speed is None else speed.kept)
     took = max(transfer.compute_ns, _ns(size, transfer.link_bytes_per_s))
     return took + after_ns(transfer.num_bytes, transfer.num_layers, took, speed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.cost_models import CONFIGS as MEASURED
-from isthmus.core.cost import Analytic, engine_coefficients, facts_of, hardware_named
+from isthmus.core.cost import Analytic, NodeCost, engine_coefficients, facts_of, hardware_named
+from isthmus.core.cost.offload import RequestWork
 from isthmus.lab.papers.prfaas.configs import (
     DEEPSEEK_V3,
     KIMI_K3,
@@ -29,6 +30,7 @@ __all__ = [
     "QWEN3_NEXT",
     "RING_25_1T",
     "instance",
+    "work_of",
 ]
 
 GPT_OSS = MEASURED["gpt-oss-120b"] | {"quantization_config": {"quant_method": "mxfp4"}}
@@ -56,3 +58,12 @@ def instance(
     hardware = hardware_named(gpu)
     coefficients = engine_coefficients(engine, hardware, weight_dtype=weight_dtype)
     return Analytic(facts_of(config), hardware, coefficients, num_gpus, weight_dtype, "fp8")
+
+
+def work_of(remote: NodeCost, local: NodeCost) -> RequestWork:
+    """Of a request with nothing cached, by the costs of one instance in each cluster."""
+    return RequestWork(
+        remote_s=lambda length: remote.prefill_ns(round(length), 0) / 1e9,
+        local_s=lambda length: local.prefill_ns(round(length), 0) / 1e9,
+        kv_bytes=lambda length: remote.state_bytes + remote.kv_token_bytes * length,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.core.cost import compile_cost, curve_of
-from isthmus.core.cost.offload import decode_imbalance, prefill_imbalance, work_of
+from isthmus.core.cost.offload import decode_imbalance, prefill_imbalance
 from isthmus.lab.papers.prfaas import case, deployments, sensitivity
 from isthmus.lab.papers.prfaas.case import (
     GBPS,
@@ -21,6 +21,7 @@ from isthmus.lab.papers.prfaas.case import (
     THROUGHPUT,
 )
 from isthmus.yaml_file import read_document
+from tests.core.cost.models import work_of
 from tests.core.cost.test_curve import PROFILES
 from tests.lab.papers.traces import untraced
 

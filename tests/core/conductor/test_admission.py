@@ -238,13 +238,3 @@ def test_a_queue_that_is_too_long_refuses_and_says_for_how_long() -> None:
     (route,) = some.arrives("late again", 3000)
     assert isinstance(route, Route) and route.request == RequestId("late again")
     assert route.deadline_ns == some.now + 10 * NS_PER_S
-
-
-def test_a_stricter_view_of_decode_refuses_earlier() -> None:
-    """The same burst: who is refused at arrival, by what each admission sees."""
-    refusals = {}
-    for admission, parameters in (("baseline", ()), ("early", ()), ("predictive", (("decode_s", 60.0),))):
-        some = cluster(Rules(admission=admission, admission_parameters=parameters, tbt_ms=15))
-        actions = [some.arrives(f"r{at}", 10)[-1] for at in range(10)]
-        refusals[admission] = sum(isinstance(action, Refuse) for action in actions)
-    assert refusals == {"baseline": 0, "early": 0, "predictive": 6}

@@ -230,18 +230,6 @@ def test_isthmus_spreads_ties_over_the_nodes() -> None:
     assert taken == [0, 1, 2, 3] * 2
 
 
-def test_isthmus_buys_node_time_where_load_is_low_and_saves_it_where_it_is_high() -> None:
-    """A holder with a queue against an idle node that would compute all: the price decides."""
-    view = view_of(P, P, D, paths=Paths())
-    view.index.store(view.prefills[0].bit, NAMES)
-    queue_up(view, 45, 0)
-    assert place("isthmus", estimator(view, arrival(50, NAMES), 0)).prefill.slot == 1
-    for _ in range(120):
-        view.clusters[""].recent.accept(0)
-    queue_up(view, 1045, 1000, now=60 * NS_PER_S)  # 2 arrivals a second and 1 s of queue
-    assert place("isthmus", estimator(view, arrival(50, NAMES), 60 * NS_PER_S)).prefill.slot == 0
-
-
 def test_random_and_round_robin_are_even_and_can_be_repeated() -> None:
     """And random follows no pattern."""
     view = view_of(P, P, D)

@@ -97,8 +97,8 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Reuse(StrEnum):
-    """Which KV of earlier prompts a request may be computed with. EXACT: of the same prefix, so that nothing changes;
-    CHUNKS: of the same text at another place, too; SEMANTIC: of a prompt that means nearly the same, too."""
+    """KV of earlier prompts that a request may be computed with. EXACT: of the same prefix, with equal results; CHUNKS:
+    also of the same text elsewhere; SEMANTIC: also of a prompt of nearly the same meaning."""
 
     EXACT = "exact"
     CHUNKS = "chunks"
@@ -106,8 +106,8 @@ class Reuse(StrEnum):
 
 
 class Reused(msgspec.Struct, frozen=True, array_like=True):
-    """Where the KV of a prompt's tokens came from: the cache of the same prefix, the same text elsewhere, a prompt that
-    is alike; or they were computed. Candidates that were computed all the same count as `recomputed`."""
+    """Tokens of a prompt by the source of their KV: the cached prefix, the same text elsewhere, or a similar prompt.
+    `recomputed`: candidates that were computed all the same."""
 
     exact: int
     moved: int
@@ -116,8 +116,8 @@ class Reused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Who shares a cluster with others, by `name`; `weight`: of its share, next to theirs. Without a name: nobody in
-    particular, as all requests are where nobody needs a key."""
+    """A tenant that shares the cluster; `weight`: of its share. Without a name: all requests of a deployment without
+    API keys."""
 
     name: str = ""
     weight: float = 1.0
@@ -127,12 +127,12 @@ NOBODY = Tenant()
 
 
 def sharing(name: str, weight: float) -> Tenant:
-    """Whose share a request of this tenant is computed in."""
+    """The tenant whose share a request is computed in; `NOBODY` without a weight."""
     return Tenant(name, weight) if weight else NOBODY
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Of `tenants` with a weight of their own, and the weight of all others, `default`; 0: nobody has a share."""
+    """Weights of `tenants`, and the `default` weight of all others; 0: no share."""
 
     tenants: tuple[Tenant, ...] = ()
     default: float = 0.0
@@ -145,10 +145,10 @@ class Shares(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate, as the gateway hands it to the cluster.
 
-    `max_tokens`: 0, if its prompt alone is to be scored; the one token that ends it has no place in memory or context.
-    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting; with a `weight`
-    above 0 it has a share of the cluster (`Tenant`). A higher `priority` is refused last; `ttft_ms`, `tbt_ms`: its own
-    limits, None takes the deployment's. `reuse`: which KV it may be computed with.
+    `max_tokens`: 0 if only its prompt is scored (the one token that ends it takes no memory or context). Blocks of
+    different `salt` never match. `tenant` is a label for accounting; with a `weight` above 0 it has a share (`Tenant`).
+    A higher `priority` is refused last; `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. `reuse`: KV
+    that it may be computed with.
     """
 
     request: RequestId
@@ -167,9 +167,8 @@ class Job(msgspec.Struct, frozen=True):
 class Generated(msgspec.Struct, frozen=True):
     """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
 
-    `cached_tokens`: prompt tokens served from cache; told with the first output token or the last, None with others.
-    `prompt_logprobs`, if asked for, come with the first output token: of each prompt token but the first. `reused`: of
-    a request that may be computed with more than its own prefix, with the first output token.
+    `cached_tokens`: prompt tokens served from cache, with the first or last output token, else None. With the first
+    output token, if asked for: `prompt_logprobs` of each prompt token but the first, and `reused`.
     """
 
     index: int
@@ -182,8 +181,8 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What clients may know of the served model. `max_length`: prompt and answer together, in tokens; `node_length`: so
-    much that one node has memory for it, 0 if that is as much. `no_reuse`: why KV of its prompts cannot be moved, "" if
+    """The served model as clients see it. `max_length`: of prompt and answer, in tokens; `node_length`: the longest
+    that one node has memory for, 0 if that is `max_length`; `no_reuse`: why KV of its prompts cannot be moved, "" if
     it can."""
 
     name: str

@@ -1,19 +1,17 @@
-"""Cost from a measured or published curve: a few numbers, of whatever origin.
+"""Cost from a measured or published curve.
 
     prefill  prefill_fixed_s + prefill_token_s * n + prefill_pair_s * n (n + 2 p)    n new tokens after p cached
     decode   decode_fixed_s + decode_sequence_s * B + decode_context_s * C          B sequences, C tokens in all
     mixed    max(prefill, base) + (decode - base)                                    base: decode of no sequence
 
-A mixed iteration reads the weights once: they are the base of the decode part, and hidden behind a longer
-prefill. n (n + 2p) is (n + p)^2 - p^2, so a published fit in whole lengths, such as Mooncake's a (N - p) + b
-(N^2 - p^2), is the same numbers. Tables replace coefficients that change with the batch: `decode_points` of
-(batch, seconds at no context) the first two of decode, `decode_context_points` of (batch, seconds per token of
-context) the third. Both are linear between their points and keep the first value below them; beyond the last
-point the former follows its last segment, the latter stays.
+A mixed iteration reads the weights once: they are the base of decode, hidden behind a longer prefill. Since n (n + 2p)
+is (n + p)^2 - p^2, coefficients of a fit in whole lengths, such as Mooncake's a (N - p) + b (N^2 - p^2), are the same.
 
-Where prefill was measured at a few lengths, `prefill_points` of (tokens, seconds of a whole prompt) take the place of
-its coefficients: T(n) is linear between them, the first value below them, and follows the last segment beyond.
-n tokens after p cached ones then take T(p + n) - T(p) + T(0): the work of the rest and the overhead of one go.
+Tables may replace coefficients: `decode_points` of (batch, seconds at no context) the first two of decode,
+`decode_context_points` of (batch, seconds per token of context) the third, `prefill_points` of (tokens, seconds of a
+whole prompt) those of prefill. They are linear between points and constant below the first; beyond the last the second
+is constant, the others follow the last segment. With `prefill_points` n tokens after p cached ones take
+T(p + n) - T(p) + T(0).
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ _PS = 1e12
 class Curve(msgspec.Struct, frozen=True, tag=True):
     """Times in seconds, none negative. Raises ConfigError for a bad value.
 
-    `origin`: who measured what. `error`: mean relative error against the measurements, None if not known.
-    `measured_batch`, `measured_tokens`: the largest batch and context among them, 0 if not known. `query_elements`,
-    `query_heads`: of a token's queries, all layers; where they are 0, queries count as many bytes as keys and values.
-    `handling`: what moving KV takes beside that.
+    `origin`: source of the numbers; `error`: their mean relative error, None if not known; `measured_batch`,
+    `measured_tokens`: the largest batch and context measured, 0 if not known; `query_elements`, `query_heads`: of a
+    token's queries, all layers (0: queries count as many bytes as keys and values); `handling`: costs of moving KV.
     """
 
     kv_token_bytes: int
@@ -88,7 +85,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
             raise ConfigError("cost curve: give decode_context_points or decode_context_s, not both")
 
     def with_kv_work(self, *, leaves: bool, saved: bool) -> Curve:
-        """The same on a node whose engine waits for what is done to the KV that it computes."""
+        """The curve with the time that the engine waits for the handling of computed KV."""
         layer_s, byte_s = self.handling.computed_s(leaves=leaves, saved=saved)
         fixed_s, token_s = layer_s * self.num_layers, byte_s * self.kv_token_bytes
         if self.prefill_points:
@@ -102,7 +99,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
 
 
 def _check_table(name: str, points: Sequence[tuple[int, float]], what: str = "batch size") -> None:
-    """More work is never cheaper: the rest of the system relies on it."""
+    """Refuses a table in which more work is cheaper, on which other rooms rely."""
     sizes, values = [size for size, _ in points], [value for _, value in points]
     if sizes != sorted(set(sizes)) or values != sorted(values) or any(size < 1 for size in sizes):
         raise ConfigError(f"cost curve: {name} must rise in {what} (from 1) and never fall in seconds")
@@ -111,7 +108,7 @@ def _check_table(name: str, points: Sequence[tuple[int, float]], what: str = "ba
 
 
 def _interpolated(points: Sequence[tuple[int, float]], at: float, *, beyond: bool) -> float:
-    """Linear between points, the first value below them; `beyond`: the last segment goes on, else it ends."""
+    """Interpolates linearly, constant below the first point; `beyond`: follows the last segment, else constant."""
     if at <= points[0][0] or len(points) == 1:
         return points[0][1]
     if at >= points[-1][0] and not beyond:
@@ -122,11 +119,11 @@ def _interpolated(points: Sequence[tuple[int, float]], at: float, *, beyond: boo
 
 
 Work = Callable[[int, int], float]
-"""(num_tokens, cached) -> picoseconds of computing them, without what every iteration costs."""
+"""(num_tokens, cached) -> picoseconds of a chunk, without the fixed time of an iteration."""
 
 
 def _prefill(curve: Curve) -> tuple[float, Work]:
-    """Picoseconds of an iteration with any prefill in it, and those of each chunk."""
+    """The fixed picoseconds of an iteration with prefill, and the function for each chunk."""
     if points := [(tokens, _PS * seconds) for tokens, seconds in curve.prefill_points]:
 
         def measured(num_tokens: int, cached: int) -> float:
@@ -199,7 +196,7 @@ class CurveCost:
         return decode - self._base + max(round(prefill), self._base)
 
     def attend_ps(self, num_queries: int, num_tokens: float) -> float:
-        """What the tokens add to an iteration, of decodes or of a prompt behind them."""
+        """Time that `num_tokens` of context add to an iteration of decodes, or of a prompt behind them."""
         read = self.decode_step_ps(1)[1] * num_tokens
         if num_queries == 1:
             return read
@@ -224,7 +221,7 @@ def curve_of(mapping: Mapping[str, Any]) -> Curve:
 
 
 def to_mapping(curve: Curve) -> dict[str, Any]:
-    """What `curve_of` reads: plain values, ready for YAML or JSON."""
+    """The mapping that `curve_of` reads, of plain values for YAML or JSON."""
     mapping: dict[str, Any] = msgspec.to_builtins(curve)
     del mapping["type"]
     return mapping

@@ -1,7 +1,4 @@
-"""Model facts from a Hugging Face `config.json`: what the cost formulas need, and nothing else.
-
-Counts are elements (parameters, KV values), not bytes: the deployment chooses the precision.
-"""
+"""Model facts for the cost formulas from a Hugging Face `config.json`. Counts are elements, not bytes."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ from isthmus.core.models import (
 class ModelFacts(msgspec.Struct, frozen=True):
     """One decoder-only model, summed over its layers.
 
-    `kv_elements` are per token; `window_elements` and `state_bytes` are per sequence, whatever its length.
-    `attention_flops` is FLOP for each (query, key) pair; `token_flops` is attention work for each token that
-    does not depend on its position (windowed and recurrent layers). `kv_shards`: into how many parts tensor
-    parallelism can cut the KV of a token; beyond that it is replicated (1 for MLA). `kv_layers`: whose KV grows with a
-    sequence, with so many `query_heads` and `query_elements` a token in sum, those of MLA as they meet the vector kept.
+    `kv_elements`: per token; `window_elements`, `state_bytes`: per sequence of any length. `attention_flops`: per
+    (query, key) pair; `token_flops`: attention per token in windowed and recurrent layers, at any position.
+    `kv_shards`: parts that tensor parallelism can cut the KV of a token into, beyond which it is replicated (1 for
+    MLA). `kv_layers`: layers whose KV grows with a sequence; `query_heads`, `query_elements`: their sums per token,
+    with MLA as they meet the compressed vector.
     """
 
     architecture: str
@@ -67,10 +64,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
         return self.dense_params + self.moe_layers * self.experts_per_token * self.expert_params
 
     def prompt_bytes(self, num_tokens: int, element_bytes: int = 2) -> int:
-        """KV and states of a prompt at least as long as the short windows: what another node needs to decode it.
-
-        S_kv of Prefill-as-a-Service, equation (1). `element_bytes`: of a KV value; states keep their own precision.
-        """
+        """Bytes of KV and states of a prompt at least as long as the short windows: S_kv of Prefill-as-a-Service,
+        equation (1). `element_bytes`: of a KV value; states keep their own precision."""
         return self.state_bytes + element_bytes * (self.window_elements + self.kv_elements * num_tokens)
 
 
@@ -105,13 +100,13 @@ _SUMS = (
 
 
 def _kv_shards(model: ModelSpec) -> int:
-    """Of the KV that grows, where some does."""
+    """KV heads of a layer whose KV grows, or else of a windowed one."""
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
     return next((mixer.num_kv_heads for mixer in sorted(mixers, key=is_short)), 1)
 
 
 def _experts(model: ModelSpec) -> dict[str, int]:
-    """Those of its layers that have experts have the same."""
+    """Facts of the experts, equal in all layers that have any."""
     found = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
     if not found:
         return {}
@@ -153,13 +148,10 @@ def _quantised(fields: Fields, method: str, algorithm: str) -> str | None:
 
 
 def _most_bits(fields: Fields) -> int:
-    """That a group of compressed-tensors has; 0 without any."""
+    """The most bits of any group of compressed-tensors; 0 without groups."""
     groups = fields.nested("config_groups")
     found = [groups.nested(name).nested("weights") for name in fields.object("config_groups")]
     return max((each.count("num_bits") for each in found if each.get("num_bits")), default=0)
-
-
-# What each kind of layer of a model adds to its facts.
 
 
 # A windowed layer is counted as a fixed state when its window is at most this; a longer one as full attention,
@@ -186,19 +178,19 @@ def mixer_amounts(mixer: Attention | LatentAttention | DeltaRule | Lightning, hi
 
 
 def mlp_amounts(mlp: Dense | Experts, hidden: int) -> Amounts:
-    """Of experts: what every token goes through, the router, and the way into a smaller space and back."""
+    """Dense parameters; of experts the shared one, the router, and projections to a smaller space and back."""
     if isinstance(mlp, Dense):
         return {"dense_params": mlp.matrices * hidden * mlp.width}
     return {"dense_params": hidden * (3 * mlp.shared_width + mlp.num_experts + 2 * mlp.latent)}
 
 
 def is_short(mixer: Attention) -> bool:
-    """Whether what it keeps of a sequence does not grow."""
+    """Whether its KV of a sequence does not grow."""
     return 0 < mixer.window <= SHORT_WINDOW
 
 
 def _attention(mixer: Attention, hidden: int) -> Amounts:
-    """Grouped-query attention; a gate is projected, too, of the outputs' size."""
+    """Grouped-query attention; a gate is one more projection of the outputs' size."""
     queries, size, value_size = mixer.num_heads, mixer.head_dim, mixer.value_dim
     kv_elements = mixer.num_kv_heads * (size + value_size)
     outputs = queries * value_size * (2 if mixer.gated else 1)

@@ -1,7 +1,4 @@
-"""Distributions of prompt lengths: what a threshold makes of them. Lengths are uncached tokens.
-
-A threshold t cuts a distribution in two: `L > t` is above (offloaded), `L <= t` below (stays).
-"""
+"""Distributions of prompt lengths, in uncached tokens, cut by a threshold t: `L > t` is above, `L <= t` below."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from isthmus.core.errors import ConfigError
 
 
 class Lengths(Protocol):
-    """Pure and immutable. A conditional mean needs a class that is not empty."""
+    """A distribution; immutable."""
 
     def share(self, threshold: float) -> float:
         """P(L > threshold)."""
@@ -32,10 +29,8 @@ class Lengths(Protocol):
         ...
 
     def sums(self, function: Callable[[float], float], thresholds: Sequence[float]) -> list[float]:
-        """E[function(L); L <= t], not divided by the share, for each t of ascending `thresholds`.
-
-        All at once, since the function is what costs time: it is asked once for each length.
-        """
+        """E[function(L); L <= t], not divided by the share, for each t of ascending `thresholds`. Calls the function,
+        which may be slow, once for each length."""
         ...
 
     def quantile(self, share: float) -> float:
@@ -49,7 +44,7 @@ def mean_of(lengths: Lengths, function: Callable[[float], float] = float) -> flo
 
 
 class Sample:
-    """The empirical distribution of some lengths, each as likely as the others. Raises ConfigError for none."""
+    """The empirical distribution of `lengths`. Raises ConfigError if empty."""
 
     def __init__(self, lengths: Sequence[float]) -> None:
         if not lengths:
@@ -76,7 +71,7 @@ class Sample:
         return self._lengths[max(math.ceil(share * len(self._lengths)), 1) - 1]
 
     def _rank(self, threshold: float) -> int:
-        """How many lengths are at most the threshold."""
+        """The number of lengths at most the threshold."""
         return bisect_right(self._lengths, threshold)
 
 
@@ -125,7 +120,7 @@ class LogNormal(msgspec.Struct, frozen=True):
         return found
 
     def quantile(self, share: float) -> float:
-        """By bisection, to the precision of a float."""
+        """Bisects to the precision of a float."""
         low, high = self.low, self.high
         while (middle := (low + high) / 2) not in (low, high):
             if 1 - self.share(middle) >= share:
@@ -146,11 +141,11 @@ class LogNormal(msgspec.Struct, frozen=True):
         return half * total
 
     def _z(self, length: float) -> float:
-        """Of a length brought within the limits."""
+        """z of a length clipped to [low, high]."""
         return (math.log(min(max(length, self.low), self.high)) - self.mu) / self.sigma
 
     def _mass(self, start: float, stop: float) -> float:
-        """Of the normal distribution that is not truncated."""
+        """Probability of [start, stop] in the distribution before truncation."""
         return _between(self._z(start), self._z(stop))
 
     def _first_moment(self, start: float, stop: float) -> float:

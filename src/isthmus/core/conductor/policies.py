@@ -1,8 +1,7 @@
-"""Placement policies by name: each chooses where a request prefills, from the same estimates.
+"""Placement policies by name: each chooses the prefill node of a request from the same estimates.
 
-`random`, `round_robin`, `least_loaded`, `sticky` and `local_aware` are baselines; `mooncake` is Algorithm 1 of
-the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that can take the request. What a policy has
-further parameters for, each with a default, a configuration may set (`Rules.policy_parameters`).
+`random`, `round_robin`, `least_loaded`, `sticky` and `local_aware` are baselines; `mooncake` is Algorithm 1 of the
+paper; `isthmus` is in `estimates.py`. Further parameters of a policy are set by `Rules.policy_parameters`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from isthmus.core.conductor.view import Placement
 
 _ttft = attrgetter("ttft_ns")
 Policy = Callable[..., Placement]
-"""(estimator, rules, and its own parameters)."""
+"""(estimator, rules, parameters of its own) -> placement."""
 
 STICKY_BLOCKS = 2
 
@@ -52,16 +51,13 @@ def sticky(estimator: Estimator, rules: Rules) -> Placement:
 
 
 def local_aware(estimator: Estimator, rules: Rules) -> Placement:
-    """The lowest predicted TTFT with what each node has itself (Mooncake, FAST'25, "cache-aware" of Figure 5)."""
+    """The lowest predicted TTFT with each node's own cache (Mooncake, FAST'25, "cache-aware" of Figure 5)."""
     return min(map(estimator.local, range(len(estimator.nodes))), key=_ttft)
 
 
 def mooncake(estimator: Estimator, rules: Rules, balancing_threshold: float = 1.0) -> Placement:
-    """Algorithm 1 (FAST'25, section 6.1): lowest TTFT; fetch from the best holder where it is far ahead.
-
-    "Far ahead" is `best > balancing_threshold * own`, the paper's ratio without its division by zero. Transfer and
-    compute overlap, and the transfer is estimated on shared links, as for every policy here.
-    """
+    """Algorithm 1 (FAST'25, section 6.1): lowest TTFT, with a fetch from the best holder if
+    `best > balancing_threshold * own` (the paper's ratio, without its division by zero)."""
     longest, holders = estimator.held[-1]
     holder = least_sending(estimator, holders) if longest else None
     options = []
@@ -85,4 +81,4 @@ POLICIES: dict[str, Policy] = {
     "isthmus": isthmus,
 }
 FETCHING = ("mooncake", "isthmus")
-"""Those that weigh a fetch against computing; the others take what a node has."""
+"""Policies that weigh a fetch against computing; others use a node's own cache."""

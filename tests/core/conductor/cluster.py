@@ -166,11 +166,15 @@ class Cluster:
         """`told`: the rest of an `arrival`."""
         return self.on(arrival(num_tokens, names, request=request, max_tokens=max_tokens, **told))
 
-    def route(self, request: str, *lengths: int, names: Sequence[BlockName] = ()) -> tuple[str, str]:
-        """Where an arriving request goes: prefill node, decode node."""
+    def routed(self, request: str, *lengths: int, names: Sequence[BlockName] = ()) -> Route:
         (action,) = self.arrives(request, *lengths, names=names)
         assert isinstance(action, Route), action
-        return action.prefill, action.decode
+        return action
+
+    def route(self, request: str, *lengths: int, names: Sequence[BlockName] = ()) -> tuple[str, str]:
+        """Where an arriving request goes: prefill node, decode node."""
+        route = self.routed(request, *lengths, names=names)
+        return route.prefill, route.decode
 
     def refusal(self, request: str, *lengths: int, priority: int = 0) -> Refuse:
         (action,) = self.arrives(request, *lengths, priority=priority)

@@ -88,8 +88,8 @@ def fetching() -> Cluster:
     some.store("p1", *NAMES)
     some.route("busy", 200, 1)
     some.join("p2", Role.PREFILL)
-    (route,) = some.arrives("a", 41, names=NAMES)
-    assert isinstance(route, Route) and (route.prefill, route.num_cached) == ("p2", 10)
+    route = some.routed("a", 41, names=NAMES)
+    assert (route.prefill, route.num_cached) == ("p2", 10)
     assert route.fetch is not None and (route.fetch.start, route.fetch.stop) == (0, 10)
     assert route.fetch.source == "p1" and route.work_ns == 10 * MS  # the fetch; 1 ms to compute
     assert route.fetch.until_ns == pytest.approx(some.now + 10 * MS, rel=1e-3)

@@ -30,13 +30,8 @@ class Nodes(Cluster):
     def add(self, name: str, role: Role, capacity: int) -> None:
         self.join(name, role, capacity, cost=None, lends=True, **self.about)
 
-    def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[Action]:
-        return self.arrives(name, num_tokens, max_tokens, names=range(num_tokens // SIZE) if names else ())
-
-    def routed(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> Route:
-        [route] = self.ask(name, num_tokens, max_tokens, names)
-        assert isinstance(route, Route)
-        return route
+    def ask(self, name: str, num_tokens: int, max_tokens: int = 4) -> list[Action]:
+        return self.arrives(name, num_tokens, max_tokens)
 
     def waits(self, name: str, num_tokens: int, max_tokens: int = 4) -> Hold:
         [hold] = self.ask(name, num_tokens, max_tokens)
@@ -58,14 +53,14 @@ FOUR = [(Role.MIXED, 100)] * 4
 
 def test_what_no_single_node_has_memory_for_goes_to_those_with_most_room() -> None:
     nodes = Nodes(*FOUR)
-    assert not nodes.routed("short", 80).holdings  # at mixed-0
-    route = nodes.routed("long", 200)
+    assert not nodes.routed("short", 80, 4).holdings  # at mixed-0
+    route = nodes.routed("long", 200, 4)
     assert (route.prefill, route.decode) == ("mixed-1", "mixed-1")
     assert [(*holding.holders, holding.num_blocks) for holding in route.holdings] == [
         ("mixed-2", 25),
         ("mixed-3", 8),
     ]
-    assert sum(blocks(Nodes(*FOUR).routed("long", 371))) == 75
+    assert sum(blocks(Nodes(*FOUR).routed("long", 371, 4))) == 75
     Nodes(*FOUR).too_long("longer", 372)
 
 
@@ -129,7 +124,7 @@ def test_in_the_end_it_fails() -> None:
 @pytest.mark.parametrize("roles", [[(Role.MIXED, 100)], [(Role.PREFILL, 100), (Role.DECODE, 60)]])
 def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]) -> None:
     nodes = Nodes(*roles, (Role.ATTENTION, 200), (Role.ATTENTION, 400))
-    found = [blocks(nodes.routed(name, length)) for name, length in (("a", 41), ("b", 201), ("c", 3))]
+    found = [blocks(nodes.routed(name, length, 4)) for name, length in (("a", 41), ("b", 201), ("c", 3))]
     assert found[0] == [5, 5] and [sum(each) for each in found] == [10, 50, 0]
 
 
@@ -139,7 +134,7 @@ def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) ->
     nodes = Nodes(
         (Role.MIXED, 400), *[(Role.ATTENTION, size) for size in (100, 40, 120, 80)], kv_heads=kv_heads
     )
-    route = nodes.routed("r", 161)
+    route = nodes.routed("r", 161, 4)
     assert [len(holding.holders) for holding in route.holdings] == shared
     assert sum(blocks(route)) == 40
     if kv_heads == 6:
@@ -216,7 +211,7 @@ PAIR = [(Role.ATTENTION, 400), (Role.ATTENTION, 400)]
 @pytest.mark.parametrize("roles", [[(Role.MIXED, 100)] * 2, [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 2]])
 def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role, int]]) -> None:
     nodes = Nodes(*roles, *PAIR, kv_heads=2)
-    route = nodes.routed("r", 300, names=True)
+    route = nodes.routed("r", 300, 4, names=range(75))
     assert not route.taken
     nodes.first_token("r", 1)
     *_, again = nodes.leave(route.decode)
@@ -231,7 +226,7 @@ def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role,
 
 def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
     nodes = Nodes((Role.MIXED, 100), *PAIR, kv_heads=2)
-    route = nodes.routed("r", 300, names=True)
+    route = nodes.routed("r", 300, 4, names=range(75))
     assert isinstance(nodes.leave(route.prefill)[-1], Hold)
     nodes.add(route.prefill, Role.MIXED, 100)
     assert nodes.routes[RequestId("r")].taken == 1
@@ -240,7 +235,7 @@ def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
 @pytest.mark.parametrize("num_nodes", [3, 4])
 def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none(num_nodes: int) -> None:
     nodes = Nodes(*[(Role.MIXED, 100)] * num_nodes)
-    route = nodes.routed("r", 200, names=True)
+    route = nodes.routed("r", 200, 4, names=range(50))
     *_, again = nodes.leave(route.prefill)
     if num_nodes == 3:
         assert len(route.holdings) == 2 and not (isinstance(again, Route) and again.taken), "nobody is left"
@@ -253,7 +248,7 @@ def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none(num_nodes: int
 def test_what_a_home_alone_had_is_computed_anew(state_blocks: int) -> None:
     """A recurrent state; and the scores of a prompt, which has no names, until they are out."""
     nodes = Nodes(*[(Role.MIXED, 100)] * 2, *PAIR, kv_heads=2, state_blocks=state_blocks)
-    route = nodes.routed("r", 300)
+    route = nodes.routed("r", 300, 4)
     *_, again = nodes.leave(route.prefill)
     assert isinstance(again, Route) and not again.taken
     nodes.first_token("r", 2)
@@ -272,7 +267,9 @@ def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_h
     for at in range(40):
         kind = draw.randrange(5)
         if kind < 2:
-            nodes.ask(f"r{at}", draw.randrange(1, 400), draw.randrange(1, 20), names=draw.random() < 0.5)
+            lengths = draw.randrange(1, 400), draw.randrange(1, 20)
+            names = range(lengths[0] // SIZE if draw.random() < 0.5 else 0)
+            nodes.arrives(f"r{at}", *lengths, names=names)
             live.append(f"r{at}")
         elif kind == 2 and live:
             nodes.end(live.pop(draw.randrange(len(live))))

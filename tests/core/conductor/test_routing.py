@@ -41,14 +41,6 @@ def two(
     return some
 
 
-def routed(
-    some: Cluster, request: str, num_tokens: int, names: tuple[int, ...] = (), max_tokens: int = 10
-) -> Route:
-    (route,) = some.arrives(request, num_tokens, max_tokens, names=names)
-    assert isinstance(route, Route), route
-    return route
-
-
 def down(*pairs: tuple[str, str]) -> list[LinkState]:
     return [LinkState(*pair, up=False) for pair in pairs or (("far", "near"), ("near", "far"))]
 
@@ -104,7 +96,7 @@ def test_any_caches_and_lengths_are_routed_as_published(mode: str, control: bool
         t = some.rules.threshold
         assert t is not None
         compute, crosses = published(total, l_prfaas, l_pd, t, mode)
-        route = routed(some, "r", total, names)
+        route = some.routed("r", total, names=names)
         if control:
             compute = {"near-p1": "PD-P", "far-p1": "PrfaaS"}[route.prefill]
             own, other = (l_pd, l_prfaas) if compute == "PD-P" else (l_prfaas, l_pd)
@@ -129,11 +121,11 @@ def test_of_several_clusters_the_soonest_over_a_link_that_is_trusted_is_taken() 
         some.links_measured(*[LinkState(end, "near", up=end in trusted) for end in ends])
         some.now += 10**12  # no queue is left
 
-    taken = [routed(some, f"r{number}", 100).prefill for number in range(6)]
+    taken = [some.routed(f"r{number}", 100).prefill for number in range(6)]
     assert sorted(taken[:3]) == sorted(taken[3:]) == ["far-p1", "off-p1", "out-p1"], "the shortest queue first"
     for least in ("far", "out"):
         measured(least)
-        assert routed(some, f"only {least}", 100).prefill == f"{least}-p1"
+        assert some.routed(f"only {least}", 100).prefill == f"{least}-p1"
         measured(*ends)
         measured(*ends)
     some.drain()
@@ -146,7 +138,7 @@ def test_only_what_the_home_lacks_crosses(cache_blocks: int) -> None:
     some.join("near-d1", D, cluster="near", cache_blocks=cache_blocks)
     some.store("near-d1", *NAMES[:3])
     some.store("near-p2", *NAMES[:6])
-    route = routed(some, "r", 50, NAMES)
+    route = some.routed("r", 50, names=NAMES)
     assert (route.prefill, route.decode) == ("far-p1", "near-d1")
     if not cache_blocks:
         assert route.handover_start == 0 and route.recall is None
@@ -157,7 +149,7 @@ def test_only_what_the_home_lacks_crosses(cache_blocks: int) -> None:
     some.finish_prefill("r")
     assert some.conductor.view.links["far", "near"].owed == 0
     some.store("near-d1", *NAMES)
-    route = routed(some, "again", 61, NAMES)
+    route = some.routed("again", 61, names=NAMES)
     assert route.handover_start == 10 and route.recall == FetchOrder(NodeId("near-d1"), 0, 10)
     some.drain()
 
@@ -239,7 +231,7 @@ def test_a_fetch_over_the_link_takes_the_links_time() -> None:
     for links in (slow, LINKS):
         some = two(Rules(policy="isthmus", threshold=30, links=links, cache_mode="abundant"))
         some.store("far-p1", *NAMES)
-        route = routed(some, "r", 41, NAMES)
+        route = some.routed("r", 41, names=NAMES)
         assert route.prefill == "near-p1"
         quick = FetchOrder(NodeId("far-p1"), 0, 9, some.now + 9 * MS)
         assert route.fetch == (None if links is slow else quick)  # a block in 1 s, or computed in 4 ms
@@ -259,7 +251,7 @@ def test_a_prefix_counts_up_to_the_last_snapshot() -> None:
     for state, num_tokens in ((None, 41), (3, 41), (9, 41), (None, 40)):  # the last has no token behind it
         if state is not None:
             some.store("near-p1", *state_names(NAMES[state], STATE_BLOCKS))
-        found.append(routed(some, f"r{len(found)}", num_tokens, NAMES).num_cached)
+        found.append(some.routed(f"r{len(found)}", num_tokens, names=NAMES).num_cached)
         some.cancel(f"r{len(found) - 1}")
     assert found == [0, 4, 10, 4]
     some.drain()
@@ -267,9 +259,9 @@ def test_a_prefix_counts_up_to_the_last_snapshot() -> None:
 
 def test_a_waiting_prompt_will_leave_its_blocks_and_one_snapshot() -> None:
     some = two(Rules(policy="least_loaded"), near="pd", far="", state_blocks=STATE_BLOCKS)
-    assert routed(some, "first", 29, NAMES[:7]).num_cached == 0
-    assert routed(some, "goes on", 41, NAMES).num_cached == 7
-    assert routed(some, "branches", 41, (*NAMES[:6], 98, 99)).num_cached == 0
+    assert some.routed("first", 29, names=NAMES[:7]).num_cached == 0
+    assert some.routed("goes on", 41, names=NAMES).num_cached == 7
+    assert some.routed("branches", 41, names=(*NAMES[:6], 98, 99)).num_cached == 0
     some.drain()
 
 
@@ -279,7 +271,7 @@ def test_a_fetch_brings_the_state() -> None:
     some.store("near-p1", *NAMES)
     some.store("near-p1", *state_names(NAMES[9], STATE_BLOCKS))
     some.conductor.view.nodes[NodeId("near-p1")].free_ns = 10**9
-    route = routed(some, "r", 41, NAMES)
+    route = some.routed("r", 41, names=NAMES)
     assert route.prefill == "near-p2" and route.fetch is not None and route.fetch.stop == 10
     request = some.conductor.view.requests[RequestId("r")]
     assert [copy.num_bytes for copy in request.copies] == [10 * 1000 + 2500]
@@ -289,7 +281,7 @@ def test_a_fetch_brings_the_state() -> None:
 def test_a_hand_over_between_clusters_takes_the_whole_state_and_the_blocks_home_lacks() -> None:
     some = two(state_blocks=STATE_BLOCKS)
     some.store("near-d1", *NAMES[:6])  # without a snapshot: of no use to compute on, but it need not cross
-    route = routed(some, "r", 50, NAMES)
+    route = some.routed("r", 50, names=NAMES)
     assert route.prefill == "far-p1" and route.handover_start == 6
     assert some.conductor.view.links["far", "near"].owed == (50 - 24) * 250 + 2500
     some.drain()

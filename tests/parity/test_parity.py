@@ -674,5 +674,5 @@ def test_every_example_is_the_same(path: Path) -> None:
         for facts in deployment.nodes
     ]
     deployment = msgspec.structs.replace(deployment, nodes=tuple(nodes))
-    requests = chats(10 if size == 64 else 24, 30 * MS, longest=200)
+    requests = chats(10 if size == 64 else 16, 30 * MS, longest=200)
     same_worlds(config, deployment, requests)

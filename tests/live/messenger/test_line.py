@@ -103,20 +103,6 @@ async def test_bytes_of_lines_that_ended_count_still(net: Network) -> None:
             line.hang_up()
 
 
-async def test_much_goes_both_ways_at_once(net: Network) -> None:
-    """More than the sockets hold: who asks reads while it writes."""
-    data = memoryview(os.urandom(3 << 20))
-
-    def ask(line: Asker) -> None:
-        asked = [line.ask(b"%d" % at, data) for at in range(8)]
-        for at, question in enumerate(asked):
-            answer = line.answer(question)
-            assert answer is not None and answer[:1] == b"%d" % at and answer[1:] == data
-
-    async with session(net) as (ours, _, _):
-        await asyncio.to_thread(ask, await ours.line(LIMIT_S))
-
-
 async def test_several_threads_ask(net: Network) -> None:
     """Each gets its own answers, whoever reads them; more is under way than the sockets hold."""
     data = os.urandom(1 << 19)

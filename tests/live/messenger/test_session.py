@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ProtocolError
 from isthmus.live.messenger import Priority, Terms, inbox, lane, outbox, session
-from isthmus.live.messenger.frames import GOOD, FrameKind, prefix_of
+from isthmus.live.messenger.frames import GOOD, MAX_HEADER, MAX_SLICE, PREFIX_BYTES, FrameKind, prefix_of
 
-from .pair import Pair, Parcel, Side, number_of
+from .pair import Pair, Parcel, Side, content, number_of
 
 PRIORITIES = st.sampled_from(Priority)
 SIZES = st.sampled_from([0, 0, 1, 5, 16, 17, 40, 100, 300])
@@ -325,12 +325,64 @@ def test_a_peer_that_breaks_the_rules_is_told_and_left(wrong: tuple[int, bytes, 
     assert here.reasons == [f"closed by the peer: {there.reasons[0]}"]
 
 
-def slice_of(offset: int, data: bytes, total: int, number: int = 0) -> bytes:
-    header = msgspec.msgpack.encode(Parcel(number))
-    head = prefix_of(
-        FrameKind.DATA, header, total=total, offset=offset, length=len(data), priority=Priority.NORMAL
-    )
-    return head + header + data + GOOD
+def slice_of(offset: int, data: bytes, total: int, seq: int = 0) -> bytes:
+    header = msgspec.msgpack.encode(Parcel(seq))
+    where = {"total": total, "offset": offset, "length": len(data)}
+    head = prefix_of(FrameKind.DATA, header, priority=Priority.NORMAL, seq=seq, **where)
+    return head + header + data + GOOD[: len(data)]
+
+
+def said(wire: bytes) -> Side:
+    """What becomes of a side that is sent these bytes."""
+    pair = Pair(Terms(), 1)
+    pair.cables[0].wires[0] += wire
+    pair.settle()
+    return pair.sides[1]
+
+
+@pytest.mark.parametrize(
+    ("wire", "complaint"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: some.where.example\r\n\r\n", "does not speak this protocol"),
+        (bytes(PREFIX_BYTES), "does not speak this protocol"),
+        (prefix_of(FrameKind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=10, offset=5, length=6), "limits"),
+        (prefix_of(FrameKind.DATA, b"abc") + b"abd", "damaged"),
+        (slice_of(0, b"1", 1)[:-1] + b"?", "damaged"),
+    ],
+)
+def test_what_is_no_frame_ends_the_session(wire: bytes, complaint: str) -> None:
+    assert complaint in said(wire).reasons[0]
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_garbage_is_never_a_message(garbage: bytes, well_begun: bool) -> None:
+    assert not said(prefix_of(FrameKind.DATA, garbage[:20]) + garbage if well_begun else garbage).delivered
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_of_prefix_header_or_verdict_is_found(at: int, bit: int) -> None:
+    wire = bytearray(slice_of(0, content(0, 2), 2))
+    at %= len(wire) - 2
+    wire[at if at < len(wire) - 3 else -1] ^= 1 << bit
+    assert not said(bytes(wire) + slice_of(0, b"", 0, seq=1)).delivered
+
+
+def test_a_large_payload_is_received_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that were read together with the header are copied; all that follow are not."""
+    monkeypatch.setattr(outbox, "SLICE", 1 << 20)
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    here.send(200_000, Priority.NORMAL, 0, first=100_000)
+    cable = pair.cables[0]
+    cable.write(0, 5000)
+    cable.read(1, 5000)
+    placed, (first, second, behind) = there.placed[0].memory, cable.lanes[1].reader.buffers()
+    assert first.obj is second.obj is placed and behind.obj is not placed
+    assert 195_000 < len(first) + len(second) < 200_000
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [0]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store import Files, PeerArena, Pinned, Shape, aligned_buffer
+from isthmus.live.store import Files, Shape, aligned_buffer
 from isthmus.live.store.reader import Fault
-from isthmus.live.store.record import GROUP, RecordFormat
+from isthmus.live.store.record import GROUP
 from tests.live.store.support import (
     LARGE,
     ODD,
@@ -48,19 +47,6 @@ def test_blocks_come_back_from_dram_from_the_ssd_and_after_a_restart(shape: Shap
 
 
 @SHAPES
-def test_layers_are_read_alone(shape: Shape, tmp_path: Path) -> None:
-    with opened(shape, 2, tmp_path) as store:
-        put(store, 1)
-        store.demote([1])
-        store.flush()
-        for first in range(shape.num_layers):
-            for stop in range(first + 1, shape.num_layers + 1):
-                into = memoryview(bytearray((stop - first) * shape.slice_bytes))
-                assert store.read(1, first, stop, into)
-                assert into == content(1, shape)[first * shape.slice_bytes : stop * shape.slice_bytes]
-
-
-@SHAPES
 def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
     """From both tiers, with names that are not there in between, more than one unit of work."""
     names = list(range(60))
@@ -90,20 +76,6 @@ def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, 
         assert all(store.get_many(asked))
         assert bytes(buffer) == b"".join(content(name, LARGE) for name in names)
         assert files.calls.count("read") == num_reads
-
-
-def test_a_large_block_is_read_in_parts_and_each_is_checked(tmp_path: Path) -> None:
-    shape = Shape(num_layers=5, slice_bytes=1 << 20)
-    with opened(shape, 2, tmp_path) as store:
-        put(store, 1, 2)
-        store.flush()
-        store.demote([1, 2])
-        assert whole(store, 1)
-        (path,) = tmp_path.glob("blocks-*")
-        with path.open("r+b") as file:
-            file.seek(RecordFormat(shape, b"test").payload_offset(1) + shape.block_bytes - 1)
-            file.write(b"x" if content(2, shape)[-1:] != b"x" else b"y")
-        assert not whole(store, 2) and store.stat().seal_mismatches == 1
 
 
 def test_a_block_found_damaged_in_its_slot_is_in_no_tier(tmp_path: Path) -> None:
@@ -147,46 +119,21 @@ def test_a_full_arena_takes_no_more() -> None:
         put(store, 3)
 
 
-def test_a_pinned_block_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["drop", "demote"])
+def test_a_pinned_block_stays_until_it_is_unpinned(ends: str, tmp_path: Path) -> None:
     with opened(SMALL, 1, tmp_path) as store:
         put(store, 1)
+        store.flush()
         first, missing = store.pin([1, 2])
         (second,) = store.pin([1])
         assert first is not None and second is not None and missing is None
-        store.drop([1])
-        assert store.reserve(1) == [] and not store.contains(1)
+        getattr(store, ends)([1])
+        assert store.reserve(1) == [] and store.pin([1]) == [None] and whole(store, 1) == (ends == "demote")
         assert bytes(store.arena.slot(first.slot)) == content(1, SMALL)
         store.unpin([first])
         assert store.reserve(1) == []
         store.unpin([second])
         assert store.reserve(1) == [first.slot]
-
-
-def test_a_pinned_block_that_is_demoted_frees_its_slot_when_unpinned(tmp_path: Path) -> None:
-    with opened(SMALL, 1, tmp_path) as store:
-        put(store, 1)
-        store.flush()
-        (pinned,) = store.pin([1])
-        assert isinstance(pinned, Pinned)
-        store.demote([1])
-        assert store.reserve(1) == [] and store.pin([1]) == [None] and whole(store, 1)
-        store.unpin([pinned])
-        assert store.reserve(1) == [pinned.slot]
-
-
-def test_adopting_is_committing_and_pinning(tmp_path: Path) -> None:
-    data = content(1, SMALL)
-    with opened(SMALL, 2, tmp_path) as store:
-        slot, other = store.reserve(2)
-        store.arena.slot(slot)[:] = data
-        pinned = store.adopt(1, None, slot, seals_of(data, SMALL))
-        assert pinned == (1, slot, seals_of(data, SMALL))
-        assert store.adopt(1, None, other, seals_of(data, SMALL)) is None
-        store.give_back([other])
-        store.drop([1])
-        assert store.reserve(2) == [other]
-        store.unpin([pinned])
-        assert store.reserve(1) == [slot]
 
 
 @SHAPES
@@ -203,19 +150,6 @@ def test_a_block_comes_back_to_dram(shape: Shape, tmp_path: Path) -> None:
         assert store.tier(1) is Tier.MEMORY and store.stat().queued_blocks == 0
         store.demote([1])  # free, its record was kept
         assert store.reserve(1) == [slot]
-
-
-def test_a_peer_on_this_host_reads_a_pinned_block() -> None:
-    with opened(LARGE, 2) as store:
-        put(store, 5)
-        assert store.arena.handle is not None
-        peer = PeerArena.attach(store.arena.handle)
-        (pinned,) = store.pin([5])
-        assert peer is not None and pinned is not None
-        got = [bytes(peer.slice(pinned.slot, layer)) for layer in range(LARGE.num_layers)]
-        store.unpin([pinned])
-        assert b"".join(got) == content(5, LARGE) and tuple(map(seal, got)) == pinned.seals
-        peer.close()
 
 
 def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.core.blocks import KVLayout, seal, state_names
+from isthmus.core.blocks import seal, state_names
 from isthmus.core.node import events
 from isthmus.core.node.letters import FetchDone, FetchRequest
 from isthmus.core.types import RequestId, Tier
-from isthmus.live.engine import codecs
 from isthmus.live.kv.cache import LOADERS, PrefixMissing
 from isthmus.live.kv.fetches import host_id
 from isthmus.live.kv.loans import GIVE_BLOCKS, MAX_PULLS
-from isthmus.live.messenger import TcpNetwork
 from isthmus.live.peers import wire
 from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull
 from isthmus.live.store import Arena, ArenaHandle, Shape
@@ -85,20 +83,6 @@ async def test_blocks_arrive_as_they_are_and_a_load_reads_them_as_they_come(
     moved = (count - 1) * LAYOUT.block_bytes
     assert (gauges[ways[shares]], gauges[ways[not shares]]) == (moved, 0)
     assert there.mover.gauges()["kv_bytes_given_total"] == (0 if shares else moved)
-
-
-@played()
-async def test_int8_arrives_as_every_encoder_makes_it(world: World) -> None:
-    world.there.put(0, 5)
-    assert await world.here.fetched(5, codec="int8") == 5
-    for got, sent in zip(world.here.chain(5), BLOCKS, strict=False):
-        expected = bytearray()
-        for layer in range(LAYERS):
-            data = codecs.encode("int8", LAYOUT, [memoryview(layer_of(sent, layer))], SIZE)
-            decoded = memoryview(bytearray(WIDTH))
-            codecs.decode("int8", LAYOUT, data, [decoded], SIZE)
-            expected += decoded
-        assert got == expected
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])
@@ -211,27 +195,6 @@ async def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(world: World) 
 
 
 # Ends in mid-way.
-
-
-@played(network=lambda: TcpNetwork(connections=2), layout=KVLayout(dtype="bfloat16", block_size=16, num_layers=3,
-    num_kv_heads=8, head_dim=128), slots=70, blocks=2)  # fmt: skip
-async def test_large_payloads_end_in_the_midst_over_sockets_too(world: World) -> None:
-    """4 MiB a message: what the kernel still brings of the one under way goes nowhere."""
-    here, there = world.here, world.there
-    there.put(0, 64)
-    loop = asyncio.get_running_loop()
-    here.at_place = lambda: len(here.placed) == 2 and loop.call_soon(here.do, events.EndFetch(KEY))
-    assert await here.fetched(64) == 0 and len(here.placed) >= 2
-    canary = b"\xa5" * here.layout.block_bytes
-    slots = here.store.reserve(70)
-    for slot in slots:
-        here.arena.slot(slot)[:] = canary
-    await there.heard(FetchDone)
-    await there.idle()
-    here.peers.left(OTHER)
-    await until(lambda: here.reasons and there.reasons)
-    assert all(here.arena.slot(slot) == canary for slot in slots), "a late byte was written"
-    here.store.give_back(slots)
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
@@ -352,37 +315,6 @@ async def test_lies_end_the_fetch_and_leave_nothing(world: World, lie: str) -> N
     assert world.here.mismatches == (lie[:7] != "the end")
 
 
-@settings(max_examples=60)
-@given(st.sampled_from(codecs.CODECS), st.integers(1, 6), st.integers(0, LAST), st.data())
-@played(alone=True, slots=8)
-async def test_a_flipped_bit_ends_the_fetch_or_changes_nothing(
-    world: World, codec: str, count: int, harmed: int, data: st.DataObject
-) -> None:
-    """In any layer; checksums of frames are right."""
-    liar = await asked(world, count, 8, codec)
-    for layer in range(LAYERS):
-        head, payload = given_of(layer, 0, count, codec)
-        if layer == harmed:
-            bit = data.draw(st.integers(0, 8 * len(payload) - 1))
-            damaged = bytearray(payload)
-            damaged[bit // 8] ^= 1 << bit % 8
-            payload = bytes(damaged)
-        liar.say(head, payload)
-    liar.say(FetchServed(KEY, count), priority=2)
-    stop = (await world.here.fetch_ended()).stop
-    assert world.here.mismatches == (stop < count) and (stop < count or codec != codecs.NONE)
-    if codec in codecs.EXACT:
-        assert only_right(world, count) == list(range(stop))
-    elif stop == count:
-        for at, got in enumerate(world.here.chain(count)):
-            assert got is not None
-            for layer in range(LAYERS):
-                decoded = memoryview(bytearray(WIDTH))
-                encoded = memoryview(given_of(layer, at, at + 1, codec)[1])
-                codecs.decode(codec, LAYOUT, encoded, [decoded], SIZE)
-                assert layer_of(got, layer) == decoded
-
-
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, LAST), st.integers(1, 3)), max_size=20))
 @played(alone=True)
@@ -473,18 +405,6 @@ async def test_what_no_fetch_brought_is_lost(world: World) -> None:
     """A node may have decided to adopt it when a process took its place."""
     world.here.do(events.AdoptBlocks(KEY, NAMES[:2]))
     assert await world.here.told(events.BlocksLost) == events.BlocksLost(NAMES[:2])
-
-
-@played()
-async def test_a_block_damaged_in_the_arena_of_the_source(world: World) -> None:
-    world.there.put(0, 6)
-    (pinned,) = world.there.store.pin(NAMES[3:4])
-    assert pinned is not None
-    world.there.arena.slice(pinned.slot, 1)[7] ^= 0x20
-    world.there.store.unpin([pinned])
-    assert await world.here.fetched(6, codec="zstd") <= 3
-    assert world.here.mismatches == 1
-    only_right(world, 6)
 
 
 # Loans: blocks that are copied from where they lie.

@@ -17,7 +17,7 @@ from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.network import Server
 from isthmus.live.messenger.ports import STANDARD, Handler, Terms, Timer
 from isthmus.live.messenger.session import Session
-from isthmus.live.messenger.streams import PlainStream, Stream
+from isthmus.live.messenger.streams import Stream
 
 
 class MemoryNetwork:
@@ -158,8 +158,8 @@ class MemoryPort:
         here, there = socket.socketpair()
         for end in (here, there):
             end.setblocking(False)
-        session.take_line(PlainStream(there))
-        return PlainStream(here)
+        session.take_line(Stream(there))
+        return Stream(here)
 
     def add(self, end: _End, number: int) -> Lane:
         assert self.session is not None

@@ -15,7 +15,7 @@ import pytest
 
 from isthmus.live.messenger import Network, Session, TcpNetwork, TlsFiles
 from isthmus.live.messenger.line import MAX_PAYLOAD, Answerer, Asker, LineLost
-from isthmus.live.messenger.streams import PlainStream
+from isthmus.live.messenger.streams import Stream
 from tests.certificates import make_certificate
 from tests.memory_network import MemoryNetwork
 
@@ -186,7 +186,7 @@ def test_an_answer_that_cannot_be_is_the_end(said: bytes) -> None:
     here, there = socket.socketpair()
     here.setblocking(False)
     with contextlib.closing(there):
-        line = Asker(PlainStream(here), LIMIT_S)
+        line = Asker(Stream(here), LIMIT_S)
         there.sendall(said)
         first = line.ask(b"", memoryview(b""))
         with pytest.raises(LineLost, match="an answer"):
@@ -199,7 +199,7 @@ def test_a_question_too_long_is_the_end() -> None:
     here, there = socket.socketpair()
     here.setblocking(False)
     with contextlib.closing(there):
-        line = Answerer(PlainStream(here))
+        line = Answerer(Stream(here))
         there.sendall(struct.pack("<IQ", 1, MAX_PAYLOAD + 1))
         with pytest.raises(LineLost, match="too long"):
             line.next()

@@ -19,12 +19,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import xxhash
 
 from isthmus.core.errors import ConfigError, ProtocolError
+
+if TYPE_CHECKING:
+    from isthmus.live.messenger.lane import Lane
 
 MAGIC = 0x5349
 MAGIC_BYTES = 2
@@ -84,20 +87,21 @@ def prefix_of(
     offset: int = 0,
     length: int = 0,
 ) -> bytes:
-    """The first bytes of a frame; `header` follows, then, if there are any, `length` bytes of payload and a verdict."""
+    """Encodes the first bytes of a frame. `header` follows, then `length` bytes of payload and a verdict, if there is
+    a payload."""
     check = check_of(header) if header_check is None else header_check
     fields = _FIELDS.pack(MAGIC, kind, priority, len(header), seq, total, offset, length, check)
     return fields + _CHECK.pack(check_of(fields))
 
 
 def check_magic(data: memoryview) -> None:
-    """The first MAGIC_BYTES of a frame. Raises ProtocolError when they are something else's."""
+    """Checks the first MAGIC_BYTES of a frame. Raises ProtocolError for those of another protocol."""
     if data[:MAGIC_BYTES] != MAGIC.to_bytes(MAGIC_BYTES, "little"):
         raise ProtocolError("the peer does not speak this protocol")
 
 
 def parse_prefix(data: memoryview) -> Prefix:
-    """Raises ProtocolError on bytes that are no frame, or a damaged one, or one over the limits."""
+    """Decodes a prefix. Raises ProtocolError for bytes that are no frame, a damaged frame, or one over the limits."""
     check_magic(data)
     _, *fields = _FIELDS.unpack_from(data)
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != check_of(data[: _FIELDS.size]):
@@ -114,19 +118,19 @@ def check_header(prefix: Prefix, header: bytes) -> None:
 
 
 class Sink(Protocol):
-    """Takes the frames of one connection."""
+    """Takes the frames of each lane."""
 
-    def admit(self, prefix: Prefix) -> None:
-        """Its header is still to come. Raises ProtocolError where one that long may not."""
+    def admit(self, prefix: Prefix, /) -> None:
+        """Judges a frame whose header is still to come. Raises ProtocolError for a header that is too long."""
 
     def grown(self) -> None:
-        """More of a long header came than the reader had memory for. Raises ProtocolError where there is no more."""
+        """Judges the memory that long headers take. Raises ProtocolError when it is too much."""
 
-    def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
-        """Memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
+    def begin(self, lane: Lane, prefix: Prefix, header: bytes, /) -> Sequence[memoryview]:
+        """Returns memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
 
-    def end(self, prefix: Prefix, is_good: bool) -> bool:
-        """The frame is complete. False: nothing more is wanted from this connection."""
+    def end(self, lane: Lane, prefix: Prefix, is_good: bool, /) -> bool:
+        """Takes a whole frame. False: nothing more is wanted from this connection."""
 
 
 class FrameReader:
@@ -135,8 +139,8 @@ class FrameReader:
     The owner repeats: read into `buffers()`, in order, then `advance(count)`.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, lane: Lane) -> None:
+        self._sink, self._lane = sink, lane
         self._staging = memoryview(bytearray(STAGING))
         self._first = self._last = 0  # staged bytes not yet parsed: [first, last)
         self._prefix: Prefix | None = None
@@ -146,7 +150,7 @@ class FrameReader:
         self._left = 0  # payload bytes of this frame still to come
 
     def buffers(self) -> list[memoryview]:
-        """Where the next received bytes go: the rest of the payload, then what follows it. Never empty."""
+        """Returns memory for the next received bytes: the rest of the payload, then what follows it. Never empty."""
         if self._begun:
             targets = self._targets[self._at : self._at + IO_PARTS]
             if len(targets) == len(self._targets) - self._at:
@@ -156,14 +160,12 @@ class FrameReader:
 
     @property
     def grown_bytes(self) -> int:
-        """Memory taken for a header that is longer than most."""
+        """Bytes of memory taken for a header longer than STAGING."""
         return len(self._staging) - STAGING
 
     def advance(self, count: int) -> bool:
-        """Books `count` bytes received into `buffers()`. False when the sink wants nothing more.
-
-        Raises ProtocolError on bytes that are no frame, and whatever the sink raises.
-        """
+        """Books `count` bytes received into `buffers()`. Returns False when the sink wants nothing more. Raises
+        ProtocolError for bytes that are no frame, and whatever the sink raises."""
         if self._begun:
             count -= self._fill(count)
         self._last += count
@@ -173,7 +175,7 @@ class FrameReader:
         return is_wanted
 
     def divert(self) -> None:
-        """What is still to come of the payload under way is read past: its memory is not touched any more."""
+        """Reads past the rest of the payload under way: its memory is not touched any more."""
         if self._begun:
             self._targets, self._at = scratch(self._left), 0
 
@@ -189,11 +191,11 @@ class FrameReader:
             prefix, self._prefix, self._begun = self._prefix, None, False
             self._targets, self._at = [], 0
             assert prefix is not None
-            if not self._sink.end(prefix, verdict == GOOD):
+            if not self._sink.end(self._lane, prefix, verdict == GOOD):
                 return False
 
     def _begin(self) -> bool:
-        """Parses prefix and header when they are here; False when more bytes are needed."""
+        """Parses prefix and header. Returns False when more bytes are needed."""
         if self._prefix is None:
             taken = self._take(PREFIX_BYTES)
             if taken is None:
@@ -208,12 +210,12 @@ class FrameReader:
         if self._last == 0 and len(self._staging) > STAGING:  # it was grown for this header
             self._staging = memoryview(bytearray(STAGING))
         check_header(self._prefix, header)
-        self._targets, self._at = list(self._sink.begin(self._prefix, header)), 0
+        self._targets, self._at = list(self._sink.begin(self._lane, self._prefix, header)), 0
         self._left, self._begun = self._prefix.length, True
         return True
 
     def _drain(self) -> bool:
-        """Copies staged payload bytes to their place; True when the payload is complete."""
+        """Copies staged payload bytes to their place. Returns True when the payload is complete."""
         while self._left:
             target = self._targets[self._at]
             count = min(len(target), self._last - self._first)
@@ -238,7 +240,7 @@ class FrameReader:
         return verdict
 
     def _fill(self, count: int) -> int:
-        """Books up to `count` bytes as received in place; returns how many that were."""
+        """Books up to `count` bytes as received in place. Returns how many."""
         filled = min(count, self._left)
         self._left -= filled
         rest = filled
@@ -261,7 +263,7 @@ class FrameReader:
         return taken
 
     def _make_room(self) -> None:
-        """Memory grows as bytes come, not as they are announced."""
+        """Makes room behind the staged bytes. Memory grows as bytes come, not as they are announced."""
         left = self._staging[self._first : self._last]
         needed = self._prefix.header if self._prefix else PREFIX_BYTES
         size = len(self._staging)
@@ -292,12 +294,12 @@ def _repeated(view: memoryview, size: int) -> list[memoryview]:
 
 
 def scratch(size: int) -> list[memoryview]:
-    """Memory of `size` bytes that nobody reads."""
+    """Returns memory of `size` bytes that nobody reads."""
     return _repeated(_SCRATCH, size)
 
 
 def zeros(size: int) -> list[memoryview]:
-    """`size` bytes that mean nothing."""
+    """Returns `size` bytes of filling."""
     return _repeated(_ZEROS, size)
 
 
@@ -313,7 +315,7 @@ class Pieces:
         self._starts = [0, *ends[:-1]]
 
     def cut(self, start: int, length: int) -> list[memoryview]:
-        """`[start, start + length)` as pieces; it must lie within the whole."""
+        """Returns the range `[start, start + length)`, which must lie within the whole, as pieces."""
         if length == self.size:
             return list(self.views)
         found = []
@@ -334,8 +336,8 @@ Value = TypeVar("Value")
 
 
 def read(decode: Callable[[Any], Value], data: bytes | memoryview, what: str) -> Value:
-    """Raises ProtocolError for what is no msgpack, or of another type, or makes no sense to that type, or is nested
-    deeper than the interpreter goes: what is not asked for is read past, level by level."""
+    """Decodes a value that a peer sent. Raises ProtocolError for bytes that are no msgpack, have another type or an
+    invalid value, or are nested deeper than the interpreter goes (unknown fields are read past, level by level)."""
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:

@@ -262,10 +262,6 @@ class Listener:
     def refused(self) -> int:
         return self._trouble.count
 
-    async def wait_closed(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
     def _accept(self, listening: socket.socket) -> None:
         try:
             sock, address = listening.accept()

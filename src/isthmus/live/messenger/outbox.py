@@ -152,11 +152,6 @@ class Outbox:
         return not self._notices and not any(self._queues)
 
     @property
-    def idle(self) -> bool:
-        """Nothing waits and nothing is unacknowledged."""
-        return self.empty and not self.unacked_bytes
-
-    @property
     def final_seqs(self) -> tuple[int, ...]:
         return tuple(self._next_seq)
 

@@ -102,20 +102,11 @@ class Timers:
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What one side offers; what holds is agreed at the start.
-
-    `window`: bytes the other side may have in flight to this one; `resume_s`: how long a session outlives its
-    last connection, the shorter of both; `capabilities`: names, and those that both have are agreed.
-    """
+    """Limits that one side of a session offers. `window`: bytes that the other side may have in flight to it;
+    `resume_s`: how long the session outlives its last connection, the shorter of both sides' offers."""
 
     window: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
     resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
-    capabilities: tuple[str, ...] = ()
-
-    def agreed(self, theirs: Terms) -> Terms:
-        """As both will act: the window is the other side's."""
-        common = tuple(sorted(set(self.capabilities) & set(theirs.capabilities)))
-        return Terms(theirs.window, min(self.resume_s, theirs.resume_s), common)
 
 
 STANDARD = Terms()

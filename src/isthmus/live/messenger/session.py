@@ -89,7 +89,6 @@ class Session:
         self._line_bytes_in = self._line_bytes_out = 0  # of those that ended and are not in the list any more
         self.peer = "unconnected"
         self.identity: Identity | None = None  # the peer's, where a certificate says it
-        self.capabilities: tuple[str, ...] = ()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -220,9 +219,7 @@ class Session:
 
     def agree(self, terms: Terms) -> None:
         """Takes the peer's terms, once, before the first lane."""
-        agreed = self.terms.agreed(terms)
-        self._outbox.window, self.capabilities = agreed.window, agreed.capabilities
-        self._resume_s = agreed.resume_s
+        self._outbox.window, self._resume_s = terms.window, min(self.terms.resume_s, terms.resume_s)
 
     def lane_up(self, number: int) -> Lane:
         """A connection is there. It must be given to no other session."""

@@ -79,7 +79,7 @@ class TcpPort:
             self.loop.call_soon(self._pump)
 
     def retransmits(self) -> int:
-        return sum([wire.retransmits() for wire in self._wires.values()])
+        return sum([wire.stream.retransmits() for wire in self._wires.values()])
 
     def finish(self, lane: Lane) -> None:
         wire = self._wires.get(lane)
@@ -128,7 +128,7 @@ class _Wire:
     """One socket and the lane it carries."""
 
     def __init__(self, port: TcpPort, session: Session, stream: Stream, lane: Lane) -> None:
-        self._port, self._session, self._stream, self._lane = port, session, stream, lane
+        self._port, self._session, self._lane, self.stream = port, session, lane, stream
         self._fileno = stream.fileno()
         self._full = self._finishing = self._closed = False
         port.loop.add_reader(self._fileno, self._readable)
@@ -146,20 +146,17 @@ class _Wire:
         if not self._lane.unwritten_bytes:
             self._finish_now()
 
-    def retransmits(self) -> int:
-        return self._stream.retransmits()
-
     def close(self) -> None:
         """The socket goes away; nothing is told to the session."""
         if not self._closed:
             self._closed = True
             self._port.loop.remove_reader(self._fileno)
             self._port.loop.remove_writer(self._fileno)
-            self._stream.close()
+            self.stream.close()
 
     def _write(self) -> int:
         try:
-            count = self._stream.send(self._lane.views())
+            count = self.stream.send(self._lane.views())
         except OSError as error:
             self._lost(str(error))
             return 0
@@ -191,7 +188,7 @@ class _Wire:
         try:
             while budget > 0 and not self._closed:
                 buffers = self._lane.reader.buffers()
-                count = self._stream.receive(buffers)
+                count = self.stream.receive(buffers)
                 if count is None:
                     return
                 if count == 0:
@@ -200,9 +197,9 @@ class _Wire:
                 budget -= count
                 if not self._lane.reader.advance(count):
                     return
-                if not self._stream.pending and count < sum(map(len, buffers)):
+                if not self.stream.pending and count < sum(map(len, buffers)):
                     return
-            if not self._closed and self._stream.pending:
+            if not self._closed and self.stream.pending:
                 self._port.loop.call_soon(self._readable)
         except ProtocolError as error:
             log.warning("the session with %s ends: %s", self._session.peer, error)
@@ -232,7 +229,7 @@ class _Wire:
         loop = self._port.loop
         loop.remove_reader(self._fileno)
         loop.remove_writer(self._fileno)
-        self._port.drain(self._stream)
+        self._port.drain(self.stream)
         self._port.removed(self._lane)
         self._session.lane_down(self._lane, "")
 

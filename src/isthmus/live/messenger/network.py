@@ -1,4 +1,4 @@
-"""Where sessions come from: listening and connecting over TCP, and connections that are lost and made again."""
+"""Listens and connects over TCP, and makes lost connections again."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from isthmus.live.messenger.tcp import TcpPort, drain
 log = logging.getLogger(__name__)
 
 MAX_GREETING = 4096
-"""Bytes of one frame of a greeting, of which each side sends two."""
+"""Bytes of one frame of a greeting. Each side sends two."""
 MAX_PORT = 65535
 MAX_CONNECTIONS = 64
-"""Of one session."""
+"""Connections of one session."""
 ACCEPT_PAUSE_S = 1.0
 REDIAL_S = (0.02, 1.0)
 """First and longest wait before a lost connection is made again."""
 QUIET_S = 5.0
-"""Of connections that were turned away one line is logged, and for so long no other."""
+"""Shortest time between two log lines about connections that were turned away."""
 
 
 class Greetings(msgspec.Struct, frozen=True):
-    """How long a connection may take to begin, TLS included, and how many may be about to at once, for each listener:
-    one more takes the place of the oldest."""
+    """Limits of a listener. `within_s`: how long a connection may take to begin, TLS included. `most`: greetings
+    under way; one more takes the place of the oldest."""
 
     within_s: float = 5.0
     most: int = 128
@@ -59,14 +59,14 @@ USUAL = Greetings()
 class Server(Protocol):
     @property
     def refused(self) -> int:
-        """Connections that came to nothing so far."""
+        """Number of connections so far that came to nothing."""
 
     def close(self) -> None:
         """Takes no new sessions; those that are open go on."""
 
 
 class Network(Protocol):
-    """Where sessions come from: TCP, or memory."""
+    """Opens and serves sessions: over TCP, or in memory."""
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
@@ -77,17 +77,16 @@ class Network(Protocol):
     async def connect(
         self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
     ) -> Session:
-        """A session with `host:port`, of so many connections (None: as the network has). Raises OSError, with the
-        peer's reason if it gave one, or TimeoutError."""
+        """Opens a session with `host:port`, of `connections` connections (None: the network's own number). Raises
+        OSError, with the peer's reason if it gave one, or TimeoutError."""
         ...
 
 
 class TcpNetwork:
-    """Real sockets.
+    """Sessions over sockets.
 
-    `connections` per session, opened by the side that connects; the session can be used when the first is there.
-    `credentials`: for TLS; None: connections are plain. `secret`: what both sides must know, of each connection
-    (`greeting.py`).
+    `connections`: of each session, opened by the side that connects; the session can be used when the first is there.
+    `credentials`: for TLS; None: connections are plain. `secret`: both sides must know it (`greeting.py`).
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class _Dialler:
         self._identity: Identity | None = None
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
-        """One connection, greeted. Raises OSError."""
+        """Opens one connection and greets. Raises OSError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
         hello = greeting.hello(self._name, lane, self._terms, nonce, first=first)
         stream, terms = await self._greeted(hello)
@@ -161,7 +160,7 @@ class _Dialler:
         return stream, terms
 
     async def dial_line(self) -> Stream:
-        """Raises OSError, TimeoutError."""
+        """Opens a line. Raises OSError, TimeoutError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
         async with running_timeout(self._within_s):
             stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
@@ -220,8 +219,8 @@ class _Dialler:
 
 
 class Listener:
-    """Accepts connections, greets them and hands each to its session. Before its greeting is over a connection has no
-    session, and nothing but its own few bytes is held for it."""
+    """Accepts connections, greets them and hands each to its session. Until its greeting is over, a connection has no
+    session and takes no memory but its own few bytes."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class Listener:
         self._secret, self._greetings = secret, greetings
         self._ports: dict[bytes, TcpPort] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
-        """Connections whose greeting is under way, oldest first, and from where they are."""
+        """Greetings under way, oldest first, and the address of each peer."""
         self._trouble = _Trouble()
         self._loop = asyncio.get_running_loop()
         for sock in sockets:
@@ -323,7 +322,8 @@ class Listener:
             raise
 
     async def _prove(self, stream: Stream) -> greeting.Listening:
-        """Raises ProtocolError when the other side is not one of this cluster, OSError when it ends."""
+        """Greets a dialler. Raises ProtocolError when it does not belong to this cluster, OSError when it hangs
+        up."""
         nonce = os.urandom(greeting.NONCE_BYTES)
         hello = greeting.Listening(*await _read_greeting(stream), nonce, self._secret)
         await write_all(stream, hello.challenge())
@@ -354,7 +354,7 @@ class Listener:
 
 
 class _Trouble:
-    """Connections that came to nothing, on few lines: whoever knocks thousands of times fills no disk."""
+    """Log of connections that came to nothing, in few lines: thousands of them must not fill a disk."""
 
     def __init__(self) -> None:
         self._logged_s = -QUIET_S
@@ -377,12 +377,12 @@ class _Trouble:
 
 
 def address_of(host: str, port: int) -> str:
-    """`host:port`, with IPv6 addresses in brackets."""
+    """Joins `host:port`, with IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of `address_of`. Raises ValueError."""
+    """Splits an address of `address_of`. Raises ValueError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
         raise ValueError(f"{address!r} is not HOST:PORT")
@@ -390,7 +390,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def _listening(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address of the host, all with the same port."""
+    """Listens on every address of the host, with the same port."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -413,7 +413,7 @@ async def _listening(host: str, port: int) -> list[socket.socket]:
 
 
 async def _connected(host: str, port: int) -> socket.socket:
-    """A socket connected to the first address that answers. Raises OSError."""
+    """Connects to the first address that answers. Raises OSError."""
     loop = asyncio.get_running_loop()
     failed: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):

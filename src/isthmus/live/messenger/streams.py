@@ -197,7 +197,7 @@ async def _shake_hands(secured: ssl.SSLSocket) -> None:
 
 
 async def read_exactly(stream: Stream, count: int) -> memoryview:
-    """Raises ConnectionError when the stream ends before."""
+    """Reads `count` bytes. Raises ConnectionError when the stream ends before."""
     data = memoryview(bytearray(count))
     at = 0
     while at < count:

@@ -104,7 +104,7 @@ async def test_bytes_of_lines_that_ended_count_still(net: Network) -> None:
 
 
 async def test_several_threads_ask(net: Network) -> None:
-    """Each gets its own answers, whoever reads them; more is under way than the sockets hold."""
+    """More is under way than the sockets hold."""
     data = os.urandom(1 << 19)
 
     def ask(line: Asker, name: int) -> None:
@@ -125,7 +125,6 @@ async def test_several_threads_ask(net: Network) -> None:
 
 @pytest.mark.parametrize("end", ["here", "there"])
 async def test_a_line_ends_with_its_session(net: Network, end: str) -> None:
-    """All who wait hear of it, on both sides."""
     waits = threading.Semaphore(0)
 
     def silent(line: Answerer) -> None:
@@ -182,7 +181,6 @@ async def test_lines_are_taken_by_who_answers_alone(net: Network) -> None:
 
 @pytest.mark.parametrize("said", [struct.pack("<Q", MAX_PAYLOAD + 1), struct.pack("<Q", 1) + b"ab"])
 def test_an_answer_that_cannot_be_is_the_end(said: bytes) -> None:
-    """Too long, or to nothing."""
     here, there = socket.socketpair()
     here.setblocking(False)
     with contextlib.closing(there):

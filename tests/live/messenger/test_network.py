@@ -313,7 +313,6 @@ async def greet(
 async def test_a_session_has_each_of_its_connections_once_and_not_too_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever knows its name could otherwise take a connection's place, or use up the listener's sockets."""
     monkeypatch.setattr(network, "MAX_CONNECTIONS", 3)
     there, name = Owner(), b"n" * 16
     server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
@@ -338,7 +337,6 @@ async def test_a_session_has_each_of_its_connections_once_and_not_too_many(
 async def test_who_begins_wrongly_is_turned_away_with_one_line(
     said: tuple[bytes, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The listener goes on, and no owner hears of it."""
     there = Owner()
     server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -434,7 +432,6 @@ async def test_without_the_secret_nothing_begins(secret: bytes) -> None:
 
 @running
 async def test_a_listener_without_the_secret_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes everybody."""
 
     class Anybody(greeting.Listening):
         def check(self, prefix: Prefix, header: bytes) -> None:
@@ -451,7 +448,6 @@ async def test_a_listener_without_the_secret_is_no_peer(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", ["session", "lane", "line"])
 @running
 async def test_a_greeting_that_was_recorded_opens_nothing(kind: str) -> None:
-    """Neither while its session is open nor later; and who knows its name, but not the secret, joins no session."""
     async with listening(CLUSTER) as (server, port, owners):
         first = await asyncio.open_connection("127.0.0.1", port)
         sent, answer = await greet(*first, hello_of(), b"the cluster's")
@@ -502,7 +498,7 @@ MANY = {
 async def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(
     said: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 of them at once, from somebody who knows the secret; their headers are sent but for the last byte."""
+    """40 at once, from somebody who knows the secret; the last byte of their headers never comes."""
 
     def impatient(*arguments: Any, first_s: float) -> Session:
         return Session(*arguments, first_s=first_s if said else 0.01)
@@ -540,7 +536,7 @@ async def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(
 async def test_later_connections_take_the_place_of_those_that_say_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """300 of them use up no descriptors and fill no log, and who has something to say is heard."""
+    """300 of them use up no descriptors and fill no log."""
     network = TcpNetwork(greetings=Greetings(LIMIT_S, most=8))
     async with listening(network) as (server, port, owners):
         silent = []
@@ -563,7 +559,6 @@ async def test_later_connections_take_the_place_of_those_that_say_nothing(
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_socket_that_still_drains_is_closed_with_its_loop(begun: bool) -> None:
-    """The peer neither ends nor is silent: more lies in the socket than is read in the loop's last turns."""
 
     async def work() -> None:
         ours.setblocking(False)
@@ -606,7 +601,6 @@ def test_a_socket_drains_until_its_peer_ends(secured: bool, monkeypatch: pytest.
 
 @running
 async def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
-    """Before anything of its greeting ran."""
     server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
     with socket.create_connection(("127.0.0.1", port)) as client:
         server._accept(server._sockets[0])
@@ -752,7 +746,7 @@ def pattern(number: int, size: int) -> bytes:
 @pytest.mark.parametrize(("connections", "resume_s"), [(4, 0.0), (1, LIMIT_S), (3, LIMIT_S)])
 @running
 async def test_connections_that_are_cut_cost_nothing_but_time(connections: int, resume_s: float) -> None:
-    """Nothing is lost, doubled or out of order; with one connection the session resumes."""
+    """With one connection the session resumes."""
     here, there = Owner(), Owner()
     network = TcpNetwork(connections, terms=Terms(resume_s=resume_s))
     async with proxied(here, there, network) as (joined, proxy):

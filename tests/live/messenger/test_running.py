@@ -34,7 +34,6 @@ async def test_a_timer_is_due_in_its_time(loop: ManualLoop) -> None:
 
 @running
 async def test_a_timer_waits_for_time_in_which_the_loop_ran(loop: ManualLoop) -> None:
-    """And for what came while it stood still to be read, however little was left."""
     called: list[float] = []
     for delay_s in (0.3, 5.0):
         RunningTimer(loop, delay_s, lambda: called.append(loop.time()))

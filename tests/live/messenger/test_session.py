@@ -195,7 +195,7 @@ def test_a_full_window_holds_payloads_back_but_no_messages() -> None:
 
 
 def test_messages_behind_a_missing_one_are_held_and_bounded() -> None:
-    """Over two lanes, of which one brings nothing: the other does not fill the receiver's memory."""
+    """One of two lanes brings nothing."""
     pair = Pair(Terms(window=200), 2)
     here, there = pair.sides
     for number in range(40):
@@ -370,7 +370,7 @@ def test_a_flipped_bit_of_prefix_header_or_verdict_is_found(at: int, bit: int) -
 
 
 def test_a_large_payload_is_received_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that were read together with the header are copied; all that follow are not."""
+    """Only bytes that were read together with the header are copied."""
     monkeypatch.setattr(outbox, "SLICE", 1 << 20)
     pair = Pair(Terms(), 1)
     here, there = pair.sides
@@ -428,7 +428,6 @@ def test_a_payload_fits_the_memory_it_is_given_or_goes_nowhere(more: int) -> Non
 
 
 def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All behind a message that never comes, so that it has to be kept."""
     monkeypatch.setattr(inbox, "TALK_BYTES", 100)
     monkeypatch.setattr(inbox, "MAX_SLICE", 100)
     pair = Pair(Terms(window=100), 1)
@@ -480,7 +479,6 @@ def test_an_owner_that_turns_the_first_message_away_has_learned_nothing() -> Non
 
 @pytest.mark.parametrize("priority", Priority)
 def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) -> None:
-    """Neither long messages, nor many short ones that wait for one that never comes, nor many that are taken back."""
     pair = Pair(Terms(), 1, first_s=5)
     raw(pair, bytes(65537), 1, priority)
     pair.settle()
@@ -502,7 +500,6 @@ def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) ->
 
 
 def test_what_may_be_kept_later_is_bounded_and_kept_as_it_came() -> None:
-    """Of what an honest sender sends, and not a byte more than one message beyond."""
     pair = Pair(Terms(), 1, first_s=5)
     here, there = pair.sides
     here.send(0, Priority.CONTROL, 0)
@@ -519,7 +516,7 @@ def test_what_may_be_kept_later_is_bounded_and_kept_as_it_came() -> None:
 
 
 def test_a_sender_stops_before_its_peer_would_have_to_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two lanes, of which one brings nothing, with messages that have no payload."""
+    """One of two lanes brings nothing."""
     monkeypatch.setattr(outbox, "TALK_BYTES", 10 << 10)
     pair = Pair(Terms(), 2)
     here, there = pair.sides
@@ -537,7 +534,7 @@ def test_a_sender_stops_before_its_peer_would_have_to_keep_more(monkeypatch: pyt
 
 
 def test_headers_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all lanes, of which each brings one that is long and never whole."""
+    """Each lane brings a long header that is never whole."""
     monkeypatch.setattr(session, "MAX_GROWN", 1 << 20)
     pair = Pair(Terms(), 8)
     there = pair.sides[1]
@@ -573,7 +570,6 @@ def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("how", ["closed", "failed", "closed by the peer"])
 def test_the_end_of_a_session_takes_so_long_and_no_longer(how: str) -> None:
-    """Its peer, or what the peer sent before the end, never comes."""
     pair = Pair(Terms(), 2)
     here, there = pair.sides
     sent = here.send(100, Priority.NORMAL, 0)

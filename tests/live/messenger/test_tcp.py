@@ -41,7 +41,7 @@ def pumped(wires: dict[str, tuple[int, ...]], turns: int = 1) -> list[str]:
 
 
 def test_large_batches_take_turns_and_small_messages_stay_on_one_connection() -> None:
-    """After `WRITE_BUDGET` bytes the event loop gets a turn, and the next connection goes on."""
+    """After `WRITE_BUDGET` bytes the event loop gets a turn."""
     assert pumped({"a": (BULK_BYTES,) * 3, "b": (BULK_BYTES,) * 3}) == list("ababab")
     assert pumped({"a": (), "b": (100, BULK_BYTES), "c": (50,)}) == list("bbc")
     assert pumped({"a": (WRITE_BUDGET,) * 2, "b": (WRITE_BUDGET,) * 2}, turns=3) == list("aba")

@@ -181,7 +181,7 @@ async def test_a_session_that_stands_still_is_ended_and_another_is_opened(some: 
 @pytest.mark.parametrize("what", ["bytes_out", "queued", "unwritten", "suspended"])
 @scene
 async def test_what_moves_stands_not_still(some: Scene, what: str) -> None:
-    """The kernel's taking some counts already; and a session that waits to come back is not this one's to end."""
+    """Bytes that the kernel takes count already."""
     line = await near(some)
     line.unacked = line.queued = line.unwritten = 1 << 20
     for _ in range(6):
@@ -341,7 +341,6 @@ async def test_nothing_is_watched_where_no_time_is_given(some: Scene, link_s: No
 @pytest.mark.parametrize("link_s", [LINK_S, 1.2])
 @scene
 async def test_a_monitor_that_stood_still_gives_no_link_up(some: Scene, link_s: float) -> None:
-    """What came meanwhile is read first; a sign of life that is still missing later is missed."""
     line = await near(some)
     await asyncio.sleep(KEEP_S)
     assert line.probes

@@ -137,7 +137,6 @@ async def test_whoever_opened_a_session_both_use_it() -> None:
 
 @pytest.mark.parametrize("held", [(), ("here:1",), ("there:1",), ("here:1", "there:1")], ids=str)
 async def test_letters_keep_their_order_whoever_is_being_dialled(held: tuple[str, ...]) -> None:
-    """One by the other, or each by the other at once."""
     here, there, network = await ends()
     network.held |= {*held}
     here.say(THERE, *KEYS[:2])
@@ -154,7 +153,7 @@ async def test_letters_keep_their_order_whoever_is_being_dialled(held: tuple[str
 
 
 async def test_whoever_waits_for_a_session_gets_the_one_over_which_letters_go() -> None:
-    """What is sent over another one could overtake them, and no link between clusters would know of it."""
+    """Over another one it could overtake them."""
     here, there, network = await ends()
     network.held.add("there:1")
     waits = asyncio.ensure_future(here.peers.get(THERE))
@@ -167,7 +166,6 @@ async def test_whoever_waits_for_a_session_gets_the_one_over_which_letters_go() 
 
 @pytest.mark.parametrize("entered", [False, True])
 async def test_a_node_that_is_dialled_in_vain_is_gone_unless_it_came_itself(entered: bool) -> None:
-    """Once, with all that was said to it; what is said to it later is said."""
     here, there, network = await ends()
     network.held.add("nowhere:1")
     address, here.addresses[THERE] = here.addresses[THERE], "nowhere:1"
@@ -191,7 +189,6 @@ async def test_a_node_that_is_dialled_in_vain_is_gone_unless_it_came_itself(ente
 
 @pytest.mark.parametrize("how", [Session.close, lambda session: session.abort("cut")], ids=["closed", "cut"])
 async def test_what_is_said_after_a_session_ended_is_said_over_another(how: Callable[[Session], None]) -> None:
-    """And first both hear that the other one was gone."""
     here, there, network = await ends()
     here.say(THERE, KEYS[0])
     await there.hears(KEYS[0])
@@ -207,7 +204,6 @@ async def test_what_is_said_after_a_session_ended_is_said_over_another(how: Call
 
 
 async def test_all_sessions_with_a_node_end_together() -> None:
-    """Also those of its pipeline stages; the other side hears it once for each that it saw end by itself."""
     here, there, _ = await ends()
     here.say(THERE, KEYS[0])
     await there.hears(KEYS[0])
@@ -225,7 +221,6 @@ async def test_all_sessions_with_a_node_end_together() -> None:
 
 
 async def test_a_node_that_left_is_spoken_to_over_another_session() -> None:
-    """The one before may not have ended yet: of a machine without power nobody hears."""
     here, there, network = await ends()
     here.say(THERE, KEYS[0])
     await there.hears(KEYS[0])

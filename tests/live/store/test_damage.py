@@ -154,7 +154,6 @@ def test_a_flipped_bit_is_found_however_a_block_is_read(
 @SHAPES
 @pytest.mark.parametrize("running", [True, False], ids=["running", "restarted"])
 def test_records_copied_over_others(shape: Shape, running: bool, tmp_path: Path) -> None:
-    """All right in themselves, all in the wrong place."""
     path, capacity = written(shape, tmp_path)
     with opened(shape, 1, path.parent, capacity) as store:
         if running:
@@ -217,7 +216,6 @@ def test_a_file_that_is_missing_or_without_its_first_records(
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 def test_a_file_shows_whose_it_is_before_its_first_record_is_on_the_disk(shape: Shape) -> None:
-    """A power cut leaves payloads without their headers: the next start takes the file over all the same."""
     capacity, files = RecordFormat(shape, b"").file_bytes(4), CrashingFiles()
     log = Log("log", shape, capacity, b"test", files=files)
     log.grow()
@@ -232,7 +230,7 @@ def test_a_file_shows_whose_it_is_before_its_first_record_is_on_the_disk(shape: 
 @SHAPES
 @pytest.mark.parametrize("seed", range(25))
 def test_power_cuts(shape: Shape, seed: int) -> None:
-    """What a flush acknowledged survives any loss of unsynced sectors, again and again; the rest is a miss."""
+    """A flushed block survives any loss of unsynced sectors."""
     random, files = Random(seed), CrashingFiles()
     capacity = RecordFormat(shape, b"").file_bytes(24)
     known: set[int] = set()  # may be there

@@ -119,7 +119,6 @@ def segment_name(folder: Path, revision: bytes) -> str:
 @pytest.mark.parametrize("model", ["this", "another"])
 @pytest.mark.parametrize("kind", ["link", "second name", "folder", "pipe", "text"])
 def test_a_file_that_no_node_made_is_refused_and_left_alone(kind: str, model: str, tmp_path: Path) -> None:
-    """A link to what another node keeps is one, too."""
     folder = tmp_path / "log"
     name = segment_name(tmp_path / "other", model.encode())
     precious = tmp_path / "other" / name

@@ -48,7 +48,6 @@ def test_blocks_come_back_from_dram_from_the_ssd_and_after_a_restart(shape: Shap
 
 @SHAPES
 def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
-    """From both tiers, with names that are not there in between, more than one unit of work."""
     names = list(range(60))
     with opened(shape, 60, tmp_path) as store:
         assert all(store.put_many([(name, None, content(name, shape)) for name in names]))
@@ -64,7 +63,6 @@ def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "num_reads"), [(GROUP, 1), (2 * GROUP, 2)])
 def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, tmp_path: Path) -> None:
-    """As far as they lie together, in whatever order they are asked for."""
     files, names, size = FaultyFiles(), list(range(count)), LARGE.block_bytes
     with opened(LARGE, count, tmp_path, files=files) as store:
         put(store, *names)
@@ -79,7 +77,6 @@ def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, 
 
 
 def test_a_block_found_damaged_in_its_slot_is_in_no_tier(tmp_path: Path) -> None:
-    """Not one that was put anew meanwhile."""
     lost: list[BlockName] = []
     with opened(SMALL, 4, tmp_path, on_lost=lost.extend) as store:
         put(store, 1, 2)
@@ -167,7 +164,7 @@ def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:
 def test_a_block_that_moves_while_it_is_read_is_looked_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place went to another block, whose bytes are not its own: that is no damage."""
+    """Its place went to another block."""
     lost: list[BlockName] = []
     with opened(SMALL, 4, tmp_path / "log", on_lost=lost.extend) as store:
         put(store, 1)
@@ -271,7 +268,7 @@ class Flaky(FaultyFiles):
 
 @pytest.mark.parametrize("files", [FaultyFiles(), Flaky()], ids=["sound", "flaky"])
 def test_threads_do_what_they_like(files: FaultyFiles, tmp_path: Path) -> None:
-    """Puts, gets, demotions, drops and pins from several threads: never a wrong byte, nothing left at the end."""
+    """Never a wrong byte, and nothing left at the end."""
     shape, wrong, capacity = LARGE, [], log_bytes(LARGE, 12, tmp_path)
 
     def work(seed: int) -> None:

@@ -135,7 +135,6 @@ def test_an_unreadable_block_is_lost_alone(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_leaves_what_is_open_and_dram(
     there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not injected."""
     monkeypatch.setattr("isthmus.live.store.segments.SEGMENT_BYTES", 1)
     folder, lost, names = tmp_path / "log", list[BlockName](), range(3 * GROUP)
     with opened(
@@ -156,7 +155,7 @@ def test_a_folder_that_vanishes_leaves_what_is_open_and_dram(
 
 
 def test_any_one_call_may_fail(tmp_path: Path) -> None:
-    """The first, the second, the third ... call of the same story fails, until none does."""
+    """First, second, third ... call of the same story, until none fails."""
     at = 0
     while True:
         files, lost = FaultyFiles(), list[BlockName]()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store import Files, Shape, aligned_buffer
+from isthmus.live.store import Files, Shape
 from isthmus.live.store.reader import Fault
-from isthmus.live.store.record import GROUP
 from tests.live.store.support import (
     LARGE,
     ODD,
@@ -59,21 +58,6 @@ def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
         for name, into in zip(asked, intos, strict=True):
             assert name == 1000 or into == content(name, shape)
         assert store.get_many([]) == []
-
-
-@pytest.mark.parametrize(("count", "num_reads"), [(GROUP, 1), (2 * GROUP, 2)])
-def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, tmp_path: Path) -> None:
-    files, names, size = FaultyFiles(), list(range(count)), LARGE.block_bytes
-    with opened(LARGE, count, tmp_path, files=files) as store:
-        put(store, *names)
-        store.flush()
-        store.demote(names)
-        files.calls.clear()
-        buffer = aligned_buffer(count * size)
-        asked = Random(1).sample([(name, buffer[name * size : (name + 1) * size]) for name in names], count)
-        assert all(store.get_many(asked))
-        assert bytes(buffer) == b"".join(content(name, LARGE) for name in names)
-        assert files.calls.count("read") == num_reads
 
 
 def test_a_block_found_damaged_in_its_slot_is_in_no_tier(tmp_path: Path) -> None:

@@ -156,24 +156,11 @@ class Log:
     def read(self, place: int, start: int, into: memoryview) -> bool:
         """Payload bytes from `start` on, as many as `into` takes; False: the file is too short. Raises OSError."""
         if not self._segments.direct or self._is_aligned(start, into):
-            return self._segments.read_payloads(place, start, [into]) == len(into)
+            return self._segments.read_payload(place, start, into) == len(into)
         return all(
             self._read_bounced(place, start + at, into[at : at + _BOUNCE_BYTES])
             for at in range(0, len(into), _BOUNCE_BYTES)
         )
-
-    def read_run(self, place: int, intos: Sequence[memoryview]) -> int:
-        """Whole payloads of records that lie one after the other from `place` on, in one call.
-
-        Returns how many of `intos` were filled: fewer at the end of a group or file, none where that would need a
-        copy. Raises OSError.
-        """
-        size = self.format.payload_bytes
-        if size != self.shape.block_bytes:
-            return 0
-        if self._segments.direct and not all(self._is_aligned(0, into) for into in intos):
-            return 0
-        return self._segments.read_payloads(place, 0, intos[: self._segments.num_following(place)]) // size
 
     def scan(self) -> list[tuple[int, RecordHeader]]:
         """All whole headers, by place; what cannot be read is left out. To be called before any write."""
@@ -225,7 +212,7 @@ class Log:
         if not hasattr(self._bounce, "memory"):
             self._bounce.memory = aligned_buffer(_BOUNCE_BYTES + 2 * align)
         memory: memoryview = self._bounce.memory[:size]
-        if self._segments.read_payloads(place, start - skip, [memory]) < skip + len(into):
+        if self._segments.read_payload(place, start - skip, memory) < skip + len(into):
             return False
         copy_bytes(into, memory[skip : skip + len(into)])
         return True

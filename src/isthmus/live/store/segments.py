@@ -90,10 +90,10 @@ class Segments:
         fd, index = self._locate(place)
         return self._files.read(fd, [into], self._record.head_offset(index))
 
-    def read_payloads(self, place: int, start: int, into: Sequence[memoryview]) -> int:
-        """Payload bytes from this record's byte `start` on; fewer at the end of the file."""
+    def read_payload(self, place: int, start: int, into: memoryview) -> int:
+        """Reads payload from byte `start` on. Returns the number of bytes: fewer at the end of the file."""
         fd, index = self._locate(place)
-        return self._files.read(fd, into, self._record.payload_offset(index) + start)
+        return self._files.read(fd, [into], self._record.payload_offset(index) + start)
 
     def write(self, place: int, payloads: Sequence[Buffer], heads: memoryview) -> None:
         """Writes records that lie together, from this one on: all or OSError."""

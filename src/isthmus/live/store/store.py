@@ -12,14 +12,12 @@ from isthmus.core.types import BlockName, Tier
 from isthmus.live.store.arena import Arena, Buffer, copy_bytes
 from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
 from isthmus.live.store.log import Log
-from isthmus.live.store.reader import Fault, Reader, Source
+from isthmus.live.store.reader import UNIT_BYTES, Fault, Reader, Source
 from isthmus.live.store.record import check_name
 from isthmus.live.store.stat import Counters, StoreStat, TierStat
 from isthmus.live.store.writer import Writer
 
 _CLOSE_S = 10.0
-_UNIT_BYTES = 4 << 20
-"""What one thread of `put_many` puts at a time."""
 _CACHED_BYTES = 256 * 1024
 """Of what was copied, so much at least is still in the processor's cache."""
 
@@ -217,7 +215,7 @@ class Store:
         return self._fetch([Want(name, self._all_layers, into)])[0]
 
     def get_many(self, items: Sequence[tuple[BlockName, memoryview]]) -> list[bool]:
-        """`get` of each, several at a time; neighbours on the SSD in one read."""
+        """`get` of each, several at a time."""
         return self._fetch([Want(name, self._all_layers, into) for name, into in items])
 
     def put(self, name: BlockName, parent: BlockName | None, data: Buffer) -> bool:
@@ -235,7 +233,7 @@ class Store:
 
     def put_many(self, items: Sequence[tuple[BlockName, BlockName | None, Buffer]]) -> list[bool]:
         """`put` of each, several at a time."""
-        step = max(1, _UNIT_BYTES // self.shape.block_bytes)
+        step = max(1, UNIT_BYTES // self.shape.block_bytes)
         units = [items[at : at + step] for at in range(0, len(items), step)]
         done = self._pool.map(lambda unit: [self.put(*item) for item in unit], units)
         return [stored for unit in done for stored in unit]

@@ -24,14 +24,14 @@ from isthmus.live.peers.messages import KNOWN_ROWS, Attend, ShipmentSlices
 from isthmus.live.peers.sessions import Tell
 
 Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
-"""`isthmus.live.engine.interface.Engine.attend`."""
+"""Attends as `isthmus.live.engine.interface.Engine.attend` does."""
 log = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(Attend).decode
 
 
 class _HostedShare:
-    """A share of one attempt's KV here, in a memory whose blocks have no other heads. `stowed`: blocks that are
-    whole; `peers`: who may ship more."""
+    """A share of one attempt's KV that lies here, in a memory whose blocks have these heads alone. `stowed`: number
+    of whole blocks; `peers`: nodes that may ship more."""
 
     def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = (), stowed: int = 0) -> None:
         """`room`: blocks of all heads."""
@@ -46,14 +46,14 @@ class _HostedShare:
         return self.landing.blocks
 
     def give(self, room: tuple[int, ...]) -> None:
-        """Blocks of all heads, those that it has already first."""
+        """Sets the room, in blocks of all heads; it begins with those given before."""
         parts = self.share.parts
         self.room = room
         self.landing.blocks = [block * parts + at for block in room for at in range(parts)]
 
 
 class _Known(NamedTuple):
-    """What the rows of a step are here, if these guests are still there with so many blocks."""
+    """Rows of a step as they lie here, valid while these guests still have so many blocks."""
 
     guests: list[tuple[RequestId, _HostedShare | None, int]]
     rows: list[HolderQueries]
@@ -61,7 +61,8 @@ class _Known(NamedTuple):
 
 
 class HostedKV:
-    """For an event loop, but for what is said. `shipments`: what leaves here, and what comes home."""
+    """KV of other nodes' attempts. For an event loop, except questions over lines. `shipments`: KV that leaves or
+    comes home."""
 
     def __init__(
         self,
@@ -87,14 +88,14 @@ class HostedKV:
         guest.peers.add(host.peer)
 
     def _memory_of(self, parts: int) -> KVBytes:
-        """The memory as blocks with a `parts`-th of the heads."""
+        """Returns the memory seen as blocks with a `parts`-th of the heads."""
         if parts not in self._split:
             self._split[parts] = self._memory.split(parts)
         return self._split[parts]
 
     def rekey(self, rekey: events.Rekey) -> None:
-        """Nothing is written in the name of the old attempt any more when this returns. What of it was being written
-        anew just now is not whole."""
+        """Moves a guest to another attempt: nothing is written for the old one any more when this returns. Blocks
+        that were being overwritten are not whole."""
         old, share = self._guests.pop(rekey.old), rekey.share
         old.landing.refuse()
         self._shipments.stop(rekey.old)
@@ -106,8 +107,8 @@ class HostedKV:
             self._tell(events.ShipmentStored(rekey.key, rekey.peer, stowed))
 
     def trim(self, trim: events.Trim) -> None:
-        """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
-        more, or read for anybody, when this returns."""
+        """Frees a guest's blocks from `num_blocks` on, which went back home: nothing is written to them, or read,
+        when this returns."""
         guest, count = self._guests[trim.key], trim.num_blocks
         guest.landing.refuse()
         self._shipments.stop(trim.key)
@@ -116,7 +117,7 @@ class HostedKV:
         guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
     def unhost(self, unhost: events.Unhost) -> None:
-        """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
+        """Ends a guest, or a node's part in it: nothing is written to its blocks any more when this returns."""
         self._shipments.stop(unhost.key, unhost.peer)
         guest = self._guests[unhost.key]
         if unhost.peer is not None:
@@ -128,7 +129,7 @@ class HostedKV:
     # KV.
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a payload. Raises ProtocolError for one that is not expected."""
         guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
             return self._shipments.place(session, head, size)
@@ -156,7 +157,7 @@ class HostedKV:
             self._tell(events.ShipmentStored(head.key, peer, guest.stowed))
 
     def void(self, session: Session, head: ShipmentSlices) -> None:
-        """The sender gave up in the midst of it."""
+        """Forgets a frame that its sender gave up."""
         if self._shipments.awaits(self._node_of(session), head):
             self._shipments.void(head)
         elif head.key in self._guests:
@@ -165,11 +166,10 @@ class HostedKV:
     # Attention.
 
     def answer(self, line: Answerer) -> None:
-        """Questions come over this line from now on."""
+        """Answers questions over this line, in a thread of its own."""
         threading.Thread(target=self._serve, args=(line,), name="attention", daemon=True).start()
 
     def _serve(self, line: Answerer) -> None:
-        """In a thread of its own, until the line ends."""
         known: dict[int, _Known] = {}
         try:
             while True:
@@ -186,7 +186,7 @@ class HostedKV:
             line.hang_up()
 
     def _asked(self, head: Attend) -> _Known:
-        """What is asked for may not be here; that is found with each question."""
+        """Looks up the rows of a step. KV that is missing is noticed at each question."""
         guests: list[tuple[RequestId, _HostedShare | None, int]] = []
         rows, size = list[HolderQueries](), self._memory.layout.block_size
         for key, num_rows, num_tokens, first, position in head.rows:
@@ -201,7 +201,7 @@ class HostedKV:
         return _Known(guests, rows, sum([each.num_rows for each in rows]))
 
     def _answer(self, head: Attend, asked: _Known | None, q: memoryview) -> memoryview | None:
-        """None where an attempt has no KV here, or not so much."""
+        """Attends. None where an attempt has no KV here, or too little."""
         if asked is None:
             raise ProtocolError(f"rows of number {head.number} were never told")
         for key, guest, num_blocks in asked.guests:

@@ -24,13 +24,13 @@ from isthmus.live.peers.wire import pack
 from isthmus.live.store import ArenaHandle, Pinned
 
 GIVE_BLOCKS = 64
-"""Blocks that are looked up, read from disk if need be, and sent together."""
+"""Blocks that are looked up, read from the SSD if need be, and sent together."""
 MAX_PULLS = 4096
-"""Of which nothing is decided yet: they wait for one turn of the event loop."""
+"""Pulls that wait for the node's decision, for one turn of the event loop."""
 
 
 class Lease:
-    """Blocks that another node reads: nothing else gets their slots before all who hold it have released it."""
+    """Blocks that another node reads: their slots stay until all users have released it."""
 
     def __init__(self, cache: NodeCache) -> None:
         self._cache = cache
@@ -42,7 +42,7 @@ class Lease:
         self.over = asyncio.Event()
 
     def add(self, names: Sequence[BlockName]) -> bool:
-        """Takes these blocks in as far as they are here; False when one is not. May read the disk."""
+        """Adds blocks as far as they are here. False when one is not. May read the SSD."""
         found = self._cache.pin(names)
         self._pinned += [pinned for pinned in found if pinned is not None]
         for name, pinned in zip(names, found, strict=True):
@@ -58,7 +58,7 @@ class Lease:
         return True
 
     def hold(self) -> None:
-        """One more reads from it, until `release`."""
+        """Adds a user, until `release`."""
         self._users += 1
 
     def release(self) -> None:
@@ -71,8 +71,8 @@ class Lease:
 
 @dataclass
 class _Loan:
-    """What another node may have: the first `stop` blocks of a prefix. `answered`: all of the last pull was sent,
-    though not all may have been acknowledged, or is lent."""
+    """Blocks that another node may have: the first `stop` of a prefix. `answered`: the last pull was answered, though
+    not all may be acknowledged."""
 
     names: tuple[BlockName, ...]
     stop: int
@@ -81,13 +81,13 @@ class _Loan:
 
 
 class Loans:
-    """Answers other nodes. For the node's event loop. Without a cache nothing is ever given."""
+    """Answers pulls of other nodes. For the node's event loop. Without a cache nothing is given."""
 
     def __init__(self, cache: NodeCache | None, spawn: Spawn) -> None:
         self._of, self._spawn = cache, spawn
         self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
         self._pulls: OrderedDict[tuple[RequestId, NodeId], tuple[Session, Pull]] = OrderedDict()
-        """Of what the node has not decided yet."""
+        """Pulls that the node has not decided yet."""
         self._host = host_id()
         self.bytes_out = 0
 
@@ -97,7 +97,7 @@ class Loans:
         return self._of
 
     def pull(self, session: Session, peer: NodeId, pull: Pull) -> None:
-        """Raises ProtocolError for what cannot be answered."""
+        """Answers a pull, now or when the node has decided. Raises ProtocolError for one that cannot be answered."""
         at = pull.key, peer
         if pull.codec not in CODECS or pull.room < 0 or pull.start < 0:
             raise ProtocolError(f"blocks for {pull.key} cannot be given as {pull.codec}, {pull.room} at once")
@@ -110,7 +110,7 @@ class Loans:
             self._pulls.popitem(last=False)
 
     def give(self, give: events.Give) -> None:
-        """In place of what it might have before."""
+        """Decides which blocks another node may have, in place of an earlier decision."""
         at = give.key, give.peer
         pulled = self._pulls.pop(at, None)
         self._end(*at)
@@ -136,13 +136,13 @@ class Loans:
             loan.task.cancel()
 
     def lost(self, peer: NodeId) -> None:
-        """It gets nothing more."""
+        """Ends all loans to a node."""
         for at in [at for at in (*self._loans, *self._pulls) if at[1] == peer]:
             self._pulls.pop(at, None)
             self._end(*at)
 
     def close(self) -> None:
-        """Gives everything back, as soon as nothing is done with it."""
+        """Ends all loans, as soon as nothing reads them."""
         for loan in self._loans.values():
             if loan.task is not None:
                 loan.task.cancel()
@@ -168,7 +168,7 @@ class Loans:
             lease.release()
 
     async def _give(self, loan: _Loan, session: Session, pull: Pull, names: Sequence[BlockName]) -> None:
-        """Batch by batch: the next one is read from disk while this one is sent."""
+        """Sends blocks batch by batch: the next batch is read from the SSD while one is sent."""
         count = 0
         leases: list[Lease] = []
         sendings: list[Sending] = []
@@ -196,7 +196,7 @@ class Loans:
                 sending.cancel()
 
     def _send(self, session: Session, pull: Pull, first: int, lease: Lease) -> Iterator[Sending]:
-        """Each layer holds the lease until it is sent."""
+        """Sends a batch layer by layer; each layer holds the lease until it is sent."""
         arena, layout = self._cache.store.arena, self._cache.layout
         for layer in range(layout.num_layers if lease.slots else 0):
             parts = [arena.slice(slot, layer) for slot in lease.slots]

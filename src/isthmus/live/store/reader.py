@@ -15,7 +15,7 @@ from isthmus.live.store.log import Log
 UNIT_BYTES = 4 << 20
 """Bytes of blocks that one thread copies at a time."""
 _SPLIT_BYTES = 2 << 20
-"""From twice this size on, one block is read in several parts at once."""
+"""Half the size from which one block is read in several parts at once."""
 
 
 class Fault(Enum):

@@ -19,7 +19,7 @@ from isthmus.live.store.writer import Writer
 
 _CLOSE_S = 10.0
 _CACHED_BYTES = 256 * 1024
-"""Of what was copied, so much at least is still in the processor's cache."""
+"""Bytes that are still in the processor's cache after they were copied."""
 
 
 def _ignore(names: Sequence[BlockName]) -> None:
@@ -27,7 +27,7 @@ def _ignore(names: Sequence[BlockName]) -> None:
 
 
 class Want(NamedTuple):
-    """Layers of a block that somebody asks for."""
+    """Layers of a block to be read."""
 
     name: BlockName
     layers: range
@@ -37,11 +37,11 @@ class Want(NamedTuple):
 class Store:
     """Blocks of one shape in `arena` and, with a `log`, on the SSD.
 
-    `on_lost` hears of blocks that the store can no longer give though nobody dropped them: demoted and not
-    writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick, must
-    not raise, and must not `flush` or `close`. `threads` share the work of one call of `get_many`, `put_many` or a
-    large `get`. Unless it `writes_behind`, in a thread, what is to be written waits for `flush`. A store that
-    `lacks_log` should have one and could not: it is degraded for good. The store closes `arena` and `log`.
+    `on_lost` hears of blocks that are lost though nobody dropped them: demoted and not writable, or damaged. It is
+    called without the lock, from the thread that finds out; it must be quick, must not raise, and must not `flush` or
+    `close`. `threads` share the work of `get_many`, `put_many` or a large `get`. Unless the store `writes_behind`, in
+    a thread, only `flush` writes. A store that `lacks_log`, since its SSD tier could not be opened, is degraded for
+    good. The store closes `arena` and `log`.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Store:
     # Filling DRAM.
 
     def reserve(self, count: int) -> list[int]:
-        """Up to `count` empty slots to fill; fewer when the arena has no more."""
+        """Reserves up to `count` empty slots; fewer when the arena has no more."""
         with self._changed:
             return self._directory.reserve(count)
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Reserved slots that are not used after all."""
+        """Gives reserved slots back that were not used."""
         with self._changed:
             self._directory.give_back(slots)
 
     def commit(self, name: BlockName, parent: BlockName | None, slot: int, seals: Sequence[bytes]) -> None:
-        """The reserved slot holds this block from now on, in DRAM by decision; it is written behind.
+        """Puts a block into the reserved slot, in DRAM by decision; it is written behind.
 
-        `parent` names the block before it, None for a prompt's first. When the block is in DRAM already, the slot
+        `parent`: name of the block before it, None for a prompt's first. When the block is in DRAM already, the slot
         is empty again. Raises ValueError for a name longer than 32 bytes.
         """
         assert len(seals) == self.shape.num_layers, "one seal per layer"
@@ -105,7 +105,7 @@ class Store:
     def adopt(
         self, name: BlockName, parent: BlockName | None, slot: int, seals: Sequence[bytes]
     ) -> Pinned | None:
-        """`commit` and `pin` in one; None: the block is in DRAM already, and the slot stays reserved."""
+        """Commits and pins in one. None: the block is in DRAM already, and the slot stays reserved."""
         check_name(name)
         check_name(parent)
         with self._changed:
@@ -120,9 +120,9 @@ class Store:
     # Using DRAM.
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
-        """Where in the arena these blocks are, None for each that is not in DRAM.
+        """Pins blocks that are in DRAM; None for the others. Counted.
 
-        A pinned slot keeps its bytes until `unpin`, whatever becomes of the block. Counted.
+        A pinned slot keeps its bytes until `unpin`, whatever becomes of the block.
         """
         with self._changed:
             found = [self._directory.pin(name) for name in names]
@@ -138,7 +138,7 @@ class Store:
                 self._directory.slots.unpin(one.slot)
 
     def tier(self, name: BlockName) -> Tier | None:
-        """Where the block is by decision; None: nowhere."""
+        """Returns the tier by decision; None: the block is in none."""
         with self._changed:
             block = self._directory.blocks.get(name)
             return None if block is None else block.tier
@@ -148,7 +148,7 @@ class Store:
             return name in self._directory.blocks
 
     def seals(self, name: BlockName) -> tuple[bytes, ...] | None:
-        """One per layer; None when the block is not here."""
+        """Returns the seal of each layer; None when the block is not here."""
         with self._changed:
             block = self._directory.blocks.get(name)
             return None if block is None else block.seals
@@ -156,9 +156,9 @@ class Store:
     # Decisions.
 
     def demote(self, names: Iterable[BlockName]) -> None:
-        """On the SSD only from now on. Free for what was written behind, else it is written first.
+        """Moves blocks to the SSD by decision. Free for blocks that were written behind, others are written first.
 
-        What cannot be kept is lost: without an SSD tier, while it is degraded, or when it is full of demoted blocks.
+        Blocks are lost without an SSD tier, while it is degraded, or when it is full of demoted blocks.
         """
         lost = []
         with self._changed:
@@ -173,7 +173,7 @@ class Store:
         self._lose(lost)
 
     def drop(self, names: Iterable[BlockName]) -> None:
-        """In no tier any more. Unknown names are ignored."""
+        """Removes blocks from all tiers. Unknown names are ignored."""
         with self._changed:
             for name in names:
                 block = self._directory.blocks.get(name)
@@ -185,8 +185,8 @@ class Store:
             self._changed.notify_all()
 
     def condemn(self, name: BlockName, slot: int) -> None:
-        """Somebody who read this pinned slot found it damaged: if it is still the block's, the block is in no tier any
-        more, and `on_lost` hears of it."""
+        """Drops a block that a reader of this pinned slot found damaged, if the slot is still the block's; `on_lost`
+        hears of it."""
         with self._changed:
             block = self._directory.blocks.get(name)
             if block is None or block.slot != slot:
@@ -199,10 +199,10 @@ class Store:
     # Reading.
 
     def read(self, name: BlockName, first_layer: int, stop_layer: int, into: memoryview) -> bool:
-        """Copies layers `[first_layer, stop_layer)` to `into`, from the SSD or from DRAM where they still are.
+        """Copies layers `[first_layer, stop_layer)` to `into`, from DRAM or the SSD. Blocks the thread.
 
-        Blocks the thread. Bytes from the SSD are checked against their seals. False: gone, unreadable or damaged;
-        `on_lost` has heard of it then, and `into` may hold anything.
+        Bytes from the SSD are checked against their seals. False: gone, unreadable or damaged; then `on_lost` has
+        heard of it, and `into` may hold anything.
         """
         assert 0 <= first_layer < stop_layer <= self.shape.num_layers
         if not self.contains(name):
@@ -211,15 +211,15 @@ class Store:
         return self._fetch([Want(name, range(first_layer, stop_layer), into)])[0]
 
     def get(self, name: BlockName, into: memoryview) -> bool:
-        """Copies the whole block to `into`, from DRAM or from the SSD; False: not here, or damaged."""
+        """Copies the whole block to `into`. False: not here, or damaged."""
         return self._fetch([Want(name, self._all_layers, into)])[0]
 
     def get_many(self, items: Sequence[tuple[BlockName, memoryview]]) -> list[bool]:
-        """`get` of each, several at a time."""
+        """Does `get` for each, several at a time."""
         return self._fetch([Want(name, self._all_layers, into) for name, into in items])
 
     def put(self, name: BlockName, parent: BlockName | None, data: Buffer) -> bool:
-        """Stores a copy of a whole block in DRAM; False: no slot is empty (`demote` or `drop` some)."""
+        """Stores a copy of a whole block in DRAM. False: no slot is empty (`demote` or `drop` some)."""
         source = memoryview(data)
         assert len(source) == self.shape.block_bytes, "data of the wrong size"
         check_name(name)
@@ -232,7 +232,7 @@ class Store:
         return True
 
     def put_many(self, items: Sequence[tuple[BlockName, BlockName | None, Buffer]]) -> list[bool]:
-        """`put` of each, several at a time."""
+        """Does `put` for each, several at a time."""
         step = max(1, UNIT_BYTES // self.shape.block_bytes)
         units = [items[at : at + step] for at in range(0, len(items), step)]
         done = self._pool.map(lambda unit: [self.put(*item) for item in unit], units)
@@ -241,10 +241,9 @@ class Store:
     # Life.
 
     def recover(self) -> list[tuple[BlockName, BlockName | None]]:
-        """Offers the blocks of an earlier run: (name, parent), parents first. To be called before anything else.
+        """Offers the blocks of an earlier run as (name, parent), parents first. Call it before anything else.
 
-        Only headers are read; what is damaged behind one shows when it is read. Blocks whose head is missing are
-        left out, since nobody could use them.
+        Only headers are read; a damaged payload is noticed when it is read. Blocks with a missing head are left out.
         """
         if self.log is None or self._writer is None:
             return []
@@ -259,7 +258,8 @@ class Store:
         return [(header.name, header.parent) for _, header in chains]
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is left to write: all is written and synced, or there is no room, or the SSD is degraded.
+        """Waits until nothing is left to write: all is written and synced, or there is no room, or the SSD is
+        degraded.
 
         False: the time was up first. None: no limit.
         """
@@ -275,14 +275,14 @@ class Store:
             return self._stat()
 
     def check(self) -> None:
-        """Conservation of slots and places; walks over everything."""
+        """Checks that no slot and no place is lost; walks over everything."""
         with self._changed:
             self._directory.check(0 if self.log is None else self.log.num_used)
 
     def close(self) -> None:
-        """Flushes for at most ten seconds, then gives everything back. Idempotent.
+        """Flushes for at most ten seconds, then frees everything. Idempotent.
 
-        Files and memory that a disk which does not answer still works on are left to the end of the process.
+        Files and memory that are still used by a disk which does not answer are left to the end of the process.
         """
         if self._closed:
             return
@@ -299,7 +299,7 @@ class Store:
         self.arena.close()
 
     def _fill(self, into: memoryview, source: memoryview) -> list[bytes]:
-        """Copies a block; its seals, taken while the bytes are still in the processor's cache."""
+        """Copies a block. Returns its seals, computed while the bytes are in the processor's cache."""
         size = self.shape.slice_bytes
         step = max(1, _CACHED_BYTES // size) * size
         seals = []
@@ -309,7 +309,7 @@ class Store:
         return seals
 
     def _fetch(self, wants: Sequence[Want]) -> list[bool]:
-        """Brings what is here. A block whose place went to another one meanwhile is looked up again."""
+        """Reads blocks. A block whose place was given to another one meanwhile is looked up again."""
         found = [False] * len(wants)
         left = list(range(len(wants)))
         while left:
@@ -355,7 +355,7 @@ class Store:
                 self._changed.notify_all()
 
     def _count_hit(self, source: Source) -> None:
-        """Reading a block layer by layer is one hit."""
+        """Counts a read; a block that is read layer by layer is one hit."""
         with self._changed:
             if source.slot is not None:
                 self._counters.memory_hits += source.layers.start == 0
@@ -365,7 +365,7 @@ class Store:
                 self._counters.disk_bytes_out += len(source.into)
 
     def _blame(self, name: BlockName, source: Source, fault: Fault) -> bool:
-        """Removes a block found damaged, and says so; False: it lies elsewhere by now."""
+        """Drops a block found damaged. False: it lies elsewhere by now."""
         with self._changed:
             block = self._directory.blocks.get(name)
             if block is None or block.place != source.place or block.slot is not None:

@@ -1,7 +1,7 @@
-"""Writes blocks behind: in batches, one sync for each, on a thread of its own.
+"""Writes blocks behind, on a thread of its own: in batches, with one sync for each.
 
-An error of the disk turns writing off for a while: one second, then twice as long each time up to a minute, then it
-is tried again. Meanwhile the store keeps to DRAM, and what the SSD has can still be read.
+A failing disk turns writing off for one second, then for twice as long each time, up to a minute. Meanwhile new
+blocks stay in DRAM, and blocks on the SSD can still be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BATCH_BLOCKS = 128
 
 
 class Retry:
-    """When to try again after failures in a row: 1, 2, 4 ... 60 seconds after the last one."""
+    """Time of the next attempt after failures in a row: 1, 2, 4 ... 60 seconds after the last one."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0
@@ -39,7 +39,7 @@ class Retry:
 
     @property
     def at_s(self) -> float:
-        """Infinity when nothing failed."""
+        """Time of the next attempt in seconds; infinity when nothing failed."""
         return math.inf if self._at_s is None else self._at_s
 
     def failed(self, now_s: float) -> None:
@@ -47,7 +47,7 @@ class Retry:
         self._at_s = now_s + self._wait_s
 
     def resume(self) -> None:
-        """Trying worked; if the real thing fails again, the wait goes on growing."""
+        """Ends the pause after a successful probe; if the next write fails, the pause goes on growing."""
         self._at_s = None
 
     def worked(self) -> None:
@@ -55,7 +55,7 @@ class Retry:
 
 
 class Writer:
-    """The thread that empties `directory.demoting` and `directory.unwritten` into the log.
+    """Writes the blocks in `directory.demoting` and `directory.unwritten` to the log.
 
     `changed` guards `directory` and `counters`, and is notified when there may be something to write.
     """
@@ -78,19 +78,19 @@ class Writer:
         self._write_retry = Retry()
         self._grow_retry = Retry()
         self.sequence = 0
-        """Of the latest record; each has a higher one."""
+        """Sequence number of the latest record."""
         self._stopped = False
         self._busy = False
         self._batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // arena.shape.block_bytes))
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """In a thread of its own; without it, somebody else takes the turns."""
+        """Starts the thread; without it, `catch_up` writes."""
         self._thread = threading.Thread(target=self._run, name="isthmus-store-writer", daemon=True)
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Without the thread: takes turns until nothing is left that could be done."""
+        """Writes all that can be written, without the thread."""
         while not self.idle() or self._is_due():
             self.turn()
 
@@ -100,15 +100,15 @@ class Writer:
 
     @property
     def degraded(self) -> bool:
-        """The disk refused the last write, sync or new file."""
+        """Whether the disk refused the last write, sync or new file."""
         return self._write_retry.failing or self._grow_retry.failing
 
     def idle(self) -> bool:
-        """Nothing is being written, and nothing could be. Under the lock."""
+        """Whether nothing is being written and nothing could be. Under the lock."""
         return self._stopped or not (self._busy or self._has_work())
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the batch it is writing; False: the disk still has not taken that."""
+        """Ends the thread after its batch. False: the disk still has not taken that."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -122,7 +122,7 @@ class Writer:
             self.turn()
 
     def turn(self) -> None:
-        """Tries again what is due, and writes a batch of what there is."""
+        """Retries what is due, and writes one batch."""
         if self._is_due():
             self._probe()
         if self._wants_file():
@@ -130,11 +130,11 @@ class Writer:
         self._write_batch()
 
     def _is_due(self) -> bool:
-        """It is time to try whether the disk takes something again."""
+        """Whether it is time to probe the disk."""
         return self._write_retry.at_s <= self._log.files.now()
 
     def _await_turn(self) -> bool:
-        """Waits until there is something to write or to try again; False: stopped."""
+        """Waits until there is something to write or to retry. False: stopped."""
         with self._changed:
             while not self._stopped and not self._has_work():
                 wait_s = min(self._write_retry.at_s, self._grow_retry.at_s) - self._log.files.now()
@@ -152,7 +152,7 @@ class Writer:
         return self._log.num_free > 0 or (self._log.can_grow and not self._grow_retry.failing)
 
     def _probe(self) -> None:
-        """Writes into a free place, and back to work when that goes well. After a failed write there is one."""
+        """Writes into a free place, of which there is one after a failed write; if it works, writing goes on."""
         error = _error_of(self._log.probe)
         with self._changed:
             if error is not None:
@@ -205,12 +205,12 @@ class Writer:
         return Entry(block.writing, header, self._arena.slot(block.slot))
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        """Writes and syncs. After an error nothing of the batch counts: what was written may not have stayed."""
+        """Writes and syncs. After an error none of the batch counts, since written bytes may be lost."""
         self._log.write(entries)
         self._log.sync([entry.place for entry in entries])
 
     def _failed(self, retry: Retry, error: OSError) -> None:
-        """Under the lock."""
+        """Books a failure. Under the lock."""
         logger.warning("SSD tier in %s: %s; new blocks stay in DRAM for now", self._log.folder, error)
         retry.failed(self._log.files.now())
         self._counters.io_errors += 1

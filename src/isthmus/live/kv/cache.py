@@ -13,13 +13,17 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from isthmus.core.blocks import KVLayout, seal
+from isthmus.core.node.events import SaveBlocks
 from isthmus.core.scheduler import ReadAhead
 from isthmus.core.types import BlockName, Tier
 from isthmus.live.engine.interface import KVBytes
 from isthmus.live.store import Pinned, Store, aligned_buffer
+
+if TYPE_CHECKING:
+    from isthmus.live.kv.fetches import Fetching
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ Result = TypeVar("Result")
 
 PoolOf = Callable[[int, str], Executor]
 """Makes a pool of so many threads of that name."""
+Lost = Callable[[Sequence[BlockName]], None]
+"""Hears of blocks that are in no tier."""
 Brought = tuple[int, tuple[bytes, ...]]
 """A slot with a whole block, and the seals of its layers."""
 
@@ -108,12 +114,7 @@ class NodeCache:
 
     # What is decided, one thing after the other.
 
-    def adopt(
-        self,
-        names: Sequence[BlockName],
-        take: Callable[[Sequence[BlockName]], int],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
+    def adopt(self, names: Sequence[BlockName], take: Callable[[Sequence[BlockName]], int], done: Lost) -> None:
         """Adopts fetched blocks. `take` commits them and returns how many; `done` is called, from another thread,
         with those that were not."""
 
@@ -239,25 +240,11 @@ class PrefixMissing(Exception):
         self.num_blocks = num_blocks
 
 
-class Arriving(Protocol):
-    """Blocks of a prefix, from `start` on, on their way from another node."""
-
-    start: int
-    condition: threading.Condition
-
-    def release(self) -> None:
-        """Ends the use of it. Call it once."""
-
-    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
-        """Waits until this layer of the blocks `[start, stop)` is here or will not come. Returns memory, and the
-        offset in it of each block that is here, in order."""
-
-
 class Loading:
     """One cached prefix on its way into the engine's blocks. `num_blocks`: length of the prefix that is or will be
     loaded. `over`: the load has ended, and so has its `task`."""
 
-    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None) -> None:
+    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Fetching | None) -> None:
         self.names, self.blocks, self.arriving = names, blocks, arriving
         self.num_blocks = len(names)
         self.cancelled = False
@@ -335,7 +322,7 @@ class EngineCache(NodeCache):
         self,
         memory: KVBytes,
         store: Store,
-        on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
+        on_lost: Lost = lambda names: None,
         pool_of: PoolOf = ThreadPoolExecutor,
         max_staged: int | None = None,
     ) -> None:
@@ -353,7 +340,7 @@ class EngineCache(NodeCache):
     # From the store to the engine.
 
     def load(
-        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None
+        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Fetching | None = None
     ) -> Loading:
         """Begins to load the first blocks of a prompt into the engine's `blocks`. Releases `arriving` in the end."""
         load = Loading(names, blocks, arriving)
@@ -416,7 +403,7 @@ class EngineCache(NodeCache):
         offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
         self._memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
 
-    def _load_arriving(self, load: Loading, arriving: Arriving, layer: int) -> None:
+    def _load_arriving(self, load: Loading, arriving: Fetching, layer: int) -> None:
         stop = min(len(load.names), load.num_blocks)
         if stop <= arriving.start:
             return
@@ -461,19 +448,10 @@ class EngineCache(NodeCache):
         pairs = [pair for each in reserved for pair in zip(each.names, each.slots, strict=True)]
         self.store.give_back([slot for name, slot in pairs if kept.get(name) != slot])
 
-    def save(
-        self,
-        names: Sequence[BlockName],
-        heads: Sequence[BlockName | None],
-        blocks: Sequence[int],
-        num_sunk: int,
-        staged: Sequence[BlockStaging],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        """Saves blocks of the engine, and copies now those that are not among `staged`. `heads`: the block that each
-        follows. The last `num_sunk` are kept on the SSD alone. `done` is called, from another thread, with the blocks
-        that found no room; then the engine's blocks may change."""
-        self._keep_coming(names, self._save, names, heads, blocks, num_sunk, staged, done)
+    def save(self, save: SaveBlocks, staged: Sequence[BlockStaging], done: Lost) -> None:
+        """Saves blocks of the engine, and copies now those that are not among `staged`. `done` is called, from another
+        thread, with the blocks that found no room; then the engine's blocks may change."""
+        self._keep_coming(save.names, self._save, save, staged, done)
 
     def _save_layer(self, staging: BlockStaging, layer: int) -> None:
         try:
@@ -483,18 +461,11 @@ class EngineCache(NodeCache):
         except Exception:
             log.exception("a layer could not be saved")
 
-    def _save(
-        self,
-        names: Sequence[BlockName],
-        heads: Sequence[BlockName | None],
-        blocks: Sequence[int],
-        num_sunk: int,
-        staged: Sequence[BlockStaging],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
+    def _save(self, save: SaveBlocks, staged: Sequence[BlockStaging], done: Lost) -> None:
+        names, head, blocks = save.names, save.head, save.blocks
         arena, slots, fresh = self.store.arena, self._filled(staged), list[BlockStaging]()
         kept: dict[BlockName, int] = {}
-        first, stays = 0, len(names) - num_sunk
+        first, stays = 0, len(names) - save.num_sunk
         try:
             self._ahead.settle(names)
             while first < len(names):
@@ -504,11 +475,12 @@ class EngineCache(NodeCache):
                     self._save_layer(fresh[-1], layer)
                 slots |= self._filled(fresh[-1:])
                 stop = next((at for at in range(first, len(names)) if names[at] not in slots), len(names))
-                for name, head in zip(names[first:stop], heads[first:stop], strict=True):
+                for name in names[first:stop]:
                     if head is None or head in kept or self.store.contains(head):
                         seals = tuple([seal(arena.slice(slots[name], at)) for at in range(self._layers)])
                         self.store.commit(name, head, slots[name], seals)
                         kept[name] = slots[name]
+                    head = name
                 self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
                 if stop == first:
                     break

@@ -73,7 +73,8 @@ class Fetching:
     # Thread side.
 
     def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
-        """Does what `cache.Arriving` says."""
+        """Waits until this layer of the blocks `[start, stop)` is here or will not come. Returns memory, and the offset
+        in it of each block that is here, in order."""
         wanted = stop - self.start
         with self.condition:
             self.condition.wait_for(

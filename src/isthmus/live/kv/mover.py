@@ -350,8 +350,7 @@ class KVMover(BlockMover):
             if lost:
                 self.lost_bytes(lost)
 
-        heads = (save.head, *save.names[:-1])
-        self.cache.save(save.names, heads, save.blocks, save.num_sunk, self._staged.pop(save.request, ()), done)
+        self.cache.save(save, self._staged.pop(save.request, ()), done)
 
     def _let_go(self, key: RequestId) -> None:
         self._cancel_load(key)

@@ -1,6 +1,7 @@
-"""Attention to KV of this node's attempts that lies with other nodes: asked over lines, by threads that compute.
+"""KV of attempts at other nodes (holders), as its home asks for attention to it, and as a holder has it and answers.
 
-How KV gets there is in `shipments.py`; a line is opened beside the session with a holder, and ends with it.
+Shipments bring KV to a holder (`loans.py`). Questions go over a line beside the session with the holder, from a
+thread that computes to a thread of the holder that computes beside the iterations of its own attempts.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from isthmus.live.peers.messages import KNOWN_ROWS, Attend, ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Spawn, Tell
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Attend).decode
+log = logging.getLogger(__name__)
+Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
+"""Attends as `isthmus.live.engine.interface.Engine.attend` does."""
 
 
 class _Line:
-    """Where one holder is asked, by several threads."""
+    """Line to one holder, for several threads."""
 
     def __init__(self, asker: Asker) -> None:
         self.asker = asker
         self._lock = threading.Lock()
         self._told: dict[int, Asking] = {}
-        """Whose rows it knows, by number."""
+        """Rows that the holder knows, by number."""
         self._next = 0
 
     def ask(self, layer: int, asking: Asking, keys: Sequence[RequestId], q: memoryview) -> Question:
-        """`keys`: of the chunks. Raises LineLost."""
+        """Asks for attention; `keys`: attempts of the run's chunks. Raises LineLost."""
         with self._lock:
             number, rows = self._number_of(asking), tuple[Any, ...]()
             if number is None:
@@ -48,7 +53,7 @@ class _Line:
             return question
 
     def _number_of(self, asking: Asking) -> int | None:
-        """Of the very rows, for those that are equal may be of other requests."""
+        """Returns the number of these very rows: equal rows may be of other requests."""
         for number, known in self._told.items():
             if known is asking:
                 return number
@@ -56,7 +61,7 @@ class _Line:
 
 
 class HolderLines:
-    """Lines to holders. `open_line` in the event loop; `remote` gives what the engine's thread asks. `answer_s`: how
+    """Lines to holders. `open_line` is for the event loop; the engine's thread asks through `remote`. `answer_s`: how
     long a holder may take."""
 
     def __init__(self, peers: Peers, spawn: Spawn, answer_s: float) -> None:
@@ -65,7 +70,7 @@ class HolderLines:
         self.bytes_asked = self.bytes_answered = self.num_asked = 0
 
     def open_line(self, holder: NodeId) -> None:
-        """One to each holder: a new one where the last is over."""
+        """Opens a line to a holder, unless there is one."""
         line = self._lines.get(holder)
         if line is not None and (not line.done() or _works(line)):
             return
@@ -88,11 +93,11 @@ class HolderLines:
     # Attention there.
 
     def remote(self, keys: Sequence[RequestId]) -> Remote:
-        """For one run over chunks of these attempts."""
+        """Returns the remote attention of one run over chunks of these attempts."""
         return Remote(self, keys)
 
     def line_of(self, holder: str) -> _Line:
-        """From the engine's thread. Raises HolderLost."""
+        """Returns the line to a holder. From the engine's thread. Raises HolderLost."""
         try:
             return self._lines[NodeId(holder)].result(self._answer_s)
         except (KeyError, LineLost, TimeoutError, CancelledError) as error:
@@ -104,7 +109,8 @@ def _works(line: Future[_Line]) -> bool:
 
 
 class Remote:
-    """`isthmus.live.engine.interface.Elsewhere` over lines. `keys`: of the run's chunks."""
+    """Remote attention over lines, as `isthmus.live.engine.interface.Elsewhere`. `keys`: attempts of the run's
+    chunks."""
 
     def __init__(self, holders: HolderLines, keys: Sequence[RequestId]) -> None:
         self._holders, self._keys = holders, keys
@@ -136,18 +142,6 @@ class Remote:
     def _lost(asker: Asker, holder: str, lost: LineLost) -> HolderLost:
         asker.hang_up()
         return HolderLost(holder, str(lost))
-
-
-# KV of other nodes' attempts that lies here: room for it, taken in, attended to. See `holding.py` for the other side.
-#
-# Each node that asks has a line, and a thread here that computes what comes over it, beside the iterations of this
-# node's own attempts.
-
-
-Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
-"""Attends as `isthmus.live.engine.interface.Engine.attend` does."""
-log = logging.getLogger(__name__)
-_decode = msgspec.msgpack.Decoder(Attend).decode
 
 
 class _HostedShare:

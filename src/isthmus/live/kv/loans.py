@@ -1,7 +1,8 @@
-"""Whole blocks of an attempt's KV on their way between a home and a holder, in frames of one layer of some blocks.
+"""KV that a node sends: whole blocks of an attempt between its home and a holder, and cached blocks that other nodes
+fetch.
 
-home ══Shipment…══> holder       into room of a guest (`hosting.py`)
-holder ══Shipment…══> home       into blocks of the engine that are nobody's meanwhile
+    home ══ShipmentSlices…══> holder       into room of a guest (`hosting.py`)
+    holder ══ShipmentSlices…══> home       into free blocks of the engine
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ from isthmus.live.peers.wire import KVFrames, pack, sealed
 from isthmus.live.store import ArenaHandle, Pinned
 
 FRAME_BLOCKS = 64
+GIVE_BLOCKS = 64
+"""Blocks that are looked up, read from the SSD if need be, and sent together."""
+MAX_PULLS = 4096
+"""Pulls that wait for the node's decision, for one turn of the event loop."""
 
 
 def framed(blocks: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """What is sent, frame by frame: the layer, which of `blocks` is the first, and these blocks."""
+    """Yields the frames of a shipment: layer, index of the first of its blocks, and the blocks."""
     for start in range(0, len(blocks), FRAME_BLOCKS):
         for layer in range(num_layers):
             yield layer, start, blocks[start : start + FRAME_BLOCKS]
 
 
 class Landing:
-    """Where it arrives: `blocks` of the engine's memory. `placed`: how many of them each layer has, or has on its way
-    into its place; `whole`: how many it has, without a gap."""
+    """Shipped KV on its way into `blocks` of the engine's memory. By layer: `placed`, number of blocks here or under
+    way; `whole`, number of blocks here without a gap."""
 
     def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
         self.memory, self.blocks = memory, blocks
@@ -47,16 +52,16 @@ class Landing:
         self._frames = KVFrames(memory.layout)
 
     def go_on(self, num_whole: int) -> None:
-        """So many are whole, and nothing is on its way."""
+        """Begins anew after `num_whole` whole blocks, with none under way."""
         self.placed, self.whole = ([num_whole] * self.memory.layout.num_layers for _ in range(2))
 
     @property
     def num_whole(self) -> int:
-        """In all layers."""
+        """Number of blocks that are whole in all layers."""
         return min(self.whole)
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where a frame goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a frame. Raises ProtocolError for one that is not expected."""
         layout, first, stop = self.memory.layout, head.first, head.first + len(head.seals)
         fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.placed[head.layer]
         if not (fits and first < stop <= len(self.blocks)):
@@ -73,7 +78,7 @@ class Landing:
         return placed
 
     def take(self, head: ShipmentSlices) -> bool | None:
-        """A whole frame: whether all seals match; None for one that nobody waits for."""
+        """Takes a whole frame. Returns whether all seals match; None for a frame that was given up."""
         targets, memory, size = self._frames.take(head), self.memory, self.memory.layout.block_size
         if targets is None:
             return None
@@ -92,16 +97,17 @@ class Landing:
         return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
 
     def void(self, session: Session, head: ShipmentSlices) -> None:
-        """It will not come."""
+        """Forgets a frame that will not come."""
         self._frames.void(session, head)
 
     def refuse(self) -> None:
-        """Nothing more is written when this returns."""
+        """Refuses frames under way: nothing more is written when this returns."""
         self._frames.refuse()
 
 
 class Shipments:
-    """For an event loop. What leaves, and what comes home; each return is told to be over once."""
+    """Shipments that leave this node, and KV that comes home. For an event loop. The end of each return is told
+    once."""
 
     def __init__(self, memory: KVBytes, peers: Peers, tell: Tell) -> None:
         self._memory, self._peers, self._tell = memory, peers, tell
@@ -123,8 +129,7 @@ class Shipments:
     def _slices(
         self, layer: int, blocks: Sequence[int], share: Share
     ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-        """What goes of these blocks in a layer, and seals of that: all bytes from where they lie, or a share's
-        heads."""
+        """Returns the bytes of these blocks in a layer, where they lie or a share's heads alone, and their seals."""
         memory, size = self._memory, self._memory.layout.block_size
         if share.parts == 1:
             return sealed(memory, layer, blocks)
@@ -134,7 +139,8 @@ class Shipments:
         return heads, tuple([seal(each) for each in heads])
 
     def stop(self, key: RequestId, peer: NodeId | None = None) -> None:
-        """Nothing is read from its blocks any more for `peer`, or for anybody, when this returns."""
+        """Cancels shipments of an attempt to `peer`, or to all: nothing is read from its blocks any more when this
+        returns."""
         everyone = self._sendings.get(key, {})
         for node in [peer] if peer is not None else list(everyone):
             for sending in everyone.pop(node, ()):
@@ -148,7 +154,8 @@ class Shipments:
         self._returns[reclaim.key] = reclaim.holder, Landing(self._memory, reclaim.blocks)
 
     def release(self, key: RequestId) -> None:
-        """Nothing more is read from its blocks, or written to those of what comes back, when this returns."""
+        """Ends shipments and the return of an attempt: nothing is read from its blocks, or written to them, when this
+        returns."""
         self.stop(key)
         self._end(key, whole=False)
 
@@ -159,17 +166,17 @@ class Shipments:
             self._tell(events.Reclaimed(key, whole))
 
     def awaits(self, peer: NodeId | None, head: ShipmentSlices) -> bool:
-        """Whether this is a part of what comes home."""
+        """Whether a frame is part of KV that comes home."""
         holder, _ = self._returns.get(head.key, (None, None))
         return holder is not None and holder == peer
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a frame. Raises ProtocolError for one that is not expected."""
         return self._returns[head.key][1].place(session, head, size)
 
     def receive(self, head: ShipmentSlices) -> None:
-        """What came damaged lies with its holder still; what follows is awaited, so that it is not taken for another
-        return."""
+        """Takes a frame that comes home. After a damaged frame the rest is still awaited, so that it is not taken for
+        another return; the KV still lies with its holder."""
         _, landing = self._returns[head.key]
         matches, count = landing.take(head), len(landing.blocks)
         if matches is None:
@@ -180,19 +187,8 @@ class Shipments:
             self._end(head.key, whole=landing.num_whole == count)
 
     def void(self, head: ShipmentSlices) -> None:
-        """The holder gave up in the midst of it."""
+        """Ends a return that the holder gave up."""
         self._end(head.key, whole=False)
-
-
-# Blocks that other nodes want from this one: lent where they lie, or sent from memory and disk.
-#
-# See `fetches.py` for what the two sides say to each other.
-
-
-GIVE_BLOCKS = 64
-"""Blocks that are looked up, read from the SSD if need be, and sent together."""
-MAX_PULLS = 4096
-"""Pulls that wait for the node's decision, for one turn of the event loop."""
 
 
 class Lease:

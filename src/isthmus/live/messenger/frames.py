@@ -278,9 +278,6 @@ class FrameReader:
             self._sink.grown()
 
 
-# Memory in pieces, seen as one range of bytes. No I/O.
-
-
 IO_PARTS = 512
 """Pieces that one system call sends or receives; Linux takes 1,024."""
 
@@ -327,9 +324,6 @@ class Pieces:
             length -= len(view)
             at, within = at + 1, 0
         return found
-
-
-# Values that a peer sends, msgpack of a known type: the one place that knows in how many ways they cannot be read.
 
 
 Value = TypeVar("Value")

@@ -243,9 +243,6 @@ class Inbox:
         return True
 
 
-# What a session tells its peer about what arrived, and its last words.
-
-
 ACK_BYTES = 16 << 20
 ACK_FRAMES = 256
 """Frames after which an acknowledgement goes at once, as after ACK_BYTES. One that travels alone costs as much as
@@ -268,7 +265,6 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_ack_of, _close_of = msgspec.msgpack.Decoder(Ack).decode, msgspec.msgpack.Decoder(Close).decode
 
 
 class Arrivals:
@@ -302,16 +298,3 @@ class Arrivals:
         self._new.clear()
         self._bytes, self.is_due = 0, False
         return Frame(prefix_of(FrameKind.ACK, header) + header)
-
-
-def close_frame(finals: tuple[int, ...], reason: str) -> Frame:
-    header = _encode(Close(finals, reason))
-    return Frame(prefix_of(FrameKind.CLOSE, header) + header)
-
-
-def read_ack(header: bytes) -> Ack:
-    return read(_ack_of, header, "an Ack")
-
-
-def read_close(header: bytes) -> Close:
-    return read(_close_of, header, "a Close")

@@ -97,9 +97,6 @@ class Timers:
         function()
 
 
-# What the sides of a session agree on, and what it counts.
-
-
 class Terms(msgspec.Struct, frozen=True):
     """Limits that one side of a session offers. `window`: bytes that the other side may have in flight to it;
     `resume_s`: how long the session outlives its last connection, the shorter of both sides' offers."""

@@ -28,9 +28,11 @@ from isthmus.live.messenger.frames import (
     FrameKind,
     Pieces,
     Prefix,
+    prefix_of,
+    read,
     scratch,
 )
-from isthmus.live.messenger.inbox import Ack, Arrivals, Close, Inbox, close_frame, read_ack, read_close
+from isthmus.live.messenger.inbox import Ack, Arrivals, Close, Inbox
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.line import Answerer, Asker
 from isthmus.live.messenger.outbox import TALK_BYTES, Done, Frame, Outbox, Priority, Sending
@@ -53,6 +55,7 @@ MAX_BACKLOG = 256 << 20
 
 CLOSED_HERE = "closed here"
 _encode = msgspec.msgpack.Encoder().encode
+_decode_ack, _decode_close = msgspec.msgpack.Decoder(Ack).decode, msgspec.msgpack.Decoder(Close).decode
 
 
 class Session:
@@ -351,9 +354,9 @@ class Session:
 
     def _end_notice(self, lane: Lane, prefix: Prefix, kind: int, header: bytes) -> None:
         if kind == FrameKind.ACK:
-            self._acknowledged(read_ack(header))
+            self._acknowledged(read(_decode_ack, header, "an Ack"))
         elif kind == FrameKind.CLOSE:
-            self._peer_closed(read_close(header))
+            self._peer_closed(read(_decode_close, header, "a Close"))
         elif prefix.priority >= len(Priority):
             raise ProtocolError(f"priority {prefix.priority} does not exist")
         elif kind == FrameKind.CANCEL:
@@ -443,7 +446,8 @@ class Session:
         reason = "" if self._reason == CLOSED_HERE else self._reason[:MAX_REASON]
         for lane in self.lanes:
             self._port.soon(partial(self._port.finish, lane))
-        return close_frame(self._outbox.final_seqs, reason)
+        header = _encode(Close(self._outbox.final_seqs, reason))
+        return Frame(prefix_of(FrameKind.CLOSE, header) + header)
 
     def _tell_room(self) -> None:
         if self._room is not None:

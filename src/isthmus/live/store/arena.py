@@ -156,19 +156,14 @@ def _shared_file(size: int) -> int | None:
     return fd
 
 
-# Copies and aligned buffers.
-#
-# numpy copies without the interpreter lock, so that other threads compute and read meanwhile; assigning to a
-# slice of a memoryview holds it.
-
-
 PAGE_BYTES = 4096
 
 Buffer = memoryview | bytes | bytearray | mmap.mmap
 
 
 def copy_bytes(into: memoryview, data: Buffer) -> None:
-    """Copies `data` to `into`, contiguous bytes of the same length."""
+    """Copies `data` to `into`, contiguous bytes of the same length. numpy releases the interpreter lock meanwhile;
+    assigning to a slice of a memoryview holds it."""
     np.copyto(_bytes_of(into), _bytes_of(data))
 
 

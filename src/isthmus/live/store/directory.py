@@ -263,9 +263,6 @@ class BlockDirectory:
         block.slot = None
 
 
-# Which slots of the arena are empty, reserved, held or only still pinned. Pure.
-
-
 class Slots:
     """Slots of an arena. A slot is in use from `take` until its owner gave it up and nobody has it pinned."""
 
@@ -336,9 +333,6 @@ class Slots:
     def _put_back(self, slot: int) -> None:
         self._in_use[slot] = False
         self._empty.append(slot)
-
-
-# Which of the records found at the start are of use. Pure.
 
 
 Found = tuple[int, RecordHeader]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import msgspec
+
 from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
 from isthmus.live.store.arena import Arena, Buffer, copy_bytes
@@ -19,10 +21,6 @@ from isthmus.live.store.writer import Counters, StoreStat, TierStat, Writer
 _CLOSE_S = 10.0
 _CACHED_BYTES = 256 * 1024
 """Bytes that are still in the processor's cache after they were copied."""
-
-
-def _ignore(names: Sequence[BlockName]) -> None:
-    pass
 
 
 class Want(NamedTuple):
@@ -47,7 +45,7 @@ class Store:
         self,
         arena: Arena,
         log: Log | None = None,
-        on_lost: Callable[[Sequence[BlockName]], None] = _ignore,
+        on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
         threads: int = 4,
         *,
         writes_behind: bool = True,
@@ -98,7 +96,7 @@ class Store:
         check_name(parent)
         with self._changed:
             if self._directory.commit(name, parent, slot, tuple(seals)):
-                self._counters.memory_bytes_in += self.shape.block_bytes
+                self._counters.memory.bytes_in += self.shape.block_bytes
             self._changed.notify_all()
 
     def adopt(
@@ -112,7 +110,7 @@ class Store:
             if block is not None and block.slot is not None:
                 return None
             self._directory.commit(name, parent, slot, tuple(seals))
-            self._counters.memory_bytes_in += self.shape.block_bytes
+            self._counters.memory.bytes_in += self.shape.block_bytes
             self._changed.notify_all()
             return self._directory.pin(name)
 
@@ -126,8 +124,8 @@ class Store:
         with self._changed:
             found = [self._directory.pin(name) for name in names]
             hits = sum(pinned is not None for pinned in found)
-            self._counters.memory_hits += hits
-            self._counters.memory_bytes_out += hits * self.shape.block_bytes
+            self._counters.memory.hits += hits
+            self._counters.memory.bytes_out += hits * self.shape.block_bytes
             return found
 
     def unpin(self, pinned: Iterable[Pinned]) -> None:
@@ -164,7 +162,7 @@ class Store:
             can_write = self._writer is not None and self._writer.can_write
             for name in names:
                 if self._directory.demote(name, can_write=can_write):
-                    self._counters.memory_evictions += 1
+                    self._counters.memory.evictions += 1
                 else:
                     lost.append(name)
             self._counters.lost_blocks += len(lost)
@@ -178,8 +176,8 @@ class Store:
                 block = self._directory.blocks.get(name)
                 if block is None:
                     continue
-                self._counters.memory_evictions += block.slot is not None
-                self._counters.disk_evictions += block.place is not None
+                self._counters.memory.evictions += block.slot is not None
+                self._counters.disk.evictions += block.place is not None
                 self._directory.drop(name)
             self._changed.notify_all()
 
@@ -356,12 +354,9 @@ class Store:
     def _count_hit(self, source: Source) -> None:
         """Counts a read; a block that is read layer by layer is one hit."""
         with self._changed:
-            if source.slot is not None:
-                self._counters.memory_hits += source.layers.start == 0
-                self._counters.memory_bytes_out += len(source.into)
-            else:
-                self._counters.disk_hits += source.layers.start == 0
-                self._counters.disk_bytes_out += len(source.into)
+            traffic = self._counters.disk if source.slot is None else self._counters.memory
+            traffic.hits += source.layers.start == 0
+            traffic.bytes_out += len(source.into)
 
     def _blame(self, name: BlockName, source: Source, fault: Fault) -> bool:
         """Drops a block found damaged. False: it lies elsewhere by now."""
@@ -390,19 +385,13 @@ class Store:
                 capacity_bytes=self.arena.capacity_bytes,
                 used_bytes=num_slots_used * size,
                 num_blocks=directory.slots.num_owned - len(directory.reserved),
-                hits=counters.memory_hits,
-                bytes_in=counters.memory_bytes_in,
-                bytes_out=counters.memory_bytes_out,
-                evictions=counters.memory_evictions,
+                **msgspec.structs.asdict(counters.memory),
             ),
             disk=TierStat(
                 capacity_bytes=0 if self.log is None else self.log.capacity_bytes,
                 used_bytes=0 if self.log is None else num_records * self.log.format.record_bytes,
                 num_blocks=num_records - len(directory.in_writing),
-                hits=counters.disk_hits,
-                bytes_in=counters.disk_bytes_in,
-                bytes_out=counters.disk_bytes_out,
-                evictions=counters.disk_evictions,
+                **msgspec.structs.asdict(counters.disk),
             ),
             misses=counters.misses,
             num_pinned=directory.slots.num_pinned,

@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,15 +19,22 @@ from isthmus.live.store.directory import Block, BlockDirectory
 from isthmus.live.store.log import Entry, Log
 from isthmus.live.store.record import RecordHeader
 
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+_BATCH_BYTES = 32 << 20
+_BATCH_BLOCKS = 128
+
 
 class TierStat(msgspec.Struct, frozen=True):
-    """One tier. Counters count from the start of the process."""
+    """State of one tier. Counters count from the start of the process."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
-    """DRAM: slots in use; SSD: records in use. Payload bytes, without headers."""
+    """Payload bytes, without headers, of DRAM slots or SSD records in use."""
     num_blocks: int = 0
-    """SSD: copies of blocks that are in DRAM too are counted here as well."""
+    """On the SSD, blocks that are in DRAM, too, are counted as well."""
     hits: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -37,28 +43,27 @@ class TierStat(msgspec.Struct, frozen=True):
 
 
 class StoreStat(msgspec.Struct, frozen=True):
-    """A store at one moment."""
+    """State of a store at one moment."""
 
     memory: TierStat
     disk: TierStat
     misses: int
     num_pinned: int
-    """Slots pinned now."""
     num_reserved: int
     """Slots that are being filled."""
     file_bytes: int
     """Bytes of the segment files."""
     queued_blocks: int
-    """In DRAM and not yet on the SSD, though there may be no room for them."""
+    """Blocks in DRAM that are not yet on the SSD, though there may be no room for them."""
     lost_blocks: int
     """Demoted blocks that could not be written, and blocks found damaged or unreadable."""
     seal_mismatches: int
     io_errors: int
     degraded: bool
-    """The SSD takes nothing at the moment; what it has can still be read. Or it could not be opened."""
+    """Whether the SSD takes nothing at the moment, though it may still be read, or could not be opened."""
 
     def gauges(self) -> dict[str, float]:
-        """By metric name."""
+        """Returns the values by metric name."""
         found: dict[str, float] = {
             "cache_pinned_blocks": self.num_pinned,
             "cache_write_queue_blocks": self.queued_blocks,
@@ -81,36 +86,22 @@ class StoreStat(msgspec.Struct, frozen=True):
         return found
 
 
-@dataclass(slots=True)
-class Counters:
-    """Only ever added to, under the store's lock."""
+class Traffic(msgspec.Struct):
+    hits: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evictions: int = 0
 
-    memory_hits: int = 0
-    disk_hits: int = 0
+
+class Counters(msgspec.Struct):
+    """Counters of a store, under its lock."""
+
+    memory: Traffic = msgspec.field(default_factory=Traffic)
+    disk: Traffic = msgspec.field(default_factory=Traffic)
     misses: int = 0
-    memory_bytes_in: int = 0
-    memory_bytes_out: int = 0
-    disk_bytes_in: int = 0
-    disk_bytes_out: int = 0
-    memory_evictions: int = 0
-    disk_evictions: int = 0
     lost_blocks: int = 0
     seal_mismatches: int = 0
     io_errors: int = 0
-
-
-# Writes blocks behind: in batches, one sync for each, on a thread of its own.
-#
-# An error of the disk turns writing off for a while: one second, then twice as long each time up to a minute, then it
-# is tried again. Meanwhile the store keeps to DRAM, and what the SSD has can still be read.
-
-
-logger = logging.getLogger(__name__)
-
-FIRST_RETRY_S = 1.0
-LONGEST_RETRY_S = 60.0
-_BATCH_BYTES = 32 << 20
-_BATCH_BLOCKS = 128
 
 
 class Retry:
@@ -275,7 +266,7 @@ class Writer:
             lost += self._directory.end_writing(written=error is None)
             if error is None:
                 self._write_retry.worked()
-                self._counters.disk_bytes_in += len(entries) * self._arena.shape.block_bytes
+                self._counters.disk.bytes_in += len(entries) * self._arena.shape.block_bytes
             else:
                 self._failed(self._write_retry, error)
                 lost += self._directory.give_up_demoting()

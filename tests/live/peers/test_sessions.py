@@ -304,9 +304,9 @@ def test_tls_is_configured_whole_or_not_at_all(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "ours")
     given = {f"tls.{part}": path for part, path in files.items()}
     network = network_of(load_config(None, given), "secret")
-    assert isinstance(network._credentials, TlsFiles)
+    assert isinstance(network.credentials, TlsFiles)
     plain = network_of(load_config(None, {}), "secret")
-    assert plain._credentials is None
+    assert plain.credentials is None
     for part in given:
         with pytest.raises(ConfigError, match="all three or none"):
             load_config(None, {name: path for name, path in given.items() if name != part})
@@ -319,4 +319,4 @@ def test_a_network_is_as_configured() -> None:
     config = load_config(None, {"network.connections": 3, "network.resume_s": 1.5})
     network = network_of(config, "secret")
     assert isinstance(network, TcpNetwork)
-    assert (network._connections, network._terms.resume_s) == (3, 1.5)
+    assert (network.connections, network.terms.resume_s) == (3, 1.5)

@@ -25,7 +25,7 @@ from isthmus.live.kv.fetches import host_id
 from isthmus.live.messenger import Priority, Sending, Session
 from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull, ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Spawn, Tell
-from isthmus.live.peers.wire import KVFrames, pack, sealed
+from isthmus.live.peers.wire import KVFrames, pack
 from isthmus.live.store import ArenaHandle, Pinned
 
 FRAME_BLOCKS = 64
@@ -33,13 +33,6 @@ GIVE_BLOCKS = 64
 """Blocks that are looked up, read from the SSD if need be, and sent together."""
 MAX_PULLS = 4096
 """Pulls that wait for the node's decision, for one turn of the event loop."""
-
-
-def framed(blocks: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Yields the frames of a shipment: layer, index of the first of its blocks, and the blocks."""
-    for start in range(0, len(blocks), FRAME_BLOCKS):
-        for layer in range(num_layers):
-            yield layer, start, blocks[start : start + FRAME_BLOCKS]
 
 
 class Landing:
@@ -121,10 +114,13 @@ class Shipments:
             return  # the node hears that it is gone
         sendings = self._sendings.setdefault(ship.key, {}).setdefault(ship.peer, [])
         sendings[:] = [sending for sending in sendings if not sending.over]
-        for layer, start, blocks in framed(ship.blocks, layout.num_layers):
-            payload, seals = self._slices(layer, blocks, share)
-            sendings.append(session.send(ShipmentSlices(ship.key, layer, ship.first + start, seals), *payload))
-            self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
+        for start in range(0, len(ship.blocks), FRAME_BLOCKS):
+            blocks = ship.blocks[start : start + FRAME_BLOCKS]
+            for layer in range(layout.num_layers):
+                payload, seals = self._slices(layer, blocks, share)
+                head = ShipmentSlices(ship.key, layer, ship.first + start, seals)
+                sendings.append(session.send(head, *payload))
+                self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
 
     def _slices(
         self, layer: int, blocks: Sequence[int], share: Share
@@ -132,7 +128,8 @@ class Shipments:
         """Returns the bytes of these blocks in a layer, where they lie or a share's heads alone, and their seals."""
         memory, size = self._memory, self._memory.layout.block_size
         if share.parts == 1:
-            return sealed(memory, layer, blocks)
+            payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
+            return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
         heads = [
             memory.export_heads(layer, at * size, (at + 1) * size, share.part, share.parts) for at in blocks
         ]

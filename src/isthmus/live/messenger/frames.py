@@ -1,7 +1,7 @@
 """Frames, without I/O: `prefix | header | payload | verdict`, one after the other on each connection.
 
 The prefix says what the frame is and how long its parts are. The header is a msgpack message. The payload is raw
-bytes that the receiver wants in place: when prefix and header have come, the sink says where the payload goes,
+bytes that the receiver wants in place: when prefix and header have come, the session says where the payload goes,
 and it is received there, not copied there. One byte behind a payload says whether it is good: a sender that takes
 a message back fills up the frame under way with bytes that mean nothing.
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -28,6 +28,7 @@ from isthmus.core.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from isthmus.live.messenger.lane import Lane
+    from isthmus.live.messenger.session import Session
 
 MAGIC = 0x5349
 MAGIC_BYTES = 2
@@ -117,30 +118,14 @@ def check_header(prefix: Prefix, header: bytes) -> None:
         raise ProtocolError("a frame came damaged (checksum of its header)")
 
 
-class Sink(Protocol):
-    """Takes the frames of each lane."""
-
-    def admit(self, prefix: Prefix, /) -> None:
-        """Judges a frame whose header is still to come. Raises ProtocolError for a header that is too long."""
-
-    def grown(self) -> None:
-        """Judges the memory that long headers take. Raises ProtocolError when it is too much."""
-
-    def begin(self, lane: Lane, prefix: Prefix, header: bytes, /) -> Sequence[memoryview]:
-        """Returns memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
-
-    def end(self, lane: Lane, prefix: Prefix, is_good: bool, /) -> bool:
-        """Takes a whole frame. False: nothing more is wanted from this connection."""
-
-
 class FrameReader:
     """Turns received bytes into frames.
 
     The owner repeats: read into `buffers()`, in order, then `advance(count)`.
     """
 
-    def __init__(self, sink: Sink, lane: Lane) -> None:
-        self._sink, self._lane = sink, lane
+    def __init__(self, session: Session, lane: Lane) -> None:
+        self._session, self._lane = session, lane
         self._staging = memoryview(bytearray(STAGING))
         self._first = self._last = 0  # staged bytes not yet parsed: [first, last)
         self._prefix: Prefix | None = None
@@ -164,8 +149,8 @@ class FrameReader:
         return len(self._staging) - STAGING
 
     def advance(self, count: int) -> bool:
-        """Books `count` bytes received into `buffers()`. Returns False when the sink wants nothing more. Raises
-        ProtocolError for bytes that are no frame, and whatever the sink raises."""
+        """Books `count` bytes received into `buffers()`. Returns False when the session wants nothing more.
+        Raises ProtocolError for bytes that are no frame, and whatever the session raises."""
         if self._begun:
             count -= self._fill(count)
         self._last += count
@@ -191,7 +176,7 @@ class FrameReader:
             prefix, self._prefix, self._begun = self._prefix, None, False
             self._targets, self._at = [], 0
             assert prefix is not None
-            if not self._sink.end(self._lane, prefix, verdict == GOOD):
+            if not self._session.end(self._lane, prefix, verdict == GOOD):
                 return False
 
     def _begin(self) -> bool:
@@ -201,7 +186,7 @@ class FrameReader:
             if taken is None:
                 return False
             prefix = parse_prefix(taken)
-            self._sink.admit(prefix)
+            self._session.admit(prefix)
             self._prefix = prefix
         taken = self._take(self._prefix.header)
         if taken is None:
@@ -210,7 +195,7 @@ class FrameReader:
         if self._last == 0 and len(self._staging) > STAGING:  # it was grown for this header
             self._staging = memoryview(bytearray(STAGING))
         check_header(self._prefix, header)
-        self._targets, self._at = list(self._sink.begin(self._lane, self._prefix, header)), 0
+        self._targets, self._at = list(self._session.begin(self._lane, self._prefix, header)), 0
         self._left, self._begun = self._prefix.length, True
         return True
 
@@ -275,7 +260,7 @@ class FrameReader:
             self._staging[: len(left)] = bytes(left)
         self._first, self._last = 0, len(left)
         if len(self._staging) > size:
-            self._sink.grown()
+            self._session.grown()
 
 
 IO_PARTS = 512

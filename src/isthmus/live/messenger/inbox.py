@@ -11,7 +11,7 @@ to it afterwards, wherever slices of it still are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,15 +31,8 @@ from isthmus.live.messenger.frames import (
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.outbox import TALK_BYTES, Frame, Priority, kept_bytes
 
-
-class Owner(Protocol):
-    """Session, as its inbox sees it."""
-
-    def on_message(self, message: Any) -> None: ...
-
-    def place(self, message: Any, size: int) -> Sequence[memoryview]: ...
-
-    def on_void(self, message: Any) -> None: ...
+if TYPE_CHECKING:
+    from isthmus.live.messenger.session import Session
 
 
 class _Incoming:
@@ -83,8 +76,8 @@ class Inbox:
     message of their priority. Payloads lie in memory of the owner; at most `most_kept` bytes of messages wait here,
     more than an honest sender ever sends."""
 
-    def __init__(self, decode: Callable[[bytes], Any], owner: Owner, window: int) -> None:
-        self._decode, self._owner, self._window = decode, owner, window
+    def __init__(self, decode: Callable[[bytes], Any], session: Session, window: int) -> None:
+        self._decode, self._session, self._window = decode, session, window
         self._open: tuple[dict[int, _Incoming], ...] = tuple({} for _ in Priority)
         self.through = [0 for _ in Priority]
         """By priority: number of the first message that is neither delivered nor void."""
@@ -186,7 +179,7 @@ class Inbox:
             if prefix.total:
                 message = self._read(header)
                 incoming = _Incoming(message, prefix.total)
-                incoming.pieces = Pieces(self._owner.place(message, prefix.total))
+                incoming.pieces = Pieces(self._session.place(message, prefix.total))
             else:
                 incoming = _Incoming(None, 0, header) if waits else _Incoming(self._read(header), 0)
             opened[prefix.seq] = incoming
@@ -205,7 +198,7 @@ class Inbox:
         placed, incoming.pieces = incoming.pieces, None
         self.voided += 1
         if placed is not None and tell:
-            self._owner.on_void(incoming.message)
+            self._session.on_void(incoming.message)
 
     def _hold(self, incoming: _Incoming, count: int, kept: int) -> None:
         """Counts bytes that wait for an earlier message. Raises ProtocolError beyond the limits; an honest sender
@@ -239,7 +232,7 @@ class Inbox:
         if not incoming.void:
             incoming.pieces = None
             message = incoming.message if incoming.header is None else self._read(incoming.header)
-            self._owner.on_message(message)
+            self._session.on_message(message)
         return True
 
 

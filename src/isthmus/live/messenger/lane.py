@@ -6,23 +6,19 @@ The binding repeats `views` -> write -> `wrote`, and read into `reader.buffers()
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from isthmus.live.messenger.frames import GOOD, IO_PARTS, VOID, FrameReader, Sink, zeros
+from isthmus.live.messenger.frames import GOOD, IO_PARTS, VOID, FrameReader, zeros
 from isthmus.live.messenger.outbox import Frame, Sending
+
+if TYPE_CHECKING:
+    from isthmus.live.messenger.session import Session
 
 WRITE_BYTES = 1 << 20
 """Bytes given to a lane at once. A later message of higher priority waits for them."""
 
 
 _GOOD, _VOID = memoryview(GOOD), memoryview(VOID)
-
-
-class Exchange(Sink, Protocol):
-    """Session, as its lanes see it."""
-
-    def next_frame(self, lane: Lane, /) -> tuple[Frame, bool] | None:
-        """Returns the frame to write next, and whether the peer will acknowledge it."""
 
 
 class _Unwritten:
@@ -41,9 +37,9 @@ class _Unwritten:
 class Lane:
     """One connection, numbered by the side that opened the session; a number is never used again."""
 
-    def __init__(self, exchange: Exchange, number: int) -> None:
-        self._exchange, self.number = exchange, number
-        self.reader = FrameReader(exchange, self)
+    def __init__(self, session: Session, number: int) -> None:
+        self._session, self.number = session, number
+        self.reader = FrameReader(session, self)
         self.frames_in = 0  # of those that are acknowledged
         self.frames_written = 0  # of those that are to be acknowledged
         self.frames_out = 0  # acknowledged by the peer
@@ -55,7 +51,7 @@ class Lane:
     def fill(self) -> bool:
         """Takes frames until a batch is full. Returns False when there is nothing to write."""
         while self._unwritten_bytes < WRITE_BYTES:
-            taken = self._exchange.next_frame(self)
+            taken = self._session.next_frame(self)
             if taken is None:
                 break
             frame, is_acknowledged = taken

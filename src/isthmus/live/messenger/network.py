@@ -100,53 +100,41 @@ class TcpNetwork:
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
-        self._connections, self._terms = connections, terms
-        self._secret, self._greetings = secret, greetings
-        self._credentials = credentials
+        self.connections, self.terms = connections, terms
+        self.secret, self.greetings = secret, greetings
+        self.credentials = credentials
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
     ) -> tuple[Listener, int]:
         def session_of(tcp: TcpPort) -> Session:
-            return Session(types, handler_of(), tcp, self._terms, first_s=self._greetings.within_s)
+            return Session(types, handler_of(), tcp, self.terms, first_s=self.greetings.within_s)
 
         sockets = await _listening(host, port)
-        listener = Listener(
-            sockets, session_of, self._terms, self._credentials, secret=self._secret, greetings=self._greetings
-        )
-        return listener, sockets[0].getsockname()[1]
+        return Listener(sockets, session_of, self), sockets[0].getsockname()[1]
 
     async def connect(
         self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
     ) -> Session:
         host, port = split_address(address)
-        dialler = _Dialler(host, port, self._credentials, self._terms, self._secret, self._greetings.within_s)
+        dialler = _Dialler(self, host, port)
         async with running_timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
-        session = tcp.session = Session(types, handler, tcp, self._terms)
+        session = tcp.session = Session(types, handler, tcp, self.terms)
         session.peer, session.identity = address, stream.identity
         session.agree(terms)
         tcp.dial_line = dialler.dial_line
         tcp.add(stream, 0)
-        dialler.keep(tcp, session, connections or self._connections)
+        dialler.keep(tcp, session, connections or self.connections)
         return session
 
 
 class _Dialler:
     """Opens the connections of one session, and again when they are lost."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        credentials: Credentials | None,
-        terms: Terms,
-        secret: bytes,
-        within_s: float,
-    ) -> None:
-        self._host, self._port, self._credentials, self._terms = host, port, credentials, terms
-        self._secret, self._within_s = secret, within_s
+    def __init__(self, network: TcpNetwork, host: str, port: int) -> None:
+        self._network, self._host, self._port = network, host, port
         self._name = os.urandom(greeting.SESSION_BYTES)
         self._task: asyncio.Task[None] | None = None
         self._identity: Identity | None = None
@@ -154,7 +142,7 @@ class _Dialler:
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
         """Opens one connection and greets. Raises OSError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        hello = greeting.hello(self._name, lane, self._terms, nonce, first=first)
+        hello = greeting.hello(self._name, lane, self._network.terms, nonce, first=first)
         stream, terms = await self._greeted(hello)
         self._identity = stream.identity
         return stream, terms
@@ -162,13 +150,15 @@ class _Dialler:
     async def dial_line(self) -> Stream:
         """Opens a line. Raises OSError, TimeoutError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        async with running_timeout(self._within_s):
-            stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
+        async with running_timeout(self._network.greetings.within_s):
+            stream, _ = await self._greeted(greeting.line(self._name, self._network.terms, nonce))
         return stream
 
     async def _greeted(self, hello: greeting.Hello) -> tuple[Stream, Terms]:
-        dialling = greeting.Dialling(hello, self._secret)
-        stream = await open_stream(await _connected(self._host, self._port), self._credentials, server=False)
+        dialling = greeting.Dialling(hello, self._network.secret)
+        stream = await open_stream(
+            await _connected(self._host, self._port), self._network.credentials, server=False
+        )
         try:
             if not hello.first and stream.identity != self._identity:
                 raise ConnectionError(f"{stream.identity} answers where {self._identity} did")
@@ -186,7 +176,7 @@ class _Dialler:
             raise
 
     def keep(self, tcp: TcpPort, session: Session, connections: int) -> None:
-        if connections > 1 or self._terms.resume_s:
+        if connections > 1 or self._network.terms.resume_s:
             self._task = tcp.loop.create_task(self._keep(tcp, session, connections))
 
     def stop(self) -> None:
@@ -201,7 +191,7 @@ class _Dialler:
                 await tcp.lane_lost.wait()
                 continue
             try:
-                async with running_timeout(self._within_s):
+                async with running_timeout(self._network.greetings.within_s):
                     stream, _ = await self.dial(number)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, ConnectionRefusedError) and session.suspended:
@@ -223,22 +213,9 @@ class Listener:
     session and takes no memory but its own few bytes."""
 
     def __init__(
-        self,
-        sockets: list[socket.socket],
-        session_of: Callable[[TcpPort], Session],
-        terms: Terms,
-        credentials: Credentials | None,
-        *,
-        secret: bytes,
-        greetings: Greetings,
+        self, sockets: list[socket.socket], session_of: Callable[[TcpPort], Session], network: TcpNetwork
     ) -> None:
-        self._sockets, self._session_of, self._terms, self._credentials = (
-            sockets,
-            session_of,
-            terms,
-            credentials,
-        )
-        self._secret, self._greetings = secret, greetings
+        self._sockets, self._session_of, self._network = sockets, session_of, network
         self._ports: dict[bytes, TcpPort] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
         """Greetings under way, oldest first, and the address of each peer."""
@@ -272,7 +249,7 @@ class Listener:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
         peer = address_of(address[0], address[1])
-        if len(self._tasks) >= self._greetings.most:
+        if len(self._tasks) >= self._network.greetings.most:
             oldest = next(iter(self._tasks))
             self._trouble.say(f"a connection from {self._tasks.pop(oldest)} made room for later ones")
             oldest.cancel()
@@ -293,12 +270,12 @@ class Listener:
         stream: Stream | None = None
         session: Session | None = None
         try:
-            async with running_timeout(self._greetings.within_s):
-                stream = await open_stream(sock, self._credentials, server=True)
+            async with running_timeout(self._network.greetings.within_s):
+                stream = await open_stream(sock, self._network.credentials, server=True)
                 hello = await self._prove(stream)
                 tcp = self._port_of(hello.hello, peer, stream.identity)
                 session = tcp.session
-                await write_all(stream, hello.welcome(self._terms))
+                await write_all(stream, hello.welcome(self._network.terms))
             if session is None or session.closed:
                 raise ConnectionError("its session ended meanwhile")
             if hello.hello.is_line:
@@ -325,7 +302,7 @@ class Listener:
         """Greets a dialler. Raises ProtocolError when it does not belong to this cluster, OSError when it hangs
         up."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        hello = greeting.Listening(*await _read_greeting(stream), nonce, self._secret)
+        hello = greeting.Listening(*await _read_greeting(stream), nonce, self._network.secret)
         await write_all(stream, hello.challenge())
         hello.check(*await _read_greeting(stream))
         return hello

@@ -295,6 +295,7 @@ class Session:
         self._port.wake()
 
     def next_frame(self, lane: Lane) -> tuple[Frame, bool] | None:
+        """Returns the frame to write next, and whether the peer will acknowledge it."""
         if self._close_sent or self._ended:
             return None
         if self._arrivals.is_due or (self._timers.is_running("ack") and not self._outbox.empty):
@@ -317,17 +318,20 @@ class Session:
     # What lanes bring.
 
     def admit(self, prefix: Prefix) -> None:
+        """Judges a frame whose header is still to come. Raises ProtocolError for a header that is too long."""
         is_message = prefix.kind & ~ACK_SOON == FrameKind.DATA and not self._is_stranger
         most = MAX_HEADER if is_message else MAX_FIRST
         if prefix.header > most:
             raise ProtocolError(f"a header of {prefix.header} bytes came where {most} may")
 
     def grown(self) -> None:
+        """Judges the memory that long headers take. Raises ProtocolError when it is too much."""
         most = MAX_FIRST if self._is_stranger else MAX_GROWN
         if sum([lane.reader.grown_bytes for lane in self.lanes]) > most:
             raise ProtocolError("the peer sent more than it was allowed to")
 
     def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
+        """Returns memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
         if prefix.kind & ~ACK_SOON == FrameKind.DATA:
             if self._closing:
                 return scratch(prefix.length)
@@ -338,6 +342,7 @@ class Session:
         return ()
 
     def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool:
+        """Takes a whole frame. False: nothing more is wanted from this connection."""
         kind = prefix.kind & ~ACK_SOON
         if kind == FrameKind.DATA:
             self._end_data(lane, prefix, is_good)

@@ -13,7 +13,6 @@ from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
 from isthmus.core.types import Span
 from isthmus.live.engine import codecs
-from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Session
 from isthmus.live.peers.messages import FetchedSlices, HandoverSlices, ShipmentSlices
 
@@ -37,15 +36,6 @@ def pack(
         return [memoryview(data)], tuple(seals())
     blocks = codecs.encoded_blocks(codec, layout, data, num_tokens)
     return [memoryview(data)], tuple(map(seal, blocks))
-
-
-def sealed(
-    memory: KVBytes, layer: int, blocks: Sequence[int]
-) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-    """Bytes of these whole blocks in one layer, where they lie, and the seal of each."""
-    size = memory.layout.block_size
-    payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
-    return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
 
 
 Head = HandoverSlices | FetchedSlices | ShipmentSlices

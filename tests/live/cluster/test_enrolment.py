@@ -222,9 +222,8 @@ async def test_a_session_is_joined_by_its_owner_only() -> None:
         assert isinstance(server, Listener)
         [name] = server._ports
         for node in (B, A):
-            other = _Dialler(
-                *split_address(some.join), some.certified(node), one.session.terms, SECRET, within_s=LIMIT_S
-            )
+            network = TcpNetwork(credentials=some.certified(node), secret=SECRET)
+            other = _Dialler(network, *split_address(some.join))
             other._name, other._identity = name, some.authority.identity(None)
             if node == B:
                 with pytest.raises(ConnectionRefusedError, match="somebody else's"):

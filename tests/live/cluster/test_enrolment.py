@@ -102,7 +102,7 @@ async def scene() -> AsyncIterator[Scene]:
     await made.head.close()
     server = made.head._server
     assert isinstance(server, Listener)
-    await server.wait_closed()
+    await until(lambda: not server._tasks)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -210,7 +210,7 @@ async def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> N
                 with pytest.raises(StartError, match="node/b, not that of the head"):
                     await node.run()
             server.close()
-            await server.wait_closed()
+            await until(lambda: not server._tasks)
             assert not there.heard
 
 
@@ -283,7 +283,7 @@ async def test_strangers_are_turned_away_before_anything_is_decoded(
                     f"127.0.0.1:{number}", messages.NodeBound, Someone(), timeout_s=LIMIT_S
                 )
         server.close()
-        await server.wait_closed()
+        await until(lambda: not server._tasks)
         assert not sessions
 
 

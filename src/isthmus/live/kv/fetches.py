@@ -1,10 +1,10 @@
-"""Cached blocks on their way between nodes, pulled by the one that wants them.
+"""Cached blocks on their way between nodes, pulled by the node that fetches them.
 
-    Pull ──> Lent                       the arena is of this host: its bytes are copied from where they lie
-    Pull ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
+    Pull ──> LentBlocks                       the arena is on this host: its bytes are copied from it
+    Pull ──> FetchedSlices, …, FetchServed    layer by layer into this node's arena, each slice checked by its seal
 
-The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
-other side is in `loans.py`.
+A fetch pulls as many blocks as there are empty slots, and again after its node has adopted those. The giving side is in
+`loans.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a connection begins, without I/O. Both sides know the cluster's secret; each proves it and neither sends it.
+"""Greeting of a connection, without I/O. Each side proves that it knows the cluster's secret; neither sends it.
 
     dialler                                        listener
     HELLO: session, terms, nonce   ──────────────>

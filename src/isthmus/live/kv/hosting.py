@@ -212,7 +212,7 @@ class HostedKV:
         """Moves a guest to another attempt: nothing is written for the old one any more when this returns. Blocks
         that were being overwritten are not whole."""
         old, share = self._guests.pop(rekey.old), rekey.share
-        old.landing.refuse()
+        old.landing.frames.refuse()
         self._shipments.stop(rekey.old)
         memory = self._memory_of(share.parts)
         stowed = min(rekey.num_blocks, old.stowed)
@@ -225,7 +225,7 @@ class HostedKV:
         """Frees a guest's blocks from `num_blocks` on, which went back home: nothing is written to them, or read,
         when this returns."""
         guest, count = self._guests[trim.key], trim.num_blocks
-        guest.landing.refuse()
+        guest.landing.frames.refuse()
         self._shipments.stop(trim.key)
         guest.stowed = min(guest.stowed, count)
         guest.landing.go_on(guest.stowed)
@@ -238,7 +238,7 @@ class HostedKV:
         if unhost.peer is not None:
             guest.peers.discard(unhost.peer)
             return
-        guest.landing.refuse()
+        guest.landing.frames.refuse()
         del self._guests[unhost.key]
 
     # KV.
@@ -276,7 +276,7 @@ class HostedKV:
         if self._shipments.awaits(self._node_of(session), head):
             self._shipments.void(head)
         elif head.key in self._guests:
-            self._guests[head.key].landing.void(session, head)
+            self._guests[head.key].landing.frames.void(session, head)
 
     # Attention.
 

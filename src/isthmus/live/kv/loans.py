@@ -42,7 +42,7 @@ class Landing:
     def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
         self.memory, self.blocks = memory, blocks
         self.go_on(0)
-        self._frames = KVFrames(memory.layout)
+        self.frames = KVFrames(memory.layout)
 
     def go_on(self, num_whole: int) -> None:
         """Begins anew after `num_whole` whole blocks, with none under way."""
@@ -61,7 +61,7 @@ class Landing:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
         tokens = Span(first * layout.block_size, stop * layout.block_size)
         targets = [self.memory.landing(head.layer, *run) for run in self._runs(tokens)]
-        placed = self._frames.place(head, session, NONE, tokens, targets, size)
+        placed = self.frames.place(head, session, NONE, tokens, targets, size)
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
         self.placed[head.layer] = stop
@@ -72,7 +72,7 @@ class Landing:
 
     def take(self, head: ShipmentSlices) -> bool | None:
         """Takes a whole frame. Returns whether all seals match; None for a frame that was given up."""
-        targets, memory, size = self._frames.take(head), self.memory, self.memory.layout.block_size
+        targets, memory, size = self.frames.take(head), self.memory, self.memory.layout.block_size
         if targets is None:
             return None
         first, stop = head.first, head.first + len(head.seals)
@@ -88,14 +88,6 @@ class Landing:
 
     def _runs(self, tokens: Span) -> Iterator[tuple[int, int]]:
         return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
-
-    def void(self, session: Session, head: ShipmentSlices) -> None:
-        """Forgets a frame that will not come."""
-        self._frames.void(session, head)
-
-    def refuse(self) -> None:
-        """Refuses frames under way: nothing more is written when this returns."""
-        self._frames.refuse()
 
 
 class Shipments:
@@ -159,7 +151,7 @@ class Shipments:
     def _end(self, key: RequestId, *, whole: bool) -> None:
         found = self._returns.pop(key, None)
         if found is not None:
-            found[1].refuse()
+            found[1].frames.refuse()
             self._tell(events.Reclaimed(key, whole))
 
     def awaits(self, peer: NodeId | None, head: ShipmentSlices) -> bool:

@@ -17,26 +17,14 @@ from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.network import Server
 from isthmus.live.messenger.ports import STANDARD, Handler, Terms, Timer
 from isthmus.live.messenger.session import Session
-from isthmus.live.messenger.streams import PlainStream, Stream
-
-Deliver = Callable[..., object]
-"""`deliver(function, *arguments)` calls it later; in the order of the calls, as an event loop's `call_soon` does."""
+from isthmus.live.messenger.streams import Stream
 
 
 class MemoryNetwork:
-    """Addresses `host:port` that exist only here. Ports count from 1.
+    """Addresses `host:port` that exist only here. Ports count from 1."""
 
-    `deliver_of`: how what is sent over a session with an address is delivered; None is the loop's `call_soon`.
-    """
-
-    def __init__(
-        self,
-        deliver_of: Callable[[str], Deliver] | None = None,
-        connections: int = 1,
-        terms: Terms = STANDARD,
-    ) -> None:
-        self._deliver_of, self._connections = deliver_of, connections
-        self._terms = terms
+    def __init__(self, connections: int = 1, terms: Terms = STANDARD) -> None:
+        self._connections, self._terms = connections, terms
         self._listeners: dict[str, Callable[[MemoryPort], Session]] = {}
         self._last_port = 0
         self.links: list[Link] = []
@@ -61,8 +49,7 @@ class MemoryNetwork:
         accept = self._listeners.get(address)
         if accept is None:
             raise OSError(f"nobody listens at {address}")
-        deliver = self._deliver_of(address) if self._deliver_of else asyncio.get_running_loop().call_soon
-        ports = MemoryPort(deliver), MemoryPort(deliver)
+        ports = MemoryPort(), MemoryPort()
         here, there = Session(types, handler, ports[0], self._terms), accept(ports[1])
         self._last_port += 1
         here.peer, there.peer = address, f"memory:{self._last_port}"
@@ -94,51 +81,26 @@ class _Listener:
 
 
 class Link:
-    """One connection of a session, and the faults that tests may cause: both directions share them."""
+    """One connection of a session."""
 
     def __init__(self, here: MemoryPort, there: MemoryPort, number: int) -> None:
-        self.number = number
-        self.delay_s = 0.0
-        self.is_stalled = False
-        """What is sent stays on its way until `resume`."""
-        self.flip_at: int | None = None
-        """One bit of the byte so far from now is flipped."""
         self.is_lost = False
-        self._held: list[Callable[[], object]] = []
         self.ends = _End(self, here, number), _End(self, there, number)
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
 
-    def resume(self) -> None:
-        self.is_stalled = False
-        held, self._held = self._held, []
-        for deliver in held:
-            deliver()
-
     def lose(self, reason: str = "lost") -> None:
-        """The connection is gone, with what is on its way; both sides learn of it."""
+        """Ends the connection, with what is on its way; both sides learn of it."""
         self.is_lost = True
-        self._held = []
         for end in self.ends:
             end.port.deliver(end.lost, reason)
 
     def carry(self, end: _End, data: bytes) -> None:
         """Brings bytes to an end, later."""
-        if self.flip_at is not None and self.flip_at < len(data):
-            damaged = bytearray(data)
-            damaged[self.flip_at] ^= 1
-            data, self.flip_at = bytes(damaged), None
-        elif self.flip_at is not None:
-            self.flip_at -= len(data)
         self.do(end.port, lambda: end.receive(data))
 
     def do(self, port: MemoryPort, function: Callable[[], object]) -> None:
-        """In its turn after what is on its way."""
-        if self.is_stalled:
-            self._held.append(lambda: self.do(port, function))
-        elif self.delay_s:
-            port.loop.call_later(self.delay_s, function)
-        else:
-            port.deliver(function)
+        """Calls `function` in its turn after what is on its way."""
+        port.deliver(function)
 
 
 class MemoryPort:
@@ -146,9 +108,9 @@ class MemoryPort:
 
     ack_delay_s = 0.0
 
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.deliver = deliver
+        self.deliver: Callable[..., object] = self.loop.call_soon
         self.session: Session | None = None
         self.redial: Callable[[int], None] | None = None
         self.other: MemoryPort | None = None
@@ -163,11 +125,7 @@ class MemoryPort:
         return self.deliver(function)
 
     def later(self, delay_s: float, function: Callable[[], object]) -> Timer:
-        if delay_s:
-            return self.loop.call_later(delay_s, function)
-        once = _Once(function)
-        self.deliver(once)
-        return once
+        return self.loop.call_later(delay_s, function) if delay_s else self.loop.call_soon(function)
 
     def wake(self) -> None:
         written = True
@@ -200,8 +158,8 @@ class MemoryPort:
         here, there = socket.socketpair()
         for end in (here, there):
             end.setblocking(False)
-        session.take_line(PlainStream(there))
-        return PlainStream(here)
+        session.take_line(Stream(there))
+        return Stream(here)
 
     def add(self, end: _End, number: int) -> Lane:
         assert self.session is not None
@@ -218,20 +176,6 @@ class MemoryPort:
     def _dial(self, number: int) -> None:
         if self.redial is not None:
             self.redial(number)
-
-
-class _Once:
-    """A call that can be taken back."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function: Callable[[], object] | None = function
-
-    def __call__(self) -> None:
-        if self._function is not None:
-            self._function()
-
-    def cancel(self) -> None:
-        self._function = None
 
 
 class _End:

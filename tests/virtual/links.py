@@ -66,7 +66,7 @@ class VirtualLinks:
         self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.slots = {node.facts.node: node.slot for node in self.nodes}
         self.jobs: dict[RequestId, SimJob] = {}
-        network, carried = MemoryNetwork(lambda at: loop.call_soon), Carried(self.nodes, layout)
+        network, carried = MemoryNetwork(), Carried(self.nodes, layout)
         self.ether = Ether(network, self.slots, carried)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]

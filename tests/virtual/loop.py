@@ -70,10 +70,6 @@ class ManualLoop(asyncio.BaseEventLoop):
         finally:
             timer.cancel()
 
-    def call_as_transfer(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Calls it at this instant, when the prompts that end now have ended."""
-        self._set(self.now_ns, TRANSFER, asyncio.TimerHandle(self.time(), callback, args, self))
-
     async def settle(self) -> None:
         """Returns when all that follows without time passing is done."""
         await self.sleep_until(self.now_ns)

@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.core.node.events import EndGive, Give, LetterReceived
 from isthmus.core.node.letters import FetchDone, FetchRequest
-from isthmus.core.types import RequestId
+from isthmus.core.types import RequestId, Tenant
 
 from .test_refusals import NAMES, OTHER, PEER, node_of
 
@@ -32,4 +32,18 @@ def test_only_who_wanted_it_has_enough_of_it() -> None:
         assert node.on(LetterReceived(OTHER, FetchDone(KEY)), 2) == [EndGive(KEY, OTHER)]
         assert node.tiers.num_pinned == 3, "the other one reads it still"
     node.on(LetterReceived(PEER, FetchDone(KEY)), 3)
+    node.check_idle()
+
+
+@pytest.mark.parametrize("names", [NAMES[1:3], NAMES[1::-1], NAMES[:1] * 2, NAMES[:3:2]], ids=str)
+@pytest.mark.parametrize("tenants", [1, 2])
+def test_names_that_are_no_chain_are_void(names: tuple[int, ...], tenants: int) -> None:
+    node = node_of(3)
+    assert node.tiers is not None
+    if tenants > 1:
+        node.tiers.put((100, 101), Tenant("other"))
+    node.on(LetterReceived(PEER, FetchRequest(KEY, NAMES, 0)), 1)
+    assert node.on(LetterReceived(OTHER, FetchRequest(KEY, names, 0)), 2) == []
+    for peer in (OTHER, PEER):
+        node.on(LetterReceived(peer, FetchDone(KEY)), 3)
     node.check_idle()

@@ -102,12 +102,17 @@ async def scene() -> AsyncIterator[Scene]:
     await made.head.close()
     server = made.head._server
     assert isinstance(server, Listener)
-    await server.wait_closed()
+    await greeted(server)
 
 
 async def until(holds: Callable[[], object]) -> None:
     while not holds():
         await asyncio.sleep(0.001)
+
+
+async def greeted(server: Listener) -> None:
+    """No greeting is under way any more."""
+    await until(lambda: not server._tasks)
 
 
 # The head.
@@ -210,7 +215,7 @@ async def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> N
                 with pytest.raises(StartError, match="node/b, not that of the head"):
                     await node.run()
             server.close()
-            await server.wait_closed()
+            await greeted(server)
             assert not there.heard
 
 
@@ -222,9 +227,8 @@ async def test_a_session_is_joined_by_its_owner_only() -> None:
         assert isinstance(server, Listener)
         [name] = server._ports
         for node in (B, A):
-            other = _Dialler(
-                *split_address(some.join), some.certified(node), one.session.terms, SECRET, within_s=LIMIT_S
-            )
+            network = TcpNetwork(credentials=some.certified(node), secret=SECRET)
+            other = _Dialler(network, *split_address(some.join))
             other._name, other._identity = name, some.authority.identity(None)
             if node == B:
                 with pytest.raises(ConnectionRefusedError, match="somebody else's"):
@@ -284,7 +288,7 @@ async def test_strangers_are_turned_away_before_anything_is_decoded(
                     f"127.0.0.1:{number}", messages.NodeBound, Someone(), timeout_s=LIMIT_S
                 )
         server.close()
-        await server.wait_closed()
+        await greeted(server)
         assert not sessions
 
 
@@ -339,6 +343,6 @@ async def test_a_certificate_is_renewed_while_its_sessions_go_on() -> None:
 def serial_of(one: Someone) -> Any:
     """Of the certificate that the other side showed; the session is ended."""
     [wire] = one.session._port._wires.values()  # type: ignore[attr-defined]
-    serial = wire._stream._sock.getpeercert()["serialNumber"]
+    serial = wire.stream._sock.getpeercert()["serialNumber"]
     one.session.close()
     return serial

@@ -132,7 +132,7 @@ ACTS = st.tuples(
 async def test_whatever_is_decided_the_store_has_it_and_loads_read_it(
     world: World, acts: list[tuple[str, int, int]]
 ) -> None:
-    """Actions follow each other at once; only loads are waited for, of what is there by the node's own books."""
+    """Actions follow each other at once; only loads are awaited."""
     node, have, number = world.here, dict[int, Tier](), 0
     compute(node, 0, 9)
     for act, first, count in acts:
@@ -192,7 +192,6 @@ LARGE = KVLayout(dtype="bfloat16", block_size=16, num_layers=3, num_kv_heads=16,
 
 @cached(layout=LARGE, slots=4, blocks=4)
 async def test_large_slices_are_read_a_few_layers_at_a_time(world: World) -> None:
-    """Two of three."""
     world.here.put_on_disk(0, 3)
     await loaded(load(world.here, 3), 3)
     assert blocks(world.here, range(3)) == world.here.chain(3)
@@ -236,7 +235,6 @@ async def test_a_block_damaged_on_disk_shortens_the_prefix(world: World, layer: 
 
 @cached(slots=10)
 async def test_a_block_dropped_while_it_is_loaded_is_loaded(world: World) -> None:
-    """Its slot is pinned, so that nothing else gets it."""
     node, gate = world.here, Gate("fill")
     node.put(0, 3)
     node.memory.before = gate
@@ -261,7 +259,6 @@ async def test_a_fault_in_a_load_means_that_the_prompt_is_computed(world: World)
 )
 @cached
 async def test_nothing_is_loaded_after_the_end(world: World, ends: Any) -> None:
-    """Whoever ends it waits for the layer under way, and no longer."""
     node, gate = world.here, Gate("fill")
     node.put(0, 3)
     node.memory.before = gate
@@ -478,7 +475,6 @@ async def test_without_room_the_tail_is_not_kept(world: World) -> None:
 async def test_what_is_evicted_while_it_is_saved_does_not_come_back_and_what_is_saved_can_be_loaded(
     world: World,
 ) -> None:
-    """The scheduler counts on it from the moment it decides."""
     node, gate = world.here, Gate("save")
     compute(node, 0, 2)
     node.memory.before = gate
@@ -510,7 +506,6 @@ async def test_a_fault_in_a_save_keeps_nothing_and_no_slot(world: World, staged:
 async def test_what_is_for_the_disk_alone_passes_through_few_slots(
     world: World, staged: int, fails: bool
 ) -> None:
-    """A fault on the way loses none of what is there."""
     node, calls = world.here, list[int]()
     compute(node, 0, 9)
 
@@ -531,7 +526,6 @@ async def test_what_is_for_the_disk_alone_passes_through_few_slots(
 
 @cached
 async def test_what_follows_a_block_that_is_gone_is_not_saved(world: World) -> None:
-    """Nobody could use it, and it would come back when its node starts again."""
     node = world.here
     compute(node, 0, 3)
     node.put(0, 1)
@@ -542,7 +536,6 @@ async def test_what_follows_a_block_that_is_gone_is_not_saved(world: World) -> N
 
 @cached
 async def test_a_node_that_ends_has_done_what_was_under_way(world: World) -> None:
-    """Its store is closed next, and its arena unmapped."""
     node, gate = world.here, Gate("save")
     compute(node, 0, 1)
     node.memory.before = gate
@@ -576,7 +569,6 @@ def on_disk(node: Node, count: int = 6) -> Gate:
 
 @cached
 async def test_what_was_read_ahead_is_read_once_and_goes_back(world: World) -> None:
-    """And what is promoted meanwhile stays; so does what another load wants."""
     node = world.here
     reads = on_disk(node)
     node.do(events.Read(KEY, NAMES[:4]), events.Read(NEXT, NAMES[:3]), events.Promote(NAMES[1:2]))
@@ -613,7 +605,6 @@ async def test_no_more_is_read_ahead_than_there_is_room_to_spare(world: World) -
 @pytest.mark.parametrize("read", [False, True])
 @cached
 async def test_what_nobody_wants_any_more_is_not_kept(world: World, then: Any, read: bool) -> None:
-    """Whether it was read by then or not."""
     node, gate = world.here, Gate("read")
     on_disk(node, 4)
     node.store.before = gate
@@ -645,7 +636,6 @@ async def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(world: Wo
 
 @cached
 async def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(world: World) -> None:
-    """Somebody else's read of it found damage: its node knows that it is gone."""
     node, gate = world.here, Gate("give what was read")
     on_disk(node)
     node.store.before = gate
@@ -660,7 +650,6 @@ async def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(world: Wor
 @pytest.mark.parametrize("was_saved", [False, True])
 @cached
 async def test_what_is_being_read_is_waited_for_whoever_else_wants_it(world: World, was_saved: bool) -> None:
-    """That it came once, when it was saved, says nothing of now."""
     node, gate = world.here, Gate("read")
     compute(node, 0, 2)
     if was_saved:
@@ -687,7 +676,7 @@ async def test_what_is_being_read_is_waited_for_whoever_else_wants_it(world: Wor
 
 @played(alone=True)
 async def test_what_is_cancelled_is_over_first_however_often(world: World) -> None:
-    """When a peer goes away and then the process ends: a lease must be whole before it is released."""
+    """A lease must be whole before it is released."""
     began, go_on = threading.Event(), threading.Event()
     task = asyncio.create_task(world.here.cache.serve(lambda: (began.set(), go_on.wait(60))))
     assert await asyncio.to_thread(began.wait, 60)

@@ -175,7 +175,6 @@ async def test_what_its_home_gave_up_in_the_midst_is_not_whole_though_more_came(
 async def test_what_cannot_come_next_ends_the_session(
     world: World, layer: int, first: int, count: int, size: int
 ) -> None:
-    """A gap, what there is no room for, or what is not of its size."""
     liar = await world.liar(layout=TWO_HEADS)
     host(world.here)
     liar.say(ShipmentSlices(KEY, layer, first, (b"x" * 16,) * count), bytes(size * TWO_HEADS.slice_bytes // 2))
@@ -186,7 +185,6 @@ async def test_what_cannot_come_next_ends_the_session(
 @pytest.mark.parametrize("end", [False, True])
 @played(alone=True, **two_heads)
 async def test_of_who_left_nothing_counts(world: World, end: bool) -> None:
-    """Also what was on its way just then."""
     here, liar = world.here, await held(world, 5, 1)
     for layer in range(LAYERS - 1):
         liar.say(*frame(layer, 2, 7))
@@ -205,7 +203,6 @@ async def test_of_who_left_nothing_counts(world: World, end: bool) -> None:
 
 @played(alone=True, **two_heads)
 async def test_what_is_whole_goes_on_under_another_key(world: World) -> None:
-    """What is shipped again takes the place of what was there."""
     here, liar = world.here, await held(world, 5, 1, 7)
     here.do(events.Rekey(KEY, NEXT, OTHER, HALF, 3))
     host(here, NEXT)
@@ -231,7 +228,6 @@ async def test_its_room_is_for_another_share_too(world: World, share: Share) -> 
 
 @played(alone=True, **two_heads)
 async def test_what_was_being_written_anew_when_another_took_it_over_is_not_whole(world: World) -> None:
-    """The node may have decided before it heard of that."""
     liar = await held(world, 5, 1, 7)
     liar.say(*frame(0, 1, 0))
     await world.quiet()
@@ -263,7 +259,6 @@ GIVEN_BACK: dict[str, Callable[[Node], object]] = {
 @pytest.mark.parametrize("how", GIVEN_BACK)
 @played(alone=True, **two_heads)
 async def test_nothing_is_written_into_blocks_that_were_given_back(world: World, how: str) -> None:
-    """They are another's when that returns; a home gives back blocks into which KV was to return."""
     here, share = world.here, WHOLE if how == "a return is over" else HALF
     if share is WHOLE:
         liar = await world.liar(layout=TWO_HEADS)
@@ -284,7 +279,6 @@ async def test_nothing_is_written_into_blocks_that_were_given_back(world: World,
 @pytest.mark.parametrize("how", ["released", "trimmed", "its guest is gone"])
 @played(alone=True, **two_heads)
 async def test_nothing_is_sent_of_blocks_that_were_given_back(world: World, how: str) -> None:
-    """They may be another's before they are sent."""
     here, liar = world.here, await held(world, 5, 1, share=WHOLE)
     for link in world.network.links:
         link.freeze()
@@ -306,7 +300,6 @@ async def test_nothing_is_sent_of_blocks_that_were_given_back(world: World, how:
 @pytest.mark.parametrize("damaged", range(LAYERS))
 @played(alone=True, **two_heads)
 async def test_what_comes_back_damaged_is_not_taken(world: World, damaged: int) -> None:
-    """And may be asked back again at once: what followed was awaited."""
     here, liar, told = world.here, await world.liar(layout=TWO_HEADS), list[int]()
     here.at_message = lambda: told.append(len(here.of(events.Reclaimed)))
     for attempt in range(2):
@@ -328,7 +321,6 @@ async def test_what_comes_back_damaged_is_not_taken(world: World, damaged: int) 
 async def test_a_return_that_ends_before_its_time_is_told_once_and_writes_nothing(
     world: World, how: str
 ) -> None:
-    """The holder lets go of it in the midst, or home does."""
     here, liar = world.here, await world.liar(layout=TWO_HEADS)
     here.do(events.Reclaim(KEY, OTHER, (3, 0)))
     sending = await world.under_way(liar, *frame(0, 0, 1, 7, share=WHOLE))
@@ -402,7 +394,6 @@ def asking_of(num_tokens: int) -> Asking:
 @pytest.mark.parametrize("which", [0, 1])
 @played(**lines)
 async def test_several_attempts_of_one_home_are_apart_at_one_holder(world: World, which: int) -> None:
-    """Of each as much as came of it is attended to, in one question for both; and what one gives back is its own."""
     here, there, keys = world.here, world.there, [KEY, NEXT]
     for number, data in enumerate(BLOCKS):
         here.write(number, data)
@@ -448,7 +439,6 @@ async def ready(world: World, blocks: Sequence[int] = (5, 1)) -> None:
 
 @played(**lines)
 async def test_nobody_attends_to_blocks_that_are_free(world: World) -> None:
-    """Rows that are known by their number are of the guest that was there."""
     await ready(world)
     asking, remote = asking_of(SIZE), world.here.mover.holders.remote([KEY])
     assert not await asked(world, asking, remote)
@@ -461,7 +451,6 @@ async def test_nobody_attends_to_blocks_that_are_free(world: World) -> None:
 @pytest.mark.parametrize("opened_by_holder", [False, True])
 @played(**lines)
 async def test_questions_overtake_shipments(world: World, opened_by_holder: bool) -> None:
-    """They go over a line of their own, whoever opened the session."""
     if opened_by_holder:
         world.here, world.there = world.there, world.here
     await ready(world)

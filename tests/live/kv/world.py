@@ -26,7 +26,6 @@ from isthmus.core.node import events
 from isthmus.core.node.letters import FetchDone, FetchRequest, HandoverConfirmed, HandoverGranted, HandoverSpan
 from isthmus.core.types import BlockName, NodeId, RequestId, Span
 from isthmus.live.engine.emulated import EmulatedMemory
-from isthmus.live.engine.interface import KVBytes
 from isthmus.live.kv.cache import EngineCache
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.messenger import Network, Sending, Server, Session, TcpNetwork, Terms
@@ -62,8 +61,8 @@ BLOCKS = [kv_block(LAYOUT, number) for number in range(len(NAMES))]
 """What the blocks of these names hold."""
 
 
-def layer_of(data: bytes, layer: int, layout: KVLayout = LAYOUT) -> bytes:
-    return data[layer * layout.slice_bytes :][: layout.slice_bytes]
+def layer_of(data: bytes, layer: int) -> bytes:
+    return data[layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
 
 
 def sealed(parts: Sequence[bytes | memoryview]) -> tuple[bytes, ...]:
@@ -249,14 +248,13 @@ class Node:
         blocks: int = 16,
         log: Log | None = None,
         shares: bool = False,
-        memory: KVBytes | None = None,
         first_layer: int = 0,
         stage: int = 0,
         max_staged: int | None = None,
         answer_s: float = LIMIT_S,
     ) -> None:
         self.layout = layout
-        self.memory: Any = memory or WatchedMemory(layout, blocks)
+        self.memory = WatchedMemory(layout, blocks)
         self.arena = WatchedArena(Shape(layout.num_layers, layout.slice_bytes), slots)
         self.store = WatchedStore(self.arena, log)
         self.cache = EngineCache(self.memory, self.store, self._lost, max_staged=max_staged)
@@ -381,18 +379,16 @@ class Node:
         if new:
             self.mover.do(events.AdoptBlocks(key, new))
 
-    def send(self, extent: HandoverSpan, key: RequestId = KEY) -> None:
+    def send(self, extent: HandoverSpan) -> None:
         """Offers a hand-over; it goes when there is room for it."""
-        self._moving.add(key)
-        self.do(events.OfferHandover(key, OTHER, extent))
+        self._moving.add(KEY)
+        self.do(events.OfferHandover(KEY, OTHER, extent))
 
-    def expect(self, extent: HandoverSpan, blocks: Sequence[int], key: RequestId = KEY) -> None:
+    def expect(self, extent: HandoverSpan, blocks: Sequence[int]) -> None:
         self.failed, self.landed = "", False
-        self._moving.add(key)
-        self.do(
-            events.ReceiveHandover(key, OTHER, extent, tuple(blocks)),
-            events.SendLetter(OTHER, HandoverGranted(key)),
-        )
+        self._moving.add(KEY)
+        grant = events.SendLetter(OTHER, HandoverGranted(KEY))
+        self.do(events.ReceiveHandover(KEY, OTHER, extent, tuple(blocks)), grant)
 
     def give_up(self, key: RequestId, reason: str) -> None:
         """Ends a hand-over on this side. Its blocks may serve another request when this returns."""
@@ -403,10 +399,10 @@ class Node:
 
     # What it hears, and has.
 
-    async def told(self, kind: type, count: int = 1, of: RequestId | None = None) -> Any:
+    async def told(self, kind: type, count: int = 1) -> Any:
         """The last fact of this kind, once there are so many."""
-        await until(lambda: len(self.of(kind, of)) >= count)
-        return self.of(kind, of)[-1]
+        await until(lambda: len(self.of(kind)) >= count)
+        return self.of(kind)[-1]
 
     def of(self, kind: type, key: RequestId | None = None) -> list[Any]:
         found = [fact for fact in self.facts if isinstance(fact, kind)]
@@ -429,10 +425,10 @@ class Node:
                 self.memory, layer, [number], memoryview(data), [layer * self.layout.slice_bytes]
             )
 
-    def block(self, number: int, num_tokens: int | None = None) -> bytes:
-        first, count = number * self.layout.block_size, num_tokens or self.layout.block_size
+    def block(self, number: int) -> bytes:
+        first, stop = number * self.layout.block_size, (number + 1) * self.layout.block_size
         layers = range(self.layout.num_layers)
-        return b"".join(bytes(self.memory.export(layer, first, first + count)) for layer in layers)
+        return b"".join(bytes(self.memory.export(layer, first, stop)) for layer in layers)
 
     def put(self, start: int, stop: int) -> None:
         """These blocks of the chain are cached."""
@@ -502,10 +498,10 @@ class Liar:
         self.sessions: list[Session] = []
         self._buffers: dict[int, bytearray] = {}
 
-    async def meet(self, world: World, layout: KVLayout = LAYOUT, stage: int = 0) -> None:
+    async def meet(self, world: World, layout: KVLayout = LAYOUT) -> None:
         """Opens a session, maybe one more."""
         session = await world.network.connect(world.address, PeerMessage, self, timeout_s=LIMIT_S)
-        session.send(PeerHello(PROTOCOL, self.name, "revision", layout, stage))
+        session.send(PeerHello(PROTOCOL, self.name, "revision", layout))
         self.sessions.append(session)
         await world.quiet()
 
@@ -560,11 +556,11 @@ class World:
         self.nodes.append(Node(self.network, **(self._how | how)))
         return self.nodes[-1]
 
-    async def begin(self, *, alone: bool, there: dict[str, Any]) -> None:
+    async def begin(self, *, alone: bool) -> None:
         self.here = self.node(log=self._log())
         self.address = await self.here.listen()
         if not alone:
-            self.there = self.node(**there)
+            self.there = self.node()
             await self.join(self.here, self.there)
 
     async def join(self, here: Node, there: Node) -> None:
@@ -628,11 +624,9 @@ def played(
     network: Callable[[], Any] = lambda: HarmfulNetwork(connections=2),
     alone: bool = False,
     disk: bool = False,
-    there: dict[str, Any] | None = None,
     **how: Any,
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """A test in a world of one node (`alone`) or two, of this kind (`how`, see `Node`; `there` what the second has
-    else). Whatever it does, everything is given back, and nothing is unhandled."""
+    """A test in a world of one node (`alone`) or two, of this kind (`how`, see `Node`)."""
 
     def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         async def play(folder: Path | None, given: dict[str, Any]) -> None:
@@ -649,7 +643,7 @@ def played(
             world.folder = folder
             try:
                 async with asyncio.timeout(LIMIT_S):
-                    await world.begin(alone=alone, there=there or {})
+                    await world.begin(alone=alone)
                     await test(world, **given)
                     await world.end()
             finally:
@@ -699,7 +693,7 @@ def chunks(num_tokens: int, ends: Sequence[int] = ()) -> list[Span]:
     return spans
 
 
-def ready(node: Node, tokens: Span, blocks: Sequence[int], key: RequestId = KEY) -> None:
+def ready(node: Node, tokens: Span, blocks: Sequence[int]) -> None:
     """These tokens are computed, layer by layer. From any thread."""
     for layer in range(node.layout.num_layers):
-        node.mover.kv_ready(key, Span(layer, layer + 1), tokens, tuple(blocks))
+        node.mover.kv_ready(KEY, Span(layer, layer + 1), tokens, tuple(blocks))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from isthmus.core.types import NS_PER_S
-from isthmus.live.messenger.running import STEP_NS, TICK_S, RunningClock, RunningTimer, running_timeout
+from isthmus.live.messenger.running import STEP_NS, TICK_S, RunningTimer, running_timeout
 from tests.virtual import ManualLoop
 
 
@@ -22,20 +22,6 @@ def running(work: Callable[[ManualLoop], Coroutine[None, None, None]]) -> Callab
     return test
 
 
-def test_a_clock_goes_on_with_time_but_not_while_nobody_ticks() -> None:
-    now_ns = 5
-    clock = RunningClock(lambda: now_ns)
-    for _ in range(10):
-        now_ns += STEP_NS
-        assert not clock.tick() and clock.now_ns() == now_ns
-    told_ns = clock.now_ns()
-    now_ns += 100 * STEP_NS
-    assert clock.now_ns() == told_ns + STEP_NS, "it stands before anybody noticed"
-    assert clock.tick() and clock.now_ns() == told_ns + STEP_NS
-    now_ns += STEP_NS // 2
-    assert not clock.tick() and clock.now_ns() == told_ns + STEP_NS + STEP_NS // 2
-
-
 @running
 async def test_a_timer_is_due_in_its_time(loop: ManualLoop) -> None:
     called: list[float] = []
@@ -48,7 +34,6 @@ async def test_a_timer_is_due_in_its_time(loop: ManualLoop) -> None:
 
 @running
 async def test_a_timer_waits_for_time_in_which_the_loop_ran(loop: ManualLoop) -> None:
-    """And for what came while it stood still to be read, however little was left."""
     called: list[float] = []
     for delay_s in (0.3, 5.0):
         RunningTimer(loop, delay_s, lambda: called.append(loop.time()))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ProtocolError
 from isthmus.live.messenger import Priority, Terms, inbox, lane, outbox, session
-from isthmus.live.messenger.frames import GOOD, FrameKind, prefix_of
+from isthmus.live.messenger.frames import GOOD, MAX_HEADER, MAX_SLICE, PREFIX_BYTES, FrameKind, prefix_of
 
-from .pair import Pair, Parcel, Side, number_of
+from .pair import Pair, Parcel, Side, content, number_of
 
 PRIORITIES = st.sampled_from(Priority)
 SIZES = st.sampled_from([0, 0, 1, 5, 16, 17, 40, 100, 300])
@@ -195,7 +195,7 @@ def test_a_full_window_holds_payloads_back_but_no_messages() -> None:
 
 
 def test_messages_behind_a_missing_one_are_held_and_bounded() -> None:
-    """Over two lanes, of which one brings nothing: the other does not fill the receiver's memory."""
+    """One of two lanes brings nothing."""
     pair = Pair(Terms(window=200), 2)
     here, there = pair.sides
     for number in range(40):
@@ -325,12 +325,64 @@ def test_a_peer_that_breaks_the_rules_is_told_and_left(wrong: tuple[int, bytes, 
     assert here.reasons == [f"closed by the peer: {there.reasons[0]}"]
 
 
-def slice_of(offset: int, data: bytes, total: int, number: int = 0) -> bytes:
-    header = msgspec.msgpack.encode(Parcel(number))
-    head = prefix_of(
-        FrameKind.DATA, header, total=total, offset=offset, length=len(data), priority=Priority.NORMAL
-    )
-    return head + header + data + GOOD
+def slice_of(offset: int, data: bytes, total: int, seq: int = 0) -> bytes:
+    header = msgspec.msgpack.encode(Parcel(seq))
+    where = {"total": total, "offset": offset, "length": len(data)}
+    head = prefix_of(FrameKind.DATA, header, priority=Priority.NORMAL, seq=seq, **where)
+    return head + header + data + GOOD[: len(data)]
+
+
+def said(wire: bytes) -> Side:
+    """What becomes of a side that is sent these bytes."""
+    pair = Pair(Terms(), 1)
+    pair.cables[0].wires[0] += wire
+    pair.settle()
+    return pair.sides[1]
+
+
+@pytest.mark.parametrize(
+    ("wire", "complaint"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: some.where.example\r\n\r\n", "does not speak this protocol"),
+        (bytes(PREFIX_BYTES), "does not speak this protocol"),
+        (prefix_of(FrameKind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),
+        (prefix_of(FrameKind.DATA, b"", total=10, offset=5, length=6), "limits"),
+        (prefix_of(FrameKind.DATA, b"abc") + b"abd", "damaged"),
+        (slice_of(0, b"1", 1)[:-1] + b"?", "damaged"),
+    ],
+)
+def test_what_is_no_frame_ends_the_session(wire: bytes, complaint: str) -> None:
+    assert complaint in said(wire).reasons[0]
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_garbage_is_never_a_message(garbage: bytes, well_begun: bool) -> None:
+    assert not said(prefix_of(FrameKind.DATA, garbage[:20]) + garbage if well_begun else garbage).delivered
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_of_prefix_header_or_verdict_is_found(at: int, bit: int) -> None:
+    wire = bytearray(slice_of(0, content(0, 2), 2))
+    at %= len(wire) - 2
+    wire[at if at < len(wire) - 3 else -1] ^= 1 << bit
+    assert not said(bytes(wire) + slice_of(0, b"", 0, seq=1)).delivered
+
+
+def test_a_large_payload_is_received_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only bytes that were read together with the header are copied."""
+    monkeypatch.setattr(outbox, "SLICE", 1 << 20)
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    here.send(200_000, Priority.NORMAL, 0, first=100_000)
+    cable = pair.cables[0]
+    cable.write(0, 5000)
+    cable.read(1, 5000)
+    placed, (first, second, behind) = there.placed[0].memory, cable.lanes[1].reader.buffers()
+    assert first.obj is second.obj is placed and behind.obj is not placed
+    assert 195_000 < len(first) + len(second) < 200_000
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [0]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +428,6 @@ def test_a_payload_fits_the_memory_it_is_given_or_goes_nowhere(more: int) -> Non
 
 
 def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All behind a message that never comes, so that it has to be kept."""
     monkeypatch.setattr(inbox, "TALK_BYTES", 100)
     monkeypatch.setattr(inbox, "MAX_SLICE", 100)
     pair = Pair(Terms(window=100), 1)
@@ -428,7 +479,6 @@ def test_an_owner_that_turns_the_first_message_away_has_learned_nothing() -> Non
 
 @pytest.mark.parametrize("priority", Priority)
 def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) -> None:
-    """Neither long messages, nor many short ones that wait for one that never comes, nor many that are taken back."""
     pair = Pair(Terms(), 1, first_s=5)
     raw(pair, bytes(65537), 1, priority)
     pair.settle()
@@ -450,7 +500,6 @@ def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) ->
 
 
 def test_what_may_be_kept_later_is_bounded_and_kept_as_it_came() -> None:
-    """Of what an honest sender sends, and not a byte more than one message beyond."""
     pair = Pair(Terms(), 1, first_s=5)
     here, there = pair.sides
     here.send(0, Priority.CONTROL, 0)
@@ -467,7 +516,7 @@ def test_what_may_be_kept_later_is_bounded_and_kept_as_it_came() -> None:
 
 
 def test_a_sender_stops_before_its_peer_would_have_to_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two lanes, of which one brings nothing, with messages that have no payload."""
+    """One of two lanes brings nothing."""
     monkeypatch.setattr(outbox, "TALK_BYTES", 10 << 10)
     pair = Pair(Terms(), 2)
     here, there = pair.sides
@@ -485,7 +534,7 @@ def test_a_sender_stops_before_its_peer_would_have_to_keep_more(monkeypatch: pyt
 
 
 def test_headers_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all lanes, of which each brings one that is long and never whole."""
+    """Each lane brings a long header that is never whole."""
     monkeypatch.setattr(session, "MAX_GROWN", 1 << 20)
     pair = Pair(Terms(), 8)
     there = pair.sides[1]
@@ -521,7 +570,6 @@ def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("how", ["closed", "failed", "closed by the peer"])
 def test_the_end_of_a_session_takes_so_long_and_no_longer(how: str) -> None:
-    """Its peer, or what the peer sent before the end, never comes."""
     pair = Pair(Terms(), 2)
     here, there = pair.sides
     sent = here.send(100, Priority.NORMAL, 0)

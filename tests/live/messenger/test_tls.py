@@ -93,7 +93,7 @@ async def test_nobody_speaks_to_a_server_with_a_wrong_certificate(wrong: str, tl
 @pytest.mark.parametrize("side", ["dialling", "serving"])
 @running
 async def test_the_careless_are_taken_with_the_right_certificate(side: str, tls: dict[str, Files]) -> None:
-    """It is the certificate that the others were turned away for."""
+    """So only the certificate turns the others away."""
     here, there = Owner(), Owner()
     networks = {side: network(tls["ours"]) for side in ("dialling", "serving")}
     networks[side] = TcpNetwork(credentials=Careless(tls["ours"]))
@@ -125,7 +125,6 @@ async def test_there_is_no_way_round_tls(plain: str, tls: dict[str, Files]) -> N
 @pytest.mark.parametrize("secured", [True, False])
 @running
 async def test_who_says_nothing_is_not_waited_for(secured: bool, tls: dict[str, Files]) -> None:
-    """Neither to shake hands nor to say Hello."""
     serving = TcpNetwork(credentials=TlsFiles(**tls["ours"]) if secured else None, greetings=Greetings(0.05))
     server, port = await serving.listen("127.0.0.1", 0, Message, Owner)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -167,7 +166,7 @@ def test_tls_files_that_are_wrong_are_named(tls: dict[str, Files], tmp_path: Pat
 async def test_files_that_change_are_read_again_while_sessions_go_on(
     tls: dict[str, Files], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half of a change, a certificate before its key, is reported and does no harm."""
+    """A certificate without its key is reported and does no harm."""
     files = {part: str(tmp_path / part) for part in tls["ours"]}
 
     def copy(name: str, *parts: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,253 +95,206 @@ class End(Ear):
         assert [what.key if isinstance(what, HandoverGranted) else what for _, what in self.said] == [*said]
 
 
-def ends(work: Callable[[End, End, Counted], Awaitable[None]]) -> None:
+async def ends() -> tuple[End, End, Counted]:
     """Two nodes, neither of which has a session with the other yet."""
-
-    async def main() -> None:
-        network = Counted()
-        here, there = End(network, HERE), End(network, THERE)
-        await here.listen()
-        await there.listen()
-        await work(here, there, network)
-
-    asyncio.run(main())
+    network = Counted()
+    here, there = End(network, HERE), End(network, THERE)
+    await here.listen()
+    await there.listen()
+    return here, there, network
 
 
-def test_there_is_one_session_with_each_node_and_it_begins_with_who_this_is() -> None:
-    async def work() -> None:
-        network, far = Counted(), Ear()
-        peers = Peers(network, HELLO, Ear, {THERE: "there:1", NodeId("far"): "there:2"}.__getitem__, print)
-        await network.listen("there", 1, PeerMessage, lambda: far)
-        await network.listen("there", 2, PeerMessage, Ear)
-        assert peers.open_to(THERE) is None
-        one, same, other = await asyncio.gather(*[peers.get(node) for node in (THERE, THERE, NodeId("far"))])
-        assert one is same and other is not one and network.num_dials == 2
-        assert await peers.get(THERE) is one is peers.open_to(THERE)
-        assert peers.node_of(one) == THERE
-        one.send(Probe())
-        while len(far.heard) < 2:
-            await asyncio.sleep(0)
-        assert far.heard == [HELLO, Probe()]
-
-    asyncio.run(work())
+async def test_there_is_one_session_with_each_node_and_it_begins_with_who_this_is() -> None:
+    network, far = Counted(), Ear()
+    peers = Peers(network, HELLO, Ear, {THERE: "there:1", NodeId("far"): "there:2"}.__getitem__, print)
+    await network.listen("there", 1, PeerMessage, lambda: far)
+    await network.listen("there", 2, PeerMessage, Ear)
+    assert peers.open_to(THERE) is None
+    one, same, other = await asyncio.gather(*[peers.get(node) for node in (THERE, THERE, NodeId("far"))])
+    assert one is same and other is not one and network.num_dials == 2
+    assert await peers.get(THERE) is one is peers.open_to(THERE)
+    assert peers.node_of(one) == THERE
+    one.send(Probe())
+    while len(far.heard) < 2:
+        await asyncio.sleep(0)
+    assert far.heard == [HELLO, Probe()]
 
 
-def test_whoever_opened_a_session_both_use_it() -> None:
-    async def work(here: End, there: End, network: Counted) -> None:
-        here.say(THERE, *KEYS[:2])
-        await there.hears(*KEYS[:2])
-        there.say(HERE, KEYS[2])
-        await here.hears(KEYS[2])
-        assert network.num_dials == 1 and await there.peers.get(HERE) is there.peers.open_to(HERE)
-        own = await there.peers.dialled(HERE)
-        assert own is not there.peers.open_to(HERE), "over which alone it may open lines"
-        assert await there.peers.dialled(HERE) is own
-        there.say(HERE, KEYS[3])
-        await here.hears(*KEYS[2:4])
-        assert there.peers.open_to(HERE) is not own and here.peers.open_to(THERE) is await here.peers.dialled(
-            THERE
-        )
-
-    ends(work)
+async def test_whoever_opened_a_session_both_use_it() -> None:
+    here, there, network = await ends()
+    here.say(THERE, *KEYS[:2])
+    await there.hears(*KEYS[:2])
+    there.say(HERE, KEYS[2])
+    await here.hears(KEYS[2])
+    assert network.num_dials == 1 and await there.peers.get(HERE) is there.peers.open_to(HERE)
+    own = await there.peers.dialled(HERE)
+    assert own is not there.peers.open_to(HERE), "over which alone it may open lines"
+    assert await there.peers.dialled(HERE) is own
+    there.say(HERE, KEYS[3])
+    await here.hears(*KEYS[2:4])
+    assert there.peers.open_to(HERE) is not own and here.peers.open_to(THERE) is await here.peers.dialled(THERE)
 
 
 @pytest.mark.parametrize("held", [(), ("here:1",), ("there:1",), ("here:1", "there:1")], ids=str)
-def test_letters_keep_their_order_whoever_is_being_dialled(held: tuple[str, ...]) -> None:
-    """One by the other, or each by the other at once."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        network.held |= {*held}
-        here.say(THERE, *KEYS[:2])
-        there.say(HERE, *KEYS[:2])
-        for number in range(2, 6):
-            await asyncio.sleep(0)
-            here.say(THERE, KEYS[number])
-            there.say(HERE, KEYS[number])
-            if number == 4:
-                network.go_on.set()
-        await here.hears(*KEYS)
-        await there.hears(*KEYS)
-        assert network.num_dials == 2
-
-    ends(work)
-
-
-def test_whoever_waits_for_a_session_gets_the_one_over_which_letters_go() -> None:
-    """What is sent over another one could overtake them, and no link between clusters would know of it."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        network.held.add("there:1")
-        waits = asyncio.ensure_future(here.peers.get(THERE))
+async def test_letters_keep_their_order_whoever_is_being_dialled(held: tuple[str, ...]) -> None:
+    here, there, network = await ends()
+    network.held |= {*held}
+    here.say(THERE, *KEYS[:2])
+    there.say(HERE, *KEYS[:2])
+    for number in range(2, 6):
         await asyncio.sleep(0)
-        there.say(HERE, KEYS[0])
-        await here.hears(KEYS[0])
-        network.go_on.set()
-        assert await waits is here.peers.open_to(THERE) is not await here.peers.dialled(THERE)
+        here.say(THERE, KEYS[number])
+        there.say(HERE, KEYS[number])
+        if number == 4:
+            network.go_on.set()
+    await here.hears(*KEYS)
+    await there.hears(*KEYS)
+    assert network.num_dials == 2
 
-    ends(work)
+
+async def test_whoever_waits_for_a_session_gets_the_one_over_which_letters_go() -> None:
+    """Over another one it could overtake them."""
+    here, there, network = await ends()
+    network.held.add("there:1")
+    waits = asyncio.ensure_future(here.peers.get(THERE))
+    await asyncio.sleep(0)
+    there.say(HERE, KEYS[0])
+    await here.hears(KEYS[0])
+    network.go_on.set()
+    assert await waits is here.peers.open_to(THERE) is not await here.peers.dialled(THERE)
 
 
 @pytest.mark.parametrize("entered", [False, True])
-def test_a_node_that_is_dialled_in_vain_is_gone_unless_it_came_itself(entered: bool) -> None:
-    """Once, with all that was said to it; what is said to it later is said."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        network.held.add("nowhere:1")
-        address, here.addresses[THERE] = here.addresses[THERE], "nowhere:1"
-        here.say(THERE, *KEYS[:2])
-        dialled = asyncio.ensure_future(here.peers.get(THERE))
-        await asyncio.sleep(0)
-        if entered:
-            await there.peers.get(HERE)
-            await there.hears(*KEYS[:2])
-        network.go_on.set()
-        if entered:
-            assert await dialled is here.peers.open_to(THERE)
-        else:
-            with pytest.raises(ConnectionError):
-                await dialled
-        here.addresses[THERE] = address
-        here.say(THERE, KEYS[2])
-        await there.hears(*(KEYS[:3] if entered else KEYS[2:3]))
-        assert here.said == ([] if entered else [(THERE, "gone")])
-
-    ends(work)
+async def test_a_node_that_is_dialled_in_vain_is_gone_unless_it_came_itself(entered: bool) -> None:
+    here, there, network = await ends()
+    network.held.add("nowhere:1")
+    address, here.addresses[THERE] = here.addresses[THERE], "nowhere:1"
+    here.say(THERE, *KEYS[:2])
+    dialled = asyncio.ensure_future(here.peers.get(THERE))
+    await asyncio.sleep(0)
+    if entered:
+        await there.peers.get(HERE)
+        await there.hears(*KEYS[:2])
+    network.go_on.set()
+    if entered:
+        assert await dialled is here.peers.open_to(THERE)
+    else:
+        with pytest.raises(ConnectionError):
+            await dialled
+    here.addresses[THERE] = address
+    here.say(THERE, KEYS[2])
+    await there.hears(*(KEYS[:3] if entered else KEYS[2:3]))
+    assert here.said == ([] if entered else [(THERE, "gone")])
 
 
 @pytest.mark.parametrize("how", [Session.close, lambda session: session.abort("cut")], ids=["closed", "cut"])
-def test_what_is_said_after_a_session_ended_is_said_over_another(how: Callable[[Session], None]) -> None:
-    """And first both hear that the other one was gone."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        here.say(THERE, KEYS[0])
-        await there.hears(KEYS[0])
-        session = here.peers.open_to(THERE)
-        assert session is not None
-        how(session)
-        here.say(THERE, KEYS[1])
-        assert here.said == [(THERE, "gone")], "before it is said"
-        await there.hears(KEYS[0], "gone", KEYS[1])
-        while not session.ended:
-            await asyncio.sleep(0)
-        assert here.said == [(THERE, "gone")] and network.num_dials == 2
-
-    ends(work)
-
-
-def test_all_sessions_with_a_node_end_together() -> None:
-    """Also those of its pipeline stages; the other side hears it once for each that it saw end by itself."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        here.say(THERE, KEYS[0])
-        await there.hears(KEYS[0])
-        lines = await there.peers.dialled(HERE)
-        while here.peers.node_of(lines) is None and len(here.peers._names) < 2:
-            await asyncio.sleep(0)
-        other = here.peers.open_to(THERE)
-        assert there.peers.open_to(HERE) is not lines and other is not None
-        lines.abort("cut")
-        while here.peers.open_to(THERE) is not None or there.peers.open_to(HERE) is not None:
-            await asyncio.sleep(0)
-        assert here.said == [(THERE, "gone")] and there.said[1:] == [(HERE, "gone")]
-        assert not here.peers._names and not there.peers._names
-        assert other.closed
-
-    ends(work)
-
-
-def test_a_node_that_left_is_spoken_to_over_another_session() -> None:
-    """The one before may not have ended yet: of a machine without power nobody hears."""
-
-    async def work(here: End, there: End, network: Counted) -> None:
-        here.say(THERE, KEYS[0])
-        await there.hears(KEYS[0])
-        here.peers.left(NodeId("nobody"))
-        here.peers.left(THERE)
-        assert (here.said, here.reasons) == ([(THERE, "gone")], ["it left the cluster"])
-        here.say(THERE, KEYS[1])
-        await there.hears(KEYS[0], "gone", KEYS[1])
-        assert network.num_dials == 2
-
-    ends(work)
-
-
-def test_a_node_at_no_address_is_gone() -> None:
-    async def work() -> None:
-        gone: list[NodeId] = []
-        peers = Peers(TcpNetwork(), HELLO, Ear, lambda node: "nonsense", lambda node, reason: gone.append(node))
-        peers.say(THERE, HandoverGranted(KEYS[0]))
-        with pytest.raises(ConnectionError, match="'nonsense' is not HOST:PORT"):
-            await peers.get(THERE)
-        assert gone == [THERE]
-
-    asyncio.run(work())
-
-
-def test_over_sessions_of_later_stages_nothing_is_said() -> None:
-    async def work(here: End, there: End, network: Counted) -> None:
-        stage = await MemoryNetwork.connect(network, "here:1", PeerMessage, there, timeout_s=9)
-        stage.send(replace(there.hello, stage=1))
-        while not here.peers._names:
-            await asyncio.sleep(0)
-        here.say(THERE, KEYS[0])
-        await there.hears(KEYS[0])
-        assert network.num_dials == 1
-        stage.close()
-        await here.hears("gone")
-
-    ends(work)
-
-
-def test_who_gives_up_waiting_for_a_session_leaves_it_to_the_others() -> None:
-    async def work(here: End, there: End, network: Counted) -> None:
-        waiting = [asyncio.ensure_future(here.peers.get(THERE)) for _ in range(2)]
+async def test_what_is_said_after_a_session_ended_is_said_over_another(how: Callable[[Session], None]) -> None:
+    here, there, network = await ends()
+    here.say(THERE, KEYS[0])
+    await there.hears(KEYS[0])
+    session = here.peers.open_to(THERE)
+    assert session is not None
+    how(session)
+    here.say(THERE, KEYS[1])
+    assert here.said == [(THERE, "gone")], "before it is said"
+    await there.hears(KEYS[0], "gone", KEYS[1])
+    while not session.ended:
         await asyncio.sleep(0)
-        waiting[0].cancel()
-        assert not (await waiting[1]).closed and network.num_dials == 1
+    assert here.said == [(THERE, "gone")] and network.num_dials == 2
 
-    ends(work)
+
+async def test_all_sessions_with_a_node_end_together() -> None:
+    here, there, _ = await ends()
+    here.say(THERE, KEYS[0])
+    await there.hears(KEYS[0])
+    lines = await there.peers.dialled(HERE)
+    while here.peers.node_of(lines) is None and len(here.peers._names) < 2:
+        await asyncio.sleep(0)
+    other = here.peers.open_to(THERE)
+    assert there.peers.open_to(HERE) is not lines and other is not None
+    lines.abort("cut")
+    while here.peers.open_to(THERE) is not None or there.peers.open_to(HERE) is not None:
+        await asyncio.sleep(0)
+    assert here.said == [(THERE, "gone")] and there.said[1:] == [(HERE, "gone")]
+    assert not here.peers._names and not there.peers._names
+    assert other.closed
+
+
+async def test_a_node_that_left_is_spoken_to_over_another_session() -> None:
+    here, there, network = await ends()
+    here.say(THERE, KEYS[0])
+    await there.hears(KEYS[0])
+    here.peers.left(NodeId("nobody"))
+    here.peers.left(THERE)
+    assert (here.said, here.reasons) == ([(THERE, "gone")], ["it left the cluster"])
+    here.say(THERE, KEYS[1])
+    await there.hears(KEYS[0], "gone", KEYS[1])
+    assert network.num_dials == 2
+
+
+async def test_a_node_at_no_address_is_gone() -> None:
+    gone: list[NodeId] = []
+    peers = Peers(TcpNetwork(), HELLO, Ear, lambda node: "nonsense", lambda node, reason: gone.append(node))
+    peers.say(THERE, HandoverGranted(KEYS[0]))
+    with pytest.raises(ConnectionError, match="'nonsense' is not HOST:PORT"):
+        await peers.get(THERE)
+    assert gone == [THERE]
+
+
+async def test_over_sessions_of_later_stages_nothing_is_said() -> None:
+    here, there, network = await ends()
+    stage = await MemoryNetwork.connect(network, "here:1", PeerMessage, there, timeout_s=9)
+    stage.send(replace(there.hello, stage=1))
+    while not here.peers._names:
+        await asyncio.sleep(0)
+    here.say(THERE, KEYS[0])
+    await there.hears(KEYS[0])
+    assert network.num_dials == 1
+    stage.close()
+    await here.hears("gone")
+
+
+async def test_who_gives_up_waiting_for_a_session_leaves_it_to_the_others() -> None:
+    here, _, network = await ends()
+    waiting = [asyncio.ensure_future(here.peers.get(THERE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    assert not (await waiting[1]).closed and network.num_dials == 1
 
 
 @pytest.mark.parametrize(
     "identity", [Identity("ours", "there"), Identity("ours", "other"), Identity("ours")], ids=str
 )
-def test_a_session_is_with_whom_it_is_meant_to_be_with(identity: Identity) -> None:
+async def test_a_session_is_with_whom_it_is_meant_to_be_with(identity: Identity) -> None:
     class Named(MemoryNetwork):
         async def connect(self, *arguments: Any, **more: Any) -> Session:
             session = await super().connect(*arguments, **more)
             session.identity = identity
             return session
 
-    async def work() -> None:
-        network, far = Named(), Ear()
-        await network.listen("there", 1, PeerMessage, lambda: far)
-        peers = Peers(network, HELLO, Ear, lambda _: "there:1", print)
-        if identity.node == THERE:
-            assert not (await peers.get(THERE)).closed
-            return
-        with pytest.raises(ConnectionError, match=str(identity)):
-            await peers.get(THERE)
-        while not far.reasons:
-            await asyncio.sleep(0)
-        assert not far.heard and peers.open_to(THERE) is None
-
-    asyncio.run(work())
+    network, far = Named(), Ear()
+    await network.listen("there", 1, PeerMessage, lambda: far)
+    peers = Peers(network, HELLO, Ear, lambda _: "there:1", print)
+    if identity.node == THERE:
+        assert not (await peers.get(THERE)).closed
+        return
+    with pytest.raises(ConnectionError, match=str(identity)):
+        await peers.get(THERE)
+    while not far.reasons:
+        await asyncio.sleep(0)
+    assert not far.heard and peers.open_to(THERE) is None
 
 
-def test_nobody_sends_payloads_where_none_belong() -> None:
-    async def work() -> None:
-        network, far, here = MemoryNetwork(), Ear(), Ear()
-        await network.listen("there", 1, PeerMessage, lambda: far)
-        session = await network.connect("there:1", PeerMessage, here, timeout_s=1)
-        session.send(Probe(), memoryview(b"smuggled"))
-        while not far.reasons:
-            await asyncio.sleep(0)
-        assert "a Probe from" in far.reasons[0] and "carried 8 bytes" in far.reasons[0]
-        with pytest.raises(ProtocolError):
-            far.place(session, Probe(), 8)
-
-    asyncio.run(work())
+async def test_nobody_sends_payloads_where_none_belong() -> None:
+    network, far, here = MemoryNetwork(), Ear(), Ear()
+    await network.listen("there", 1, PeerMessage, lambda: far)
+    session = await network.connect("there:1", PeerMessage, here, timeout_s=1)
+    session.send(Probe(), memoryview(b"smuggled"))
+    while not far.reasons:
+        await asyncio.sleep(0)
+    assert "a Probe from" in far.reasons[0] and "carried 8 bytes" in far.reasons[0]
+    with pytest.raises(ProtocolError):
+        far.place(session, Probe(), 8)
 
 
 # Networks.
@@ -351,9 +304,9 @@ def test_tls_is_configured_whole_or_not_at_all(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "ours")
     given = {f"tls.{part}": path for part, path in files.items()}
     network = network_of(load_config(None, given), "secret")
-    assert isinstance(network._credentials, TlsFiles)
+    assert isinstance(network.credentials, TlsFiles)
     plain = network_of(load_config(None, {}), "secret")
-    assert plain._credentials is None
+    assert plain.credentials is None
     for part in given:
         with pytest.raises(ConfigError, match="all three or none"):
             load_config(None, {name: path for name, path in given.items() if name != part})
@@ -366,4 +319,4 @@ def test_a_network_is_as_configured() -> None:
     config = load_config(None, {"network.connections": 3, "network.resume_s": 1.5})
     network = network_of(config, "secret")
     assert isinstance(network, TcpNetwork)
-    assert (network._connections, network._terms.resume_s) == (3, 1.5)
+    assert (network.connections, network.terms.resume_s) == (3, 1.5)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -50,25 +51,9 @@ class Counts(msgspec.Struct):
     acknowledged: int = 0
 
 
-class Opened(msgspec.Struct, tag=True):
-    """A worker's first report."""
-
-    whole: list[int]
-    num_offered: int
-    num_torn: int
-    num_wrong: int
-    num_leaked: int
-
-
-class Durable(msgspec.Struct, tag=True):
-    names: list[int]
-
-
-class Dropping(msgspec.Struct, tag=True):
-    names: list[int]
-
-
-Report = Opened | Durable | Dropping
+Report = list[Any]
+"""A kind and its values. First "opened": names of whole blocks, and how many were offered, torn, wrong and leaked. Then
+"durable" and "dropping", with names."""
 
 
 def capacity_of(shape: Shape) -> int:
@@ -81,7 +66,7 @@ def capacity_of(shape: Shape) -> int:
 def work(folder: str, shape: Shape, capacity: int, seed: int, out: int) -> None:
     """Runs until it is killed."""
 
-    def say(report: Report) -> None:
+    def say(*report: Any) -> None:
         os.write(out, msgspec.json.encode(report) + b"\n")
 
     log = Log(folder, shape, capacity, b"kill")
@@ -95,7 +80,7 @@ def work(folder: str, shape: Shape, capacity: int, seed: int, out: int) -> None:
     )
     store.check()
     leaked = log.num_used - len(whole)
-    say(Opened(whole, len(offered), len(offered) - len(whole), wrong, leaked))
+    say("opened", whole, len(offered), len(offered) - len(whole), wrong, leaked)
     random = Random(seed)
     while True:
         for name in random.sample(range(NUM_NAMES), 8):
@@ -103,9 +88,9 @@ def work(folder: str, shape: Shape, capacity: int, seed: int, out: int) -> None:
                 store.put(name, None, content(name, shape))
         store.demote(name for name in range(NUM_NAMES) if random.random() < 0.5 and store.contains(name))
         if store.flush() and not store.stat().queued_blocks:
-            say(Durable([name for name in range(NUM_NAMES) if store.contains(name)]))
+            say("durable", [name for name in range(NUM_NAMES) if store.contains(name)])
         drops = [name for name in range(NUM_NAMES) if random.random() < 0.1]
-        say(Dropping(drops))
+        say("dropping", drops)
         store.drop(drops)
 
 
@@ -136,8 +121,7 @@ def reports_until_killed(worker: int, pipe: int, random: Random) -> Iterator[Rep
     while more := os.read(pipe, 1 << 16):
         data += more
     os.close(pipe)
-    decoder = msgspec.json.Decoder(Report)
-    yield from (decoder.decode(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
+    yield from (msgspec.json.decode(line) for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
 def run(label: str, cycles: int, shape: Shape, folder: str) -> Counts:
@@ -149,18 +133,18 @@ def run(label: str, cycles: int, shape: Shape, folder: str) -> Counts:
         worker, pipe = spawn(folder, shape, capacity, cycle)
         for report in reports_until_killed(worker, pipe, random):
             match report:
-                case Opened():
-                    counts.lost_acknowledged += len(durable - set(report.whole))
-                    counts.blocks_offered += report.num_offered
-                    counts.torn_blocks += report.num_torn
-                    counts.wrong_blocks += report.num_wrong
-                    counts.leaked_places += report.num_leaked
-                    durable = set(report.whole)
-                case Durable():
-                    durable = set(report.names)
-                    counts.acknowledged += len(report.names)
-                case Dropping():
-                    durable -= set(report.names)
+                case "opened", whole, num_offered, num_torn, num_wrong, num_leaked:
+                    counts.lost_acknowledged += len(durable - set(whole))
+                    counts.blocks_offered += num_offered
+                    counts.torn_blocks += num_torn
+                    counts.wrong_blocks += num_wrong
+                    counts.leaked_places += num_leaked
+                    durable = set(whole)
+                case "durable", names:
+                    durable = set(names)
+                    counts.acknowledged += len(names)
+                case "dropping", names:
+                    durable -= set(names)
         _, status = os.waitpid(worker, 0)
         counts.crashes += os.waitstatus_to_exitcode(status) != -signal.SIGKILL
         size = sum(path.stat().st_size for path in Path(folder).iterdir())

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isthmus.core.types import Tier
-from isthmus.live.store.directory import BlockDirectory, Pinned
+from isthmus.core.types import BlockName, Tier
+from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
+from isthmus.live.store.record import RecordHeader
 
 NAMES = st.integers(0, 9)
 SEALS = st.sampled_from([(b"a",), (b"b",)])
@@ -147,14 +148,6 @@ def write(directory: BlockDirectory, count: int = 9) -> list[int]:
     return [block.name for block in batch]
 
 
-def test_demoted_blocks_are_written_first_and_take_the_oldest_shadows_place() -> None:
-    directory = filled(4, Places(2), 1, 2, 3, 4)
-    assert write(directory) == [1, 2]
-    directory.demote(4, can_write=True)
-    assert write(directory) == [4]
-    assert list(directory.shadows) == [2] and list(directory.unwritten) == [3, 1]
-
-
 def test_other_bytes_of_a_block_make_its_record_useless() -> None:
     places = Places(1)
     directory = filled(1, places, 1)
@@ -166,23 +159,22 @@ def test_other_bytes_of_a_block_make_its_record_useless() -> None:
     )
 
 
-def test_a_second_copy_gives_its_slot_back() -> None:
-    directory = filled(2, Places(1), 1)
-    assert not directory.commit(1, None, directory.reserve(1)[0], (b"other",))
-    assert directory.slots.num_empty == 1 and directory.blocks[1].seals == (b"",)
+Record = tuple[int, BlockName, BlockName | None]
+"""Sequence, name, parent; its place is its number in the list."""
 
 
-@pytest.mark.parametrize("under_way", [False, True])
-def test_what_is_committed_again_before_it_is_on_the_ssd_is_in_dram_by_decision(under_way: bool) -> None:
-    directory = BlockDirectory(2, Places(2))
-    first, again = directory.reserve(2)
-    assert directory.commit(1, None, first, (b"a",))
-    assert directory.demote(1, can_write=True)
-    if under_way:
-        directory.start_writing(1)
-    assert not directory.commit(1, None, again, (b"a",)), "it is here already"
-    assert directory.blocks[1].tier is Tier.MEMORY
-    if under_way:
-        directory.end_writing(written=True)
-    assert directory.blocks[1].slot == first
-    directory.check(int(under_way))
+@pytest.mark.parametrize(
+    ("records", "kept"),
+    [
+        (
+            [(1, b"a2", b"a1"), (5, b"a1", None), (2, b"b1", None), (3, b"b2", b"b1"), (9, b"a3", b"a2")],
+            [2, 3, 1, 0, 4],
+        ),
+        ([(1, 1, None), (2, 3, 2), (3, 4, 3), (4, 5, 6), (5, 6, 5)], [0]),
+        ([(8, 1, None), (3, 1, None), (4, 2, 7), (5, 2, 1)], [0, 3]),
+    ],
+    ids=["parents first, then as written", "without a head", "the latest of a name"],
+)
+def test_whole_chains_are_found_again(records: list[Record], kept: list[int]) -> None:
+    found = [(place, RecordHeader(name, parent, (), at)) for place, (at, name, parent) in enumerate(records)]
+    assert whole_chains(found[::-1]) == [found[place] for place in kept]

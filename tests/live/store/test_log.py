@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.store import Log, Shape
 from isthmus.live.store.arena import aligned_buffer
 from isthmus.live.store.log import Entry
-from isthmus.live.store.record import GROUP, RecordHeader
+from isthmus.live.store.record import GROUP, RecordFormat, RecordHeader
 from tests.live.store.support import LARGE, ODD, SMALL, content, log_bytes, room, seals_of
 
 SHAPES = pytest.mark.parametrize("shape", [SMALL, LARGE, ODD], ids=["small", "large", "odd"])
@@ -52,7 +54,7 @@ def test_written_records_are_read_and_found_again(shape: Shape, direct: bool, tm
     log.close()
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 7])
+@pytest.mark.parametrize("num_blocks", [1, 2, GROUP, 2 * GROUP + 3])
 def test_files_are_never_larger_than_the_capacity(num_blocks: int, tmp_path: Path) -> None:
     capacity = log_bytes(LARGE, num_blocks, tmp_path)
     log = Log(tmp_path / "log", LARGE, capacity, b"")
@@ -117,7 +119,6 @@ def segment_name(folder: Path, revision: bytes) -> str:
 @pytest.mark.parametrize("model", ["this", "another"])
 @pytest.mark.parametrize("kind", ["link", "second name", "folder", "pipe", "text"])
 def test_a_file_that_no_node_made_is_refused_and_left_alone(kind: str, model: str, tmp_path: Path) -> None:
-    """A link to what another node keeps is one, too."""
     folder = tmp_path / "log"
     name = segment_name(tmp_path / "other", model.encode())
     precious = tmp_path / "other" / name
@@ -195,3 +196,25 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="cannot be used"):
         Log(tmp_path / "file", SMALL, 1 << 20, b"")
+
+
+@given(noise=st.binary(max_size=400))
+def test_a_header_of_another_place_or_model_and_noise_are_none(noise: bytes) -> None:
+    record = RecordFormat(SMALL, b"model")
+    header = RecordHeader(b"name", b"parent", (b"s" * 16,) * 3, 7)
+    data = memoryview(record.encode(header, 3))
+    assert record.decode(data, 3) == header
+    assert record.decode(data, 4) is None
+    assert RecordFormat(SMALL, b"other").decode(data, 3) is None
+    assert RecordFormat(Shape(3, 99), b"model").decode(data, 3) is None
+    assert record.decode(memoryview(noise), 0) is record.decode(memoryview(b"isthmusB" + noise), 0) is None
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_as_many_records_as_a_file_has_room_for(shape: Shape) -> None:
+    record = RecordFormat(shape, b"")
+    assert record.num_records(0) == record.file_bytes(0) == 0
+    for count in range(1, 3 * GROUP):
+        size = record.file_bytes(count)
+        assert record.num_records(size) == record.num_records(size + record.payload_bytes // 2) == count
+        assert record.num_records(size - 1) == count - 1

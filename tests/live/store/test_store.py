@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
-from isthmus.live.store import Files, PeerArena, Pinned, Shape, aligned_buffer
+from isthmus.live.store import Files, Shape
 from isthmus.live.store.reader import Fault
-from isthmus.live.store.record import GROUP, RecordFormat
 from tests.live.store.support import (
     LARGE,
     ODD,
@@ -48,21 +46,7 @@ def test_blocks_come_back_from_dram_from_the_ssd_and_after_a_restart(shape: Shap
 
 
 @SHAPES
-def test_layers_are_read_alone(shape: Shape, tmp_path: Path) -> None:
-    with opened(shape, 2, tmp_path) as store:
-        put(store, 1)
-        store.demote([1])
-        store.flush()
-        for first in range(shape.num_layers):
-            for stop in range(first + 1, shape.num_layers + 1):
-                into = memoryview(bytearray((stop - first) * shape.slice_bytes))
-                assert store.read(1, first, stop, into)
-                assert into == content(1, shape)[first * shape.slice_bytes : stop * shape.slice_bytes]
-
-
-@SHAPES
 def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
-    """From both tiers, with names that are not there in between, more than one unit of work."""
     names = list(range(60))
     with opened(shape, 60, tmp_path) as store:
         assert all(store.put_many([(name, None, content(name, shape)) for name in names]))
@@ -76,38 +60,7 @@ def test_many_at_once(shape: Shape, tmp_path: Path) -> None:
         assert store.get_many([]) == []
 
 
-@pytest.mark.parametrize(("count", "num_reads"), [(GROUP, 1), (2 * GROUP, 2)])
-def test_neighbours_on_the_ssd_are_read_in_one_call(count: int, num_reads: int, tmp_path: Path) -> None:
-    """As far as they lie together, in whatever order they are asked for."""
-    files, names, size = FaultyFiles(), list(range(count)), LARGE.block_bytes
-    with opened(LARGE, count, tmp_path, files=files) as store:
-        put(store, *names)
-        store.flush()
-        store.demote(names)
-        files.calls.clear()
-        buffer = aligned_buffer(count * size)
-        asked = Random(1).sample([(name, buffer[name * size : (name + 1) * size]) for name in names], count)
-        assert all(store.get_many(asked))
-        assert bytes(buffer) == b"".join(content(name, LARGE) for name in names)
-        assert files.calls.count("read") == num_reads
-
-
-def test_a_large_block_is_read_in_parts_and_each_is_checked(tmp_path: Path) -> None:
-    shape = Shape(num_layers=5, slice_bytes=1 << 20)
-    with opened(shape, 2, tmp_path) as store:
-        put(store, 1, 2)
-        store.flush()
-        store.demote([1, 2])
-        assert whole(store, 1)
-        (path,) = tmp_path.glob("blocks-*")
-        with path.open("r+b") as file:
-            file.seek(RecordFormat(shape, b"test").payload_offset(1) + shape.block_bytes - 1)
-            file.write(b"x" if content(2, shape)[-1:] != b"x" else b"y")
-        assert not whole(store, 2) and store.stat().seal_mismatches == 1
-
-
 def test_a_block_found_damaged_in_its_slot_is_in_no_tier(tmp_path: Path) -> None:
-    """Not one that was put anew meanwhile."""
     lost: list[BlockName] = []
     with opened(SMALL, 4, tmp_path, on_lost=lost.extend) as store:
         put(store, 1, 2)
@@ -147,46 +100,21 @@ def test_a_full_arena_takes_no_more() -> None:
         put(store, 3)
 
 
-def test_a_pinned_block_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["drop", "demote"])
+def test_a_pinned_block_stays_until_it_is_unpinned(ends: str, tmp_path: Path) -> None:
     with opened(SMALL, 1, tmp_path) as store:
         put(store, 1)
+        store.flush()
         first, missing = store.pin([1, 2])
         (second,) = store.pin([1])
         assert first is not None and second is not None and missing is None
-        store.drop([1])
-        assert store.reserve(1) == [] and not store.contains(1)
+        getattr(store, ends)([1])
+        assert store.reserve(1) == [] and store.pin([1]) == [None] and whole(store, 1) == (ends == "demote")
         assert bytes(store.arena.slot(first.slot)) == content(1, SMALL)
         store.unpin([first])
         assert store.reserve(1) == []
         store.unpin([second])
         assert store.reserve(1) == [first.slot]
-
-
-def test_a_pinned_block_that_is_demoted_frees_its_slot_when_unpinned(tmp_path: Path) -> None:
-    with opened(SMALL, 1, tmp_path) as store:
-        put(store, 1)
-        store.flush()
-        (pinned,) = store.pin([1])
-        assert isinstance(pinned, Pinned)
-        store.demote([1])
-        assert store.reserve(1) == [] and store.pin([1]) == [None] and whole(store, 1)
-        store.unpin([pinned])
-        assert store.reserve(1) == [pinned.slot]
-
-
-def test_adopting_is_committing_and_pinning(tmp_path: Path) -> None:
-    data = content(1, SMALL)
-    with opened(SMALL, 2, tmp_path) as store:
-        slot, other = store.reserve(2)
-        store.arena.slot(slot)[:] = data
-        pinned = store.adopt(1, None, slot, seals_of(data, SMALL))
-        assert pinned == (1, slot, seals_of(data, SMALL))
-        assert store.adopt(1, None, other, seals_of(data, SMALL)) is None
-        store.give_back([other])
-        store.drop([1])
-        assert store.reserve(2) == [other]
-        store.unpin([pinned])
-        assert store.reserve(1) == [slot]
 
 
 @SHAPES
@@ -205,19 +133,6 @@ def test_a_block_comes_back_to_dram(shape: Shape, tmp_path: Path) -> None:
         assert store.reserve(1) == [slot]
 
 
-def test_a_peer_on_this_host_reads_a_pinned_block() -> None:
-    with opened(LARGE, 2) as store:
-        put(store, 5)
-        assert store.arena.handle is not None
-        peer = PeerArena.attach(store.arena.handle)
-        (pinned,) = store.pin([5])
-        assert peer is not None and pinned is not None
-        got = [bytes(peer.slice(pinned.slot, layer)) for layer in range(LARGE.num_layers)]
-        store.unpin([pinned])
-        assert b"".join(got) == content(5, LARGE) and tuple(map(seal, got)) == pinned.seals
-        peer.close()
-
-
 def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:
     lost: list[BlockName] = []
     with opened(SMALL, 1, tmp_path, on_lost=lost.extend) as store:
@@ -233,7 +148,7 @@ def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:
 def test_a_block_that_moves_while_it_is_read_is_looked_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place went to another block, whose bytes are not its own: that is no damage."""
+    """Its place went to another block."""
     lost: list[BlockName] = []
     with opened(SMALL, 4, tmp_path / "log", on_lost=lost.extend) as store:
         put(store, 1)
@@ -337,7 +252,7 @@ class Flaky(FaultyFiles):
 
 @pytest.mark.parametrize("files", [FaultyFiles(), Flaky()], ids=["sound", "flaky"])
 def test_threads_do_what_they_like(files: FaultyFiles, tmp_path: Path) -> None:
-    """Puts, gets, demotions, drops and pins from several threads: never a wrong byte, nothing left at the end."""
+    """Never a wrong byte, and nothing left at the end."""
     shape, wrong, capacity = LARGE, [], log_bytes(LARGE, 12, tmp_path)
 
     def work(seed: int) -> None:

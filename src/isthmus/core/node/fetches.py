@@ -66,6 +66,8 @@ class Fetches:
         if found <= start or start < 0 or (want.whole and found < len(names)):
             found = start
         elif self._tiers is not None:
+            if not self._tiers.is_chain(names[:found]):
+                return  # void: pins are counted along chains
             self._let_go(want.key, peer)  # in place of what it had
             self._given[want.key, peer] = names[:found]
             self._tiers.pin(names[:found])

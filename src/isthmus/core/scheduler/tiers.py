@@ -64,6 +64,10 @@ class RecencyEviction:
         """Mutates: takes in what left another tier, in that order."""
         self.held.update(entries)
 
+    def chain_of(self, name: BlockName) -> Chain:
+        """The chain that a held block came with."""
+        return self.held[name]
+
     def heads(self) -> dict[BlockName, BlockName | None]:
         """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
         found: dict[BlockName, BlockName | None] = {}
@@ -167,6 +171,9 @@ class SharedEviction:
             self._order(owner).admit(blocks)
             self.held.update(dict.fromkeys([block for block, _ in blocks], owner))
 
+    def chain_of(self, name: BlockName) -> Chain:
+        return self._orders[self.held[name]].chain_of(name)
+
     def heads(self) -> dict[BlockName, BlockName | None]:
         return {block: head for order in self._orders.values() for block, head in order.heads().items()}
 
@@ -255,6 +262,11 @@ class TierCache:
         in_dram = self.dram.match(names)
         found = self.ssd.match(names, in_dram) if self.ssd.held else in_dram
         return found, found - in_dram
+
+    def is_chain(self, names: Chain) -> bool:
+        """Whether these blocks, all of them here, begin a chain in its order. Does not mutate."""
+        tier = self.dram if names[-1] in self.dram.held else self.ssd
+        return tier.eviction.chain_of(names[-1])[: len(names)] == names
 
     def holds(self, name: BlockName) -> bool:
         """In either tier."""

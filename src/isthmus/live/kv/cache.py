@@ -1,8 +1,8 @@
 """A node's cached blocks in bytes: between the tiers of its store, and into an engine's KV memory and back.
 
-What is kept, and in which tier, the node decides; here its decisions are carried out, in threads of their own while the
-engine computes. A prefix is loaded layer by layer, and the engine waits only for the layer it needs. A block that is
-gone or damaged shortens the prefix: what follows is computed.
+Carries out the node's decisions in threads of its own, while the engine computes. A prefix is loaded layer by layer,
+and the engine waits only for the layer it needs. A missing or damaged block shortens the prefix: the rest is
+computed.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from isthmus.core.blocks import KVLayout, seal
+from isthmus.core.node.events import SaveBlocks
 from isthmus.core.scheduler import ReadAhead
 from isthmus.core.types import BlockName, Tier
 from isthmus.live.engine.interface import KVBytes
 from isthmus.live.store import Pinned, Store, aligned_buffer
+
+if TYPE_CHECKING:
+    from isthmus.live.kv.fetches import Fetching
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 PoolOf = Callable[[int, str], Executor]
-"""So many threads of that name."""
+"""Makes a pool of so many threads of that name."""
+Lost = Callable[[Sequence[BlockName]], None]
+"""Hears of blocks that are in no tier."""
 Brought = tuple[int, tuple[bytes, ...]]
-"""A slot with a whole block in it, and the seals of its layers."""
+"""A slot with a whole block, and the seals of its layers."""
 
 LOADERS = 16
-"""Prefixes loaded at once; one that waits for another node keeps its thread."""
+"""Prefixes loaded at once. One that waits for another node keeps its thread."""
 READERS = 4
-"""Blocks read from disk at once: an SSD is at its best with several reads in flight."""
+"""Blocks read from the SSD at once: it is quickest with several reads in flight."""
 READ_BYTES = 1 << 17
-"""Of one block, so many bytes at least are read at once, whole layers."""
+"""Smallest read of one block from the SSD, in bytes, rounded up to whole layers."""
 SINK_S = 5.0
-"""So long blocks that are kept on disk only may wait until others are written."""
+"""Longest wait for the SSD to take blocks that are kept on it alone."""
 AHEAD = 16
-"""One in so many slots of the arena may hold what was read from disk before its load begins."""
+"""One in so many slots of the arena may hold blocks that were read from the SSD before their load begins."""
 
 
 def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tuple[BlockName, ...], ...]:
-    """Whole prefixes from (block, the block it follows), each block after the one it follows: one for each block
-    that none follows."""
+    """Returns whole prefixes, one for each block that none follows, from pairs (block, the block it follows)."""
     heads = dict(found)
     inner = set(heads.values())
     chains: list[tuple[BlockName, ...]] = []
@@ -62,7 +67,7 @@ def _log_failure(task: Future[object]) -> None:
 
 
 async def not_left(work: asyncio.Future[Result]) -> Result:
-    """Awaits it; when cancelled, however often, not before it is done."""
+    """Awaits work. When cancelled, however often, it raises only after the work is done."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -73,7 +78,7 @@ async def not_left(work: asyncio.Future[Result]) -> Result:
 
 
 class NodeCache:
-    """Carries out what is decided about the blocks of a store. Any thread may call it."""
+    """Carries out the node's decisions about the blocks of a store. Any thread may call it."""
 
     def __init__(self, layout: KVLayout, store: Store, pool_of: PoolOf = ThreadPoolExecutor) -> None:
         self.layout, self.store = layout, store
@@ -81,22 +86,22 @@ class NodeCache:
         self._givers = pool_of(READERS, "give")
         """Apart from the loaders: nodes whose loads all wait for each other must still answer each other."""
         self._keeping = pool_of(1, "keep")
-        """One thread: what is decided about the store is done in that order, so that a block which is saved and then
-        evicted does not come back."""
+        """One thread, so that decisions are carried out in order: a block that is saved and then evicted must not
+        come back."""
         self._coming: dict[BlockName, Future[None]] = {}
-        """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
+        """Blocks that are being saved or read from the SSD: in DRAM when the future is done, if there is room."""
         self._lock = threading.Lock()
         self._reading: dict[BlockName, tuple[Future[Brought | None], Future[None]]] = {}
         self._ahead = ReadAhead()
-        """This and what is being read for it belong to `_keeping`."""
+        """Blocks read ahead. It and `_reading` belong to the thread of `_keeping`."""
 
     def close(self) -> None:
-        """Waits for what is under way; the store stays open."""
+        """Waits for work under way; the store stays open."""
         for pool in (self._givers, self._readers, self._keeping):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
-        """As the store's, once those of them that are on their way are there. From a thread of the cache."""
+        """Pins blocks as the store does, after those being saved or read have come. From a thread of the cache."""
         wait(self._coming_of(names))
         return self.store.pin(names)
 
@@ -104,19 +109,14 @@ class NodeCache:
         return list(dict.fromkeys([coming for name in names if (coming := self._coming.get(name)) is not None]))
 
     def offset(self, slot: int, layer: int) -> int:
-        """Where it begins in the arena's memory."""
+        """Returns where a slice begins in the arena's memory."""
         return slot * self.layout.block_bytes + layer * self.layout.slice_bytes
 
     # What is decided, one thing after the other.
 
-    def adopt(
-        self,
-        names: Sequence[BlockName],
-        take: Callable[[Sequence[BlockName]], int],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        """Keeps blocks that came. `take` commits them, and says how many; `done` is told, from another thread, which
-        of them found no room."""
+    def adopt(self, names: Sequence[BlockName], take: Callable[[Sequence[BlockName]], int], done: Lost) -> None:
+        """Adopts fetched blocks. `take` commits them and returns how many; `done` is called, from another thread,
+        with those that were not."""
 
         def adopt() -> None:
             kept = 0
@@ -128,14 +128,14 @@ class NodeCache:
         self._keep_coming(names, adopt)
 
     def _keep_coming(self, names: Sequence[BlockName], work: Callable[..., object], *arguments: object) -> None:
-        """As `_keep`; a load that wants one of these waits until it is done."""
+        """Queues work as `_keep` does; loads of these blocks wait until it is done."""
         coming: Future[None] = Future()
         with self._lock:
             self._coming.update(dict.fromkeys(names, coming))
         self._keep(work, *arguments).add_done_callback(lambda _: self._came(names, coming))
 
     def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
-        """Does something to the store after all that was decided before."""
+        """Queues work on the store after all earlier decisions."""
         task: Future[object] = self._keeping.submit(work, *arguments)
         task.add_done_callback(_log_failure)
         return task
@@ -150,8 +150,8 @@ class NodeCache:
     # From one tier to another.
 
     def read(self, names: Sequence[BlockName]) -> None:
-        """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
-        takes it back, but for those that are promoted meanwhile."""
+        """Begins to read blocks ahead of a load, from the SSD into spare slots. `unread` takes them back, except
+        blocks that are promoted meanwhile."""
         coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
         with self._lock:  # what is on its way already is waited for as such
             self._coming = coming | self._coming
@@ -170,7 +170,7 @@ class NodeCache:
             self._came([name], nothing)
 
     def _place(self, name: BlockName) -> None:
-        """Makes what was read ahead a block in DRAM, unless nobody wants it any more."""
+        """Commits a block that was read ahead to DRAM, unless no load wants it any more."""
         if name not in self._reading:
             return
         read, coming = self._reading.pop(name)
@@ -184,7 +184,7 @@ class NodeCache:
         self._came([name], coming)
 
     def unread(self, names: Sequence[BlockName]) -> None:
-        """No load waits for them any more."""
+        """Ends one `read` of these blocks."""
 
         def unread() -> None:
             self.store.demote([name for name in self._ahead.unread(names) if name not in self._reading])
@@ -192,7 +192,7 @@ class NodeCache:
         self._keep(unread)
 
     def promote(self, names: Sequence[BlockName]) -> None:
-        """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
+        """Moves blocks to DRAM as far as there is room; the rest is found on the SSD."""
         self._keep(self._promote, names)
 
     def _promote(self, names: Sequence[BlockName]) -> None:
@@ -203,8 +203,8 @@ class NodeCache:
                 self.store.commit(name, None, *brought)  # as in `_place`
 
     def bring(self, name: BlockName) -> Brought | None:
-        """Reads a block from disk into a slot that is the caller's to commit or give back; None where there is no room,
-        or no such block that is undamaged. From a thread of the cache."""
+        """Reads a block from the SSD into a slot that the caller commits or gives back. None where there is no room,
+        or the block is missing or damaged. From a thread of the cache."""
         store, layers = self.store, self.layout.num_layers
         slots, seals = store.reserve(1), store.seals(name)
         if slots and seals and store.read(name, 0, layers, store.arena.slot(slots[0])):
@@ -213,11 +213,9 @@ class NodeCache:
         return None
 
     def demote(self, names: Sequence[BlockName]) -> None:
-        """Only on disk from now on."""
         self._keep(self._decide, self.store.demote, names)
 
     def drop(self, names: Sequence[BlockName]) -> None:
-        """In no tier any more."""
         self._keep(self._decide, self.store.drop, names)
 
     def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
@@ -225,42 +223,28 @@ class NodeCache:
         does(names)
 
     def kept(self) -> Future[object]:
-        """Done when all is that was asked for so far of what the store keeps."""
+        """Returns a future that is done when all decisions so far are carried out."""
         return self._keep(bool)
 
     async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Done when
-        this returns, even if cancelled: a lease must be whole before it is released."""
+        """Does work for other nodes that may read the SSD and must not wait for a node. It is done when this returns,
+        even if cancelled: a lease must be whole before it is released."""
         return await not_left(asyncio.wrap_future(self._givers.submit(work, *arguments)))
 
 
 class PrefixMissing(Exception):
-    """Only the first `num_blocks` of a cached prefix can be loaded."""
+    """Raised when only the first `num_blocks` of a cached prefix can be loaded."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self.num_blocks = num_blocks
 
 
-class Arriving(Protocol):
-    """Blocks `[start, stop)` of a prefix on their way from another node."""
-
-    start: int
-    condition: threading.Condition
-
-    def release(self) -> None:
-        """Nothing more is read from it. Call it once."""
-
-    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
-        """Waits until this layer of the blocks `[start, stop)` is here, or will not come: memory, and the offset in it
-        of each that is, in order."""
-
-
 class Loading:
-    """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there; `over`:
-    nothing more is done for it, and its `task` is done too."""
+    """One cached prefix on its way into the engine's blocks. `num_blocks`: length of the prefix that is or will be
+    loaded. `over`: the load has ended, and so has its `task`."""
 
-    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None) -> None:
+    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Fetching | None) -> None:
         self.names, self.blocks, self.arriving = names, blocks, arriving
         self.num_blocks = len(names)
         self.cancelled = False
@@ -270,7 +254,7 @@ class Loading:
         self.over = threading.Event()
 
     def wait(self, layer: int, num_blocks: int) -> None:
-        """Returns when this layer of the first `num_blocks` is there. Raises PrefixMissing when it will not be."""
+        """Waits until this layer of the first `num_blocks` is loaded. Raises PrefixMissing when it will not be."""
         with self._condition:
             # Nothing to wait for: a loader that failed advances no more.
             self._condition.wait_for(
@@ -280,7 +264,7 @@ class Loading:
                 raise PrefixMissing(self.num_blocks)
 
     def await_all(self, coming: Sequence[Future[None]]) -> bool:
-        """Whether all of these are done before it is cancelled."""
+        """Waits for these futures. Returns False when the load was cancelled first."""
         for each in coming:
             each.add_done_callback(self._notify)
         with self._condition:
@@ -292,7 +276,7 @@ class Loading:
             self._condition.notify_all()
 
     def cancel(self) -> None:
-        """Returns when nothing more will be written into the blocks."""
+        """Ends the load: nothing more is written into the blocks when this returns."""
         with self._condition:
             self.cancelled = True
             self._condition.notify_all()
@@ -300,7 +284,7 @@ class Loading:
         self.over.wait()
 
     def end(self, _: object) -> None:
-        """Nothing more will be done for it. Called once."""
+        """Marks the load as ended. Called once."""
         if self.arriving is not None:
             self.arriving.release()
         self.over.set()
@@ -311,34 +295,34 @@ class Loading:
             self._condition.notify_all()
 
     def advance(self) -> None:
-        """One more layer is there."""
+        """Marks one more layer as loaded."""
         with self._condition:
             self._layers += 1
             self._condition.notify_all()
 
 
 class BlockStaging:
-    """Blocks of the engine on their way to the store layer by layer; those that a chunk completes, while the engine
-    computes the next layers. They are the store's when they are committed; until then nobody sees them."""
+    """Blocks of the engine that are copied to slots layer by layer while a chunk computes them. Nobody sees them
+    until they are committed."""
 
     def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.names, self.blocks, self.slots = names, blocks, slots
         self.layers: set[int] = set()
-        """Those that are there; for the thread that saves."""
+        """Layers copied so far; for the thread that saves."""
 
 
 class EngineCache(NodeCache):
-    """Moves blocks between the store and an engine's KV memory, too. Any thread may call it.
+    """Also moves blocks between the store and an engine's KV memory. Any thread may call it.
 
-    `on_lost`: told of blocks that were to be loaded and are in no tier. `max_staged`: so many slots at most hold what
-    is being computed: the others are for what was decided.
+    `on_lost`: hears of blocks to be loaded that are in no tier. `max_staged`: most slots for blocks that are being
+    computed; the other slots are for decided saves.
     """
 
     def __init__(
         self,
         memory: KVBytes,
         store: Store,
-        on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
+        on_lost: Lost = lambda names: None,
         pool_of: PoolOf = ThreadPoolExecutor,
         max_staged: int | None = None,
     ) -> None:
@@ -356,9 +340,9 @@ class EngineCache(NodeCache):
     # From the store to the engine.
 
     def load(
-        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None
+        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Fetching | None = None
     ) -> Loading:
-        """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
+        """Begins to load the first blocks of a prompt into the engine's `blocks`. Releases `arriving` in the end."""
         load = Loading(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
         load.task = self._loaders.submit(self._load, load, stop)
@@ -399,7 +383,7 @@ class EngineCache(NodeCache):
         self._memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
 
     def _load_disk(self, load: Loading, on_disk: list[int], buffer: memoryview, layer: int) -> None:
-        """Reads so many layers at once that each read is worth it."""
+        """Reads several layers at once, so that each read of the SSD is large enough."""
         first = layer - layer % self._read_layers
         width = self._read_layers * self._slice_bytes
         if layer == first:
@@ -419,7 +403,7 @@ class EngineCache(NodeCache):
         offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
         self._memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
 
-    def _load_arriving(self, load: Loading, arriving: Arriving, layer: int) -> None:
+    def _load_arriving(self, load: Loading, arriving: Fetching, layer: int) -> None:
         stop = min(len(load.names), load.num_blocks)
         if stop <= arriving.start:
             return
@@ -434,7 +418,7 @@ class EngineCache(NodeCache):
     # From the engine to the store.
 
     def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> BlockStaging:
-        """Makes room for blocks that are about to be computed, for as many as there is any."""
+        """Reserves slots for blocks that are about to be computed, as far as there are any."""
         with self._lock:
             count = min(len(names), self._may_stage)
             staging = self._reserve(names[:count], blocks[:count])
@@ -446,11 +430,11 @@ class EngineCache(NodeCache):
         return BlockStaging(names[: len(slots)], blocks[: len(slots)], slots)
 
     def save_layer(self, staging: BlockStaging, layer: int) -> None:
-        """Begins to copy this layer of the staged blocks, which is computed."""
+        """Begins to copy a computed layer of the staged blocks."""
         self._keep(self._save_layer, staging, layer)
 
     def unstage(self, staging: BlockStaging) -> None:
-        """The blocks are not kept."""
+        """Gives the slots of staged blocks back."""
         self._keep(self._unstage, [staging], {})
 
     def _unstage(self, staged: Sequence[BlockStaging], kept: Mapping[BlockName, int]) -> None:
@@ -459,24 +443,15 @@ class EngineCache(NodeCache):
             self._may_stage += sum([len(each.slots) for each in staged])
 
     def _give_back(self, reserved: Sequence[BlockStaging], kept: Mapping[BlockName, int]) -> None:
-        """Slots that did not become a block's. One may be here twice, with two blocks: it was empty in between."""
+        """Gives slots back that became no block's. A slot may be listed twice, with two blocks: it was empty in
+        between."""
         pairs = [pair for each in reserved for pair in zip(each.names, each.slots, strict=True)]
         self.store.give_back([slot for name, slot in pairs if kept.get(name) != slot])
 
-    def save(
-        self,
-        names: Sequence[BlockName],
-        heads: Sequence[BlockName | None],
-        blocks: Sequence[int],
-        num_sunk: int,
-        staged: Sequence[BlockStaging],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
-        follows. The last `num_sunk` are kept on disk only. `done` is told, from another thread, which of them found no
-        room; then the engine's blocks may change.
-        """
-        self._keep_coming(names, self._save, names, heads, blocks, num_sunk, staged, done)
+    def save(self, save: SaveBlocks, staged: Sequence[BlockStaging], done: Lost) -> None:
+        """Saves blocks of the engine, and copies now those that are not among `staged`. `done` is called, from another
+        thread, with the blocks that found no room; then the engine's blocks may change."""
+        self._keep_coming(save.names, self._save, save, staged, done)
 
     def _save_layer(self, staging: BlockStaging, layer: int) -> None:
         try:
@@ -486,18 +461,11 @@ class EngineCache(NodeCache):
         except Exception:
             log.exception("a layer could not be saved")
 
-    def _save(
-        self,
-        names: Sequence[BlockName],
-        heads: Sequence[BlockName | None],
-        blocks: Sequence[int],
-        num_sunk: int,
-        staged: Sequence[BlockStaging],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
+    def _save(self, save: SaveBlocks, staged: Sequence[BlockStaging], done: Lost) -> None:
+        names, head, blocks = save.names, save.head, save.blocks
         arena, slots, fresh = self.store.arena, self._filled(staged), list[BlockStaging]()
         kept: dict[BlockName, int] = {}
-        first, stays = 0, len(names) - num_sunk
+        first, stays = 0, len(names) - save.num_sunk
         try:
             self._ahead.settle(names)
             while first < len(names):
@@ -507,11 +475,12 @@ class EngineCache(NodeCache):
                     self._save_layer(fresh[-1], layer)
                 slots |= self._filled(fresh[-1:])
                 stop = next((at for at in range(first, len(names)) if names[at] not in slots), len(names))
-                for name, head in zip(names[first:stop], heads[first:stop], strict=True):
+                for name in names[first:stop]:
                     if head is None or head in kept or self.store.contains(head):
                         seals = tuple([seal(arena.slice(slots[name], at)) for at in range(self._layers)])
                         self.store.commit(name, head, slots[name], seals)
                         kept[name] = slots[name]
+                    head = name
                 self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
                 if stop == first:
                     break
@@ -526,6 +495,6 @@ class EngineCache(NodeCache):
             done([name for name in names if name not in kept])
 
     def _filled(self, staged: Sequence[BlockStaging]) -> dict[BlockName, int]:
-        """The slots of what is whole; of a block that is there twice, as its chunk was computed again, one of them."""
+        """Returns the slots of blocks staged in all layers; one slot of a block that was staged twice."""
         whole = [staging for staging in staged if len(staging.layers) == self._layers]
         return {name: slot for each in whole for name, slot in zip(each.names, each.slots, strict=True)}

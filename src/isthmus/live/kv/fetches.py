@@ -1,10 +1,10 @@
-"""Cached blocks on their way between nodes, pulled by the one that wants them.
+"""Cached blocks on their way between nodes, pulled by the node that fetches them.
 
-    Pull ──> Lent                       the arena is of this host: its bytes are copied from where they lie
-    Pull ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
+    Pull ──> LentBlocks                       the arena is on this host: its bytes are copied from it
+    Pull ──> FetchedSlices, …, FetchServed    layer by layer into this node's arena, each slice checked by its seal
 
-The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
-other side is in `loans.py`.
+A fetch pulls as many blocks as there are empty slots, and again after its node has adopted those. The giving side is in
+`loans.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def host_id() -> str:
-    """Equal for processes that may share memory; "" where that cannot be told."""
+    """Identifies this machine: equal for processes that may share memory; "" where it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -40,11 +40,11 @@ def host_id() -> str:
 
 
 class Fetching:
-    """Blocks of a prefix, from `start` on, wanted from another node. Its own lock: an event loop fills it, or a thread
-    that copies, and threads that load prefixes read it.
+    """Blocks of a prefix, from `start` on, fetched from another node. Has a lock of its own: an event loop or a
+    copying thread fills it, threads that load prefixes read it.
 
-    `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
-    `session`: over which it asks; `answer`: what comes to its last `pull`; `peer`: the arena that was lent to it.
+    `_landed[layer]`: number of blocks that are here. `final`: how many there will be, once known. `session`: the one
+    that is asked; `answer`: of the last `pull`; `peer`: the arena that was lent.
     """
 
     def __init__(self, order: events.Fetch, cache: NodeCache) -> None:
@@ -65,7 +65,7 @@ class Fetching:
         self._adopted: dict[int, Pinned] = {}  # by slot, those that became the cache's
         self._seals: list[list[bytes]] = []
         self.num_whole = 0
-        """How many of the blocks are here in all layers, of those that were asked for before."""
+        """Number of blocks that were here in all layers at the last `count`."""
         self._landed = [0] * self._layout.num_layers
         self.final: int | None = None
         self._users = 1  # who fetches, and who reads from it
@@ -73,7 +73,8 @@ class Fetching:
     # Thread side.
 
     def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
-        """See `cache.Arriving`."""
+        """Waits until this layer of the blocks `[start, stop)` is here or will not come. Returns memory, and the offset
+        in it of each block that is here, in order."""
         wanted = stop - self.start
         with self.condition:
             self.condition.wait_for(
@@ -83,13 +84,13 @@ class Fetching:
             return self._cache.store.arena.memory, [self._cache.offset(slot, layer) for slot in slots]
 
     def hold(self) -> bool:
-        """One more uses it, until `release`; False: the last one has let go of it."""
+        """Adds a user, until `release`. False: the last user has released it."""
         with self.condition:
             self._users += self._users > 0
             return self._users > 0
 
     def release(self) -> None:
-        """The last one gives back what did not become the cache's."""
+        """Removes a user. The last one gives back slots of blocks that were not adopted."""
         with self.condition:
             self._users -= 1
             if self._users:
@@ -98,8 +99,8 @@ class Fetching:
         self._cache.store.give_back([slot for slot in self._slots if slot not in self._adopted])
 
     def adopt(self, names: Sequence[BlockName]) -> int:
-        """Makes these, in their order, blocks of the store; returns how many of them are. For the cache: its decisions
-        have an order. A block that the store has from elsewhere stays private until the end."""
+        """Commits these blocks to the store, in order; returns how many. A block that the store has from elsewhere
+        stays private until the end."""
         store, first = self._cache.store, self.names.index(names[0])
         with self.condition:
             for at, name in enumerate(names, first):
@@ -117,8 +118,8 @@ class Fetching:
         return len(names)
 
     def copy(self, peer: PeerArena) -> bool:
-        """From another node's arena into the slots that there are; False when a block is not what its seals say. They
-        are checked on the copy: its owner may have lost it meanwhile."""
+        """Copies blocks from another node's arena into the reserved slots. False when a copy does not match its
+        seals: its owner may have reused the slot."""
         arena, first = self._cache.store.arena, self.num_whole
         lent = self._lent[first : len(self._slots)]
         for layer in range(self._layout.num_layers if lent else 0):
@@ -131,8 +132,8 @@ class Fetching:
         return True
 
     def _land(self, layer: int, first: int, expected: Sequence[bytes], *, sealed: bool = True) -> bool:
-        """One layer of some blocks is in its slots. False when one is not what its seal says: nothing from there on
-        counts. `sealed`: the seals are of what lies there."""
+        """Counts one layer of some blocks that lie in their slots. False when one does not match its seal: nothing
+        from there on counts. `sealed`: the seals are of these bytes, not of encoded ones."""
         arena = self._cache.store.arena
         found = [seal(arena.slice(slot, layer)) for slot in self._slots[first : first + len(expected)]]
         good = len(found)
@@ -150,7 +151,7 @@ class Fetching:
     # Event loop side.
 
     def make_room(self) -> int:
-        """Empty slots for what is still wanted; for how many blocks there are any."""
+        """Reserves slots for blocks still wanted. Returns for how many blocks there are slots."""
         with self.condition:
             wanted = len(self.names) - self.start - len(self._slots)
             slots = self._cache.store.reserve(wanted)
@@ -164,14 +165,14 @@ class Fetching:
         return self.answer
 
     def answered(self, answer: LentBlocks | FetchServed | None) -> bool:
-        """False when nobody waits for one."""
+        """Sets the answer to the last pull. False when none is awaited."""
         if self.answer is None or self.answer.done():
             return False
         self.answer.set_result(answer)
         return True
 
     def asked_for(self, lent: LentBlocks) -> bool:
-        """Whether it may be lent this."""
+        """Whether a loan answers the last pull and can be of this shape."""
         pull, layout = self.pull, self._layout
         return (
             pull is not None
@@ -183,15 +184,14 @@ class Fetching:
         )
 
     def borrow(self, lent: LentBlocks) -> bool:
-        """To `copy` from; False when it cannot be read from here."""
+        """Maps a lent arena for `copy`. False when it cannot be read from here."""
         self.peer = PeerArena.attach(lent.arena)
         came_before = [(0, ())] * self.num_whole  # another way: not asked for, and not lent
         self._lent = [*came_before, *zip(lent.slots, lent.seals, strict=True)]
         return self.peer is not None
 
     def place(self, session: Session, given: FetchedSlices, size: int) -> list[memoryview] | None:
-        """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
-        pull."""
+        """Returns memory for a payload; None when it is not expected. `given.first` counts from the last pull."""
         first, count, width = self.num_whole + given.first, len(given.seals), self._layout.block_size
         expected = (
             self.final is None
@@ -206,7 +206,7 @@ class Fetching:
         return self.frames.place(given, session, self.codec, tokens, targets, size)
 
     def receive(self, given: FetchedSlices) -> bool:
-        """Takes in a whole payload; False when a seal does not match: nothing from there on counts."""
+        """Takes a whole payload. False when a seal does not match: nothing from there on counts."""
         targets, first = self.frames.take(given), self.num_whole + given.first
         if self.final is not None:
             return True
@@ -215,13 +215,13 @@ class Fetching:
         return self._land(given.layer, first, given.seals, sealed=self.codec in EXACT)
 
     def count(self) -> int:
-        """How many more are whole than when it was asked last."""
+        """Returns how many more blocks are whole than at the last call."""
         with self.condition:
             before, self.num_whole = self.num_whole, min(self._landed)
             return self.num_whole - before
 
     def end(self) -> None:
-        """Nothing more comes. Idempotent."""
+        """Ends the fetch: nothing more comes. Idempotent."""
         with self.condition:
             if self.final is None:
                 self.count()
@@ -240,8 +240,8 @@ class Fetcher:
         self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
 
     def begin(self, fetch: Fetching) -> Coroutine[Any, Any, None]:
-        """What is to be run: it fetches as much as there is, then releases the fetch. Never raises for what another
-        node does."""
+        """Returns the coroutine that fetches as much as there is, then releases the fetch. It raises nothing for
+        another node's faults."""
         self._open[fetch.key] = fetch
         return self._run(fetch)
 
@@ -262,8 +262,8 @@ class Fetcher:
             fetch.release()
 
     async def _rounds(self, fetch: Fetching, session: Session) -> None:
-        """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
-        decided what gives way to them."""
+        """Pulls, or copies from a loan, as many blocks as there are slots; then again, when the node has evicted
+        others."""
         while fetch.final is None and not session.closed and (room := fetch.make_room()):
             wanted = len(fetch.names) - fetch.start - fetch.num_whole
             self._tell(events.Progress(fetch.key, fetched=True))
@@ -296,12 +296,12 @@ class Fetcher:
         log.warning("a block from %s came damaged (seal mismatch)", session.peer)
 
     def _found(self, key: RequestId, session: Session) -> Fetching | None:
-        """The fetch that this session may speak of."""
+        """Returns the fetch that was asked for over this session."""
         fetch = self._open.get(key)
         return fetch if fetch is not None and fetch.session is session else None
 
     def place(self, session: Session, given: FetchedSlices, size: int) -> list[memoryview]:
-        """Raises ProtocolError for what nobody asked for."""
+        """Returns memory for a payload. Raises ProtocolError for one that was not asked for."""
         fetch = self._open.get(given.key)
         if fetch is None:
             return [memoryview(bytearray(size))]  # given up: read past it
@@ -323,14 +323,14 @@ class Fetcher:
             fetch.answered(None)
 
     def void(self, session: Session, given: FetchedSlices) -> None:
-        """The sender gave up in the midst of it."""
+        """Ends the pull: the sender gave up in the midst of a payload."""
         fetch = self._found(given.key, session)
         if fetch is not None:
             fetch.frames.void(session, given)
             fetch.answered(None)
 
     def answer(self, session: Session, answer: LentBlocks | FetchServed) -> None:
-        """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
+        """Takes the answer to a pull. Raises ProtocolError for a loan that was not asked for or is invalid."""
         fetch = self._found(answer.key, session)
         if fetch is None:
             return
@@ -339,12 +339,12 @@ class Fetcher:
         fetch.answered(answer)
 
     def cancel(self, key: RequestId) -> None:
-        """What is here may be adopted. Unknown ones are no error."""
+        """Ends a fetch early: blocks that are here may be adopted. Unknown keys are ignored."""
         fetch = self._open.get(key)
         if fetch is not None and not fetch.answered(None):
             fetch.end()  # nothing is asked for just now
 
     def close(self) -> None:
-        """No load waits for another node any more."""
+        """Ends all fetches."""
         for key in list(self._open):
             self.cancel(key)

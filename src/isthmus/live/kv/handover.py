@@ -1,7 +1,7 @@
-"""Attempts whose KV leaves this process, and those whose KV comes to it, and the sessions it goes over.
+"""KV of attempts that leave this process, and of those that come to it, with the sessions it goes over.
 
-All of it lives in the event loop. Bytes go from the sender's KV memory to the receiver's, block slice by block slice;
-an attempt is complete where every layer is whole and every seal matched.
+For the event loop. Bytes go from the sender's KV memory to the receiver's, block slice by block slice; a hand-over is
+complete when every layer is whole and every seal matched.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_FRAME_BLOCKS = 256
 
 
 class Outgoing:
-    """One departing attempt. Slices wait here until they may be sent.
+    """One attempt whose KV leaves. Slices wait here until they may be sent.
 
-    `first_layer`: of the model, that is the first in `memory`: a pipeline stage sends its own layers.
+    `first_layer`: number, in the model, of the first layer in `memory`: a pipeline stage sends its own layers.
     """
 
     def __init__(self, key: RequestId, extent: HandoverSpan, memory: KVBytes, first_layer: int = 0) -> None:
@@ -46,12 +46,12 @@ class Outgoing:
         self._go_on()
 
     def send(self) -> None:
-        """There is room for it: what is here goes, and what will be."""
+        """Sends what is computed, and the rest as it comes: the decode node has room."""
         self._may_send = True
         self._go_on()
 
     def ready(self, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        """KV of these layers and positions is in place: send it, now or later; nothing twice."""
+        """Queues KV of these layers and positions that is computed; nothing goes twice."""
         size = self._memory.layout.block_size
         for layer in range(layers.start, layers.stop):
             span = Span(max(tokens.start, self._told[layer] // size * size), tokens.stop)
@@ -65,18 +65,18 @@ class Outgoing:
         self._go_on()
 
     def computed(self) -> None:
-        """All its KV is ready."""
+        """Marks all KV as computed."""
         self._is_computed = True
         self._go_on()
 
     def cancel(self) -> None:
-        """Nothing more of it is sent."""
+        """Cancels everything under way."""
         for sending in self._sendings:
             sending.cancel()
 
     def _go_on(self) -> None:
-        """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
-        a pipeline group."""
+        """Sends what may be sent. The first token goes last, once, from the process that knows it: later stages of a
+        pipeline group do not."""
         if not self._may_send or self.session is None:
             return
         for part in self._waiting:
@@ -107,8 +107,8 @@ class Outgoing:
 
 
 class IncomingHandover:
-    """One attempt that is received into `blocks`. Its layers may come over several sessions with `peer`, of a pipeline
-    group one for each stage."""
+    """One attempt whose KV comes into `blocks`. Its layers may come over several sessions with `peer`, one for each
+    stage of a pipeline group."""
 
     def __init__(self, expected: events.ReceiveHandover, memory: KVBytes) -> None:
         self.key, self.peer, self._extent, self._blocks = (
@@ -120,7 +120,7 @@ class IncomingHandover:
         self.frames = KVFrames(memory.layout)
 
     def place(self, session: Session, slices: HandoverSlices, size: int) -> list[memoryview] | None:
-        """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
+        """Returns memory for a payload; None when it is not expected. KV that was received is never overwritten."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
         expected = (
             0 <= slices.layer < layout.num_layers
@@ -138,8 +138,8 @@ class IncomingHandover:
         return self.frames.place(slices, session, codec, tokens, targets, size)
 
     def receive(self, slices: HandoverSlices) -> bool:
-        """Takes in a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
-        it counts."""
+        """Takes a whole frame. False when it is not the next of its layer or a seal does not match: then none of it
+        counts."""
         targets, layout = self.frames.take(slices), self._memory.layout
         tokens = Span(slices.first_block * layout.block_size, slices.stop)
         if targets is None or tokens.start != self._extent.resumes(self._received[slices.layer]):
@@ -156,12 +156,12 @@ class IncomingHandover:
 
     @property
     def complete(self) -> bool:
-        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        """Whether KV of all tokens is here and, if the model has one, the recurrent state."""
         return self.sent is not None and all(count == self._extent.stop for count in self._received)
 
 
 class HandoverSender:
-    """For an event loop. `spawn` owns what it starts."""
+    """All departing hand-overs of a process. For its event loop; `spawn` owns the tasks."""
 
     def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, spawn: Spawn) -> None:
         self._memory, self._first_layer, self._reach, self._spawn = memory, first_layer, reach, spawn
@@ -200,7 +200,8 @@ class HandoverSender:
 
 
 class HandoverReceiver:
-    """For an event loop. `received` hears of the first token of an attempt that is whole, before `tell`."""
+    """All arriving hand-overs of a process. For its event loop. `received` hears the first token of a complete one,
+    before `tell`."""
 
     def __init__(
         self,
@@ -217,14 +218,15 @@ class HandoverReceiver:
         self._incoming[expected.key] = IncomingHandover(expected, self._memory)
 
     def _from(self, session: Session, key: RequestId) -> IncomingHandover | None:
-        """What may come over this session; None for an attempt given up. Raises ProtocolError for another node's."""
+        """Returns the hand-over that may come over this session; None for one given up. Raises ProtocolError for
+        another node's."""
         incoming = self._incoming.get(key)
         if incoming is not None and self._node_of(session) != incoming.peer:
             raise ProtocolError(f"KV of {key} comes from {incoming.peer}, not from {session.peer}")
         return incoming
 
     def place(self, session: Session, slices: HandoverSlices, size: int) -> Sequence[memoryview]:
-        """Raises ProtocolError for what is not expected."""
+        """Returns memory for a payload. Raises ProtocolError for one that is not expected."""
         incoming = self._from(session, slices.key)
         if incoming is None:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
@@ -235,7 +237,7 @@ class HandoverReceiver:
         return targets
 
     def receive(self, session: Session, slices: HandoverSlices) -> None:
-        """Raises ProtocolError for what comes from another node."""
+        """Takes a whole frame. Raises ProtocolError for one from another node."""
         incoming = self._from(session, slices.key)
         if incoming is None:
             return
@@ -262,20 +264,20 @@ class HandoverReceiver:
             self._tell(events.HandoverComplete(incoming.key))
 
     def void(self, session: Session, slices: HandoverSlices) -> None:
-        """The sender gave up in the midst of a frame."""
+        """Forgets a frame that its sender gave up."""
         incoming = self._incoming.get(slices.key)
         if incoming is not None:
             incoming.frames.void(session, slices)
 
     def release(self, key: RequestId) -> None:
-        """Nothing more is written into its blocks when this returns."""
+        """Ends a hand-over: nothing more is written into its blocks when this returns."""
         incoming = self._incoming.pop(key, None)
         if incoming is not None:
             incoming.frames.refuse()
 
 
 def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:
-    """Slot range of each block that holds `tokens`; `tokens` starts on a block border."""
+    """Returns the slot range of each block that holds `tokens`; `tokens` starts on a block border."""
     size = layout.block_size
     starts = range(tokens.start, tokens.stop, size)
     return [run for at in starts for run in runs_of(blocks, size, at, min(at + size, tokens.stop))]

@@ -1,6 +1,7 @@
-"""Attention to KV of this node's attempts that lies with other nodes: asked over lines, by threads that compute.
+"""KV of attempts at other nodes (holders), as its home asks for attention to it, and as a holder has it and answers.
 
-How KV gets there is in `shipments.py`; a line is opened beside the session with a holder, and ends with it.
+Shipments bring KV to a holder (`loans.py`). Questions go over a line beside the session with the holder, from a
+thread that computes to a thread of the holder that computes beside the iterations of its own attempts.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from isthmus.live.peers.messages import KNOWN_ROWS, Attend, ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Spawn, Tell
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Attend).decode
+log = logging.getLogger(__name__)
+Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
+"""Attends as `isthmus.live.engine.interface.Engine.attend` does."""
 
 
 class _Line:
-    """Where one holder is asked, by several threads."""
+    """Line to one holder, for several threads."""
 
     def __init__(self, asker: Asker) -> None:
         self.asker = asker
         self._lock = threading.Lock()
         self._told: dict[int, Asking] = {}
-        """Whose rows it knows, by number."""
+        """Rows that the holder knows, by number."""
         self._next = 0
 
     def ask(self, layer: int, asking: Asking, keys: Sequence[RequestId], q: memoryview) -> Question:
-        """`keys`: of the chunks. Raises LineLost."""
+        """Asks for attention; `keys`: attempts of the run's chunks. Raises LineLost."""
         with self._lock:
             number, rows = self._number_of(asking), tuple[Any, ...]()
             if number is None:
@@ -48,7 +53,7 @@ class _Line:
             return question
 
     def _number_of(self, asking: Asking) -> int | None:
-        """Of the very rows, for those that are equal may be of other requests."""
+        """Returns the number of these very rows: equal rows may be of other requests."""
         for number, known in self._told.items():
             if known is asking:
                 return number
@@ -56,7 +61,7 @@ class _Line:
 
 
 class HolderLines:
-    """Lines to holders. `open_line` in the event loop; `remote` gives what the engine's thread asks. `answer_s`: how
+    """Lines to holders. `open_line` is for the event loop; the engine's thread asks through `remote`. `answer_s`: how
     long a holder may take."""
 
     def __init__(self, peers: Peers, spawn: Spawn, answer_s: float) -> None:
@@ -65,7 +70,7 @@ class HolderLines:
         self.bytes_asked = self.bytes_answered = self.num_asked = 0
 
     def open_line(self, holder: NodeId) -> None:
-        """One to each holder: a new one where the last is over."""
+        """Opens a line to a holder, unless there is one."""
         line = self._lines.get(holder)
         if line is not None and (not line.done() or _works(line)):
             return
@@ -88,11 +93,11 @@ class HolderLines:
     # Attention there.
 
     def remote(self, keys: Sequence[RequestId]) -> Remote:
-        """For one run over chunks of these attempts."""
+        """Returns the remote attention of one run over chunks of these attempts."""
         return Remote(self, keys)
 
     def line_of(self, holder: str) -> _Line:
-        """From the engine's thread. Raises HolderLost."""
+        """Returns the line to a holder. From the engine's thread. Raises HolderLost."""
         try:
             return self._lines[NodeId(holder)].result(self._answer_s)
         except (KeyError, LineLost, TimeoutError, CancelledError) as error:
@@ -104,7 +109,8 @@ def _works(line: Future[_Line]) -> bool:
 
 
 class Remote:
-    """`isthmus.live.engine.interface.Elsewhere` over lines. `keys`: of the run's chunks."""
+    """Remote attention over lines, as `isthmus.live.engine.interface.Elsewhere`. `keys`: attempts of the run's
+    chunks."""
 
     def __init__(self, holders: HolderLines, keys: Sequence[RequestId]) -> None:
         self._holders, self._keys = holders, keys
@@ -138,21 +144,9 @@ class Remote:
         return HolderLost(holder, str(lost))
 
 
-# KV of other nodes' attempts that lies here: room for it, taken in, attended to. See `holding.py` for the other side.
-#
-# Each node that asks has a line, and a thread here that computes what comes over it, beside the iterations of this
-# node's own attempts.
-
-
-Attends = Callable[[int, Sequence[HolderQueries], memoryview, int], memoryview]
-"""`isthmus.live.engine.interface.Engine.attend`."""
-log = logging.getLogger(__name__)
-_decode = msgspec.msgpack.Decoder(Attend).decode
-
-
 class _HostedShare:
-    """A share of one attempt's KV here, in a memory whose blocks have no other heads. `stowed`: blocks that are
-    whole; `peers`: who may ship more."""
+    """A share of one attempt's KV that lies here, in a memory whose blocks have these heads alone. `stowed`: number
+    of whole blocks; `peers`: nodes that may ship more."""
 
     def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = (), stowed: int = 0) -> None:
         """`room`: blocks of all heads."""
@@ -167,14 +161,14 @@ class _HostedShare:
         return self.landing.blocks
 
     def give(self, room: tuple[int, ...]) -> None:
-        """Blocks of all heads, those that it has already first."""
+        """Sets the room, in blocks of all heads; it begins with those given before."""
         parts = self.share.parts
         self.room = room
         self.landing.blocks = [block * parts + at for block in room for at in range(parts)]
 
 
 class _Known(NamedTuple):
-    """What the rows of a step are here, if these guests are still there with so many blocks."""
+    """Rows of a step as they lie here, valid while these guests still have so many blocks."""
 
     guests: list[tuple[RequestId, _HostedShare | None, int]]
     rows: list[HolderQueries]
@@ -182,7 +176,8 @@ class _Known(NamedTuple):
 
 
 class HostedKV:
-    """For an event loop, but for what is said. `shipments`: what leaves here, and what comes home."""
+    """KV of other nodes' attempts. For an event loop, except questions over lines. `shipments`: KV that leaves or
+    comes home."""
 
     def __init__(
         self,
@@ -208,16 +203,16 @@ class HostedKV:
         guest.peers.add(host.peer)
 
     def _memory_of(self, parts: int) -> KVBytes:
-        """The memory as blocks with a `parts`-th of the heads."""
+        """Returns the memory seen as blocks with a `parts`-th of the heads."""
         if parts not in self._split:
             self._split[parts] = self._memory.split(parts)
         return self._split[parts]
 
     def rekey(self, rekey: events.Rekey) -> None:
-        """Nothing is written in the name of the old attempt any more when this returns. What of it was being written
-        anew just now is not whole."""
+        """Moves a guest to another attempt: nothing is written for the old one any more when this returns. Blocks
+        that were being overwritten are not whole."""
         old, share = self._guests.pop(rekey.old), rekey.share
-        old.landing.refuse()
+        old.landing.frames.refuse()
         self._shipments.stop(rekey.old)
         memory = self._memory_of(share.parts)
         stowed = min(rekey.num_blocks, old.stowed)
@@ -227,29 +222,29 @@ class HostedKV:
             self._tell(events.ShipmentStored(rekey.key, rekey.peer, stowed))
 
     def trim(self, trim: events.Trim) -> None:
-        """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
-        more, or read for anybody, when this returns."""
+        """Frees a guest's blocks from `num_blocks` on, which went back home: nothing is written to them, or read,
+        when this returns."""
         guest, count = self._guests[trim.key], trim.num_blocks
-        guest.landing.refuse()
+        guest.landing.frames.refuse()
         self._shipments.stop(trim.key)
         guest.stowed = min(guest.stowed, count)
         guest.landing.go_on(guest.stowed)
         guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
     def unhost(self, unhost: events.Unhost) -> None:
-        """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
+        """Ends a guest, or a node's part in it: nothing is written to its blocks any more when this returns."""
         self._shipments.stop(unhost.key, unhost.peer)
         guest = self._guests[unhost.key]
         if unhost.peer is not None:
             guest.peers.discard(unhost.peer)
             return
-        guest.landing.refuse()
+        guest.landing.frames.refuse()
         del self._guests[unhost.key]
 
     # KV.
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a payload. Raises ProtocolError for one that is not expected."""
         guest, peer = self._guests.get(head.key), self._node_of(session)
         if self._shipments.awaits(peer, head):
             return self._shipments.place(session, head, size)
@@ -277,20 +272,19 @@ class HostedKV:
             self._tell(events.ShipmentStored(head.key, peer, guest.stowed))
 
     def void(self, session: Session, head: ShipmentSlices) -> None:
-        """The sender gave up in the midst of it."""
+        """Forgets a frame that its sender gave up."""
         if self._shipments.awaits(self._node_of(session), head):
             self._shipments.void(head)
         elif head.key in self._guests:
-            self._guests[head.key].landing.void(session, head)
+            self._guests[head.key].landing.frames.void(session, head)
 
     # Attention.
 
     def answer(self, line: Answerer) -> None:
-        """Questions come over this line from now on."""
+        """Answers questions over this line, in a thread of its own."""
         threading.Thread(target=self._serve, args=(line,), name="attention", daemon=True).start()
 
     def _serve(self, line: Answerer) -> None:
-        """In a thread of its own, until the line ends."""
         known: dict[int, _Known] = {}
         try:
             while True:
@@ -307,7 +301,7 @@ class HostedKV:
             line.hang_up()
 
     def _asked(self, head: Attend) -> _Known:
-        """What is asked for may not be here; that is found with each question."""
+        """Looks up the rows of a step. KV that is missing is noticed at each question."""
         guests: list[tuple[RequestId, _HostedShare | None, int]] = []
         rows, size = list[HolderQueries](), self._memory.layout.block_size
         for key, num_rows, num_tokens, first, position in head.rows:
@@ -322,7 +316,7 @@ class HostedKV:
         return _Known(guests, rows, sum([each.num_rows for each in rows]))
 
     def _answer(self, head: Attend, asked: _Known | None, q: memoryview) -> memoryview | None:
-        """None where an attempt has no KV here, or not so much."""
+        """Attends. None where an attempt has no KV here, or too little."""
         if asked is None:
             raise ProtocolError(f"rows of number {head.number} were never told")
         for key, guest, num_blocks in asked.guests:

@@ -1,7 +1,8 @@
-"""Whole blocks of an attempt's KV on their way between a home and a holder, in frames of one layer of some blocks.
+"""KV that a node sends: whole blocks of an attempt between its home and a holder, and cached blocks that other nodes
+fetch.
 
-home ══Shipment…══> holder       into room of a guest (`hosting.py`)
-holder ══Shipment…══> home       into blocks of the engine that are nobody's meanwhile
+    home ══ShipmentSlices…══> holder       into room of a guest (`hosting.py`)
+    holder ══ShipmentSlices…══> home       into free blocks of the engine
 """
 
 from __future__ import annotations
@@ -24,46 +25,43 @@ from isthmus.live.kv.fetches import host_id
 from isthmus.live.messenger import Priority, Sending, Session
 from isthmus.live.peers.messages import FetchedSlices, FetchServed, LentBlocks, Pull, ShipmentSlices
 from isthmus.live.peers.sessions import Peers, Spawn, Tell
-from isthmus.live.peers.wire import KVFrames, pack, sealed
+from isthmus.live.peers.wire import KVFrames, pack
 from isthmus.live.store import ArenaHandle, Pinned
 
 FRAME_BLOCKS = 64
-
-
-def framed(blocks: Sequence[int], num_layers: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """What is sent, frame by frame: the layer, which of `blocks` is the first, and these blocks."""
-    for start in range(0, len(blocks), FRAME_BLOCKS):
-        for layer in range(num_layers):
-            yield layer, start, blocks[start : start + FRAME_BLOCKS]
+GIVE_BLOCKS = 64
+"""Blocks that are looked up, read from the SSD if need be, and sent together."""
+MAX_PULLS = 4096
+"""Pulls that wait for the node's decision, for one turn of the event loop."""
 
 
 class Landing:
-    """Where it arrives: `blocks` of the engine's memory. `placed`: how many of them each layer has, or has on its way
-    into its place; `whole`: how many it has, without a gap."""
+    """Shipped KV on its way into `blocks` of the engine's memory. By layer: `placed`, number of blocks here or under
+    way; `whole`, number of blocks here without a gap."""
 
     def __init__(self, memory: KVBytes, blocks: Sequence[int]) -> None:
         self.memory, self.blocks = memory, blocks
         self.go_on(0)
-        self._frames = KVFrames(memory.layout)
+        self.frames = KVFrames(memory.layout)
 
     def go_on(self, num_whole: int) -> None:
-        """So many are whole, and nothing is on its way."""
+        """Begins anew after `num_whole` whole blocks, with none under way."""
         self.placed, self.whole = ([num_whole] * self.memory.layout.num_layers for _ in range(2))
 
     @property
     def num_whole(self) -> int:
-        """In all layers."""
+        """Number of blocks that are whole in all layers."""
         return min(self.whole)
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where a frame goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a frame. Raises ProtocolError for one that is not expected."""
         layout, first, stop = self.memory.layout, head.first, head.first + len(head.seals)
         fits = 0 <= head.layer < layout.num_layers and 0 <= first <= self.placed[head.layer]
         if not (fits and first < stop <= len(self.blocks)):
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
         tokens = Span(first * layout.block_size, stop * layout.block_size)
         targets = [self.memory.landing(head.layer, *run) for run in self._runs(tokens)]
-        placed = self._frames.place(head, session, NONE, tokens, targets, size)
+        placed = self.frames.place(head, session, NONE, tokens, targets, size)
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
         self.placed[head.layer] = stop
@@ -73,8 +71,8 @@ class Landing:
         return placed
 
     def take(self, head: ShipmentSlices) -> bool | None:
-        """A whole frame: whether all seals match; None for one that nobody waits for."""
-        targets, memory, size = self._frames.take(head), self.memory, self.memory.layout.block_size
+        """Takes a whole frame. Returns whether all seals match; None for a frame that was given up."""
+        targets, memory, size = self.frames.take(head), self.memory, self.memory.layout.block_size
         if targets is None:
             return None
         first, stop = head.first, head.first + len(head.seals)
@@ -91,17 +89,10 @@ class Landing:
     def _runs(self, tokens: Span) -> Iterator[tuple[int, int]]:
         return runs_of(self.blocks, self.memory.layout.block_size, tokens.start, tokens.stop)
 
-    def void(self, session: Session, head: ShipmentSlices) -> None:
-        """It will not come."""
-        self._frames.void(session, head)
-
-    def refuse(self) -> None:
-        """Nothing more is written when this returns."""
-        self._frames.refuse()
-
 
 class Shipments:
-    """For an event loop. What leaves, and what comes home; each return is told to be over once."""
+    """Shipments that leave this node, and KV that comes home. For an event loop. The end of each return is told
+    once."""
 
     def __init__(self, memory: KVBytes, peers: Peers, tell: Tell) -> None:
         self._memory, self._peers, self._tell = memory, peers, tell
@@ -115,26 +106,30 @@ class Shipments:
             return  # the node hears that it is gone
         sendings = self._sendings.setdefault(ship.key, {}).setdefault(ship.peer, [])
         sendings[:] = [sending for sending in sendings if not sending.over]
-        for layer, start, blocks in framed(ship.blocks, layout.num_layers):
-            payload, seals = self._slices(layer, blocks, share)
-            sendings.append(session.send(ShipmentSlices(ship.key, layer, ship.first + start, seals), *payload))
-            self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
+        for start in range(0, len(ship.blocks), FRAME_BLOCKS):
+            blocks = ship.blocks[start : start + FRAME_BLOCKS]
+            for layer in range(layout.num_layers):
+                payload, seals = self._slices(layer, blocks, share)
+                head = ShipmentSlices(ship.key, layer, ship.first + start, seals)
+                sendings.append(session.send(head, *payload))
+                self.bytes_out += len(blocks) * layout.slice_bytes // share.parts
 
     def _slices(
         self, layer: int, blocks: Sequence[int], share: Share
     ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-        """What goes of these blocks in a layer, and seals of that: all bytes from where they lie, or a share's
-        heads."""
+        """Returns the bytes of these blocks in a layer, where they lie or a share's heads alone, and their seals."""
         memory, size = self._memory, self._memory.layout.block_size
         if share.parts == 1:
-            return sealed(memory, layer, blocks)
+            payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
+            return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
         heads = [
             memory.export_heads(layer, at * size, (at + 1) * size, share.part, share.parts) for at in blocks
         ]
         return heads, tuple([seal(each) for each in heads])
 
     def stop(self, key: RequestId, peer: NodeId | None = None) -> None:
-        """Nothing is read from its blocks any more for `peer`, or for anybody, when this returns."""
+        """Cancels shipments of an attempt to `peer`, or to all: nothing is read from its blocks any more when this
+        returns."""
         everyone = self._sendings.get(key, {})
         for node in [peer] if peer is not None else list(everyone):
             for sending in everyone.pop(node, ()):
@@ -148,28 +143,29 @@ class Shipments:
         self._returns[reclaim.key] = reclaim.holder, Landing(self._memory, reclaim.blocks)
 
     def release(self, key: RequestId) -> None:
-        """Nothing more is read from its blocks, or written to those of what comes back, when this returns."""
+        """Ends shipments and the return of an attempt: nothing is read from its blocks, or written to them, when this
+        returns."""
         self.stop(key)
         self._end(key, whole=False)
 
     def _end(self, key: RequestId, *, whole: bool) -> None:
         found = self._returns.pop(key, None)
         if found is not None:
-            found[1].refuse()
+            found[1].frames.refuse()
             self._tell(events.Reclaimed(key, whole))
 
     def awaits(self, peer: NodeId | None, head: ShipmentSlices) -> bool:
-        """Whether this is a part of what comes home."""
+        """Whether a frame is part of KV that comes home."""
         holder, _ = self._returns.get(head.key, (None, None))
         return holder is not None and holder == peer
 
     def place(self, session: Session, head: ShipmentSlices, size: int) -> Sequence[memoryview]:
-        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        """Returns memory for a frame. Raises ProtocolError for one that is not expected."""
         return self._returns[head.key][1].place(session, head, size)
 
     def receive(self, head: ShipmentSlices) -> None:
-        """What came damaged lies with its holder still; what follows is awaited, so that it is not taken for another
-        return."""
+        """Takes a frame that comes home. After a damaged frame the rest is still awaited, so that it is not taken for
+        another return; the KV still lies with its holder."""
         _, landing = self._returns[head.key]
         matches, count = landing.take(head), len(landing.blocks)
         if matches is None:
@@ -180,23 +176,12 @@ class Shipments:
             self._end(head.key, whole=landing.num_whole == count)
 
     def void(self, head: ShipmentSlices) -> None:
-        """The holder gave up in the midst of it."""
+        """Ends a return that the holder gave up."""
         self._end(head.key, whole=False)
 
 
-# Blocks that other nodes want from this one: lent where they lie, or sent from memory and disk.
-#
-# See `fetches.py` for what the two sides say to each other.
-
-
-GIVE_BLOCKS = 64
-"""Blocks that are looked up, read from disk if need be, and sent together."""
-MAX_PULLS = 4096
-"""Of which nothing is decided yet: they wait for one turn of the event loop."""
-
-
 class Lease:
-    """Blocks that another node reads: nothing else gets their slots before all who hold it have released it."""
+    """Blocks that another node reads: their slots stay until all users have released it."""
 
     def __init__(self, cache: NodeCache) -> None:
         self._cache = cache
@@ -208,7 +193,7 @@ class Lease:
         self.over = asyncio.Event()
 
     def add(self, names: Sequence[BlockName]) -> bool:
-        """Takes these blocks in as far as they are here; False when one is not. May read the disk."""
+        """Adds blocks as far as they are here. False when one is not. May read the SSD."""
         found = self._cache.pin(names)
         self._pinned += [pinned for pinned in found if pinned is not None]
         for name, pinned in zip(names, found, strict=True):
@@ -224,7 +209,7 @@ class Lease:
         return True
 
     def hold(self) -> None:
-        """One more reads from it, until `release`."""
+        """Adds a user, until `release`."""
         self._users += 1
 
     def release(self) -> None:
@@ -237,8 +222,8 @@ class Lease:
 
 @dataclass
 class _Loan:
-    """What another node may have: the first `stop` blocks of a prefix. `answered`: all of the last pull was sent,
-    though not all may have been acknowledged, or is lent."""
+    """Blocks that another node may have: the first `stop` of a prefix. `answered`: the last pull was answered, though
+    not all may be acknowledged."""
 
     names: tuple[BlockName, ...]
     stop: int
@@ -247,13 +232,13 @@ class _Loan:
 
 
 class Loans:
-    """Answers other nodes. For the node's event loop. Without a cache nothing is ever given."""
+    """Answers pulls of other nodes. For the node's event loop. Without a cache nothing is given."""
 
     def __init__(self, cache: NodeCache | None, spawn: Spawn) -> None:
         self._of, self._spawn = cache, spawn
         self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
         self._pulls: OrderedDict[tuple[RequestId, NodeId], tuple[Session, Pull]] = OrderedDict()
-        """Of what the node has not decided yet."""
+        """Pulls that the node has not decided yet."""
         self._host = host_id()
         self.bytes_out = 0
 
@@ -263,7 +248,7 @@ class Loans:
         return self._of
 
     def pull(self, session: Session, peer: NodeId, pull: Pull) -> None:
-        """Raises ProtocolError for what cannot be answered."""
+        """Answers a pull, now or when the node has decided. Raises ProtocolError for one that cannot be answered."""
         at = pull.key, peer
         if pull.codec not in CODECS or pull.room < 0 or pull.start < 0:
             raise ProtocolError(f"blocks for {pull.key} cannot be given as {pull.codec}, {pull.room} at once")
@@ -276,7 +261,7 @@ class Loans:
             self._pulls.popitem(last=False)
 
     def give(self, give: events.Give) -> None:
-        """In place of what it might have before."""
+        """Decides which blocks another node may have, in place of an earlier decision."""
         at = give.key, give.peer
         pulled = self._pulls.pop(at, None)
         self._end(*at)
@@ -302,13 +287,13 @@ class Loans:
             loan.task.cancel()
 
     def lost(self, peer: NodeId) -> None:
-        """It gets nothing more."""
+        """Ends all loans to a node."""
         for at in [at for at in (*self._loans, *self._pulls) if at[1] == peer]:
             self._pulls.pop(at, None)
             self._end(*at)
 
     def close(self) -> None:
-        """Gives everything back, as soon as nothing is done with it."""
+        """Ends all loans, as soon as nothing reads them."""
         for loan in self._loans.values():
             if loan.task is not None:
                 loan.task.cancel()
@@ -334,7 +319,7 @@ class Loans:
             lease.release()
 
     async def _give(self, loan: _Loan, session: Session, pull: Pull, names: Sequence[BlockName]) -> None:
-        """Batch by batch: the next one is read from disk while this one is sent."""
+        """Sends blocks batch by batch: the next batch is read from the SSD while one is sent."""
         count = 0
         leases: list[Lease] = []
         sendings: list[Sending] = []
@@ -362,7 +347,7 @@ class Loans:
                 sending.cancel()
 
     def _send(self, session: Session, pull: Pull, first: int, lease: Lease) -> Iterator[Sending]:
-        """Each layer holds the lease until it is sent."""
+        """Sends a batch layer by layer; each layer holds the lease until it is sent."""
         arena, layout = self._cache.store.arena, self._cache.layout
         for layer in range(layout.num_layers if lease.slots else 0):
             parts = [arena.slice(slot, layer) for slot in lease.slots]

@@ -1,8 +1,8 @@
-"""What a node decides about bytes, carried out: of cached blocks; and for one engine, a whole model or one pipeline
-stage's layers, of the KV in its memory.
+"""Carries out a node's decisions about bytes: of cached blocks; and of the KV in the memory of one engine, which has
+a whole model or one pipeline stage's layers.
 
-Knows no rule: it takes actions in their order and reports facts. Sessions live in the event loop, where what comes from
-another thread is done after all that came before; loads and saves begin at once, in threads of the cache.
+Knows no rule: takes actions in order and reports facts. Sessions live in the event loop, which does work posted by
+other threads in order; loads and saves begin at once, in threads of the cache.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LETTERS = frozenset(get_args(Letter))
 
 
 class BlockMover(NoPayloads):
-    """`tell`: hears facts, in the event loop, and never from within `do`. `spawn` owns what it starts.
-    `shares_memory`: reads blocks of nodes here where they lie."""
+    """Moves cached blocks. `tell`: hears facts, in the event loop, never from within `do`. `spawn` owns the tasks.
+    `shares_memory`: reads blocks of nodes on this host from their arenas."""
 
     def __init__(
         self,
@@ -74,24 +74,24 @@ class BlockMover(NoPayloads):
         self._takers: dict[type, Any] = (
             {messages.FetchedSlices: self._fetcher} if self._fetcher is not None else {}
         )
-        """Who takes what comes with a payload."""
+        """By the type of a message with a payload: the part that takes it."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call it in the event loop, before anything else."""
+        """Names the event loop. Call it there, before anything else."""
         self._loop, self._thread = loop, threading.get_ident()
 
     async def close(self) -> None:
-        """Answers no other node any more, and waits for none. Cache and store stay open."""
+        """Ends fetches and loans. Cache and store stay open."""
         self._loans.close()
         if self._fetcher is not None:
             self._fetcher.close()
 
     def do(self, action: events.Action) -> None:
-        """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
+        """Carries out an action, or begins to. In the event loop or the worker's thread, one at a time."""
         self._handlers[type(action)](action)
 
     def gauges(self) -> dict[str, float]:
-        """Present state and totals, by metric name."""
+        """Returns present values and totals, by metric name."""
         found: dict[str, float] = {"seal_mismatches_total": 0}
         if self._cache is not None and self._fetcher is not None:
             found |= self._cache.store.stat().gauges()
@@ -104,7 +104,7 @@ class BlockMover(NoPayloads):
     # Threads.
 
     def _post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Does it in the event loop, after all that was posted before; here and now, if this is it."""
+        """Calls a function in the event loop, after all that was posted before; at once, if this is it."""
         self._posted.append((function, arguments))
         if threading.get_ident() == self._thread:
             self._serve()
@@ -117,21 +117,22 @@ class BlockMover(NoPayloads):
             function(*arguments)
 
     def _later(self, function: Callable[..., object], *arguments: Any) -> None:
-        """From any thread. Never at once: a session may deliver messages while an action is carried out."""
+        """Calls a function in the event loop, never at once: a session may deliver messages while an action is
+        carried out. From any thread."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tell(self, fact: events.Event) -> None:
         self._later(self._told, fact)
 
     def lost_bytes(self, names: Iterable[BlockName]) -> None:
-        """These are in no tier. From any thread."""
+        """Reports blocks that are in no tier. From any thread."""
         self._tell(events.BlocksLost(tuple(names)))
 
     # Cached blocks.
 
     @property
     def cache(self) -> NodeCache:
-        """Nothing is decided about a cache that is not there."""
+        """Returns the cache; nothing is decided about one that is not there."""
         assert self._cache is not None
         return self._cache
 
@@ -177,13 +178,13 @@ class BlockMover(NoPayloads):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Raises ProtocolError on a node without a cache: nobody there can have asked for blocks."""
+        """Returns the fetcher. Raises ProtocolError on a node without a cache, which asks for no blocks."""
         if self._fetcher is None:
             raise ProtocolError("blocks came to a node without a cache")
         return self._fetcher
 
     def on_peer(self, session: Session, peer: NodeId, message: messages.PeerMessage) -> None:
-        """Over a session with `peer`. Raises ProtocolError."""
+        """Takes a message of another node. Raises ProtocolError."""
         kind = type(message)
         if kind in LETTERS:
             self._tell(events.LetterReceived(peer, cast(Letter, message)))
@@ -204,17 +205,18 @@ class BlockMover(NoPayloads):
             self._takers[type(message)].void(session, message)
 
     def gone(self, node: NodeId, reason: str) -> None:
-        """A session ended, or could not begin, and what was under way over it ended with it."""
+        """Ends loans to a node whose session ended or could not begin, and reports it."""
         self._loans.lost(node)
         self._tell(events.Gone(node, reason))
 
 
 class KVMover(BlockMover):
-    """Moves the KV of attempts too: to the engine's memory and from it, to where they decode, to nodes that hold it.
+    """Also moves the KV of attempts: into the engine's memory and out, to decode nodes, and to holders.
 
-    `attends`: to KV in `memory`, for other nodes. `first_layer`: of the model, that is the first in `memory`.
-    `received`: hears of the first token that came with a hand-over, just before `tell` hears that. `answer_s`: how long
-    a holder may be silent."""
+    `attends`: attends to KV in `memory`, for other nodes. `first_layer`: number, in the model, of the first layer in
+    `memory`. `received`: hears the first token that came with a hand-over, just before `tell` hears of the hand-over.
+    `answer_s`: how long a holder may be silent.
+    """
 
     cache: EngineCache
 
@@ -292,7 +294,6 @@ class KVMover(BlockMover):
         read = self._read.pop(key, ())
 
         def ended(_: object) -> None:
-            """In any thread."""
             self.cache.unread(read)
             with contextlib.suppress(KeyError):  # it is cancelled just now
                 if load.told and self._loads[key] is begun:
@@ -311,7 +312,7 @@ class KVMover(BlockMover):
             self._cancel_load(shorten.key)
 
     def load_of(self, key: RequestId) -> Loading | None:
-        """What a run with it must wait for."""
+        """Returns the load that a run with this attempt must wait for."""
         return self._loads.get(key)
 
     def is_loading(self, blocks: Set[int]) -> bool:
@@ -320,7 +321,7 @@ class KVMover(BlockMover):
         return any(not blocks.isdisjoint(load.blocks) for load in loads)
 
     def loaded(self, key: RequestId) -> None:
-        """A run with it is computed."""
+        """Forgets a load: a run with it is computed."""
         self._loads.pop(key, None)
 
     def _cancel_load(self, key: RequestId) -> None:
@@ -329,8 +330,8 @@ class KVMover(BlockMover):
             load.cancel()
 
     def stage(self, key: RequestId, names: Sequence[BlockName], blocks: Sequence[int]) -> BlockStaging | None:
-        """Room in the store for those of these blocks that it does not have and a run will complete: for `save_layer`,
-        until a `SaveBlocks` takes them over."""
+        """Reserves slots for blocks that a run will complete and the store does not have: for `save_layer`, until a
+        `SaveBlocks` takes them over."""
         new = [at for at, name in enumerate(names) if not self.cache.store.contains(name)]
         if not new:
             return None
@@ -339,7 +340,6 @@ class KVMover(BlockMover):
         return staging
 
     def save_layer(self, staging: BlockStaging, layer: int) -> None:
-        """This layer of them is computed."""
         self.cache.save_layer(staging, layer)
 
     def _save(self, save: events.SaveBlocks) -> None:
@@ -348,8 +348,7 @@ class KVMover(BlockMover):
             if lost:
                 self.lost_bytes(lost)
 
-        heads = (save.head, *save.names[:-1])
-        self.cache.save(save.names, heads, save.blocks, save.num_sunk, self._staged.pop(save.request, ()), done)
+        self.cache.save(save, self._staged.pop(save.request, ()), done)
 
     def _let_go(self, key: RequestId) -> None:
         self._cancel_load(key)
@@ -372,15 +371,15 @@ class KVMover(BlockMover):
         self.shipments.release(key)
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
+        """Announces computed KV of an attempt: layers of `memory`, and token positions. From any thread."""
         self._post(self._sender.on, key, Outgoing.ready, layers, tokens, blocks)
 
     def send(self, key: RequestId, *, computed: bool = False) -> None:
-        """What was offered goes as it is computed. From any thread."""
+        """Lets an offered hand-over go as it is computed. From any thread."""
         self._post(partial(self._sender.send, computed=computed), key)
 
     def first_token(self, key: RequestId, token: int) -> None:
-        """It goes with the KV. From any thread, before `FinishHandover`."""
+        """Sets the token that goes with the KV. From any thread, before `FinishHandover`."""
         self._post(self._sender.on, key, Outgoing.first_token, token)
 
     def gone(self, node: NodeId, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""What a process shows of itself in a TLS handshake, and whom it believes.
+"""TLS credentials: the certificate that a process shows, and the certificates that it accepts.
 
-Every connection asks for a context anew, so that certificates may be exchanged while sessions go on.
+Each connection asks for a context anew, so that certificates may be exchanged while sessions go on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 SCHEME = "isthmus"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-"""Of a cluster, and of a node where it stands in a certificate."""
+"""Name of a cluster, or of a node in a certificate."""
 _URI = re.compile(rf"{SCHEME}://({NAME.pattern})/(?:(head)|node/({NAME.pattern}))")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Whose a certificate is: the head's of a cluster, or that of the node `node`. It stands there as a URI."""
+    """Owner of a certificate, which carries it as a URI: the head of a cluster, or the node `node`."""
 
     cluster: str
     node: str | None = None
@@ -49,19 +49,20 @@ class Identity(msgspec.Struct, frozen=True):
 
 class Credentials(Protocol):
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """For the next connection that is accepted (`server`) or dialled. Raises OSError when there is none yet."""
+        """Returns the context for the next connection that is accepted (`server`) or dialled. Raises OSError when
+        there is none yet."""
 
     def identity(self, secured: ssl.SSLSocket) -> Identity | None:
-        """The peer's, after the handshake; None where certificates name nobody, or the peer showed none and need not.
-        Raises ConnectionRefusedError for a peer that is not to be spoken to."""
+        """Returns the peer's identity, after the handshake; None where certificates name nobody, or the peer showed
+        none and need not. Raises ConnectionRefusedError for a peer that must not be spoken to."""
 
 
 class TlsFiles:
-    """Files in PEM form that the operator gives. Both sides show a certificate that the cluster's own `authority`
-    signed; that, not a name, is what is checked, so the authority must sign nothing else.
+    """PEM files that the operator gives. Either side accepts any certificate that the cluster's own `authority`
+    signed, whatever its name, so the authority must sign nothing else.
 
-    Files that have changed are read again for the next connection. Raises ConfigError when one is missing or is not
-    what it should be; later such a change is reported, and what was read before stays in use.
+    Changed files are read again for the next connection. Raises ConfigError for a missing or invalid file; after the
+    start such a change is logged, and the files read before stay in use.
     """
 
     def __init__(self, certificate: str, key: str, authority: str) -> None:
@@ -117,7 +118,7 @@ class TlsFiles:
 
 
 def bare_context(*, server: bool) -> ssl.SSLContext:
-    """TLS 1.3, with no certificate, believing everybody: for whoever says more. No session is ever resumed: each
+    """Returns a context for TLS 1.3 without a certificate, that accepts every peer. Sessions are never resumed: each
     connection shows its certificate anew."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -129,8 +130,8 @@ def bare_context(*, server: bool) -> ssl.SSLContext:
 
 
 def load_private(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """As `load_cert_chain`, from memory, of which Python takes none: the key is on no disk where the system has
-    anonymous files, else for a moment in a folder of this user's alone."""
+    """Does `load_cert_chain` from memory, which Python cannot. The key is on no disk where the system has anonymous
+    files, else for a moment in a folder that only this user can read."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("key")
         try:

@@ -1,7 +1,7 @@
 """Frames, without I/O: `prefix | header | payload | verdict`, one after the other on each connection.
 
 The prefix says what the frame is and how long its parts are. The header is a msgpack message. The payload is raw
-bytes that the receiver wants in place: when prefix and header have come, the sink says where the payload goes,
+bytes that the receiver wants in place: when prefix and header have come, the session says where the payload goes,
 and it is received there, not copied there. One byte behind a payload says whether it is good: a sender that takes
 a message back fills up the frame under way with bytes that mean nothing.
 
@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from isthmus.core.errors import ConfigError, ProtocolError
+
+if TYPE_CHECKING:
+    from isthmus.live.messenger.lane import Lane
+    from isthmus.live.messenger.session import Session
 
 MAGIC = 0x5349
 MAGIC_BYTES = 2
@@ -84,20 +88,21 @@ def prefix_of(
     offset: int = 0,
     length: int = 0,
 ) -> bytes:
-    """The first bytes of a frame; `header` follows, then, if there are any, `length` bytes of payload and a verdict."""
+    """Encodes the first bytes of a frame. `header` follows, then `length` bytes of payload and a verdict, if there is
+    a payload."""
     check = check_of(header) if header_check is None else header_check
     fields = _FIELDS.pack(MAGIC, kind, priority, len(header), seq, total, offset, length, check)
     return fields + _CHECK.pack(check_of(fields))
 
 
 def check_magic(data: memoryview) -> None:
-    """The first MAGIC_BYTES of a frame. Raises ProtocolError when they are something else's."""
+    """Checks the first MAGIC_BYTES of a frame. Raises ProtocolError for those of another protocol."""
     if data[:MAGIC_BYTES] != MAGIC.to_bytes(MAGIC_BYTES, "little"):
         raise ProtocolError("the peer does not speak this protocol")
 
 
 def parse_prefix(data: memoryview) -> Prefix:
-    """Raises ProtocolError on bytes that are no frame, or a damaged one, or one over the limits."""
+    """Decodes a prefix. Raises ProtocolError for bytes that are no frame, a damaged frame, or one over the limits."""
     check_magic(data)
     _, *fields = _FIELDS.unpack_from(data)
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != check_of(data[: _FIELDS.size]):
@@ -113,30 +118,14 @@ def check_header(prefix: Prefix, header: bytes) -> None:
         raise ProtocolError("a frame came damaged (checksum of its header)")
 
 
-class Sink(Protocol):
-    """Takes the frames of one connection."""
-
-    def admit(self, prefix: Prefix) -> None:
-        """Its header is still to come. Raises ProtocolError where one that long may not."""
-
-    def grown(self) -> None:
-        """More of a long header came than the reader had memory for. Raises ProtocolError where there is no more."""
-
-    def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
-        """Memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
-
-    def end(self, prefix: Prefix, is_good: bool) -> bool:
-        """The frame is complete. False: nothing more is wanted from this connection."""
-
-
 class FrameReader:
     """Turns received bytes into frames.
 
     The owner repeats: read into `buffers()`, in order, then `advance(count)`.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, session: Session, lane: Lane) -> None:
+        self._session, self._lane = session, lane
         self._staging = memoryview(bytearray(STAGING))
         self._first = self._last = 0  # staged bytes not yet parsed: [first, last)
         self._prefix: Prefix | None = None
@@ -146,7 +135,7 @@ class FrameReader:
         self._left = 0  # payload bytes of this frame still to come
 
     def buffers(self) -> list[memoryview]:
-        """Where the next received bytes go: the rest of the payload, then what follows it. Never empty."""
+        """Returns memory for the next received bytes: the rest of the payload, then what follows it. Never empty."""
         if self._begun:
             targets = self._targets[self._at : self._at + IO_PARTS]
             if len(targets) == len(self._targets) - self._at:
@@ -156,14 +145,12 @@ class FrameReader:
 
     @property
     def grown_bytes(self) -> int:
-        """Memory taken for a header that is longer than most."""
+        """Bytes of memory taken for a header longer than STAGING."""
         return len(self._staging) - STAGING
 
     def advance(self, count: int) -> bool:
-        """Books `count` bytes received into `buffers()`. False when the sink wants nothing more.
-
-        Raises ProtocolError on bytes that are no frame, and whatever the sink raises.
-        """
+        """Books `count` bytes received into `buffers()`. Returns False when the session wants nothing more.
+        Raises ProtocolError for bytes that are no frame, and whatever the session raises."""
         if self._begun:
             count -= self._fill(count)
         self._last += count
@@ -173,7 +160,7 @@ class FrameReader:
         return is_wanted
 
     def divert(self) -> None:
-        """What is still to come of the payload under way is read past: its memory is not touched any more."""
+        """Reads past the rest of the payload under way: its memory is not touched any more."""
         if self._begun:
             self._targets, self._at = scratch(self._left), 0
 
@@ -189,17 +176,17 @@ class FrameReader:
             prefix, self._prefix, self._begun = self._prefix, None, False
             self._targets, self._at = [], 0
             assert prefix is not None
-            if not self._sink.end(prefix, verdict == GOOD):
+            if not self._session.end(self._lane, prefix, verdict == GOOD):
                 return False
 
     def _begin(self) -> bool:
-        """Parses prefix and header when they are here; False when more bytes are needed."""
+        """Parses prefix and header. Returns False when more bytes are needed."""
         if self._prefix is None:
             taken = self._take(PREFIX_BYTES)
             if taken is None:
                 return False
             prefix = parse_prefix(taken)
-            self._sink.admit(prefix)
+            self._session.admit(prefix)
             self._prefix = prefix
         taken = self._take(self._prefix.header)
         if taken is None:
@@ -208,12 +195,12 @@ class FrameReader:
         if self._last == 0 and len(self._staging) > STAGING:  # it was grown for this header
             self._staging = memoryview(bytearray(STAGING))
         check_header(self._prefix, header)
-        self._targets, self._at = list(self._sink.begin(self._prefix, header)), 0
+        self._targets, self._at = list(self._session.begin(self._lane, self._prefix, header)), 0
         self._left, self._begun = self._prefix.length, True
         return True
 
     def _drain(self) -> bool:
-        """Copies staged payload bytes to their place; True when the payload is complete."""
+        """Copies staged payload bytes to their place. Returns True when the payload is complete."""
         while self._left:
             target = self._targets[self._at]
             count = min(len(target), self._last - self._first)
@@ -238,7 +225,7 @@ class FrameReader:
         return verdict
 
     def _fill(self, count: int) -> int:
-        """Books up to `count` bytes as received in place; returns how many that were."""
+        """Books up to `count` bytes as received in place. Returns how many."""
         filled = min(count, self._left)
         self._left -= filled
         rest = filled
@@ -261,7 +248,7 @@ class FrameReader:
         return taken
 
     def _make_room(self) -> None:
-        """Memory grows as bytes come, not as they are announced."""
+        """Makes room behind the staged bytes. Memory grows as bytes come, not as they are announced."""
         left = self._staging[self._first : self._last]
         needed = self._prefix.header if self._prefix else PREFIX_BYTES
         size = len(self._staging)
@@ -273,10 +260,7 @@ class FrameReader:
             self._staging[: len(left)] = bytes(left)
         self._first, self._last = 0, len(left)
         if len(self._staging) > size:
-            self._sink.grown()
-
-
-# Memory in pieces, seen as one range of bytes. No I/O.
+            self._session.grown()
 
 
 IO_PARTS = 512
@@ -292,12 +276,12 @@ def _repeated(view: memoryview, size: int) -> list[memoryview]:
 
 
 def scratch(size: int) -> list[memoryview]:
-    """Memory of `size` bytes that nobody reads."""
+    """Returns memory of `size` bytes that nobody reads."""
     return _repeated(_SCRATCH, size)
 
 
 def zeros(size: int) -> list[memoryview]:
-    """`size` bytes that mean nothing."""
+    """Returns `size` bytes of filling."""
     return _repeated(_ZEROS, size)
 
 
@@ -313,7 +297,7 @@ class Pieces:
         self._starts = [0, *ends[:-1]]
 
     def cut(self, start: int, length: int) -> list[memoryview]:
-        """`[start, start + length)` as pieces; it must lie within the whole."""
+        """Returns the range `[start, start + length)`, which must lie within the whole, as pieces."""
         if length == self.size:
             return list(self.views)
         found = []
@@ -327,15 +311,12 @@ class Pieces:
         return found
 
 
-# Values that a peer sends, msgpack of a known type: the one place that knows in how many ways they cannot be read.
-
-
 Value = TypeVar("Value")
 
 
 def read(decode: Callable[[Any], Value], data: bytes | memoryview, what: str) -> Value:
-    """Raises ProtocolError for what is no msgpack, or of another type, or makes no sense to that type, or is nested
-    deeper than the interpreter goes: what is not asked for is read past, level by level."""
+    """Decodes a value that a peer sent. Raises ProtocolError for bytes that are no msgpack, have another type or an
+    invalid value, or are nested deeper than the interpreter goes (unknown fields are read past, level by level)."""
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:

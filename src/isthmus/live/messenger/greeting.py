@@ -1,4 +1,4 @@
-"""How a connection begins, without I/O. Both sides know the cluster's secret; each proves it and neither sends it.
+"""Greeting of a connection, without I/O. Each side proves that it knows the cluster's secret; neither sends it.
 
     dialler                                        listener
     HELLO: session, terms, nonce   ──────────────>
@@ -30,13 +30,13 @@ OLDEST, NEWEST = 3, 3
 SESSION_BYTES = 16
 NONCE_BYTES = 32
 LABEL = b"isthmus greeting 3"
-"""Of what is proven, so that no other use of the secret gives the same digest."""
+"""Domain of the proofs: no other use of the secret gives the same digest."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """`session` is chosen at random by who opens it, and is all that members of the cluster need to join it; `lane`
-    numbers its connections; `first`: the session begins with this one; `is_line`: it is not the session's own
-    (`line.py`); `nonce`: chosen at random for this connection."""
+    """`session`: its random name, all that members of the cluster need to join it. `lane`: number of this connection.
+    `first`: the session begins with this connection. `is_line`: the connection is a line (`line.py`). `nonce`:
+    random, for this connection alone."""
 
     oldest: int
     newest: int
@@ -63,7 +63,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnedAway(ProtocolError):
-    """The listener said CLOSE, with a reason."""
+    """Raised when the listener said CLOSE, with its reason."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -83,7 +83,7 @@ def refusal(reason: str) -> bytes:
 
 
 class Dialling:
-    """The dialler's side of one greeting: send `begin`, answer what comes with `answer`, check that with `end`."""
+    """Dialler's side of one greeting: send `begin`, answer CHALLENGE with `answer`, check WELCOME with `end`."""
 
     def __init__(self, said: Hello, secret: bytes) -> None:
         self._said, self._secret = _encode(said), secret
@@ -98,7 +98,8 @@ class Dialling:
         return _frame(FrameKind.ANSWER, Answer(_proof(self._secret, "dialler", self._said, self._nonce)))
 
     def end(self, prefix: Prefix, header: bytes) -> Terms:
-        """What the listener offers. Raises TurnedAway, or ProtocolError when it does not know the secret."""
+        """Returns the listener's terms. Raises TurnedAway, or ProtocolError when the listener does not know the
+        secret."""
         said = _answer_of(prefix, header, FrameKind.WELCOME, Welcome)
         if not OLDEST <= said.version <= NEWEST:
             raise ProtocolError(f"the listener chose protocol version {said.version}, which was not offered")
@@ -109,11 +110,11 @@ class Dialling:
 
 
 class Listening:
-    """The listener's side of one greeting: send `challenge` when HELLO came, and `welcome` when `check` found the
-    ANSWER right."""
+    """Listener's side of one greeting: send `challenge` after HELLO, and `welcome` when `check` found ANSWER
+    right."""
 
     def __init__(self, prefix: Prefix, header: bytes, nonce: bytes, secret: bytes) -> None:
-        """Raises ProtocolError with what is wrong: not a HELLO, or no common version."""
+        """Raises ProtocolError when the frame is no HELLO, or there is no common version."""
         if prefix.kind != FrameKind.HELLO or prefix.length:
             raise ProtocolError("a connection must begin with HELLO")
         said = _read(header, Hello)
@@ -153,7 +154,7 @@ def _nonce(given: bytes) -> bytes:
 
 
 def _answer_of(prefix: Prefix, header: bytes, kind: FrameKind, body: type[Body]) -> Body:
-    """What the listener said, or TurnedAway."""
+    """Decodes a frame of the listener. Raises TurnedAway for CLOSE, ProtocolError for any other than `kind`."""
     if prefix.kind == FrameKind.CLOSE and not prefix.length:
         raise TurnedAway(_read(header, Close).reason)
     if prefix.kind != kind or prefix.length:

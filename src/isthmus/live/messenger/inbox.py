@@ -11,7 +11,7 @@ to it afterwards, wherever slices of it still are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,20 +31,13 @@ from isthmus.live.messenger.frames import (
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.outbox import TALK_BYTES, Frame, Priority, kept_bytes
 
-
-class Owner(Protocol):
-    """Whom the messages are for."""
-
-    def on_message(self, message: Any) -> None: ...
-
-    def place(self, message: Any, size: int) -> Sequence[memoryview]: ...
-
-    def on_void(self, message: Any) -> None: ...
+if TYPE_CHECKING:
+    from isthmus.live.messenger.session import Session
 
 
 class _Incoming:
-    """A message of which something came, or that will not come (`void`). One without payload that must wait stays as it
-    came, in `header`: what it becomes may be ten times as large."""
+    """A message on its way in, or one that will not come (`void`). A message without payload that must wait stays
+    encoded, in `header`: decoded it may be ten times as large."""
 
     __slots__ = (
         "header", "held", "kept", "lengths", "message", "pieces", "received", "size", "void", "writers",
@@ -65,7 +58,7 @@ class _Incoming:
         return self.received == self.size
 
     def check_slices(self) -> None:
-        """Slices that overlap would leave holes."""
+        """Raises ProtocolError for slices that overlap: they would leave holes."""
         at = 0
         for offset, length in sorted(self.lengths.items()):
             if offset != at:
@@ -79,23 +72,25 @@ class _Incoming:
 
 
 class Inbox:
-    """`window`: bytes of messages and payloads that may wait for an earlier one of their priority. Payloads lie with
-    the owner; of the rest no more than `most_kept` waits here, and no honest sender sends more."""
+    """Messages of one session on their way in. `window`: bytes of messages and payloads that may wait for an earlier
+    message of their priority. Payloads lie in memory of the owner; at most `most_kept` bytes of messages wait here,
+    more than an honest sender ever sends."""
 
-    def __init__(self, decode: Callable[[bytes], Any], owner: Owner, window: int) -> None:
-        self._decode, self._owner, self._window = decode, owner, window
+    def __init__(self, decode: Callable[[bytes], Any], session: Session, window: int) -> None:
+        self._decode, self._session, self._window = decode, session, window
         self._open: tuple[dict[int, _Incoming], ...] = tuple({} for _ in Priority)
         self.through = [0 for _ in Priority]
-        """By priority: all messages before this number were delivered, or will never be."""
+        """By priority: number of the first message that is neither delivered nor void."""
         self.stopped = False
-        """Nothing more is delivered: the session is ending."""
+        """Delivers no more: the session is ending."""
         self.voided = 0
         self.most_kept = TALK_BYTES + kept_bytes(MAX_HEADER)
         self._held_bytes = self._kept_bytes = 0
         self._delivering: set[int] = set()
 
     def begin(self, prefix: Prefix, header: bytes, reader: FrameReader) -> list[memoryview]:
-        """Where the payload of this frame goes, which `reader` receives. Calls `place` on a message's first."""
+        """Returns memory for the payload of a frame that `reader` receives. Calls `place` for a message's first
+        frame."""
         if prefix.priority >= len(Priority):
             raise ProtocolError(f"priority {prefix.priority} does not exist")
         incoming = self._incoming(prefix, header)
@@ -113,8 +108,8 @@ class Inbox:
         return incoming.pieces.cut(prefix.offset, prefix.length)
 
     def end(self, prefix: Prefix, reader: FrameReader, is_good: bool) -> None:
-        """The frame is complete. Delivers what can be. One that is not good does not count: its message was taken
-        back, and the notice of that is on its way."""
+        """Takes a whole frame and delivers messages that are complete. A frame that is not good does not count: its
+        message was cancelled, and the notice of that is on its way."""
         opened = self._open[prefix.priority]
         incoming = opened.get(prefix.seq)
         if incoming is None or incoming.void:
@@ -135,7 +130,7 @@ class Inbox:
             self._hold(incoming, prefix.length, 0)
 
     def cancelled(self, priority: int, seq: int) -> None:
-        """The sender took this message back; it may be one of which nothing came yet."""
+        """Voids a message that its sender took back, even before its first frame."""
         if priority >= len(Priority):
             raise ProtocolError(f"priority {priority} does not exist")
         if seq < self.through[priority]:
@@ -148,7 +143,7 @@ class Inbox:
         self._deliver(priority)
 
     def refuse(self, message: Any) -> tuple[int, int] | None:
-        """Gives up a message whose payload is under way: its memory is the caller's again. Returns priority and
+        """Gives up a message whose payload is under way: its memory is the caller's again. Returns its priority and
         number; None when no such message is open."""
         for priority, opened in enumerate(self._open):
             for seq, incoming in opened.items():
@@ -159,14 +154,14 @@ class Inbox:
         return None
 
     def lane_lost(self, reader: FrameReader) -> None:
-        """What this lane was receiving will come again."""
+        """Forgets the slices that this lane was receiving: they will come again."""
         for opened in self._open:
             for incoming in opened.values():
                 for offset in [at for at, writer in incoming.writers.items() if writer is reader]:
                     del incoming.writers[offset]
 
     def end_all(self) -> None:
-        """The session is over: everything placed goes back to its owner."""
+        """Gives all placed memory back to its owner: the session is over."""
         for opened in self._open:
             for incoming in list(opened.values()):
                 if not incoming.void:
@@ -174,7 +169,7 @@ class Inbox:
             opened.clear()
 
     def _incoming(self, prefix: Prefix, header: bytes) -> _Incoming | None:
-        """None when the message is through already."""
+        """Finds or opens the message of a frame. Returns None when it was delivered already."""
         if prefix.seq < self.through[prefix.priority]:
             return None
         opened = self._open[prefix.priority]
@@ -184,7 +179,7 @@ class Inbox:
             if prefix.total:
                 message = self._read(header)
                 incoming = _Incoming(message, prefix.total)
-                incoming.pieces = Pieces(self._owner.place(message, prefix.total))
+                incoming.pieces = Pieces(self._session.place(message, prefix.total))
             else:
                 incoming = _Incoming(None, 0, header) if waits else _Incoming(self._read(header), 0)
             opened[prefix.seq] = incoming
@@ -203,10 +198,11 @@ class Inbox:
         placed, incoming.pieces = incoming.pieces, None
         self.voided += 1
         if placed is not None and tell:
-            self._owner.on_void(incoming.message)
+            self._session.on_void(incoming.message)
 
     def _hold(self, incoming: _Incoming, count: int, kept: int) -> None:
-        """Counts what waits for an earlier message. An honest sender stops before the limits."""
+        """Counts bytes that wait for an earlier message. Raises ProtocolError beyond the limits; an honest sender
+        stops before."""
         incoming.held += count
         incoming.kept += kept
         self._held_bytes += count
@@ -236,39 +232,36 @@ class Inbox:
         if not incoming.void:
             incoming.pieces = None
             message = incoming.message if incoming.header is None else self._read(incoming.header)
-            self._owner.on_message(message)
+            self._session.on_message(message)
         return True
-
-
-# What a session tells its peer about what arrived, and its last words.
 
 
 ACK_BYTES = 16 << 20
 ACK_FRAMES = 256
-"""What may have come before it is acknowledged without waiting. An acknowledgement that travels alone costs as much
-as receiving some hundred KiB, so there should be few."""
+"""Frames after which an acknowledgement goes at once, as after ACK_BYTES. One that travels alone costs as much as
+receiving some hundred KiB, so there should be few."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """All messages before `through` (by priority) need nothing more; `frames`: received so far, by lane."""
+    """`through`: by priority, number of the first message that is still needed. `frames`: number of each lane, and
+    how many frames came over it so far."""
 
     through: tuple[int, ...]
     frames: tuple[tuple[int, int], ...]
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True):
-    """Messages up to these numbers (by priority) were sent before it."""
+    """Last frame of a session. `finals`: by priority, how many messages were sent before it."""
 
     finals: tuple[int, ...]
     reason: str
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_ack_of, _close_of = msgspec.msgpack.Decoder(Ack).decode, msgspec.msgpack.Decoder(Close).decode
 
 
 class Arrivals:
-    """What came over each lane and was not acknowledged yet. `is_due`: an acknowledgement is to go by itself."""
+    """Frames that came over each lane and are not acknowledged. `is_due`: an acknowledgement must go by itself."""
 
     def __init__(self, window: int) -> None:
         self.is_due = False
@@ -277,7 +270,7 @@ class Arrivals:
         self._bytes = 0
 
     def count(self, lane: Lane, size: int) -> bool:
-        """One more frame, of `size` bytes; True when all this should not wait any longer."""
+        """Counts a frame of `size` bytes. Returns True when the acknowledgement should not wait any longer."""
         lane.frames_in += 1
         self._new[lane] = self._new.get(lane, 0) + 1
         self._bytes += size
@@ -287,27 +280,14 @@ class Arrivals:
         self._new.pop(lane, None)
 
     def repeat(self, lanes: Sequence[Lane]) -> None:
-        """Acknowledges again what came over these."""
+        """Acknowledges again the frames that came over these lanes."""
         for lane in lanes:
             self._new.setdefault(lane, 0)
         self.is_due = True
 
     def frame(self, through: Sequence[int]) -> Frame:
-        """Acknowledges everything."""
+        """Encodes an acknowledgement of everything that came."""
         header = _encode(Ack(tuple(through), tuple((lane.number, lane.frames_in) for lane in self._new)))
         self._new.clear()
         self._bytes, self.is_due = 0, False
         return Frame(prefix_of(FrameKind.ACK, header) + header)
-
-
-def close_frame(finals: tuple[int, ...], reason: str) -> Frame:
-    header = _encode(Close(finals, reason))
-    return Frame(prefix_of(FrameKind.CLOSE, header) + header)
-
-
-def read_ack(header: bytes) -> Ack:
-    return read(_ack_of, header, "an Ack")
-
-
-def read_close(header: bytes) -> Close:
-    return read(_close_of, header, "a Close")

@@ -1,4 +1,4 @@
-"""One connection of a session, without I/O: what is to be written to it, and what comes out of it.
+"""One connection of a session, without I/O: frames to be written to it, and the reader of its bytes.
 
 The binding repeats `views` -> write -> `wrote`, and read into `reader.buffers()` -> `reader.advance`.
 """
@@ -6,32 +6,19 @@ The binding repeats `views` -> write -> `wrote`, and read into `reader.buffers()
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from isthmus.live.messenger.frames import GOOD, IO_PARTS, VOID, FrameReader, Prefix, zeros
+from isthmus.live.messenger.frames import GOOD, IO_PARTS, VOID, FrameReader, zeros
 from isthmus.live.messenger.outbox import Frame, Sending
 
+if TYPE_CHECKING:
+    from isthmus.live.messenger.session import Session
+
 WRITE_BYTES = 1 << 20
-"""Bytes given to a lane at once; what comes later with a higher priority has to wait for them."""
+"""Bytes given to a lane at once. A later message of higher priority waits for them."""
 
 
 _GOOD, _VOID = memoryview(GOOD), memoryview(VOID)
-
-
-class Exchange(Protocol):
-    """The session, as its lanes see it."""
-
-    def admit(self, prefix: Prefix) -> None: ...
-
-    def grown(self) -> None: ...
-
-    def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]: ...
-
-    def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool: ...
-
-    def next_frame(self, lane: Lane) -> tuple[Frame, bool] | None:
-        """What to write next, and whether the peer will acknowledge it."""
 
 
 class _Unwritten:
@@ -48,11 +35,11 @@ class _Unwritten:
 
 
 class Lane:
-    """Numbered by whoever opened the session; a number is never used again."""
+    """One connection, numbered by the side that opened the session; a number is never used again."""
 
-    def __init__(self, exchange: Exchange, number: int) -> None:
-        self._exchange, self.number = exchange, number
-        self.reader = FrameReader(self)
+    def __init__(self, session: Session, number: int) -> None:
+        self._session, self.number = session, number
+        self.reader = FrameReader(session, self)
         self.frames_in = 0  # of those that are acknowledged
         self.frames_written = 0  # of those that are to be acknowledged
         self.frames_out = 0  # acknowledged by the peer
@@ -61,12 +48,10 @@ class Lane:
         self._unwritten: deque[_Unwritten] = deque()
         self._unwritten_bytes = 0
 
-    # Writing.
-
     def fill(self) -> bool:
-        """Takes frames until a batch is full. False when there is nothing to write."""
+        """Takes frames until a batch is full. Returns False when there is nothing to write."""
         while self._unwritten_bytes < WRITE_BYTES:
-            taken = self._exchange.next_frame(self)
+            taken = self._session.next_frame(self)
             if taken is None:
                 break
             frame, is_acknowledged = taken
@@ -81,7 +66,7 @@ class Lane:
         return self._unwritten_bytes
 
     def views(self) -> list[memoryview]:
-        """What to write next, in order; as much as one system call takes."""
+        """Returns the bytes to write next, in order, as much as one system call takes."""
         found: list[memoryview] = []
         for unwritten in self._unwritten:
             found += unwritten.parts[unwritten.at : unwritten.at + IO_PARTS]
@@ -104,7 +89,7 @@ class Lane:
                 self.frames_written += unwritten.is_acknowledged
 
     def blank(self, sending: Sending) -> None:
-        """From now on the memory of this message is not read: bytes without meaning fill up its frames."""
+        """Stops reading the memory of this message: zeros fill up its unwritten frames."""
         for unwritten in self._unwritten:
             if unwritten.frame.sending is sending and unwritten.frame.views:
                 first = max(unwritten.at, 1)  # part 0 is the head, the last one the verdict
@@ -112,23 +97,9 @@ class Lane:
                 unwritten.parts[first:] = [*zeros(left), _VOID]
 
     def acknowledged(self, count: int) -> list[Frame]:
-        """The peer has received `count` frames of this lane in all; returns the new ones."""
+        """Books that the peer has received `count` frames of this lane in all. Returns those newly acknowledged."""
         found = []
         while self.frames_out < count and self.unacked:
             found.append(self.unacked.popleft())
             self.frames_out += 1
         return found
-
-    # Reading.
-
-    def admit(self, prefix: Prefix) -> None:
-        self._exchange.admit(prefix)
-
-    def grown(self) -> None:
-        self._exchange.grown()
-
-    def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
-        return self._exchange.begin(self, prefix, header)
-
-    def end(self, prefix: Prefix, is_good: bool) -> bool:
-        return self._exchange.end(self, prefix, is_good)

@@ -1,15 +1,13 @@
-"""Questions of one thread and answers of another, over a connection of their own beside a session's.
+"""Questions of one thread and answers of another, over a connection of its own beside a session.
 
-Who is asked in the middle of a computation should hear of it at once. Over a session the thread that asks wakes its
-event loop, which wakes the other one, which wakes the thread that answers, and so back. On a line each of the two
-threads reads and writes for itself: one wakes the other.
+Over a session the thread that asks would wake its event loop, which wakes the peer's, which wakes the thread that
+answers, and so back. On a line each thread reads and writes the socket itself, so one thread wakes the other.
 
-A line is opened by whoever opened the session, belongs to it and ends with it. Questions are answered in their order,
-and more of them may be asked before the first is answered. Nothing is sent again: when the connection is lost, the line
-is.
+The side that opened the session opens its lines; a line ends with its session. Questions are answered in order, and
+several may be asked before the first is answered. A lost connection ends the line: nothing is sent again.
 
     question:  bytes of the head and of the payload (u32, u64, little-endian); head; payload
-    answer:    bytes (u64); these. None, if it cannot be answered
+    answer:    bytes (u64); these. 0 bytes: the question cannot be answered
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ _ANSWER = struct.Struct("<Q")
 
 
 class LineLost(Exception):
-    """The connection ended, or nothing came for too long. The line is of no use any more."""
+    """Raised when the connection ended, or nothing came for too long. The line is of no use any more."""
 
 
 class _End:
-    """What both ends do. `limit_s`: how long nothing may happen; None: for ever."""
+    """Socket of either side. `limit_s`: longest wait for bytes; None: for ever."""
 
     def __init__(self, stream: Stream, limit_s: float | None) -> None:
         self._stream, self._limit_s = stream, limit_s
@@ -47,7 +45,7 @@ class _End:
         return self._is_over
 
     def hang_up(self) -> None:
-        """Both ends hear of it, whoever waits at once. From any thread; idempotent."""
+        """Ends the line on both sides, and wakes who waits for it. From any thread; idempotent."""
         self._is_over = True
         self._stream.hang_up()
         with self._changed:
@@ -55,13 +53,13 @@ class _End:
             self._close()
 
     def _close(self) -> None:
-        """Once nobody waits for it: its number may be another's then."""
+        """Closes the socket once nobody waits for it: its number may then be another's."""
         if self._is_over and not self._waiting:
             with self._using:
                 self._stream.close()
 
     def _wait(self, events: int) -> int:
-        """What happened of these. Raises LineLost."""
+        """Waits for one of the poll events. Returns those that happened. Raises LineLost."""
         with self._changed:
             if self._is_over:
                 raise LineLost("it was hung up")
@@ -82,7 +80,7 @@ class _End:
         return found[0][1]
 
     def _receive(self, buffer: memoryview) -> int:
-        """How much of it is there, perhaps nothing. Raises LineLost."""
+        """Reads into `buffer` without waiting. Returns the number of bytes, perhaps 0. Raises LineLost."""
         with self._using:
             try:
                 count = None if self._is_over else self._stream.receive([buffer])
@@ -96,7 +94,7 @@ class _End:
         return count or 0
 
     def _send(self, views: list[memoryview]) -> list[memoryview]:
-        """What is left of these. Raises LineLost."""
+        """Writes without waiting. Returns the views still to write. Raises LineLost."""
         with self._using:
             try:
                 count = None if self._is_over else self._stream.send(views)
@@ -111,7 +109,7 @@ class _End:
 
 
 class Question:
-    """One that was asked, and what has come of its answer."""
+    """A question that was asked, and the answer as far as it came."""
 
     __slots__ = ("answer", "is_over", "left")
 
@@ -122,7 +120,7 @@ class Question:
 
 
 class Asker(_End):
-    """The end that asks, for several threads. One of those who wait reads, for all of them."""
+    """The side that asks, for several threads. One of the threads that wait reads, for all of them."""
 
     def __init__(self, stream: Stream, limit_s: float | None) -> None:
         super().__init__(stream, limit_s)
@@ -131,8 +129,8 @@ class Asker(_End):
         self._writing = threading.Lock()
 
     def ask(self, head: bytes, payload: memoryview) -> Question:
-        """Returns when all is on its way. Answers are read meanwhile, so that two who send much to each other do not
-        wait for one another. Raises LineLost."""
+        """Sends a question; returns when all of it is on its way. Reads answers meanwhile, so that two sides that
+        send much to each other do not block. Raises LineLost."""
         question = Question()
         with self._writing:
             with self._changed:
@@ -143,13 +141,13 @@ class Asker(_End):
         return question
 
     def answer(self, question: Question) -> memoryview | None:
-        """Waits for it. None: it cannot be answered. Raises LineLost."""
+        """Waits for the answer. None: the question cannot be answered. Raises LineLost."""
         while not question.is_over:
             self._advance(select.POLLIN, question)
         return question.answer
 
     def _advance(self, events: int, question: Question | None = None) -> None:
-        """Reads what is there; if that is nothing, waits for one of the events, or for who reads already."""
+        """Reads what is there; else waits for one of the events, or for the thread that reads already."""
         with self._changed:
             if question is not None and question.is_over:
                 return
@@ -173,7 +171,7 @@ class Asker(_End):
                 self._changed.wait(0.001)
 
     def _read(self) -> bool:
-        """More of the first answer. False where nothing is there."""
+        """Reads more of the first answer. Returns False where nothing is there."""
         question = self._asked[0] if self._asked else None
         if question is None:
             if self._receive(memoryview(bytearray(1))):
@@ -199,20 +197,20 @@ class Asker(_End):
 
 
 class Answerer(_End):
-    """The end that answers, for one thread."""
+    """The side that answers, for one thread."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream, None)
 
     def next(self) -> tuple[memoryview, memoryview]:
-        """Head and payload of the next question. Waits for it; raises LineLost at the end."""
+        """Waits for the next question. Returns its head and payload. Raises LineLost at the end."""
         head_bytes, payload_bytes = _QUESTION.unpack(self._whole(_QUESTION.size))
         if head_bytes > MAX_HEAD or payload_bytes > MAX_PAYLOAD:
             raise LineLost("a question too long")
         return self._whole(head_bytes), self._whole(payload_bytes)
 
     def answer(self, data: memoryview | None) -> None:
-        """None: it cannot be answered. Raises LineLost."""
+        """Sends an answer. None: the question cannot be answered. Raises LineLost."""
         views = [memoryview(_ANSWER.pack(0 if data is None else data.nbytes))]
         if data is not None:
             views.append(data)
@@ -230,7 +228,7 @@ class Answerer(_End):
 
 
 def rest_of(views: list[memoryview], count: int) -> list[memoryview]:
-    """Without the first `count` bytes."""
+    """Returns the views without their first `count` bytes."""
     for at, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[at + 1 :]]

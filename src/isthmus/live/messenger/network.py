@@ -1,4 +1,4 @@
-"""Where sessions come from: listening and connecting over TCP, and connections that are lost and made again."""
+"""Listens and connects over TCP, and makes lost connections again."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from isthmus.live.messenger.tcp import TcpPort, drain
 log = logging.getLogger(__name__)
 
 MAX_GREETING = 4096
-"""Bytes of one frame of a greeting, of which each side sends two."""
+"""Bytes of one frame of a greeting. Each side sends two."""
 MAX_PORT = 65535
 MAX_CONNECTIONS = 64
-"""Of one session."""
+"""Connections of one session."""
 ACCEPT_PAUSE_S = 1.0
 REDIAL_S = (0.02, 1.0)
 """First and longest wait before a lost connection is made again."""
 QUIET_S = 5.0
-"""Of connections that were turned away one line is logged, and for so long no other."""
+"""Shortest time between two log lines about connections that were turned away."""
 
 
 class Greetings(msgspec.Struct, frozen=True):
-    """How long a connection may take to begin, TLS included, and how many may be about to at once, for each listener:
-    one more takes the place of the oldest."""
+    """Limits of a listener. `within_s`: how long a connection may take to begin, TLS included. `most`: greetings
+    under way; one more takes the place of the oldest."""
 
     within_s: float = 5.0
     most: int = 128
@@ -59,14 +59,14 @@ USUAL = Greetings()
 class Server(Protocol):
     @property
     def refused(self) -> int:
-        """Connections that came to nothing so far."""
+        """Number of connections so far that came to nothing."""
 
     def close(self) -> None:
         """Takes no new sessions; those that are open go on."""
 
 
 class Network(Protocol):
-    """Where sessions come from: TCP, or memory."""
+    """Opens and serves sessions: over TCP, or in memory."""
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
@@ -77,17 +77,16 @@ class Network(Protocol):
     async def connect(
         self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
     ) -> Session:
-        """A session with `host:port`, of so many connections (None: as the network has). Raises OSError, with the
-        peer's reason if it gave one, or TimeoutError."""
+        """Opens a session with `host:port`, of `connections` connections (None: the network's own number). Raises
+        OSError, with the peer's reason if it gave one, or TimeoutError."""
         ...
 
 
 class TcpNetwork:
-    """Real sockets.
+    """Sessions over sockets.
 
-    `connections` per session, opened by the side that connects; the session can be used when the first is there.
-    `credentials`: for TLS; None: connections are plain. `secret`: what both sides must know, of each connection
-    (`greeting.py`).
+    `connections`: of each session, opened by the side that connects; the session can be used when the first is there.
+    `credentials`: for TLS; None: connections are plain. `secret`: both sides must know it (`greeting.py`).
     """
 
     def __init__(
@@ -101,75 +100,65 @@ class TcpNetwork:
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
-        self._connections, self._terms = connections, terms
-        self._secret, self._greetings = secret, greetings
-        self._credentials = credentials
+        self.connections, self.terms = connections, terms
+        self.secret, self.greetings = secret, greetings
+        self.credentials = credentials
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
     ) -> tuple[Listener, int]:
         def session_of(tcp: TcpPort) -> Session:
-            return Session(types, handler_of(), tcp, self._terms, first_s=self._greetings.within_s)
+            return Session(types, handler_of(), tcp, self.terms, first_s=self.greetings.within_s)
 
         sockets = await _listening(host, port)
-        listener = Listener(
-            sockets, session_of, self._terms, self._credentials, secret=self._secret, greetings=self._greetings
-        )
-        return listener, sockets[0].getsockname()[1]
+        return Listener(sockets, session_of, self), sockets[0].getsockname()[1]
 
     async def connect(
         self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
     ) -> Session:
         host, port = split_address(address)
-        dialler = _Dialler(host, port, self._credentials, self._terms, self._secret, self._greetings.within_s)
+        dialler = _Dialler(self, host, port)
         async with running_timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
-        session = tcp.session = Session(types, handler, tcp, self._terms)
+        session = tcp.session = Session(types, handler, tcp, self.terms)
         session.peer, session.identity = address, stream.identity
         session.agree(terms)
         tcp.dial_line = dialler.dial_line
         tcp.add(stream, 0)
-        dialler.keep(tcp, session, connections or self._connections)
+        dialler.keep(tcp, session, connections or self.connections)
         return session
 
 
 class _Dialler:
     """Opens the connections of one session, and again when they are lost."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        credentials: Credentials | None,
-        terms: Terms,
-        secret: bytes,
-        within_s: float,
-    ) -> None:
-        self._host, self._port, self._credentials, self._terms = host, port, credentials, terms
-        self._secret, self._within_s = secret, within_s
+    def __init__(self, network: TcpNetwork, host: str, port: int) -> None:
+        self._network, self._host, self._port = network, host, port
         self._name = os.urandom(greeting.SESSION_BYTES)
         self._task: asyncio.Task[None] | None = None
         self._identity: Identity | None = None
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
-        """One connection, greeted. Raises OSError."""
+        """Opens one connection and greets. Raises OSError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        hello = greeting.hello(self._name, lane, self._terms, nonce, first=first)
+        hello = greeting.hello(self._name, lane, self._network.terms, nonce, first=first)
         stream, terms = await self._greeted(hello)
         self._identity = stream.identity
         return stream, terms
 
     async def dial_line(self) -> Stream:
-        """Raises OSError, TimeoutError."""
+        """Opens a line. Raises OSError, TimeoutError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        async with running_timeout(self._within_s):
-            stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
+        async with running_timeout(self._network.greetings.within_s):
+            stream, _ = await self._greeted(greeting.line(self._name, self._network.terms, nonce))
         return stream
 
     async def _greeted(self, hello: greeting.Hello) -> tuple[Stream, Terms]:
-        dialling = greeting.Dialling(hello, self._secret)
-        stream = await open_stream(await _connected(self._host, self._port), self._credentials, server=False)
+        dialling = greeting.Dialling(hello, self._network.secret)
+        stream = await open_stream(
+            await _connected(self._host, self._port), self._network.credentials, server=False
+        )
         try:
             if not hello.first and stream.identity != self._identity:
                 raise ConnectionError(f"{stream.identity} answers where {self._identity} did")
@@ -187,7 +176,7 @@ class _Dialler:
             raise
 
     def keep(self, tcp: TcpPort, session: Session, connections: int) -> None:
-        if connections > 1 or self._terms.resume_s:
+        if connections > 1 or self._network.terms.resume_s:
             self._task = tcp.loop.create_task(self._keep(tcp, session, connections))
 
     def stop(self) -> None:
@@ -202,7 +191,7 @@ class _Dialler:
                 await tcp.lane_lost.wait()
                 continue
             try:
-                async with running_timeout(self._within_s):
+                async with running_timeout(self._network.greetings.within_s):
                     stream, _ = await self.dial(number)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, ConnectionRefusedError) and session.suspended:
@@ -220,29 +209,16 @@ class _Dialler:
 
 
 class Listener:
-    """Accepts connections, greets them and hands each to its session. Before its greeting is over a connection has no
-    session, and nothing but its own few bytes is held for it."""
+    """Accepts connections, greets them and hands each to its session. Until its greeting is over, a connection has no
+    session and takes no memory but its own few bytes."""
 
     def __init__(
-        self,
-        sockets: list[socket.socket],
-        session_of: Callable[[TcpPort], Session],
-        terms: Terms,
-        credentials: Credentials | None,
-        *,
-        secret: bytes,
-        greetings: Greetings,
+        self, sockets: list[socket.socket], session_of: Callable[[TcpPort], Session], network: TcpNetwork
     ) -> None:
-        self._sockets, self._session_of, self._terms, self._credentials = (
-            sockets,
-            session_of,
-            terms,
-            credentials,
-        )
-        self._secret, self._greetings = secret, greetings
+        self._sockets, self._session_of, self._network = sockets, session_of, network
         self._ports: dict[bytes, TcpPort] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
-        """Connections whose greeting is under way, oldest first, and from where they are."""
+        """Greetings under way, oldest first, and the address of each peer."""
         self._trouble = _Trouble()
         self._loop = asyncio.get_running_loop()
         for sock in sockets:
@@ -262,10 +238,6 @@ class Listener:
     def refused(self) -> int:
         return self._trouble.count
 
-    async def wait_closed(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
     def _accept(self, listening: socket.socket) -> None:
         try:
             sock, address = listening.accept()
@@ -277,7 +249,7 @@ class Listener:
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
         peer = address_of(address[0], address[1])
-        if len(self._tasks) >= self._greetings.most:
+        if len(self._tasks) >= self._network.greetings.most:
             oldest = next(iter(self._tasks))
             self._trouble.say(f"a connection from {self._tasks.pop(oldest)} made room for later ones")
             oldest.cancel()
@@ -298,12 +270,12 @@ class Listener:
         stream: Stream | None = None
         session: Session | None = None
         try:
-            async with running_timeout(self._greetings.within_s):
-                stream = await open_stream(sock, self._credentials, server=True)
+            async with running_timeout(self._network.greetings.within_s):
+                stream = await open_stream(sock, self._network.credentials, server=True)
                 hello = await self._prove(stream)
                 tcp = self._port_of(hello.hello, peer, stream.identity)
                 session = tcp.session
-                await write_all(stream, hello.welcome(self._terms))
+                await write_all(stream, hello.welcome(self._network.terms))
             if session is None or session.closed:
                 raise ConnectionError("its session ended meanwhile")
             if hello.hello.is_line:
@@ -327,9 +299,10 @@ class Listener:
             raise
 
     async def _prove(self, stream: Stream) -> greeting.Listening:
-        """Raises ProtocolError when the other side is not one of this cluster, OSError when it ends."""
+        """Greets a dialler. Raises ProtocolError when it does not belong to this cluster, OSError when it hangs
+        up."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        hello = greeting.Listening(*await _read_greeting(stream), nonce, self._secret)
+        hello = greeting.Listening(*await _read_greeting(stream), nonce, self._network.secret)
         await write_all(stream, hello.challenge())
         hello.check(*await _read_greeting(stream))
         return hello
@@ -358,7 +331,7 @@ class Listener:
 
 
 class _Trouble:
-    """Connections that came to nothing, on few lines: whoever knocks thousands of times fills no disk."""
+    """Log of connections that came to nothing, in few lines: thousands of them must not fill a disk."""
 
     def __init__(self) -> None:
         self._logged_s = -QUIET_S
@@ -381,12 +354,12 @@ class _Trouble:
 
 
 def address_of(host: str, port: int) -> str:
-    """`host:port`, with IPv6 addresses in brackets."""
+    """Joins `host:port`, with IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of `address_of`. Raises ValueError."""
+    """Splits an address of `address_of`. Raises ValueError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
         raise ValueError(f"{address!r} is not HOST:PORT")
@@ -394,7 +367,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def _listening(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address of the host, all with the same port."""
+    """Listens on every address of the host, with the same port."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
@@ -417,7 +390,7 @@ async def _listening(host: str, port: int) -> list[socket.socket]:
 
 
 async def _connected(host: str, port: int) -> socket.socket:
-    """A socket connected to the first address that answers. Raises OSError."""
+    """Connects to the first address that answers. Raises OSError."""
     loop = asyncio.get_running_loop()
     failed: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -27,7 +27,7 @@ from isthmus.live.messenger.frames import (
 
 
 class Priority(IntEnum):
-    """A higher one (lower number) overtakes between slices; within one, messages keep their order."""
+    """A lower number overtakes between slices; messages of one priority keep their order."""
 
     CONTROL = 0
     URGENT = 1
@@ -35,25 +35,25 @@ class Priority(IntEnum):
 
 
 SLICE = 1 << 20
-"""Payload bytes of a frame. Long enough to hide what a frame costs, short enough to be overtaken after it."""
+"""Payload bytes of a frame: enough to hide a frame's cost, few enough that urgent messages need not wait long."""
 HEADERS_PER_SLICE = 32
-"""A slice is at least so many times as long as the header that goes with it."""
+"""A slice has at least so many times the bytes of the header that goes with it."""
 TALK_BYTES = 64 << 20
-"""Messages without payload may go beyond the peer's window by so much, so that payloads never hold them up. Of messages
-themselves, without payloads, no more than that goes ahead of one that is missing."""
+"""Bytes by which messages without payload may exceed the peer's window, so that payloads never hold them up. Also the
+most bytes of messages that go ahead of a missing one."""
 MESSAGE_BYTES = 1 << 10
-"""What a message costs whoever must keep it, beside its header."""
+"""Memory that the peer needs for a waiting message, beside its header."""
 
 Done = Callable[[bool], None]
 
 
 def kept_bytes(header: int) -> int:
-    """What a message costs whoever must keep it, with a header of so many bytes."""
+    """Memory that the peer needs for a waiting message with a header of `header` bytes."""
     return MESSAGE_BYTES + header
 
 
 class Sending:
-    """A message on its way. `cancel` takes back what has not been sent."""
+    """A message on its way out."""
 
     __slots__ = (
         "_outbox",
@@ -85,19 +85,19 @@ class Sending:
         self.over = False
 
     def cancel(self) -> None:
-        """Nothing more of it is sent, and its memory is the caller's again when this returns. Idempotent; does
-        nothing when all of it has arrived."""
+        """Sends no more of the message: its memory is the caller's again when this returns. Idempotent; does nothing
+        when all of it has arrived."""
         self._outbox.cancel(self)
 
     @property
     def waits(self) -> bool:
-        """Something of it still has to be given to a lane."""
+        """Whether a part of the message must still be given to a lane."""
         assert self.payload is not None
         return not self.started or bool(self.again) or self.assigned < self.payload.size
 
 
 class Frame:
-    """One frame on its way: the slice of `sending` at `offset`, or no message at all."""
+    """One frame on its way: the slice of `sending` at `offset`, or a notice without a message."""
 
     __slots__ = ("head", "length", "offset", "sending", "views")
 
@@ -114,10 +114,10 @@ class Frame:
 
 
 class Outbox:
-    """Not told of lanes: it hands out frames and takes back what became of them.
+    """Messages of one session on their way out, as frames that lanes take and report on.
 
-    `wake` is called when something can be sent that could not before, `let_go` when the memory of a message that
-    may lie on lanes is to be used no more; `window`: bytes the peer lets be in flight.
+    `wake` is called when something can be sent that could not before, `let_go` when lanes must not read a message's
+    memory any more. `window`: bytes that the peer lets be in flight.
     """
 
     def __init__(self, wake: Callable[[], None], let_go: Callable[[Sending], None]) -> None:
@@ -142,26 +142,21 @@ class Outbox:
         return sending
 
     def notice(self, kind: FrameKind, priority: int, seq: int) -> None:
-        """A frame without header, before all messages."""
+        """Queues a frame without header, before all messages."""
         self._notices.append(Frame(prefix_of(kind | ACK_SOON, b"", priority=priority, seq=seq)))
         self._wake()
 
     @property
     def empty(self) -> bool:
-        """Everything was given to a lane."""
+        """Whether everything was given to a lane."""
         return not self._notices and not any(self._queues)
-
-    @property
-    def idle(self) -> bool:
-        """Nothing waits and nothing is unacknowledged."""
-        return self.empty and not self.unacked_bytes
 
     @property
     def final_seqs(self) -> tuple[int, ...]:
         return tuple(self._next_seq)
 
     def next(self) -> Frame | None:
-        """The frame that goes next, or None when there is none or the peer's window is full."""
+        """Returns the frame that goes next; None when there is none or the peer's window is full."""
         if self._notices:
             return self._on_lane(self._notices.popleft())
         for queue in self._queues:
@@ -233,7 +228,7 @@ class Outbox:
     # What became of frames.
 
     def arrived(self, frame: Frame) -> None:
-        """The peer has this frame, wherever it belongs."""
+        """Books a frame that the peer has received."""
         self.unacked_bytes -= frame.length
         sending = frame.sending
         if sending is None or sending.over:
@@ -243,7 +238,7 @@ class Outbox:
             self._end(sending, arrived=True)
 
     def lost(self, frames: list[Frame]) -> None:
-        """These frames went down with their lane: they go again, before what was not begun yet."""
+        """Queues again the frames of a lost lane, before messages that were not begun."""
         back: list[Sending] = []
         for frame in frames:
             self.unacked_bytes -= frame.length
@@ -271,7 +266,7 @@ class Outbox:
         self.queued_bytes += min(sending.slice_bytes, payload.size - frame.offset)
 
     def delivered(self, priority: int, seq: int) -> None:
-        """The peer is through with all messages of this priority before number `seq`."""
+        """Books that the peer needs no message of this priority before number `seq` any more."""
         waiting = self._undelivered[priority]
         while waiting and waiting[0].seq < seq:
             sending = waiting.popleft()
@@ -282,8 +277,8 @@ class Outbox:
                 self.ahead_kept -= kept_bytes(len(waiting[0].header))
 
     def _settle(self, sending: Sending) -> None:
-        """The peer is through with it, and nobody else told. If all of it had been sent it arrived, and what goes
-        again need not; if not, the peer refused it, and the notice of that is late."""
+        """Ends a message that the peer needs no more though its frames were not all acknowledged. If all of it had
+        been sent, it arrived; else the peer refused it, and the notice of that is late."""
         assert sending.payload is not None
         arrived = sending.assigned == sending.payload.size
         self._unqueue(sending)
@@ -299,7 +294,7 @@ class Outbox:
         self._end(sending, arrived=False)
 
     def refused(self, priority: int, seq: int) -> None:
-        """The peer does not want this message."""
+        """Ends a message that the peer refused."""
         for sending in self._undelivered[priority]:
             if sending.seq == seq and not sending.over:
                 self._unqueue(sending)
@@ -307,7 +302,7 @@ class Outbox:
                 return
 
     def end(self) -> None:
-        """The session is over: nothing more goes."""
+        """Ends all messages: the session is over."""
         open_ones = [sending for queue in self._undelivered for sending in queue if not sending.over]
         open_ones += [sending for queue in self._queues for sending in queue if not sending.started]
         for queue in (*self._queues, *self._undelivered):
@@ -318,7 +313,7 @@ class Outbox:
             self._end(sending, arrived=False)
 
     def _unqueue(self, sending: Sending) -> None:
-        """Takes what is left of it out of its queue."""
+        """Takes the rest of a message out of its queue."""
         if sending.waits:
             payload = sending.payload
             assert payload is not None

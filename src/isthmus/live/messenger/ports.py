@@ -1,4 +1,4 @@
-"""Whom a session serves and what it stands on: its owner above, the binding to sockets or memory below."""
+"""Interfaces around a session: its owner (`Handler`), and its binding to sockets or memory (`Port`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Handler(Protocol):
-    """What a session's owner does. All calls come from the event loop.
+    """Owner of a session. All calls come from the event loop.
 
     Messages of one priority come in the order of sending. With several connections a message may be placed while
     earlier ones are still on their way.
     """
 
     def on_message(self, session: Session, message: Any, /) -> None:
-        """A whole message is here, its payload (if any) in the memory that `place` gave."""
+        """Takes a whole message; its payload, if any, lies in the memory that `place` gave."""
 
     def place(self, session: Session, message: Any, size: int, /) -> Sequence[memoryview]:
-        """Memory of exactly `size` bytes for the payload of `message`, as one or more pieces."""
+        """Returns memory of exactly `size` bytes for the payload of `message`, as one or more pieces."""
 
     def on_void(self, session: Session, message: Any, /) -> None:
-        """The payload of a message that was placed will not come: its memory is the owner's again."""
+        """Takes memory back that `place` gave: the payload will not come."""
 
     def on_close(self, session: Session, reason: str, /) -> None:
-        """The session ended; nothing more comes."""
+        """Hears that the session ended; nothing more comes."""
 
 
 class Timer(Protocol):
@@ -39,8 +39,7 @@ class Timer(Protocol):
 
 
 class Port(Protocol):
-    """What a session needs of its binding. `ack_delay_s`: how long an acknowledgement of a payload waits for
-    something to travel with."""
+    """Services that a session needs. `ack_delay_s`: how long an acknowledgement waits for a frame to travel with."""
 
     ack_delay_s: float
 
@@ -51,33 +50,33 @@ class Port(Protocol):
     def later(self, delay_s: float, function: Callable[[], object]) -> Timer: ...
 
     def wake(self) -> None:
-        """Some lane has something to write."""
+        """Lets lanes write: at least one has something."""
 
     def retransmits(self) -> int:
-        """Segments that TCP sent again."""
+        """Counts TCP segments that were sent again."""
 
     def finish(self, lane: Lane) -> None:
-        """Write what is unwritten, then end this connection and tell `lane_down`."""
+        """Writes what is unwritten, then ends this connection and calls `lane_down`."""
 
     def abort(self, lane: Lane) -> None:
-        """End this connection now; `lane_down` need not be told."""
+        """Ends this connection now, without calling `lane_down`."""
 
     def ended(self) -> None:
-        """The session is over: give up what belongs to it."""
+        """Gives up the session's resources: it is over."""
 
     async def line(self) -> Stream:
-        """A connection that begins in this session's name and is not the session's. Raises OSError, TimeoutError."""
+        """Opens a connection in this session's name that is not one of its lanes. Raises OSError, TimeoutError."""
 
 
 class Timers:
-    """Calls to be made later, by name; of each at most one is under way."""
+    """Timers of a session, by name; at most one of each name is running."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
         self._running: dict[str, Timer] = {}
 
     def after(self, delay_s: float, name: str, function: Callable[[], object]) -> None:
-        """Calls it later, once, however often this is asked meanwhile."""
+        """Starts a timer, unless one of this name is running."""
         if name not in self._running:
             self._running[name] = self._port.later(delay_s, lambda: self._due(name, function))
 
@@ -98,33 +97,21 @@ class Timers:
         function()
 
 
-# What the sides of a session agree on, and what it counts.
-
-
 class Terms(msgspec.Struct, frozen=True):
-    """What one side offers; what holds is agreed at the start.
-
-    `window`: bytes the other side may have in flight to this one; `resume_s`: how long a session outlives its
-    last connection, the shorter of both; `capabilities`: names, and those that both have are agreed.
-    """
+    """Limits that one side of a session offers. `window`: bytes that the other side may have in flight to it;
+    `resume_s`: how long the session outlives its last connection, the shorter of both sides' offers."""
 
     window: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
     resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
-    capabilities: tuple[str, ...] = ()
-
-    def agreed(self, theirs: Terms) -> Terms:
-        """As both will act: the window is the other side's."""
-        common = tuple(sorted(set(self.capabilities) & set(theirs.capabilities)))
-        return Terms(theirs.window, min(self.resume_s, theirs.resume_s), common)
 
 
 STANDARD = Terms()
 
 
 class Stat(msgspec.Struct, frozen=True):
-    """`queued_bytes` wait for a connection, `unacked_bytes` are on one; `resent` and `voided` count messages' slices
-    that went twice and payloads that never came; `retransmits`, segments that TCP sent again, over connections that
-    are up, 0 where it does not tell."""
+    """`queued_bytes` wait for a connection, `unacked_bytes` are on one. `resent`: slices that went twice; `voided`:
+    payloads that never came; `retransmits`: TCP segments sent again over the connections that are up, 0 where the
+    kernel does not tell."""
 
     lanes: int
     lanes_lost: int

@@ -1,7 +1,7 @@
-"""Time in which this process ran. Whoever judges a peer by its silence measures that, not the machine's time.
+"""Time in which this process ran: the measure for a peer's silence, instead of the machine's time.
 
-A process may stand still: stopped, swapped out, its virtual machine paused, its event loop blocked. What peers said
-meanwhile waits in sockets, and when the process goes on its timers are due before it has read any of that.
+A process may stand still: stopped, swapped out, its virtual machine paused, its event loop blocked. Meanwhile
+messages of peers wait in sockets, and when the process goes on, its timers are due before it has read any of them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import AsyncIterator, Callable
 from isthmus.core.types import NS_PER_S
 
 STEP_NS = NS_PER_S
-"""Longer than this between two ticks an event loop that is only busy does not take."""
+"""Longest time between two ticks that a busy event loop needs; more means that the process stood still."""
 TICK_S = 0.25
 EXACT_S = 0.001
-"""Event loops are no more exact than that."""
+"""Precision of event loops."""
 
 
 class RunningClock:
-    """`clock_ns`, but that from one `tick` to the next it goes on by no more than `step_ns`. `now_ns` may
-    be asked from any thread."""
+    """A clock like `clock_ns`, that advances at most `step_ns` from one `tick` to the next. `now_ns` may be called
+    from any thread."""
 
     def __init__(self, clock_ns: Callable[[], int], step_ns: int = STEP_NS) -> None:
         self._clock_ns, self._step_ns = clock_ns, step_ns
         self._seen = clock_ns(), 0
-        """When it ticked last, and how long the process stood still before, in all."""
+        """Time of the last tick, and the total time for which the process stood still before."""
 
     def now_ns(self) -> int:
         ticked_ns, stood_ns = self._seen
         return min(self._clock_ns(), ticked_ns + self._step_ns) - stood_ns
 
     def tick(self) -> bool:
-        """To be called several times in `step_ns`. True when the process stood still before: nobody is to be judged
-        until the next tick, since what came meanwhile is read only now."""
+        """Advances the clock; call it several times in `step_ns`. Returns True when the process stood still before:
+        then judge no peer until the next tick, since messages that came meanwhile are read only now."""
         (ticked_ns, stood_ns), now_ns = self._seen, self._clock_ns()
         more_ns = max(0, now_ns - ticked_ns - self._step_ns)
         self._seen = now_ns, stood_ns + more_ns
@@ -42,7 +42,7 @@ class RunningClock:
 
 
 class RunningTimer:
-    """Calls `function` when the event loop has run for `delay_s`, and has read what came before."""
+    """Calls `function` when the event loop has run for `delay_s` and has read what came meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, function: Callable[[], object]) -> None:
         self._loop, self._function = loop, function
@@ -64,7 +64,7 @@ class RunningTimer:
 
 @contextlib.asynccontextmanager
 async def running_timeout(delay_s: float) -> AsyncIterator[None]:
-    """As `asyncio.timeout`: raises TimeoutError when the event loop has run for so long inside."""
+    """Raises TimeoutError when the event loop has run for `delay_s` inside, as `asyncio.timeout` does for time."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer = RunningTimer(loop, delay_s, lambda: limit.reschedule(loop.time()))

@@ -28,9 +28,11 @@ from isthmus.live.messenger.frames import (
     FrameKind,
     Pieces,
     Prefix,
+    prefix_of,
+    read,
     scratch,
 )
-from isthmus.live.messenger.inbox import Ack, Arrivals, Close, Inbox, close_frame, read_ack, read_close
+from isthmus.live.messenger.inbox import Ack, Arrivals, Close, Inbox
 from isthmus.live.messenger.lane import Lane
 from isthmus.live.messenger.line import Answerer, Asker
 from isthmus.live.messenger.outbox import TALK_BYTES, Done, Frame, Outbox, Priority, Sending
@@ -38,28 +40,29 @@ from isthmus.live.messenger.ports import STANDARD, Handler, Port, Stat, Terms, T
 from isthmus.live.messenger.streams import Stream
 
 LINGER_S = 5.0
-"""How long closing may take."""
+"""Longest time that closing may take."""
 STALL_S = 10.0
-"""A lane on which nothing arrives for so long, while over others something does, is given up."""
+"""A lane without progress for so long, while others make some, is given up."""
 MAX_FIRST = 64 << 10
-"""Bytes of the first message that the opener of a session may send, and of what may come before that is understood; of
-notices always."""
+"""Bytes of the first message that the opener may send, and of all that may come before it is delivered. Also the
+limit of a notice's header at any time."""
 MAX_GROWN = TALK_BYTES + 8 * MAX_HEADER
-"""Bytes of headers longer than most that may be under way to here at once, over all connections."""
+"""Bytes of long headers on their way in, over all connections together."""
 MAX_REASON = 4096
 MAX_BACKLOG = 256 << 20
-"""Bytes of messages (not of payloads, which lie with their owners) that may wait for a peer that takes nothing."""
+"""Bytes of messages, payloads not counted, that may wait for a peer that takes nothing."""
 
 
 CLOSED_HERE = "closed here"
 _encode = msgspec.msgpack.Encoder().encode
+_decode_ack, _decode_close = msgspec.msgpack.Decoder(Ack).decode, msgspec.msgpack.Decoder(Close).decode
 
 
 class Session:
     """Sends and receives typed messages with payloads. Not thread-safe: use it from its event loop.
 
-    `first_s`: how long the peer, who opened it, may take to send its first message; until the owner has taken that,
-    little is kept of whatever else comes. None: this side opened it.
+    `first_s`: how long the peer, who opened the session, may take to send its first message; until the owner has
+    taken that, little else is kept. None: this side opened it.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class Session:
         self._line_bytes_in = self._line_bytes_out = 0  # of those that ended and are not in the list any more
         self.peer = "unconnected"
         self.identity: Identity | None = None  # the peer's, where a certificate says it
-        self.capabilities: tuple[str, ...] = ()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -129,18 +131,18 @@ class Session:
         return sending
 
     async def room(self, below: int = 1 << 20) -> None:
-        """Returns when less than `below` bytes of payloads wait for a connection, or the session is closed.
+        """Waits until less than `below` bytes of payloads wait for a connection, or the session is closed.
 
-        Who seals or copies what it sends does well to wait for this first: bytes that are sent while they are in
-        the processor's cache are read from memory once only.
+        Wait here before sealing or copying a payload: bytes that are sent while they are in the processor's cache are
+        read from memory only once.
         """
         while self._outbox.queued_bytes >= below and not self.closed:
             self._room = self._room or asyncio.Event()
             await self._room.wait()
 
     def refuse(self, message: Any) -> bool:
-        """Gives up a message that was placed and has not come yet: its memory is the caller's again when this
-        returns True, with no `on_void`; its sender hears `done(False)`. False when it is not under way."""
+        """Gives up a message that was placed and has not come yet. True: its memory is the caller's again, `on_void`
+        is not called, and its sender hears `done(False)`. False: it is not under way."""
         found = self._inbox.refuse(message)
         if found is None:
             return False
@@ -149,7 +151,8 @@ class Session:
         return True
 
     async def line(self, patience_s: float) -> Asker:
-        """Opens a line, for another thread. Only who opened the session can. Raises OSError, TimeoutError."""
+        """Opens a line for another thread; possible on the side that opened the session. Raises OSError,
+        TimeoutError."""
         asker = Asker(await self._port.line(), patience_s)
         self._add_line(asker)
         if self._ended:
@@ -158,7 +161,7 @@ class Session:
         return asker
 
     def answer_lines(self, on_line: Callable[[Answerer], None]) -> None:
-        """The peer may open lines from now on."""
+        """Lets the peer open lines; `on_line` is called with each."""
         self._on_line = on_line
 
     @property
@@ -193,12 +196,12 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """`on_close` was called."""
+        """Whether `on_close` was called."""
         return self._ended
 
     @property
     def suspended(self) -> bool:
-        """Every connection is lost, and one may come back."""
+        """Whether every connection is lost and one may come back."""
         return self._timers.is_running("resume")
 
     def stat(self) -> Stat:
@@ -220,12 +223,10 @@ class Session:
 
     def agree(self, terms: Terms) -> None:
         """Takes the peer's terms, once, before the first lane."""
-        agreed = self.terms.agreed(terms)
-        self._outbox.window, self.capabilities = agreed.window, agreed.capabilities
-        self._resume_s = agreed.resume_s
+        self._outbox.window, self._resume_s = terms.window, min(self.terms.resume_s, terms.resume_s)
 
     def lane_up(self, number: int) -> Lane:
-        """A connection is there. It must be given to no other session."""
+        """Adds a connection, which belongs to no other session."""
         lane = Lane(self, number)
         self.lanes.append(lane)
         self._by_number[number] = lane
@@ -236,21 +237,21 @@ class Session:
         return lane
 
     def take_line(self, stream: Stream) -> None:
-        """The peer opened a line."""
+        """Takes a line that the peer opened."""
         assert self._on_line is not None, "a line that nobody takes is turned away"
         answerer = Answerer(stream)
         self._add_line(answerer)
         self._on_line(answerer)
 
     def _add_line(self, line: Asker | Answerer) -> None:
-        """Of those that ended only the bytes are kept."""
+        """Adds a line, and keeps only the byte counts of lines that ended."""
         over = [each for each in self._lines if each.is_over]
         self._line_bytes_in += sum([each.bytes_in for each in over])
         self._line_bytes_out += sum([each.bytes_out for each in over])
         self._lines = [each for each in self._lines if each not in over] + [line]
 
     def lane_down(self, lane: Lane, reason: str) -> None:
-        """A connection ended, in whatever way. What was on it goes over the others."""
+        """Removes a connection that ended. Frames on it go over the others."""
         if self._by_number.pop(lane.number, None) is None:
             return
         self.lanes.remove(lane)
@@ -277,14 +278,14 @@ class Session:
             self._port.soon(self._end)
 
     def give_up(self, reason: str = "") -> None:
-        """No connection of a suspended session will come back."""
+        """Ends a suspended session: no connection will come back."""
         self._timers.stop("resume")
         if not self.lanes:
             self._reason = self._reason or reason or self._lost
             self._end()
 
     def fail(self, reason: str) -> None:
-        """The peer did what it must not, or something here is broken: tells it why and ends."""
+        """Tells the peer that it broke a rule, or that this side is broken, and ends."""
         if self._ended or self._close_sent:
             return
         self._reason = self._reason or reason
@@ -294,7 +295,7 @@ class Session:
         self._port.wake()
 
     def next_frame(self, lane: Lane) -> tuple[Frame, bool] | None:
-        """For lanes: what to write next, and whether the peer will acknowledge it."""
+        """Returns the frame to write next, and whether the peer will acknowledge it."""
         if self._close_sent or self._ended:
             return None
         if self._arrivals.is_due or (self._timers.is_running("ack") and not self._outbox.empty):
@@ -317,17 +318,20 @@ class Session:
     # What lanes bring.
 
     def admit(self, prefix: Prefix) -> None:
+        """Judges a frame whose header is still to come. Raises ProtocolError for a header that is too long."""
         is_message = prefix.kind & ~ACK_SOON == FrameKind.DATA and not self._is_stranger
         most = MAX_HEADER if is_message else MAX_FIRST
         if prefix.header > most:
             raise ProtocolError(f"a header of {prefix.header} bytes came where {most} may")
 
     def grown(self) -> None:
+        """Judges the memory that long headers take. Raises ProtocolError when it is too much."""
         most = MAX_FIRST if self._is_stranger else MAX_GROWN
         if sum([lane.reader.grown_bytes for lane in self.lanes]) > most:
             raise ProtocolError("the peer sent more than it was allowed to")
 
     def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
+        """Returns memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
         if prefix.kind & ~ACK_SOON == FrameKind.DATA:
             if self._closing:
                 return scratch(prefix.length)
@@ -338,6 +342,7 @@ class Session:
         return ()
 
     def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool:
+        """Takes a whole frame. False: nothing more is wanted from this connection."""
         kind = prefix.kind & ~ACK_SOON
         if kind == FrameKind.DATA:
             self._end_data(lane, prefix, is_good)
@@ -354,9 +359,9 @@ class Session:
 
     def _end_notice(self, lane: Lane, prefix: Prefix, kind: int, header: bytes) -> None:
         if kind == FrameKind.ACK:
-            self._acknowledged(read_ack(header))
+            self._acknowledged(read(_decode_ack, header, "an Ack"))
         elif kind == FrameKind.CLOSE:
-            self._peer_closed(read_close(header))
+            self._peer_closed(read(_decode_close, header, "a Close"))
         elif prefix.priority >= len(Priority):
             raise ProtocolError(f"priority {prefix.priority} does not exist")
         elif kind == FrameKind.CANCEL:
@@ -428,7 +433,7 @@ class Session:
             self._port.wake()
 
     def _watch(self) -> None:
-        """Gives up lanes that stall. If all of them do, it is the peer or the network, and that is not for us."""
+        """Gives up lanes that stall. If all stall, the peer or the network is slow, and none is given up."""
         busy = [lane for lane in self.lanes if lane.unacked]
         latest_ns = max((lane.progress_ns for lane in self.lanes), default=0)
         for lane in busy:
@@ -441,12 +446,13 @@ class Session:
     # Ends.
 
     def _close_frame(self) -> Frame:
-        """The last frame of the session. What other lanes have not written yet still goes."""
+        """Returns the last frame of the session. Other lanes still write what they have."""
         self._close_sent = True
         reason = "" if self._reason == CLOSED_HERE else self._reason[:MAX_REASON]
         for lane in self.lanes:
             self._port.soon(partial(self._port.finish, lane))
-        return close_frame(self._outbox.final_seqs, reason)
+        header = _encode(Close(self._outbox.final_seqs, reason))
+        return Frame(prefix_of(FrameKind.CLOSE, header) + header)
 
     def _tell_room(self) -> None:
         if self._room is not None:
@@ -465,7 +471,7 @@ class Session:
         self._by_number.clear()
 
     def _end(self) -> None:
-        """Everything open goes back to its owner, once; then the owner hears of the end."""
+        """Gives everything open back to its owner, once, then tells the owner of the end."""
         if self._ended:
             return
         self._ended = self._closing = self._inbox.stopped = True

@@ -8,85 +8,68 @@ import socket
 import ssl
 import struct
 import sys
-from typing import Protocol
 
 from isthmus.live.messenger.credentials import Credentials, Identity
 
 USER_TIMEOUT_MS = 60_000
-"""Sent bytes that nobody acknowledges for so long: the connection is lost. Linux counts the time in which the peer's
-buffer is full as well, so that this is also how long a process may stand still while much is sent to it. That a machine
-is dead the head knows much earlier."""
+"""A connection whose sent bytes stay unacknowledged for so long is lost. Linux counts the time in which the peer's
+buffer is full as well, so a process may stand still no longer than this while much is sent to it. The head notices a
+dead machine much earlier."""
 KEEPALIVE_S = 10
 UNSENT_BYTES = 512 << 10
-"""What the kernel may hold beyond what the network can carry now. More would only delay what is more urgent."""
+"""Bytes that the kernel may hold beyond what the network can carry now. More would only delay urgent messages."""
 TLS_CHUNK = 16 << 10
 """Bytes of one TLS record."""
 _TCP_INFO = struct.Struct("100xI")
+"""`tcpi_total_retrans` of `struct tcp_info` (linux/tcp.h): after 8 bytes and 23 numbers of 32 bits."""
 
 
-class Stream(Protocol):
+class Stream:
     """A connected socket that never blocks. `identity`: the peer's, where a certificate says it."""
 
-    identity: Identity | None
-
-    def fileno(self) -> int: ...
-
-    def receive(self, buffers: list[memoryview]) -> int | None:
-        """Fills the buffers in order; the count, 0 at the end of the stream, None when nothing is there yet.
-        Raises OSError when the connection is lost."""
-
-    @property
-    def pending(self) -> bool:
-        """More was received already than the socket shows."""
-
-    def send(self, views: list[memoryview]) -> int | None:
-        """Takes bytes from the front; how many, or None when it can take none now. Raises OSError."""
-
-    def retransmits(self) -> int:
-        """Segments sent again so far; 0 where the kernel does not tell."""
-
-    def finish(self) -> None:
-        """Nothing more is sent; the peer sees the end of the stream."""
-
-    def hang_up(self) -> None:
-        """Nothing more goes either way: who waits for it sees the end. From any thread."""
-
-    def close(self) -> None: ...
-
-
-class PlainStream:
-    identity: Identity | None = None
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, identity: Identity | None = None) -> None:
+        self._sock, self.identity = sock, identity
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     @property
     def pending(self) -> bool:
+        """Whether more was received already than the socket shows."""
         return False
 
     def receive(self, buffers: list[memoryview]) -> int | None:
+        """Fills the buffers in order. Returns the number of bytes: 0 at the end of the stream, None when nothing is
+        there yet. Raises OSError when the connection is lost."""
         try:
             return self._sock.recvmsg_into(buffers)[0]
         except (BlockingIOError, InterruptedError):
             return None
 
     def send(self, views: list[memoryview]) -> int | None:
+        """Takes bytes from the front. Returns how many, or None when it can take none now. Raises OSError."""
         try:
             return self._sock.sendmsg(views)
         except (BlockingIOError, InterruptedError):
             return None
 
     def retransmits(self) -> int:
-        return _retransmits(self._sock)
+        """Counts TCP segments sent again so far; 0 where the kernel does not tell."""
+        if not sys.platform.startswith("linux"):
+            return 0
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return 0
+        return int(_TCP_INFO.unpack(info)[0]) if len(info) == _TCP_INFO.size else 0
 
     def finish(self) -> None:
+        """Sends nothing more; the peer sees the end of the stream."""
         with contextlib.suppress(OSError):  # the peer was first
             self._sock.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
+        """Ends both directions: threads that wait for the socket see the end. From any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -94,22 +77,18 @@ class PlainStream:
         self._sock.close()
 
 
-class TlsStream:
+class TlsStream(Stream):
     """OpenSSL wants a write that did not go through to be repeated with the same bytes: `_chunk`."""
 
-    def __init__(self, sock: ssl.SSLSocket, identity: Identity | None = None) -> None:
-        self._sock, self.identity = sock, identity
-        self._chunk: memoryview | bytes | None = None
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
+    _sock: ssl.SSLSocket
+    _chunk: memoryview | bytes | None = None
 
     @property
     def pending(self) -> bool:
         return self._sock.pending() > 0
 
     def receive(self, buffers: list[memoryview]) -> int | None:
-        """As many records as there are, for each has to be asked for."""
+        """Reads as many records as there are, each with a call of its own."""
         got = 0
         try:
             for buffer in buffers:
@@ -135,34 +114,9 @@ class TlsStream:
         self._chunk = None
         return count
 
-    def retransmits(self) -> int:
-        return _retransmits(self._sock)
-
-    def finish(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._sock.close()
-
-
-def _retransmits(sock: socket.socket) -> int:
-    """`tcpi_total_retrans` of `struct tcp_info` (linux/tcp.h): after 8 bytes and 23 numbers of 32 bits."""
-    if not sys.platform.startswith("linux"):
-        return 0
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except OSError:
-        return 0
-    return int(_TCP_INFO.unpack(info)[0]) if len(info) == _TCP_INFO.size else 0
-
 
 def _chunk_of(views: list[memoryview]) -> memoryview | bytes:
-    """One record's worth. Small pieces are put together."""
+    """Joins small pieces to one record's worth of bytes."""
     if len(views[0]) >= TLS_CHUNK or len(views) == 1:
         return views[0][:TLS_CHUNK]
     parts, size = [], 0
@@ -175,10 +129,10 @@ def _chunk_of(views: list[memoryview]) -> memoryview | bytes:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small messages go at once, lost peers are noticed, and the kernel queues no more than it can use.
+    """Sets up a socket: small messages go at once, lost peers are noticed, the kernel queues no more than it can use.
 
-    Buffers are left to the kernel, which sizes them by rate and delay; setting them would stop that. Within a host
-    BBR, where it is the default, costs half as much CPU again as CUBIC (0.25 against 0.16 s/GiB on either side).
+    The kernel sizes buffers by rate and delay; setting them would stop that. Within a host BBR, where it is the
+    default, costs half as much CPU again as CUBIC (0.25 against 0.16 s/GiB on either side).
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -212,12 +166,12 @@ async def ready(fileno: int, *, to_write: bool) -> None:
 
 
 async def open_stream(sock: socket.socket, credentials: Credentials | None, *, server: bool) -> Stream:
-    """A connected socket made ready; with credentials the TLS handshake is done, and the peer is who it should be.
-    Raises OSError."""
+    """Sets up a connected socket; with credentials the TLS handshake is done and the peer's identity checked. Raises
+    OSError."""
     try:
         tune(sock)
         if credentials is None:
-            return PlainStream(sock)
+            return Stream(sock)
         context = credentials.context(server=server)
         secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     except BaseException:
@@ -243,7 +197,7 @@ async def _shake_hands(secured: ssl.SSLSocket) -> None:
 
 
 async def read_exactly(stream: Stream, count: int) -> memoryview:
-    """Raises ConnectionError when the stream ends before."""
+    """Reads `count` bytes. Raises ConnectionError when the stream ends before."""
     data = memoryview(bytearray(count))
     at = 0
     while at < count:

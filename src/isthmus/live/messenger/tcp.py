@@ -1,8 +1,8 @@
 """Binds sessions to TCP sockets that the event loop watches, several per session.
 
-The loop's own transports are not used: they take what is written at once, so nothing urgent could overtake it, and
-asyncio's copy it. Threads with blocking sockets moved no more bytes per second of CPU (0.19 s/GiB on either side,
-event loop 0.15 to 0.19) and would bring locks and hand-overs.
+asyncio's transports are not used: they take all bytes at once, so nothing urgent could overtake them, and copy them.
+Threads with blocking sockets moved no more bytes per second of CPU (0.19 s/GiB on either side, event loop 0.15 to
+0.19) and would need locks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ READ_BUDGET = 2 << 20
 WRITE_BUDGET = 2 << 20
 """Bytes moved before the event loop gets a turn."""
 BULK_BYTES = 64 << 10
-"""After so many the next connection has its turn."""
+"""Bytes after which the next connection has its turn."""
 ACK_DELAY_S = 0.005
 DRAIN_S = 2.0
-"""How long a socket is kept for the peer to read what was sent last."""
+"""Longest time for the peer to read the last bytes before a socket is closed."""
 
 
 class TcpPort:
-    """What a session needs of the event loop: its connections, timers, and turns to write."""
+    """Port of a session over sockets: its connections, timers, and turns to write."""
 
     ack_delay_s = ACK_DELAY_S
 
@@ -43,7 +43,7 @@ class TcpPort:
         self.session: Session | None = None
         self.lane_lost = asyncio.Event()
         self.dial_line: Callable[[], Awaitable[Stream]] | None = None
-        """On the side that opened the session."""
+        """Opens a line; on the side that opened the session."""
         self._on_ended = on_ended
         self._wires: dict[Lane, _Wire] = {}
         self._drains: set[asyncio.Task[None]] = set()
@@ -51,7 +51,7 @@ class TcpPort:
         self._scheduled = False
 
     def add(self, stream: Stream, number: int) -> None:
-        """A new connection of the session."""
+        """Adds a connection to the session."""
         assert self.session is not None
         lane = self.session.lane_up(number)
         self._wires[lane] = _Wire(self, self.session, stream, lane)
@@ -79,7 +79,7 @@ class TcpPort:
             self.loop.call_soon(self._pump)
 
     def retransmits(self) -> int:
-        return sum([wire.retransmits() for wire in self._wires.values()])
+        return sum([wire.stream.retransmits() for wire in self._wires.values()])
 
     def finish(self, lane: Lane) -> None:
         wire = self._wires.get(lane)
@@ -107,7 +107,7 @@ class TcpPort:
         return await self.dial_line()
 
     def _pump(self) -> None:
-        """Lanes take turns, a batch each, as long as they can write. Small messages stay on one lane."""
+        """Lets lanes write in turns, a batch each. Small messages stay on one lane."""
         self._scheduled = False
         wires = list(self._wires.values())
         budget, idle, at = WRITE_BUDGET, 0, self._turn
@@ -125,10 +125,10 @@ class TcpPort:
 
 
 class _Wire:
-    """One socket and the lane it carries."""
+    """A socket and the lane that it carries."""
 
     def __init__(self, port: TcpPort, session: Session, stream: Stream, lane: Lane) -> None:
-        self._port, self._session, self._stream, self._lane = port, session, stream, lane
+        self._port, self._session, self._lane, self.stream = port, session, lane, stream
         self._fileno = stream.fileno()
         self._full = self._finishing = self._closed = False
         port.loop.add_reader(self._fileno, self._readable)
@@ -136,7 +136,7 @@ class _Wire:
             port.loop.call_soon(self._readable)
 
     def push(self) -> int:
-        """Writes a batch; the number of bytes, 0 when there is nothing to write or no room for it."""
+        """Writes a batch. Returns its bytes: 0 when there is nothing to write or no room for it."""
         if self._full or self._closed or not self._lane.fill():
             return 0
         return self._write()
@@ -146,20 +146,17 @@ class _Wire:
         if not self._lane.unwritten_bytes:
             self._finish_now()
 
-    def retransmits(self) -> int:
-        return self._stream.retransmits()
-
     def close(self) -> None:
-        """The socket goes away; nothing is told to the session."""
+        """Closes the socket without telling the session."""
         if not self._closed:
             self._closed = True
             self._port.loop.remove_reader(self._fileno)
             self._port.loop.remove_writer(self._fileno)
-            self._stream.close()
+            self.stream.close()
 
     def _write(self) -> int:
         try:
-            count = self._stream.send(self._lane.views())
+            count = self.stream.send(self._lane.views())
         except OSError as error:
             self._lost(str(error))
             return 0
@@ -174,7 +171,7 @@ class _Wire:
         return count
 
     def _writable(self) -> None:
-        """Watched while the socket was full; no longer, when there is nothing left to write."""
+        """Goes on writing to a socket that was full, until nothing is left."""
         budget = WRITE_BUDGET
         while budget > 0 and not self._closed:
             if not self._lane.fill():
@@ -191,7 +188,7 @@ class _Wire:
         try:
             while budget > 0 and not self._closed:
                 buffers = self._lane.reader.buffers()
-                count = self._stream.receive(buffers)
+                count = self.stream.receive(buffers)
                 if count is None:
                     return
                 if count == 0:
@@ -200,9 +197,9 @@ class _Wire:
                 budget -= count
                 if not self._lane.reader.advance(count):
                     return
-                if not self._stream.pending and count < sum(map(len, buffers)):
+                if not self.stream.pending and count < sum(map(len, buffers)):
                     return
-            if not self._closed and self._stream.pending:
+            if not self._closed and self.stream.pending:
                 self._port.loop.call_soon(self._readable)
         except ProtocolError as error:
             log.warning("the session with %s ends: %s", self._session.peer, error)
@@ -215,7 +212,7 @@ class _Wire:
             raise
 
     def _stop_reading(self) -> None:
-        """Its frames make no sense any more; what is sent may still arrive."""
+        """Reads no more after a frame that made no sense; what is queued is still sent."""
         if not self._closed:
             self._port.loop.remove_reader(self._fileno)
 
@@ -225,21 +222,22 @@ class _Wire:
         self._session.lane_down(self._lane, reason)
 
     def _finish_now(self) -> None:
-        """All is written. The socket stays until the peer has read it."""
+        """Ends a lane that has written everything. The socket stays until the peer has read it."""
         if self._closed:
             return
         self._closed = True
         loop = self._port.loop
         loop.remove_reader(self._fileno)
         loop.remove_writer(self._fileno)
-        self._port.drain(self._stream)
+        self._port.drain(self.stream)
         self._port.removed(self._lane)
         self._session.lane_down(self._lane, "")
 
 
 def drain(stream: Stream) -> asyncio.Task[None]:
-    """Says that nothing more comes, reads a socket to its end, for a while, and closes it: closing one with unread
-    bytes in it would take back what the peer did not read yet. A task, so that a loop that ends closes it too."""
+    """Sends the end of the stream, reads past what still comes, for a while, and closes: closing a socket with unread
+    bytes would take back bytes that the peer has not read. A task, so that a loop that ends closes the socket,
+    too."""
     stream.finish()
     task = asyncio.get_running_loop().create_task(_read_past(stream))
     task.add_done_callback(lambda _: stream.close())  # also where it is cancelled before it begins

@@ -1,8 +1,8 @@
-"""What crosses from one node to linked clusters: measured by session, kept open, and ended when it stands still.
+"""Measures traffic from one node to linked clusters, keeps a session with each cluster open, and ends sessions that
+stand still.
 
-A link that loses everything tells nobody. So there is always a session with each linked cluster; every session is
-asked for a sign of life again and again, and one that gives none, and takes nothing more either, is ended long before
-TCP would.
+A link that loses everything reports nothing. Therefore every session is asked for a sign of life again and again; a
+session that gives none and makes no progress is ended long before TCP would end it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 KEEP_S = 0.5
-"""How often each session is asked for a sign of life, or one opened where there is none."""
+"""Time between two probes of a session, or attempts to open one where there is none."""
 TALK_BYTES = 64 << 10
-"""Less on the way than that is talk, not KV: it keeps no link busy."""
+"""Up to so many bytes in flight are messages, not KV: they do not make a link busy."""
 
 
 class _Watched:
-    """One session with a node of a linked cluster, and how far it was seen to get."""
+    """A session with a node of a linked cluster, and its progress. `arrived`, `waiting`: bytes; `moved_s`: time of
+    the last progress."""
 
     def __init__(self, session: Session, now_s: float) -> None:
         self.session = session
@@ -38,8 +39,8 @@ class _Watched:
         self._seen: tuple[int, ...] = ()
 
     def look(self, now_s: float) -> None:
-        """Bytes count as moving already when this machine's kernel takes them: on a slow link a long time passes until
-        the next piece is acknowledged."""
+        """Updates the progress. Bytes count as moving when this machine's kernel takes them: on a slow link much time
+        passes until the next acknowledgement."""
         if self.session.closed:  # what was on its way when it ended did not arrive
             self.waiting, self.moved_s = 0, now_s
             return
@@ -52,7 +53,7 @@ class _Watched:
             self._seen, self.moved_s = seen, now_s
 
     def ask(self) -> None:
-        """For a sign of life, unless one is awaited already."""
+        """Sends a probe, unless one is unanswered."""
         if self._asked_s is not None or self.session.closed:
             return
         loop = asyncio.get_running_loop()
@@ -67,7 +68,7 @@ class _Watched:
 
 
 class _Far:
-    """One linked cluster."""
+    """A linked cluster."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,7 +81,8 @@ class _Far:
 
     @property
     def has_session(self) -> bool:
-        """One that has lost its connections counts, for as long as they may come back (`network.resume_s`)."""
+        """Whether a session is open. One that lost its connections counts while they may come back
+        (`network.resume_s`)."""
         return any(not session.closed for session in self.watched)
 
     def watch(self, session: Session, now_s: float) -> None:
@@ -120,8 +122,8 @@ class _Far:
 
 
 class LinkMonitor:
-    """For a node's event loop. `link_s`: how long a session may stand still with something on its way; None: nothing
-    is watched, and every link counts as up. `spawn` owns what is started here."""
+    """Watches a node's links, in its event loop. `link_s`: how long a session may stand still with bytes in flight;
+    None: nothing is watched, and every link counts as up. `spawn` owns the tasks."""
 
     def __init__(self, peers: Peers, link_s: float | None, spawn: Spawn) -> None:
         self._peers, self._link_s, self._spawn = peers, link_s, spawn
@@ -137,13 +139,13 @@ class LinkMonitor:
             self._spawn(self._watch(self._link_s))
 
     def introduced(self, session: Session, node: NodeId) -> None:
-        """A session that another node opened."""
+        """Watches a session that another node opened."""
         for far in self._far.values():
             if node in far.addresses:
                 far.watch(session, self._now_s())
 
     def _now_s(self) -> float:
-        """Of the time in which this process ran and watched."""
+        """Returns the time for which this process ran and watched."""
         if self._running is None:
             return asyncio.get_running_loop().time()
         return self._running.now_ns() / NS_PER_S
@@ -178,7 +180,7 @@ class LinkMonitor:
             await asyncio.sleep(LOOK_S)
 
     def _keep(self, far: _Far) -> None:
-        """Asks every session for a sign of life, or opens one."""
+        """Probes every session, or opens one."""
         for watched in far.watched.values():
             watched.ask()
         if far.addresses and not far.has_session and not far.reaching:
@@ -186,7 +188,7 @@ class LinkMonitor:
             self._spawn(self._reach(far))
 
     async def _reach(self, far: _Far) -> None:
-        """One node after the other, each time."""
+        """Opens a session with the next node of the cluster, in turn."""
         nodes = list(far.addresses)
         far.turn += 1
         try:

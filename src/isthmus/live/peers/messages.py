@@ -1,11 +1,9 @@
-"""What head, nodes and the stages of a pipeline group say to each other. Schema-checked msgpack; token ids and KV
-bytes, nothing executable.
+"""Messages between head, nodes and the stages of a pipeline group: schema-checked msgpack of token ids and KV bytes,
+nothing executable.
 
-Reports of nodes are the conductor's events, orders to nodes are what its desk answers, and both travel as they are
-(`isthmus.core.attempts`). `key`, of an attempt, goes with everything about a request: what comes late from an earlier
-attempt is void.
-
-Between nodes go letters (`isthmus.core.node.letters`), which nodes write and read, and frames of KV.
+Nodes report the conductor's events, and the desk's orders go to nodes, as they are (`isthmus.core.attempts`). Each
+message about a request carries `key`, of its attempt: late messages of an earlier attempt are void. Nodes send each
+other letters (`isthmus.core.node.letters`) and frames of KV.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from isthmus.live.store import ArenaHandle
 
 PROTOCOL = 13
 MAX_NAMES = 1 << 16
-"""In one message: far from the limit of its length."""
+"""Block names in one message: far below the limit of its length."""
 MAX_METRICS = 1 << 14
-"""Of one process, those of its tenants included."""
+"""Metrics of one process, those of its tenants included."""
 
 
 class NodeHello(msgspec.Struct, frozen=True, tag=True):
-    """A node offers itself. `joined`: what the conductor is to hear of it; `address`: where other nodes reach it for
-    KV, `host:port`. For people: `products`, how its engine multiplies; `remark`, what they are to know of it."""
+    """A node offers itself. `joined`: what the conductor hears of it. `address`: `host:port` where other nodes reach
+    it for KV. Shown to operators: `products`, how its engine multiplies; `remark`."""
 
     protocol: int
     joined: NodeJoined
@@ -45,20 +43,21 @@ class NodeHello(msgspec.Struct, frozen=True, tag=True):
 
 
 Output = tuple[RequestId, int, Generated]
-"""A token of a request and an attempt. `Generated.index` counts from the first token of the first attempt."""
+"""Request, attempt, token. `Generated.index` counts from the first token of the first attempt."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of one iteration."""
+    """Tokens of one iteration."""
 
     outputs: tuple[Output, ...]
 
 
 class Scores(msgspec.Struct, frozen=True, tag=True):
-    """Of an attempt's prompt, in their order, the tokens from number `first` on; number 0 is the prompt's second token.
+    """Logprobs of an attempt's prompt tokens, in order, from number `first` on; number 0 is the prompt's second
+    token.
 
-    They go before the first output token, by the same way, in as many messages as the engine tells. A `first` below
-    what came already takes the place of that: the prompt is computed anew.
+    They precede the first output token, in as many messages as the engine tells. A `first` below earlier ones
+    replaces them: the prompt is computed anew.
     """
 
     request: RequestId
@@ -68,21 +67,22 @@ class Scores(msgspec.Struct, frozen=True, tag=True):
 
 
 Metric = Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]{0,99}(/[^/\x00-\x1f]{1,256})?\Z")]
-"""Of a process, or of one tenant, whose name is behind it. They are shown to operators as they came."""
+"""Name of a metric of a process, or of one tenant, whose name follows "/". Operators see it as it came."""
 Measured = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
-"""A number: what is compared finds NaN to be none."""
+"""A finite number: comparisons with NaN would be meaningless."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sign of life with this node's gauges and counters. `links`: to each linked cluster, over all sessions of this
-    node with its nodes, counted since the node started."""
+    """Sign of life with this node's gauges and counters. `links`: one for each linked cluster, over all sessions of
+    this node with its nodes, counted since the node started."""
 
     gauges: Annotated[dict[Metric, Measured], msgspec.Meta(max_length=MAX_METRICS)]
     links: tuple[LinkState, ...] = ()
 
 
 class StageHello(msgspec.Struct, frozen=True, tag=True):
-    """One stage of the pipeline group `group` offers itself; the first says Hello for all once they are joined.
+    """A stage of the pipeline group `group` offers itself; the first stage sends NodeHello for all once they are
+    joined.
 
     `address`: where the stage before reaches it.
     """
@@ -95,7 +95,7 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enrol(msgspec.Struct, frozen=True, tag=True):
-    """Stage `stage` of `node` asks for a certificate. `request`: PKCS 10, in DER form."""
+    """Stage `stage` of `node` asks for a certificate. `request`: PKCS 10, DER."""
 
     node: NodeId
     stage: int
@@ -103,8 +103,8 @@ class Enrol(msgspec.Struct, frozen=True, tag=True):
 
 
 class Directions(msgspec.Struct, frozen=True, tag=True):
-    """Rows of the table that signatures of prompts are made of (`engine.interface.Engine.directions`), from number
-    `first` on. In their order, until all are told."""
+    """Rows, from number `first` on, of the table that prompt signatures are made with
+    (`engine.interface.Engine.directions`). Sent in order until all are told."""
 
     first: int
     rows: bytes
@@ -114,43 +114,43 @@ HeadBound = NodeHello | StageHello | Enrol | Outputs | Scores | Heartbeat | Dire
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, tag=True):
-    """The node is part of the cluster. `beat_ms`: how often it must send a Beat."""
+    """The node is part of the cluster. `beat_ms`: time between its heartbeats."""
 
     beat_ms: int
 
 
 class Enrolled(msgspec.Struct, frozen=True, tag=True):
-    """The certificate that was asked for, and that of the authority which signed it. In PEM form."""
+    """The certificate asked for, and that of the authority which signed it. PEM."""
 
     certificate: bytes
     authority: bytes
 
 
 class GroupGathered(msgspec.Struct, frozen=True, tag=True):
-    """To the first stage: the others are at these addresses, in their order."""
+    """To the first stage: addresses of the later stages, in order."""
 
     addresses: tuple[str, ...]
 
 
 class NodeRefused(msgspec.Struct, frozen=True, tag=True):
-    """The node is not wanted, and why."""
+    """The node may not join, and why."""
 
     reason: str
 
 
 class TellDirections(msgspec.Struct, frozen=True, tag=True):
-    """Say what signatures are made of, as `Directions`."""
+    """Asks for `Directions`."""
 
 
 class Neighbours(msgspec.Struct, frozen=True, tag=True):
-    """All nodes of a cluster, this node's own or a linked one, and where this node reaches each."""
+    """Addresses at which this node reaches each node of its own cluster or a linked one."""
 
     cluster: str
     addresses: dict[NodeId, str]
 
 
 class Poll(msgspec.Struct, frozen=True, tag=True):
-    """Send a Beat now."""
+    """Asks for a heartbeat now."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -163,8 +163,8 @@ NodeBound = (
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """First message on a session between nodes, of the one that opened it. `stage`: of its pipeline group; the first
-    alone writes letters."""
+    """First message on a session between nodes, from the side that opened it. `stage`: of its pipeline group; only
+    stage 0 writes letters."""
 
     protocol: int
     node: NodeId
@@ -196,10 +196,8 @@ class HandoverSent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Give wanted blocks from number `start` of the prefix on: there is room for `room` of them.
-
-    `host`: this machine, if blocks may be read where they lie; `codec`: in which form.
-    """
+    """Asks for the fetched blocks from number `start` of the prefix on, with room for `room` of them. `host`: this
+    machine, if blocks may be read from shared memory; `codec`: their encoding."""
 
     key: RequestId
     start: int
@@ -209,10 +207,8 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
 
 
 class LentBlocks(msgspec.Struct, frozen=True, tag=True):
-    """The leading blocks that are here, in slots of this node's arena, with the seals of their layers.
-
-    They stay as they are until `FetchDone`.
-    """
+    """Answers a Pull on the same host: leading blocks of the pull, in `slots` of this node's arena, with the seals of
+    their layers. The slots keep their bytes until `FetchDone`."""
 
     key: RequestId
     arena: ArenaHandle
@@ -221,8 +217,8 @@ class LentBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchedSlices(msgspec.Struct, frozen=True, tag=True):
-    """One layer of the blocks `[first, first + len(seals))` of a `Pull`. Payload: their slices, one after the other,
-    encoded by the codec that was asked for."""
+    """Answers a Pull: one layer of the blocks `[first, first + len(seals))`. Payload: their slices, in order, encoded
+    by the codec that was asked for."""
 
     key: RequestId
     layer: int
@@ -231,15 +227,15 @@ class FetchedSlices(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchServed(msgspec.Struct, frozen=True, tag=True):
-    """All that can be given of a `Pull` was sent: the first `count` blocks."""
+    """Ends the answer to a Pull: the first `count` blocks were sent."""
 
     key: RequestId
     count: int
 
 
 class ShipmentSlices(msgspec.Struct, frozen=True, tag=True):
-    """To a holder, or from it back home: one layer of blocks `[first, first + len(seals))` of those that there is room
-    for; what was there from `first` on is void. Payload: their bytes."""
+    """To a holder, or back home: one layer of the attempt's blocks `[first, first + len(seals))`; blocks from `first`
+    on that came before are void. Payload: their bytes."""
 
     key: RequestId
     layer: int
@@ -251,12 +247,13 @@ KNOWN_ROWS = 16
 
 
 class Attend(msgspec.Struct, frozen=True, tag=True):
-    """On a line (`live/messenger/line.py`): attend to what lies here, a `parts`-th of the heads. Payload: queries
-    `[R, H, D]`, float32, of these heads alone. `rows`: (attempt, how many of them, tokens that they see, position of
-    the first query in its request, position of the first token that lies here). They are the same in all layers of a
-    step, and so have a number below KNOWN_ROWS: none means those that had it last.
+    """Over a line (`live/messenger/line.py`): attend to KV that lies at the holder, a `parts`-th of the heads.
+    Payload: queries `[R, H, D]`, float32, of these heads alone. `rows`: (attempt, number of queries, tokens that they
+    see, position of the first query in its request, position of the first token at the holder). All layers of a step
+    have the same rows, under a `number` below KNOWN_ROWS; empty `rows` mean those last sent with this number.
 
-    Answered by `out [R, H, D]`, then `lse [R, H]`, float32; by nothing where an attempt has no KV, or not so much."""
+    Answered by `out [R, H, D]`, then `lse [R, H]`, float32; by 0 bytes where the holder lacks KV of an attempt.
+    """
 
     layer: int
     number: int
@@ -265,7 +262,7 @@ class Attend(msgspec.Struct, frozen=True, tag=True):
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Asks for nothing but to be acknowledged: the link between the clusters is there."""
+    """Asks for an acknowledgement only: a sign that the link between the clusters is up."""
 
 
 PeerMessage = (
@@ -289,8 +286,8 @@ PeerMessage = (
 class StageOpen(msgspec.Struct, frozen=True, tag=True):
     """First message down: be this stage. `hello`: of the leader; `later`: addresses of the stages that follow.
 
-    `num_blocks`, `num_slots`, `num_records`: of the leader's KV memory, and of its cache in DRAM and on disk, which
-    every stage must be able to follow block by block.
+    `num_blocks`, `num_slots`, `num_records`: size of the leader's KV memory and of its cache in DRAM and on SSD,
+    which every stage must match block by block.
     """
 
     hello: PeerHello
@@ -302,9 +299,9 @@ class StageOpen(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageRun(msgspec.Struct, frozen=True, tag=True):
-    """Compute this batch. Payload: the hidden states of the stage before, a dense array.
+    """Compute this batch. Payload: hidden states of the stage before, a dense array.
 
-    `poisoned`: attempts whose hidden states mean nothing, since a stage before misses some of their KV.
+    `poisoned`: attempts whose hidden states are invalid, since an earlier stage misses some of their KV.
     """
 
     run: int
@@ -327,13 +324,13 @@ Followed = (
     | events.ReleaseResources
     | Preempted
 )
-"""Actions of the leader's node that every stage carries out for its layers."""
+"""Actions of the leader's node that every stage carries out for its own layers."""
 
 Downward = StageOpen | StartAttempt | StageRun | Followed
 
 
 class StageFound(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that this stage found on its disk when it started. `last`: all of them are told, and it can begin."""
+    """Blocks that this stage found on its SSD when it started. `last`: all are told, and the stage can begin."""
 
     stage: int
     names: tuple[BlockName, ...]
@@ -341,7 +338,7 @@ class StageFound(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageSampled(msgspec.Struct, frozen=True, tag=True):
-    """A batch has left the last stage, with these tokens; `keys`: of the attempts that they belong to."""
+    """A batch has left the last stage with these tokens; `keys`: the attempts they belong to."""
 
     run: int
     keys: tuple[RequestId, ...]

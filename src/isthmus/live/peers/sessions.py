@@ -1,5 +1,4 @@
-"""Sessions of a process: over which network, those with other nodes that it opened, and what a session without payloads
-answers."""
+"""Sessions of a process with other nodes, and the configured network."""
 
 from __future__ import annotations
 
@@ -28,45 +27,44 @@ CONNECT_S = 5.0
 REFUSED = "connections_refused_total"
 
 Reach = Callable[[NodeId], Awaitable[Session]]
-"""The session with a node. Raises OSError or TimeoutError."""
+"""Returns the session with a node. Raises OSError or TimeoutError."""
 Tell = Callable[[events.Event], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Runs it in the event loop and owns it: cancels and awaits it in the end."""
+"""Runs a coroutine in the event loop and owns it: cancels and awaits it in the end."""
 
 
 class NoPayloads:
-    """The side of a session to which nobody sends payloads: one that comes all the same is the peer's mistake."""
+    """Handler of a session that carries no payloads: one that comes is the peer's mistake."""
 
     def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {session.peer} carried {size} bytes")
 
     def on_void(self, session: Session, message: Any) -> None:
-        """Nothing was placed."""
+        """Does nothing: no memory was given."""
 
 
 def disowned(identity: Identity | None, node: NodeId | None) -> str:
-    """Why whoever has this certificate is not `node` (None: the head); empty when it is, and where certificates name
-    nobody."""
+    """Says why the owner of this certificate is not `node` (None: the head); empty when it is, and where certificates
+    name nobody."""
     if identity is None or identity.node == node:
         return ""
     return f"its certificate is that of {identity}, not that of {'the head' if node is None else node}"
 
 
 def check_peer(session: Session, node: NodeId | None) -> None:
-    """Ends a session that was dialled when it is not with `node` (None: the head). Raises
-    ConnectionRefusedError then."""
+    """Ends a session that was dialled and is not with `node` (None: the head), and raises ConnectionRefusedError."""
     if wrong := disowned(session.identity, node):
         session.abort(wrong)
         raise ConnectionRefusedError(wrong)
 
 
 class Peers:
-    """Sessions with other nodes. Letters and shipments to a node go over one, in their order, whichever of the two
-    opened it; a second one there is where both did at once, and for lines, which its opener alone can open. All that
-    there are end together, for what was said over one may rest on what was said over another.
+    """Sessions with other nodes. Letters and shipments to a node go over one session, in order, whichever side opened
+    it. A second one exists where both dialled at once, and for lines, which only the opener of a session can open.
+    All sessions with a node end together, since messages over one may rest on messages over another.
 
-    `address_of`: raises OSError or LookupError for a node that is gone. `gone`: hears of a node that cannot be reached,
-    or a session with which ended: once, and before anything is said to it again.
+    `address_of`: raises OSError or LookupError for a node that is gone. `gone`: hears once of a node that cannot be
+    reached or whose session ended, before anything is said to it again.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Peers:
         """Letters to nodes that are being dialled."""
 
     def say(self, node: NodeId, letter: Any) -> None:
-        """After all that was said to it before."""
+        """Sends a letter, after all that was sent to this node before."""
         session = self.open_to(node)
         if session is not None:
             session.send(letter)
@@ -96,8 +94,8 @@ class Peers:
         self._dial(node)
 
     async def get(self, node: NodeId) -> Session:
-        """The session over which letters go: the other node may open one while it is dialled. Raises OSError or
-        TimeoutError."""
+        """Returns the session over which letters go: the other node may open one while it is dialled. Raises OSError
+        or TimeoutError."""
         session = self.open_to(node)
         if session is not None:
             return session
@@ -110,18 +108,18 @@ class Peers:
         return self.open_to(node) or dialled
 
     async def dialled(self, node: NodeId) -> Session:
-        """The one that was opened here. Raises OSError or TimeoutError."""
+        """Returns the session that this side opened. Raises OSError or TimeoutError."""
         self._end_closed(node)
         session = self._dialled.get(node)
         return session if session is not None else await asyncio.shield(self._dial(node))
 
     def open_to(self, node: NodeId) -> Session | None:
-        """Over which letters go to this node, if it has been reached."""
+        """Returns the session over which letters to this node go, if it has been reached."""
         self._end_closed(node)
         return self._sessions.get(node)
 
     def _end_closed(self, node: NodeId) -> None:
-        """Of a session that is closing `on_close` may come late."""
+        """Ends sessions that are closing: their `on_close` may come late."""
         for session in (self._sessions.get(node), self._dialled.get(node)):
             if session is not None and session.closed:
                 self.ended(session, "its session is closed")
@@ -153,7 +151,7 @@ class Peers:
         return session
 
     def entered(self, session: Session, hello: PeerHello) -> None:
-        """Another node opened this session."""
+        """Takes a session that another node opened."""
         if hello.stage:
             self._names[session] = hello.node
         else:
@@ -167,14 +165,14 @@ class Peers:
                 session.send(letter)
 
     def left(self, node: NodeId) -> None:
-        """The head says that it is gone. A session that waits for lost connections to come back does not know, and
-        another process may come under this name."""
+        """Ends the sessions with a node that the head reports gone. A session that waits for lost connections does
+        not know, and another process may come under this name."""
         session = next((session for session, name in self._names.items() if name == node), None)
         if session is not None:
             self.ended(session, "it left the cluster")
 
     def node_of(self, session: Session) -> NodeId | None:
-        """With whom it is; None for one that is not open to letters yet, or any more."""
+        """Returns the node of a session; None for one without letters yet, or any more."""
         return self._names.get(session)
 
     def ended(self, session: Session, reason: str) -> None:
@@ -190,8 +188,8 @@ class Peers:
 
 
 def network_of(config: Config, token: str, credentials: Credentials | None = None) -> TcpNetwork:
-    """TCP as configured, for those who know the cluster's token; with TLS where there are `credentials`, or files for
-    it. Raises ConfigError for a file that cannot be used."""
+    """Returns the configured TCP network, for processes that know the cluster's token; with TLS where there are
+    `credentials` or files. Raises ConfigError for a file that cannot be used."""
     files = config.tls
     if files.certificate and files.key and files.authority:
         credentials = TlsFiles(files.certificate, files.key, files.authority)

@@ -1,8 +1,7 @@
-"""What one layer of some blocks is on a link: its bytes as they are, or encoded where the conductor said so.
+"""Frames of KV between nodes: one layer of some blocks, as they are or encoded by the codec of the route.
 
-Seals are of the KV itself where the codec gives it back bit for bit, so that they guard encoding and decoding too;
-of what int8 made of each block otherwise. For an event loop: a frame of the slowest codec keeps it a few
-milliseconds.
+Seals are of the KV itself where the codec is exact, so that they guard encoding and decoding, too; of each block's
+encoded bytes otherwise. For an event loop: a frame of the slowest codec takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
 from isthmus.core.types import Span
 from isthmus.live.engine import codecs
-from isthmus.live.engine.interface import KVBytes, runs_of
 from isthmus.live.messenger import Session
 from isthmus.live.peers.messages import FetchedSlices, HandoverSlices, ShipmentSlices
 
 ENCODED_BLOCKS = 64
-"""Blocks of one encoded frame: more would keep the event loop for long."""
+"""Blocks of one encoded frame: more would block the event loop for long."""
 
 
 def pack(
@@ -29,7 +27,8 @@ def pack(
     num_tokens: int,
     seals: Callable[[], Sequence[bytes]],
 ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-    """Payload and seals. `parts`: one layer of `num_tokens` tokens from a block's first on; `seals`: of each block."""
+    """Returns payload and seals. `parts`: one layer of `num_tokens` tokens, from a block border on; `seals`: returns
+    the seal of each block."""
     if codec == codecs.NONE:
         return parts, tuple(seals())
     data = codecs.encode(codec, layout, parts, num_tokens)
@@ -37,15 +36,6 @@ def pack(
         return [memoryview(data)], tuple(seals())
     blocks = codecs.encoded_blocks(codec, layout, data, num_tokens)
     return [memoryview(data)], tuple(map(seal, blocks))
-
-
-def sealed(
-    memory: KVBytes, layer: int, blocks: Sequence[int]
-) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
-    """Bytes of these whole blocks in one layer, where they lie, and the seal of each."""
-    size = memory.layout.block_size
-    payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
-    return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
 
 
 Head = HandoverSlices | FetchedSlices | ShipmentSlices
@@ -61,8 +51,8 @@ class _Frame(NamedTuple):
 
 
 class KVFrames:
-    """KV on its way in, frame by frame: into its place, or beside it if it is to be decoded. Heads name a layer, and
-    have a seal for each block."""
+    """Frames of KV on their way in: into their place, or beside it to be decoded. A head names a layer, and has a
+    seal for each block."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -71,8 +61,8 @@ class KVFrames:
     def place(
         self, head: Head, session: Session, codec: str, tokens: Span, targets: list[memoryview], size: int
     ) -> list[memoryview] | None:
-        """Where `size` bytes go; None when they cannot be these tokens, or others are on their way there: whichever
-        came last would be under the seals of the other."""
+        """Returns memory for the `size` bytes of a frame; None when they cannot be these tokens, or another frame is
+        under way there (the one that came last would lie under the seals of the other)."""
         most = codecs.encoded_bytes(codec, self._layout, len(tokens))
         fits = size <= most if codec == codecs.ZSTD else size == most
         if not fits or any(
@@ -85,8 +75,8 @@ class KVFrames:
         return targets if encoded is None else [encoded]
 
     def take(self, head: Head) -> list[memoryview] | None:
-        """A whole frame, in its place; None for one without a payload, though an equal one may be on its way, or that
-        nobody encoded. Seals of the KV itself are the caller's to check, where the codec is exact."""
+        """Returns the memory of a whole frame, decoded; None for a frame without a payload, though an equal one may
+        be under way, or one that cannot be decoded. The caller checks the seals where the codec is exact."""
         frame = self._frames.get(head)
         if frame is None or frame.head is not head:
             return None
@@ -105,13 +95,13 @@ class KVFrames:
         return frame.targets
 
     def void(self, session: Session, head: Head) -> None:
-        """It will not come over this session."""
+        """Forgets a frame that will not come over this session."""
         frame = self._frames.get(head)
         if frame is not None and frame.session is session:
             del self._frames[head]
 
     def refuse(self) -> None:
-        """Nothing more is written when this returns."""
+        """Refuses all frames under way: nothing more is written when this returns."""
         frames, self._frames = self._frames, {}
         for head, frame in frames.items():
             frame.session.refuse(head)

@@ -1,8 +1,8 @@
-"""The DRAM tier's memory: equal slots in memory that peers on the same host can map.
+"""Memory of the DRAM tier: equal slots that peers on the same host can map.
 
-The memory is an anonymous file (memfd), so the kernel frees it with the last process that has it mapped, however
-that process ends. A peer opens it through /proc of the owner; a nonce in the first page tells it whether it found
-what the handle meant, or a later process with the same number.
+The memory is an anonymous file (memfd), so the kernel frees it with the last process that maps it, however that
+process ends. A peer opens it through /proc of the owner; a nonce in the first page shows whether it is the arena of
+the handle, or that of a later process with the same number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, not in Python's fcntl yet: lat
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A block is its layer slices in order, `num_layers * slice_bytes` bytes."""
+    """Shape of a block: its layer slices in order, `num_layers * slice_bytes` bytes."""
 
     num_layers: int
     slice_bytes: int
@@ -37,7 +37,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class ArenaHandle(msgspec.Struct, frozen=True):
-    """What a peer on the same host needs to map an arena."""
+    """Names an arena for peers on the same host."""
 
     path: str
     nonce: bytes
@@ -62,16 +62,16 @@ class Arena:
         self.handle = self._share()
 
     def slot(self, slot: int) -> memoryview:
-        """The whole block in slot `slot`."""
+        """Returns the whole block in slot `slot`."""
         size = self.shape.block_bytes
         return self.memory[slot * size : (slot + 1) * size]
 
     def slice(self, slot: int, layer: int) -> memoryview:
-        """One layer of the block in slot `slot`."""
+        """Returns one layer of the block in slot `slot`."""
         return _slice(self.memory, self.shape, slot, layer)
 
     def close(self) -> None:
-        """Gives the memory back: at once, or when the last view into it is gone. Idempotent."""
+        """Frees the memory, at once or with the last view into it. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -90,7 +90,7 @@ class Arena:
 
 
 class PeerArena:
-    """Another process's arena, mapped for reading. What it holds may be overwritten at any time unless pinned there."""
+    """Another process's arena, mapped for reading. Slots may be overwritten at any time unless pinned there."""
 
     def __init__(self, mapped: mmap.mmap, handle: ArenaHandle) -> None:
         self._map = mapped
@@ -124,11 +124,11 @@ class PeerArena:
         return cls(mapped, handle)
 
     def slice(self, slot: int, layer: int) -> memoryview:
-        """One layer of the block in the owner's slot `slot`. Check its seal after copying, not before."""
+        """Returns one layer of the block in the owner's slot `slot`. Check its seal after copying, not before."""
         return _slice(self.memory, self.shape, slot, layer)
 
     def close(self) -> None:
-        """Unmaps: at once, or when the last view is gone. Idempotent."""
+        """Unmaps, at once or with the last view. Idempotent."""
         _unmap(self.memory, self._map)
 
 
@@ -144,7 +144,7 @@ def _unmap(memory: memoryview, mapped: mmap.mmap) -> None:
 
 
 def _shared_file(size: int) -> int | None:
-    """An anonymous file of `size` bytes; None where the system has none or not of this size."""
+    """Makes an anonymous file of `size` bytes; None where the system has none or not of this size."""
     if not hasattr(os, "memfd_create"):
         return None
     fd = os.memfd_create("isthmus-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -156,31 +156,26 @@ def _shared_file(size: int) -> int | None:
     return fd
 
 
-# Copies and aligned buffers.
-#
-# numpy copies without the interpreter lock, so that other threads compute and read meanwhile; assigning to a
-# slice of a memoryview holds it.
-
-
 PAGE_BYTES = 4096
 
 Buffer = memoryview | bytes | bytearray | mmap.mmap
 
 
 def copy_bytes(into: memoryview, data: Buffer) -> None:
-    """Copies `data` to `into`, contiguous bytes of the same length."""
+    """Copies `data` to `into`, contiguous bytes of the same length. numpy releases the interpreter lock meanwhile;
+    assigning to a slice of a memoryview holds it."""
     np.copyto(_bytes_of(into), _bytes_of(data))
 
 
 def address(view: Buffer) -> int:
-    """Where in memory the view starts."""
+    """Returns the memory address at which the view starts."""
     interface: dict[str, Any] = _bytes_of(view).__array_interface__
     start: int = interface["data"][0]
     return start
 
 
 def aligned_buffer(size: int) -> memoryview:
-    """Fresh zeroed memory that starts at a page, as O_DIRECT wants it."""
+    """Returns zeroed memory that starts at a page border, as O_DIRECT wants it."""
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 

@@ -1,7 +1,7 @@
-"""Which blocks are where: pure book-keeping of slots in the arena and places in the log. No lock, no I/O.
+"""Book-keeping of a store: blocks, their slots in the arena and places in the log. Pure: no lock, no I/O.
 
-A block is written behind while it is in DRAM. Its record is then a *shadow*: it makes a later demotion free and a
-restart warm, but gives way when a demoted block needs the place. A demoted block owns its record.
+A block in DRAM is written behind. Its record is then a *shadow*: it makes a later demotion free and a restart warm,
+but gives way when a demoted block needs the place. A demoted block owns its record.
 
     in DRAM, unwritten ──write──> in DRAM, shadow ──demote──> on SSD
             └────demote──> demoted, unwritten ──write──> on SSD ──commit──> in DRAM, shadow
@@ -19,7 +19,7 @@ from isthmus.live.store.record import RecordHeader
 
 
 class Places(Protocol):
-    """Where records go: the log, as the directory sees it."""
+    """Places of records: the log, as the directory sees it."""
 
     def take(self) -> int | None: ...
 
@@ -29,7 +29,7 @@ class Places(Protocol):
 
 
 class Pinned(NamedTuple):
-    """A block in DRAM that stays in its slot until unpinned. One seal per layer slice."""
+    """A block in DRAM that stays in its slot until unpinned. One seal for each layer slice."""
 
     name: BlockName
     slot: int
@@ -37,7 +37,7 @@ class Pinned(NamedTuple):
 
 
 class Block:
-    """One stored block: in DRAM it has a `slot`, on the SSD a `place`; `writing` is the place it goes to just now."""
+    """One stored block. `slot`: in DRAM; `place`: on the SSD; `writing`: place to which it is being written."""
 
     __slots__ = ("name", "parent", "place", "seals", "slot", "tier", "writing")
 
@@ -59,7 +59,7 @@ class BlockDirectory:
         self.blocks: dict[BlockName, Block] = {}
         self.reserved: set[int] = set()
         self.demoting: dict[BlockName, Block] = {}
-        """On the SSD by decision, still to be written; oldest first, as in the next two."""
+        """Blocks that are on the SSD by decision and still to be written; oldest first, as in the next two."""
         self.unwritten: dict[BlockName, Block] = {}
         self.shadows: dict[BlockName, Block] = {}
         self.in_writing: list[Block] = []
@@ -87,7 +87,7 @@ class BlockDirectory:
     # Blocks.
 
     def commit(self, name: BlockName, parent: BlockName | None, slot: int, seals: tuple[bytes, ...]) -> bool:
-        """The reserved `slot` holds this block; False: it was here already and the slot is empty again."""
+        """Puts a block into the reserved `slot`. False: it was here already, and the slot is empty again."""
         assert slot in self.reserved, f"slot {slot} was not reserved"
         block = self.blocks.get(name)
         if block is not None and block.slot is not None:
@@ -105,7 +105,7 @@ class BlockDirectory:
         return True
 
     def demote(self, name: BlockName, *, can_write: bool) -> bool:
-        """On the SSD only from now on; False: it could not be kept and is gone."""
+        """Moves a block to the SSD by decision. False: it could not be kept and is gone."""
         block = self.blocks.get(name)
         if block is None:
             return False
@@ -124,7 +124,7 @@ class BlockDirectory:
         return True
 
     def drop(self, name: BlockName) -> bool:
-        """In no tier any more; False: it was in none. A write under way frees its place when it ends."""
+        """Removes a block from all tiers. False: it was in none. A write under way frees its place when it ends."""
         block = self.blocks.pop(name, None)
         if block is None:
             return False
@@ -136,7 +136,7 @@ class BlockDirectory:
         return True
 
     def restore(self, name: BlockName, parent: BlockName | None, seals: tuple[bytes, ...], place: int) -> None:
-        """A record found at the start."""
+        """Adds a block whose record was found at the start."""
         block = self.blocks[name] = Block(name, parent, seals, Tier.DISK)
         block.place = place
 
@@ -145,7 +145,7 @@ class BlockDirectory:
     def start_writing(self, count: int) -> tuple[list[Block], list[BlockName]]:
         """Gives up to `count` blocks their places, demoted ones first; pins their slots until `end_writing`.
 
-        Second: names of demoted blocks for which there is no place; they are gone.
+        Returns these blocks, and the names of demoted blocks that were dropped because no place was left.
         """
         batch, lost = [], []
         for block in list(islice(self.demoting.values(), count)):
@@ -165,7 +165,8 @@ class BlockDirectory:
         return batch, lost
 
     def end_writing(self, *, written: bool) -> list[BlockName]:
-        """The batch is durable, or none of it is. Returns demoted blocks that are gone for that reason."""
+        """Books that the whole batch is durable, or none of it. Returns demoted blocks that were dropped for that
+        reason."""
         lost = []
         batch, self.in_writing = self.in_writing, []
         for block in batch:
@@ -184,14 +185,14 @@ class BlockDirectory:
         return lost
 
     def give_up_demoting(self) -> list[BlockName]:
-        """Drops all demoted blocks that are not written; returns their names."""
+        """Drops all demoted blocks that are not written. Returns their names."""
         lost = list(self.demoting)
         for name in lost:
             self.drop(name)
         return lost
 
     def check(self, num_places_used: int) -> None:
-        """Conservation of slots and places; walks over everything."""
+        """Checks that no slot and no place is lost; walks over everything."""
         held = [block.slot for block in self.blocks.values() if block.slot is not None]
         self.slots.check(chain(held, self.reserved))
         places = [block.place for block in self.blocks.values() if block.place is not None]
@@ -226,7 +227,7 @@ class BlockDirectory:
             self.shadows[block.name] = block
 
     def _stays_unwritten(self, block: Block) -> bool:
-        """After a failed write: in DRAM it waits for the next, a demoted block is gone."""
+        """Queues a block in DRAM again after a failed write; drops a demoted one and returns False."""
         if block.tier is Tier.DISK:
             self.drop(block.name)
             return False
@@ -241,7 +242,7 @@ class BlockDirectory:
         return block
 
     def _take_place(self) -> int | None:
-        """A free place, or that of the oldest shadow."""
+        """Takes a free place, or that of the oldest shadow."""
         assert self._places is not None
         place = self._places.take()
         if place is None and self.shadows:
@@ -262,11 +263,8 @@ class BlockDirectory:
         block.slot = None
 
 
-# Which slots of the arena are empty, reserved, held or only still pinned. Pure.
-
-
 class Slots:
-    """A slot is in use from `take` until it was given up and nobody has it pinned."""
+    """Slots of an arena. A slot is in use from `take` until its owner gave it up and nobody has it pinned."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -275,7 +273,7 @@ class Slots:
         self._given_up: set[int] = set()
         self._in_use = [False] * num_slots
         self.num_pinned = 0
-        """Slots with a pin."""
+        """Number of slots with a pin."""
 
     @property
     def num_empty(self) -> int:
@@ -283,18 +281,18 @@ class Slots:
 
     @property
     def num_owned(self) -> int:
-        """Slots that somebody has and has not given up."""
+        """Number of slots with an owner."""
         return self.num_slots - len(self._empty) - len(self._given_up)
 
     def take(self, count: int) -> list[int]:
-        """Up to `count` empty slots, which are in use from now on."""
+        """Takes up to `count` empty slots."""
         taken = [self._empty.pop() for _ in range(min(count, len(self._empty)))]
         for slot in taken:
             self._in_use[slot] = True
         return taken
 
     def give_up(self, slot: int) -> bool:
-        """The owner needs it no more; True when it is empty now, False when the last unpin will empty it."""
+        """Ends the ownership. True when the slot is empty now, False when the last unpin will empty it."""
         assert self._in_use[slot] and slot not in self._given_up, f"slot {slot} is not in use"
         if self._pins[slot]:
             self._given_up.add(slot)
@@ -308,7 +306,7 @@ class Slots:
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> bool:
-        """Undoes one `pin`; True when the slot is empty now."""
+        """Undoes one `pin`. True when the slot is empty now."""
         assert self._pins[slot] > 0, f"slot {slot} is not pinned"
         self._pins[slot] -= 1
         if self._pins[slot]:
@@ -321,7 +319,7 @@ class Slots:
         return True
 
     def check(self, owned: Iterable[int]) -> None:
-        """Every slot is in exactly one state; `owned` are those that somebody has and has not given up."""
+        """Checks that every slot is in exactly one state; `owned` are the slots with an owner."""
         mine = list(owned)
         empty = set(self._empty)
         assert len(empty) == len(self._empty), "a slot is empty twice"
@@ -337,17 +335,15 @@ class Slots:
         self._empty.append(slot)
 
 
-# Which of the records found at the start are of use. Pure.
-
-
 Found = tuple[int, RecordHeader]
-"""A place in the log and the header there."""
+"""A place in the log and the header found there."""
 
 
 def whole_chains(found: Iterable[Found]) -> list[Found]:
-    """The latest record of each name whose chain of parents is complete; parents first, else as they were written.
+    """Returns the latest record of each name whose chain of parents is complete: parents first, else in the order of
+    writing.
 
-    Others stay out: without its head a block cannot be attended to.
+    Others are left out: no prompt can use a block without all blocks before it.
     """
     latest: dict[BlockName, Found] = {}
     for one in sorted(found, key=lambda one: one[1].sequence):

@@ -1,4 +1,4 @@
-"""The only place where the store touches the file system and the clock, so that tests can make either fail."""
+"""Calls of the operating system that the store makes, in one place, so that tests can make them fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from isthmus.live.store.arena import Buffer
 
 
 class Files:
-    """Calls of the operating system. Each raises OSError."""
+    """File system and clock. Each method raises OSError."""
 
     def open_folder(self, path: str) -> int:
-        """Makes it if missing, and opens it. A link in its own place is not followed; those on the way to it are the
-        operator's."""
+        """Makes the folder if missing, and opens it. A link in its place is not followed; links on the way to it are
+        the operator's."""
         if os.path.islink(path):
             raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", path)
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -30,7 +30,7 @@ class Files:
 
     def open(self, folder: int, name: str, *, direct: bool) -> int:
         """Opens for reading and writing, creates if missing. `direct` goes past the page cache. Fails for a link, and
-        for what is no plain file of this user, in this folder alone."""
+        for anything but a plain file of this user, with no second name."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         fd = _checked(os.open(name, flags, 0o600, dir_fd=folder), name, stat.S_ISREG)
         if not direct:  # what lies behind a block is seldom wanted next
@@ -41,7 +41,7 @@ class Files:
         os.close(fd)
 
     def lock(self, fd: int) -> bool:
-        """False: another process, or another store of this one, has it."""
+        """Locks the file. False: another process, or another store of this one, has it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -55,7 +55,7 @@ class Files:
         os.ftruncate(fd, size)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Makes the file `size` bytes long and reserves the room, as far as the file system can."""
+        """Makes the file `size` bytes long and reserves the room where the file system can."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -67,7 +67,7 @@ class Files:
         os.unlink(name, dir_fd=folder)
 
     def read(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
-        """Bytes read, fewer than asked for at the end of the file."""
+        """Reads into memory. Returns the number of bytes, fewer than asked for at the end of the file."""
         return os.preadv(fd, into, offset)
 
     def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
@@ -77,20 +77,20 @@ class Files:
         os.fdatasync(fd)
 
     def wait(self, changed: threading.Condition, timeout_s: float | None) -> None:
-        """Sleeps until notified, or for so long."""
+        """Waits until notified, or for `timeout_s`."""
         changed.wait(timeout_s)
 
     def sync_folder(self, folder: int) -> None:
-        """Makes the creation of files in it durable."""
+        """Makes the creation of files in a folder durable."""
         os.fsync(folder)
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Returns seconds of a monotonic clock."""
         return time.monotonic()
 
 
 def _checked(fd: int, name: str, is_kind: Callable[[int], bool]) -> int:
-    """The descriptor, of what belongs to this user and has no second name. Raises OSError."""
+    """Returns the descriptor. Closes it and raises OSError unless it is this user's and has no second name."""
     found = os.fstat(fd)
     is_ours = found.st_uid == os.geteuid()
     has_one_name = found.st_nlink == 1 or is_kind is stat.S_ISDIR

@@ -1,7 +1,9 @@
-"""The files under a log: one folder, one lock, segment files of equal records. Knows places and bytes only.
+"""The SSD tier: one record per block, in segment files of equal places that are used again.
 
-Files here are overwritten and removed, so each that has such a name must be a store's own: the lock file is empty, and
-a segment file begins with headers, of any model, from its first moment on.
+Files are created when needed, and never exceed the capacity together. Files here are overwritten and removed, so each
+must be a store's own: the lock file is empty, and a segment file begins with headers, of any model, from its first
+moment on. Large records bypass the page cache (O_DIRECT): that writes several times faster, and the page cache would
+only hold a second copy of the arena. Knows places and bytes; the node decides which blocks to keep.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from isthmus.live.store.record import GROUP, RecordFormat, RecordHeader, has_rec
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
+_BOUNCE_BYTES = 2 << 20
+_SCAN_THREADS = 4
 _LOCK_NAME = "lock"
 _START_BYTES = 64 << 10
-"""Of a segment file: in so many is a header, whatever the size of its records."""
+"""Bytes at the start of a segment file that hold a header, whatever the size of its records."""
 _SEGMENT_NAME = re.compile(r"blocks-([0-9a-f]{16})-(\d{6})")
 
 
 class Segments:
     """Record places 0 to `num_records`, in files of about 256 MiB that are created one after the other.
 
-    Raises StartError when another store uses the folder, OSError when it cannot be used, or holds what no store made.
+    Raises StartError when another store uses the folder, OSError when it cannot be used or holds a file that no store
+    made.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Segments:
 
     @property
     def num_places(self) -> int:
-        """Places that have a file; the rest comes with `grow`."""
+        """Number of places that have a file; `grow` adds more."""
         return min(len(self._fds) * self._per_segment, self.num_records)
 
     @property
@@ -68,11 +73,11 @@ class Segments:
         return sum(self._file_bytes(segment) for segment in range(len(self._fds)))
 
     def groups(self) -> list[range]:
-        """The places whose headers lie together."""
+        """Returns ranges of places whose headers lie together."""
         return [range(at, min(at + GROUP, self.num_places)) for at in range(0, self.num_places, GROUP)]
 
     def grow(self) -> range:
-        """Adds a file; returns its places. Raises OSError, and then nothing has changed."""
+        """Adds a file. Returns its places. Raises OSError, and then nothing has changed."""
         assert self._folder_fd is not None
         name, places = self._name(len(self._fds)), self._places(len(self._fds))
         self._check_own(name)
@@ -89,32 +94,32 @@ class Segments:
         return places
 
     def num_following(self, place: int) -> int:
-        """How many records lie together from this one on."""
+        """Returns how many records lie together from this one on."""
         return GROUP - place % GROUP
 
     def read_heads(self, place: int, into: memoryview) -> int:
-        """Headers from this record's on; fewer bytes than asked for at the end of the file."""
+        """Reads headers from this record's on. Returns the number of bytes: fewer at the end of the file."""
         fd, index = self._locate(place)
         return self._files.read(fd, [into], self._record.head_offset(index))
 
-    def read_payloads(self, place: int, start: int, into: Sequence[memoryview]) -> int:
-        """Payload bytes from this record's byte `start` on; fewer at the end of the file."""
+    def read_payload(self, place: int, start: int, into: memoryview) -> int:
+        """Reads payload from byte `start` on. Returns the number of bytes: fewer at the end of the file."""
         fd, index = self._locate(place)
-        return self._files.read(fd, into, self._record.payload_offset(index) + start)
+        return self._files.read(fd, [into], self._record.payload_offset(index) + start)
 
     def write(self, place: int, payloads: Sequence[Buffer], heads: memoryview) -> None:
-        """Writes records that lie together, from this one on: all or OSError."""
+        """Writes records that lie together, from this one on. Raises OSError unless all were written."""
         fd, index = self._locate(place)
         self._write(fd, payloads, self._record.payload_offset(index))
         self._write(fd, [heads], self._record.head_offset(index))
 
     def sync(self, places: Sequence[int]) -> None:
-        """Makes what was written to these places durable."""
+        """Makes writes to these places durable."""
         for segment in sorted({place // self._per_segment for place in places}):
             self._files.sync(self._fds[segment])
 
     def close(self) -> None:
-        """Idempotent. The files stay, the lock goes."""
+        """Closes the files and gives up the lock. Idempotent."""
         fds, self._fds = self._fds, []
         fds += [fd for fd in (self._lock_fd, self._folder_fd) if fd is not None]
         self._lock_fd = self._folder_fd = None
@@ -133,7 +138,8 @@ class Segments:
             )
 
     def _begin(self, fd: int) -> None:
-        """Headers of nothing, on the disk before any record is: after a power cut the file still shows whose it is."""
+        """Writes empty headers durably before any record: after a power cut the file still shows that a store made
+        it."""
         self._write(fd, [self._record.empty_heads(GROUP)], 0)
         self._files.sync(fd)
 
@@ -149,7 +155,7 @@ class Segments:
             self._files.close(fd)
 
     def _has_direct(self) -> bool:
-        """Some file systems refuse O_DIRECT when opening, some only when reading."""
+        """Whether O_DIRECT works here: some file systems refuse it when opening, some only when reading."""
         assert self._folder_fd is not None
         try:
             fd = self._files.open(self._folder_fd, _LOCK_NAME, direct=True)
@@ -164,7 +170,7 @@ class Segments:
         return True
 
     def _open(self) -> None:
-        """Takes over the files of an earlier run: as far as model and capacity agree."""
+        """Takes over files of an earlier run that fit model and capacity; removes the others."""
         assert self._folder_fd is not None
         mine, others, limit = set(), [], -(-self.num_records // self._per_segment)
         for name in self._files.names(self._folder_fd):
@@ -216,21 +222,8 @@ def _foreign(name: str) -> OSError:
     )
 
 
-# The SSD tier: one record per block, in equal places that are used again.
-#
-# Files are created when needed and never larger together than the capacity. What is written counts only after
-# `sync`. Large records go past the page cache (O_DIRECT): that writes several times faster, and the page cache would
-# only hold a second copy of what the arena holds.
-#
-# Thread-safe. Knows places and bytes; which block is worth keeping is decided elsewhere.
-
-
-_BOUNCE_BYTES = 2 << 20
-_SCAN_THREADS = 4
-
-
 class Entry(NamedTuple):
-    """One block to write: its place, its header, its bytes."""
+    """A block to write: its place, header and bytes."""
 
     place: int
     header: RecordHeader
@@ -238,10 +231,11 @@ class Entry(NamedTuple):
 
 
 class Log:
-    """The records in `folder`: at most `capacity_bytes` of files, of one model.
+    """Records in `folder`: at most `capacity_bytes` of files, of one model. Thread-safe.
 
-    `revision` fingerprints the model and the KV layout; files of another one are removed. `direct=False` keeps to
-    the page cache. Raises ConfigError when not one block fits, StartError when the folder cannot be used.
+    `revision` fingerprints model and KV layout; files of another one are removed. `direct=False` uses the page cache.
+    Written records count only after `sync`. Raises ConfigError when not one block fits, StartError when the folder
+    cannot be used.
     """
 
     def __init__(
@@ -276,7 +270,7 @@ class Log:
         self._free = list(range(self._segments.num_places))
         """A heap: the lowest place goes first, so that a prompt's blocks lie together."""
         self._bad: list[int] = []
-        """A write failed here: used when nothing else is free."""
+        """Places where a write failed: used when nothing else is free."""
         self._num_used = 0
 
     @property
@@ -290,13 +284,12 @@ class Log:
 
     @property
     def num_free(self) -> int:
-        """Places free without `grow`."""
+        """Number of places that are free without `grow`."""
         with self._guard:
             return len(self._free) + len(self._bad)
 
     @property
     def num_used(self) -> int:
-        """Places taken."""
         return self._num_used
 
     @property
@@ -304,7 +297,7 @@ class Log:
         return self._segments.num_places < self.num_records
 
     def take(self) -> int | None:
-        """A free place; None when there is none without `grow`."""
+        """Takes a free place; None when there is none without `grow`."""
         with self._guard:
             place = heapq.heappop(self._free) if self._free else self._bad.pop(0) if self._bad else None
             self._num_used += place is not None
@@ -329,7 +322,7 @@ class Log:
                 heapq.heappush(self._free, place)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Writes records; they count after `sync`. Raises OSError, and then none of them counts."""
+        """Writes records, which count after `sync`. Raises OSError, and then none of them counts."""
         size = self.format.header_bytes
         memory = aligned_buffer(size * GROUP)
         for run in self._runs(sorted(entries, key=lambda entry: entry.place)):
@@ -339,13 +332,13 @@ class Log:
             self._segments.write(run[0].place, payloads, heads)
 
     def sync(self, places: Sequence[int]) -> None:
-        """What was written to these places survives from now on. Raises OSError, and then none of it counts."""
+        """Makes records at these places durable. Raises OSError, and then none of them counts."""
         self._segments.sync(places)
 
     def probe(self) -> None:
         """Erases a free record and syncs. Raises OSError when the disk does not take it.
 
-        For the thread that takes places: nobody else may write to this one meanwhile.
+        Only for the thread that takes places: nobody else may write to this one meanwhile.
         """
         with self._guard:
             place = next(chain(self._free, self._bad), None)
@@ -355,34 +348,22 @@ class Log:
             self._segments.sync([place])
 
     def read(self, place: int, start: int, into: memoryview) -> bool:
-        """Payload bytes from `start` on, as many as `into` takes; False: the file is too short. Raises OSError."""
+        """Reads payload bytes from `start` on, as many as `into` takes. False: the file is too short. Raises
+        OSError."""
         if not self._segments.direct or self._is_aligned(start, into):
-            return self._segments.read_payloads(place, start, [into]) == len(into)
+            return self._segments.read_payload(place, start, into) == len(into)
         return all(
             self._read_bounced(place, start + at, into[at : at + _BOUNCE_BYTES])
             for at in range(0, len(into), _BOUNCE_BYTES)
         )
 
-    def read_run(self, place: int, intos: Sequence[memoryview]) -> int:
-        """Whole payloads of records that lie one after the other from `place` on, in one call.
-
-        Returns how many of `intos` were filled: fewer at the end of a group or file, none where that would need a
-        copy. Raises OSError.
-        """
-        size = self.format.payload_bytes
-        if size != self.shape.block_bytes:
-            return 0
-        if self._segments.direct and not all(self._is_aligned(0, into) for into in intos):
-            return 0
-        return self._segments.read_payloads(place, 0, intos[: self._segments.num_following(place)]) // size
-
     def scan(self) -> list[tuple[int, RecordHeader]]:
-        """All whole headers, by place; what cannot be read is left out. To be called before any write."""
+        """Returns all whole headers, by place; unreadable ones are left out. Call it before any write."""
         with ThreadPoolExecutor(_SCAN_THREADS, "isthmus-scan") as pool:
             return [found for part in pool.map(self._scan_group, self._segments.groups()) for found in part]
 
     def occupy(self, places: Iterable[int]) -> None:
-        """These places of a scan are in use."""
+        """Marks these places of a scan as taken."""
         used = set(places)
         with self._guard:
             self._free = [place for place in self._free if place not in used]
@@ -390,11 +371,11 @@ class Log:
             heapq.heapify(self._free)
 
     def close(self) -> None:
-        """Idempotent. The files stay."""
+        """Closes the files. Idempotent."""
         self._segments.close()
 
     def _runs(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-        """Records that lie together, so that one call writes them."""
+        """Groups records that lie together, so that one call writes them."""
         run: list[Entry] = []
         for entry in entries:
             if run and (entry.place != run[-1].place + 1 or self._segments.num_following(run[-1].place) == 1):
@@ -426,7 +407,7 @@ class Log:
         if not hasattr(self._bounce, "memory"):
             self._bounce.memory = aligned_buffer(_BOUNCE_BYTES + 2 * align)
         memory: memoryview = self._bounce.memory[:size]
-        if self._segments.read_payloads(place, start - skip, [memory]) < skip + len(into):
+        if self._segments.read_payload(place, start - skip, memory) < skip + len(into):
             return False
         copy_bytes(into, memory[skip : skip + len(into)])
         return True

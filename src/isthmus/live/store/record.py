@@ -21,7 +21,7 @@ from isthmus.live.store.arena import PAGE_BYTES, Shape, aligned_buffer, round_up
 _MAGIC = b"isthmusB"
 _VERSION = 1
 GROUP = 16
-"""Records whose headers lie together."""
+"""Number of records whose headers lie together."""
 FINGERPRINT_BYTES = 16
 _MAX_NAME_BYTES = 32
 _NO_NAME, _BYTES_NAME, _INT_NAME = range(3)
@@ -31,7 +31,7 @@ _SMALL_ALIGN = 64
 
 
 class RecordHeader(NamedTuple):
-    """What a record says about its payload."""
+    """Header of a record: the block that its payload holds."""
 
     name: BlockName
     parent: BlockName | None
@@ -45,7 +45,7 @@ class RecordFormat:
     def __init__(self, shape: Shape, revision: bytes) -> None:
         self.shape = shape
         self.is_large = shape.block_bytes >= _LARGE_BYTES
-        """Lies at page boundaries and passes by the page cache, where it can."""
+        """Whether records lie at page borders and bypass the page cache, where they can."""
         self.align = PAGE_BYTES if self.is_large else _SMALL_ALIGN
         self._used_bytes = _FIXED.size + (shape.num_layers + 1) * SEAL_BYTES
         self.header_bytes = round_up(self._used_bytes, self.align)
@@ -56,7 +56,7 @@ class RecordFormat:
         self.fingerprint = hashlib.blake2b(what, digest_size=FINGERPRINT_BYTES).digest()
 
     def head_offset(self, index: int) -> int:
-        """Where in a file the header of its record number `index` starts."""
+        """Returns where in a file the header of record number `index` starts."""
         group, at = divmod(index, GROUP)
         return group * self.group_bytes + at * self.header_bytes
 
@@ -65,16 +65,16 @@ class RecordFormat:
         return group * self.group_bytes + GROUP * self.header_bytes + at * self.payload_bytes
 
     def file_bytes(self, count: int) -> int:
-        """Length of a file of `count` records."""
+        """Returns the length of a file of `count` records."""
         return self.payload_offset(count - 1) + self.payload_bytes if count else 0
 
     def num_records(self, size: int) -> int:
-        """How many records a file of `size` bytes has room for."""
+        """Returns how many records fit into a file of `size` bytes."""
         groups, rest = divmod(size, self.group_bytes)
         return groups * GROUP + max(0, rest - GROUP * self.header_bytes) // self.payload_bytes
 
     def encode(self, header: RecordHeader, place: int) -> bytes:
-        """The header of the record at `place`, padded to `header_bytes`."""
+        """Encodes the header of the record at `place`, padded to `header_bytes`."""
         fixed = _FIXED.pack(
             _MAGIC, _VERSION, self.fingerprint, place, header.sequence,
             *_pack_name(header.name), *_pack_name(header.parent),
@@ -83,14 +83,14 @@ class RecordFormat:
         return (body + seal(body)).ljust(self.header_bytes, b"\0")
 
     def empty_heads(self, count: int) -> memoryview:
-        """Headers that lie together, of records that hold nothing."""
+        """Returns `count` headers, as they lie together, of records that hold nothing."""
         heads = aligned_buffer(count * self.header_bytes)
         for at in range(0, len(heads), self.header_bytes):
             heads[at : at + len(_MAGIC)] = _MAGIC
         return heads
 
     def decode(self, data: memoryview, place: int) -> RecordHeader | None:
-        """Reads the header of the record at `place`; None when there is none, or a damaged or misplaced one."""
+        """Decodes the header of the record at `place`; None when there is none, or a damaged or misplaced one."""
         if len(data) < self._used_bytes or data[: len(_MAGIC)] != _MAGIC:
             return None
         end = self._used_bytes - SEAL_BYTES
@@ -108,7 +108,7 @@ class RecordFormat:
 
 
 def has_records(start: memoryview) -> bool:
-    """Whether a file that begins so was made for records, of any model: it has a header, or nothing but zeros."""
+    """Whether a file that begins so holds records, of any model: it begins with headers, or only zeros."""
     found = any(start[at : at + len(_MAGIC)] == _MAGIC for at in range(0, len(start), _SMALL_ALIGN))
     return found or start == bytes(len(start)) or _MAGIC.startswith(start)
 

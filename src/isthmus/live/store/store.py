@@ -7,28 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import msgspec
+
 from isthmus.core.blocks import seal
 from isthmus.core.types import BlockName, Tier
 from isthmus.live.store.arena import Arena, Buffer, copy_bytes
 from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
 from isthmus.live.store.log import Log
-from isthmus.live.store.reader import Fault, Reader, Source
+from isthmus.live.store.reader import UNIT_BYTES, Fault, Reader, Source
 from isthmus.live.store.record import check_name
 from isthmus.live.store.writer import Counters, StoreStat, TierStat, Writer
 
 _CLOSE_S = 10.0
-_UNIT_BYTES = 4 << 20
-"""What one thread of `put_many` puts at a time."""
 _CACHED_BYTES = 256 * 1024
-"""Of what was copied, so much at least is still in the processor's cache."""
-
-
-def _ignore(names: Sequence[BlockName]) -> None:
-    pass
+"""Bytes that are still in the processor's cache after they were copied."""
 
 
 class Want(NamedTuple):
-    """Layers of a block that somebody asks for."""
+    """Layers of a block to be read."""
 
     name: BlockName
     layers: range
@@ -38,18 +34,18 @@ class Want(NamedTuple):
 class Store:
     """Blocks of one shape in `arena` and, with a `log`, on the SSD.
 
-    `on_lost` hears of blocks that the store can no longer give though nobody dropped them: demoted and not
-    writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick, must
-    not raise, and must not `flush` or `close`. `threads` share the work of one call of `get_many`, `put_many` or a
-    large `get`. Unless it `writes_behind`, in a thread, what is to be written waits for `flush`. A store that
-    `lacks_log` should have one and could not: it is degraded for good. The store closes `arena` and `log`.
+    `on_lost` hears of blocks that are lost though nobody dropped them: demoted and not writable, or damaged. It is
+    called without the lock, from the thread that finds out; it must be quick, must not raise, and must not `flush` or
+    `close`. `threads` share the work of `get_many`, `put_many` or a large `get`. Unless the store `writes_behind`, in
+    a thread, only `flush` writes. A store that `lacks_log`, since its SSD tier could not be opened, is degraded for
+    good. The store closes `arena` and `log`.
     """
 
     def __init__(
         self,
         arena: Arena,
         log: Log | None = None,
-        on_lost: Callable[[Sequence[BlockName]], None] = _ignore,
+        on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
         threads: int = 4,
         *,
         writes_behind: bool = True,
@@ -80,19 +76,19 @@ class Store:
     # Filling DRAM.
 
     def reserve(self, count: int) -> list[int]:
-        """Up to `count` empty slots to fill; fewer when the arena has no more."""
+        """Reserves up to `count` empty slots; fewer when the arena has no more."""
         with self._changed:
             return self._directory.reserve(count)
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Reserved slots that are not used after all."""
+        """Gives reserved slots back that were not used."""
         with self._changed:
             self._directory.give_back(slots)
 
     def commit(self, name: BlockName, parent: BlockName | None, slot: int, seals: Sequence[bytes]) -> None:
-        """The reserved slot holds this block from now on, in DRAM by decision; it is written behind.
+        """Puts a block into the reserved slot, in DRAM by decision; it is written behind.
 
-        `parent` names the block before it, None for a prompt's first. When the block is in DRAM already, the slot
+        `parent`: name of the block before it, None for a prompt's first. When the block is in DRAM already, the slot
         is empty again. Raises ValueError for a name longer than 32 bytes.
         """
         assert len(seals) == self.shape.num_layers, "one seal per layer"
@@ -100,13 +96,13 @@ class Store:
         check_name(parent)
         with self._changed:
             if self._directory.commit(name, parent, slot, tuple(seals)):
-                self._counters.memory_bytes_in += self.shape.block_bytes
+                self._counters.memory.bytes_in += self.shape.block_bytes
             self._changed.notify_all()
 
     def adopt(
         self, name: BlockName, parent: BlockName | None, slot: int, seals: Sequence[bytes]
     ) -> Pinned | None:
-        """`commit` and `pin` in one; None: the block is in DRAM already, and the slot stays reserved."""
+        """Commits and pins in one. None: the block is in DRAM already, and the slot stays reserved."""
         check_name(name)
         check_name(parent)
         with self._changed:
@@ -114,22 +110,22 @@ class Store:
             if block is not None and block.slot is not None:
                 return None
             self._directory.commit(name, parent, slot, tuple(seals))
-            self._counters.memory_bytes_in += self.shape.block_bytes
+            self._counters.memory.bytes_in += self.shape.block_bytes
             self._changed.notify_all()
             return self._directory.pin(name)
 
     # Using DRAM.
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
-        """Where in the arena these blocks are, None for each that is not in DRAM.
+        """Pins blocks that are in DRAM; None for the others. Counted.
 
-        A pinned slot keeps its bytes until `unpin`, whatever becomes of the block. Counted.
+        A pinned slot keeps its bytes until `unpin`, whatever becomes of the block.
         """
         with self._changed:
             found = [self._directory.pin(name) for name in names]
             hits = sum(pinned is not None for pinned in found)
-            self._counters.memory_hits += hits
-            self._counters.memory_bytes_out += hits * self.shape.block_bytes
+            self._counters.memory.hits += hits
+            self._counters.memory.bytes_out += hits * self.shape.block_bytes
             return found
 
     def unpin(self, pinned: Iterable[Pinned]) -> None:
@@ -139,7 +135,7 @@ class Store:
                 self._directory.slots.unpin(one.slot)
 
     def tier(self, name: BlockName) -> Tier | None:
-        """Where the block is by decision; None: nowhere."""
+        """Returns the tier by decision; None: the block is in none."""
         with self._changed:
             block = self._directory.blocks.get(name)
             return None if block is None else block.tier
@@ -149,7 +145,7 @@ class Store:
             return name in self._directory.blocks
 
     def seals(self, name: BlockName) -> tuple[bytes, ...] | None:
-        """One per layer; None when the block is not here."""
+        """Returns the seal of each layer; None when the block is not here."""
         with self._changed:
             block = self._directory.blocks.get(name)
             return None if block is None else block.seals
@@ -157,16 +153,16 @@ class Store:
     # Decisions.
 
     def demote(self, names: Iterable[BlockName]) -> None:
-        """On the SSD only from now on. Free for what was written behind, else it is written first.
+        """Moves blocks to the SSD by decision. Free for blocks that were written behind, others are written first.
 
-        What cannot be kept is lost: without an SSD tier, while it is degraded, or when it is full of demoted blocks.
+        Blocks are lost without an SSD tier, while it is degraded, or when it is full of demoted blocks.
         """
         lost = []
         with self._changed:
             can_write = self._writer is not None and self._writer.can_write
             for name in names:
                 if self._directory.demote(name, can_write=can_write):
-                    self._counters.memory_evictions += 1
+                    self._counters.memory.evictions += 1
                 else:
                     lost.append(name)
             self._counters.lost_blocks += len(lost)
@@ -174,20 +170,20 @@ class Store:
         self._lose(lost)
 
     def drop(self, names: Iterable[BlockName]) -> None:
-        """In no tier any more. Unknown names are ignored."""
+        """Removes blocks from all tiers. Unknown names are ignored."""
         with self._changed:
             for name in names:
                 block = self._directory.blocks.get(name)
                 if block is None:
                     continue
-                self._counters.memory_evictions += block.slot is not None
-                self._counters.disk_evictions += block.place is not None
+                self._counters.memory.evictions += block.slot is not None
+                self._counters.disk.evictions += block.place is not None
                 self._directory.drop(name)
             self._changed.notify_all()
 
     def condemn(self, name: BlockName, slot: int) -> None:
-        """Somebody who read this pinned slot found it damaged: if it is still the block's, the block is in no tier any
-        more, and `on_lost` hears of it."""
+        """Drops a block that a reader of this pinned slot found damaged, if the slot is still the block's; `on_lost`
+        hears of it."""
         with self._changed:
             block = self._directory.blocks.get(name)
             if block is None or block.slot != slot:
@@ -200,10 +196,10 @@ class Store:
     # Reading.
 
     def read(self, name: BlockName, first_layer: int, stop_layer: int, into: memoryview) -> bool:
-        """Copies layers `[first_layer, stop_layer)` to `into`, from the SSD or from DRAM where they still are.
+        """Copies layers `[first_layer, stop_layer)` to `into`, from DRAM or the SSD. Blocks the thread.
 
-        Blocks the thread. Bytes from the SSD are checked against their seals. False: gone, unreadable or damaged;
-        `on_lost` has heard of it then, and `into` may hold anything.
+        Bytes from the SSD are checked against their seals. False: gone, unreadable or damaged; then `on_lost` has
+        heard of it, and `into` may hold anything.
         """
         assert 0 <= first_layer < stop_layer <= self.shape.num_layers
         if not self.contains(name):
@@ -212,15 +208,15 @@ class Store:
         return self._fetch([Want(name, range(first_layer, stop_layer), into)])[0]
 
     def get(self, name: BlockName, into: memoryview) -> bool:
-        """Copies the whole block to `into`, from DRAM or from the SSD; False: not here, or damaged."""
+        """Copies the whole block to `into`. False: not here, or damaged."""
         return self._fetch([Want(name, self._all_layers, into)])[0]
 
     def get_many(self, items: Sequence[tuple[BlockName, memoryview]]) -> list[bool]:
-        """`get` of each, several at a time; neighbours on the SSD in one read."""
+        """Does `get` for each, several at a time."""
         return self._fetch([Want(name, self._all_layers, into) for name, into in items])
 
     def put(self, name: BlockName, parent: BlockName | None, data: Buffer) -> bool:
-        """Stores a copy of a whole block in DRAM; False: no slot is empty (`demote` or `drop` some)."""
+        """Stores a copy of a whole block in DRAM. False: no slot is empty (`demote` or `drop` some)."""
         source = memoryview(data)
         assert len(source) == self.shape.block_bytes, "data of the wrong size"
         check_name(name)
@@ -233,8 +229,8 @@ class Store:
         return True
 
     def put_many(self, items: Sequence[tuple[BlockName, BlockName | None, Buffer]]) -> list[bool]:
-        """`put` of each, several at a time."""
-        step = max(1, _UNIT_BYTES // self.shape.block_bytes)
+        """Does `put` for each, several at a time."""
+        step = max(1, UNIT_BYTES // self.shape.block_bytes)
         units = [items[at : at + step] for at in range(0, len(items), step)]
         done = self._pool.map(lambda unit: [self.put(*item) for item in unit], units)
         return [stored for unit in done for stored in unit]
@@ -242,10 +238,9 @@ class Store:
     # Life.
 
     def recover(self) -> list[tuple[BlockName, BlockName | None]]:
-        """Offers the blocks of an earlier run: (name, parent), parents first. To be called before anything else.
+        """Offers the blocks of an earlier run as (name, parent), parents first. Call it before anything else.
 
-        Only headers are read; what is damaged behind one shows when it is read. Blocks whose head is missing are
-        left out, since nobody could use them.
+        Only headers are read; a damaged payload is noticed when it is read. Blocks with a missing head are left out.
         """
         if self.log is None or self._writer is None:
             return []
@@ -260,7 +255,8 @@ class Store:
         return [(header.name, header.parent) for _, header in chains]
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is left to write: all is written and synced, or there is no room, or the SSD is degraded.
+        """Waits until nothing is left to write: all is written and synced, or there is no room, or the SSD is
+        degraded.
 
         False: the time was up first. None: no limit.
         """
@@ -276,14 +272,14 @@ class Store:
             return self._stat()
 
     def check(self) -> None:
-        """Conservation of slots and places; walks over everything."""
+        """Checks that no slot and no place is lost; walks over everything."""
         with self._changed:
             self._directory.check(0 if self.log is None else self.log.num_used)
 
     def close(self) -> None:
-        """Flushes for at most ten seconds, then gives everything back. Idempotent.
+        """Flushes for at most ten seconds, then frees everything. Idempotent.
 
-        Files and memory that a disk which does not answer still works on are left to the end of the process.
+        Files and memory that are still used by a disk which does not answer are left to the end of the process.
         """
         if self._closed:
             return
@@ -300,7 +296,7 @@ class Store:
         self.arena.close()
 
     def _fill(self, into: memoryview, source: memoryview) -> list[bytes]:
-        """Copies a block; its seals, taken while the bytes are still in the processor's cache."""
+        """Copies a block. Returns its seals, computed while the bytes are in the processor's cache."""
         size = self.shape.slice_bytes
         step = max(1, _CACHED_BYTES // size) * size
         seals = []
@@ -310,7 +306,7 @@ class Store:
         return seals
 
     def _fetch(self, wants: Sequence[Want]) -> list[bool]:
-        """Brings what is here. A block whose place went to another one meanwhile is looked up again."""
+        """Reads blocks. A block whose place was given to another one meanwhile is looked up again."""
         found = [False] * len(wants)
         left = list(range(len(wants)))
         while left:
@@ -356,17 +352,14 @@ class Store:
                 self._changed.notify_all()
 
     def _count_hit(self, source: Source) -> None:
-        """Reading a block layer by layer is one hit."""
+        """Counts a read; a block that is read layer by layer is one hit."""
         with self._changed:
-            if source.slot is not None:
-                self._counters.memory_hits += source.layers.start == 0
-                self._counters.memory_bytes_out += len(source.into)
-            else:
-                self._counters.disk_hits += source.layers.start == 0
-                self._counters.disk_bytes_out += len(source.into)
+            traffic = self._counters.disk if source.slot is None else self._counters.memory
+            traffic.hits += source.layers.start == 0
+            traffic.bytes_out += len(source.into)
 
     def _blame(self, name: BlockName, source: Source, fault: Fault) -> bool:
-        """Removes a block found damaged, and says so; False: it lies elsewhere by now."""
+        """Drops a block found damaged. False: it lies elsewhere by now."""
         with self._changed:
             block = self._directory.blocks.get(name)
             if block is None or block.place != source.place or block.slot is not None:
@@ -392,19 +385,13 @@ class Store:
                 capacity_bytes=self.arena.capacity_bytes,
                 used_bytes=num_slots_used * size,
                 num_blocks=directory.slots.num_owned - len(directory.reserved),
-                hits=counters.memory_hits,
-                bytes_in=counters.memory_bytes_in,
-                bytes_out=counters.memory_bytes_out,
-                evictions=counters.memory_evictions,
+                **msgspec.structs.asdict(counters.memory),
             ),
             disk=TierStat(
                 capacity_bytes=0 if self.log is None else self.log.capacity_bytes,
                 used_bytes=0 if self.log is None else num_records * self.log.format.record_bytes,
                 num_blocks=num_records - len(directory.in_writing),
-                hits=counters.disk_hits,
-                bytes_in=counters.disk_bytes_in,
-                bytes_out=counters.disk_bytes_out,
-                evictions=counters.disk_evictions,
+                **msgspec.structs.asdict(counters.disk),
             ),
             misses=counters.misses,
             num_pinned=directory.slots.num_pinned,

@@ -1,4 +1,8 @@
-"""What a store tells about itself."""
+"""Writes blocks behind, on a thread of its own: in batches, with one sync for each.
+
+A failing disk turns writing off for one second, then for twice as long each time, up to a minute. Meanwhile new
+blocks stay in DRAM, and blocks on the SSD can still be read.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -16,15 +19,22 @@ from isthmus.live.store.directory import Block, BlockDirectory
 from isthmus.live.store.log import Entry, Log
 from isthmus.live.store.record import RecordHeader
 
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+_BATCH_BYTES = 32 << 20
+_BATCH_BLOCKS = 128
+
 
 class TierStat(msgspec.Struct, frozen=True):
-    """One tier. Counters count from the start of the process."""
+    """State of one tier. Counters count from the start of the process."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
-    """DRAM: slots in use; SSD: records in use. Payload bytes, without headers."""
+    """Payload bytes, without headers, of DRAM slots or SSD records in use."""
     num_blocks: int = 0
-    """SSD: copies of blocks that are in DRAM too are counted here as well."""
+    """On the SSD, blocks that are in DRAM, too, are counted as well."""
     hits: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -33,28 +43,27 @@ class TierStat(msgspec.Struct, frozen=True):
 
 
 class StoreStat(msgspec.Struct, frozen=True):
-    """A store at one moment."""
+    """State of a store at one moment."""
 
     memory: TierStat
     disk: TierStat
     misses: int
     num_pinned: int
-    """Slots pinned now."""
     num_reserved: int
     """Slots that are being filled."""
     file_bytes: int
     """Bytes of the segment files."""
     queued_blocks: int
-    """In DRAM and not yet on the SSD, though there may be no room for them."""
+    """Blocks in DRAM that are not yet on the SSD, though there may be no room for them."""
     lost_blocks: int
     """Demoted blocks that could not be written, and blocks found damaged or unreadable."""
     seal_mismatches: int
     io_errors: int
     degraded: bool
-    """The SSD takes nothing at the moment; what it has can still be read. Or it could not be opened."""
+    """Whether the SSD takes nothing at the moment, though it may still be read, or could not be opened."""
 
     def gauges(self) -> dict[str, float]:
-        """By metric name."""
+        """Returns the values by metric name."""
         found: dict[str, float] = {
             "cache_pinned_blocks": self.num_pinned,
             "cache_write_queue_blocks": self.queued_blocks,
@@ -77,40 +86,26 @@ class StoreStat(msgspec.Struct, frozen=True):
         return found
 
 
-@dataclass(slots=True)
-class Counters:
-    """Only ever added to, under the store's lock."""
+class Traffic(msgspec.Struct):
+    hits: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evictions: int = 0
 
-    memory_hits: int = 0
-    disk_hits: int = 0
+
+class Counters(msgspec.Struct):
+    """Counters of a store, under its lock."""
+
+    memory: Traffic = msgspec.field(default_factory=Traffic)
+    disk: Traffic = msgspec.field(default_factory=Traffic)
     misses: int = 0
-    memory_bytes_in: int = 0
-    memory_bytes_out: int = 0
-    disk_bytes_in: int = 0
-    disk_bytes_out: int = 0
-    memory_evictions: int = 0
-    disk_evictions: int = 0
     lost_blocks: int = 0
     seal_mismatches: int = 0
     io_errors: int = 0
 
 
-# Writes blocks behind: in batches, one sync for each, on a thread of its own.
-#
-# An error of the disk turns writing off for a while: one second, then twice as long each time up to a minute, then it
-# is tried again. Meanwhile the store keeps to DRAM, and what the SSD has can still be read.
-
-
-logger = logging.getLogger(__name__)
-
-FIRST_RETRY_S = 1.0
-LONGEST_RETRY_S = 60.0
-_BATCH_BYTES = 32 << 20
-_BATCH_BLOCKS = 128
-
-
 class Retry:
-    """When to try again after failures in a row: 1, 2, 4 ... 60 seconds after the last one."""
+    """Time of the next attempt after failures in a row: 1, 2, 4 ... 60 seconds after the last one."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0
@@ -122,7 +117,7 @@ class Retry:
 
     @property
     def at_s(self) -> float:
-        """Infinity when nothing failed."""
+        """Time of the next attempt in seconds; infinity when nothing failed."""
         return math.inf if self._at_s is None else self._at_s
 
     def failed(self, now_s: float) -> None:
@@ -130,7 +125,7 @@ class Retry:
         self._at_s = now_s + self._wait_s
 
     def resume(self) -> None:
-        """Trying worked; if the real thing fails again, the wait goes on growing."""
+        """Ends the pause after a successful probe; if the next write fails, the pause goes on growing."""
         self._at_s = None
 
     def worked(self) -> None:
@@ -138,7 +133,7 @@ class Retry:
 
 
 class Writer:
-    """The thread that empties `directory.demoting` and `directory.unwritten` into the log.
+    """Writes the blocks in `directory.demoting` and `directory.unwritten` to the log.
 
     `changed` guards `directory` and `counters`, and is notified when there may be something to write.
     """
@@ -161,19 +156,19 @@ class Writer:
         self._write_retry = Retry()
         self._grow_retry = Retry()
         self.sequence = 0
-        """Of the latest record; each has a higher one."""
+        """Sequence number of the latest record."""
         self._stopped = False
         self._busy = False
         self._batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // arena.shape.block_bytes))
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """In a thread of its own; without it, somebody else takes the turns."""
+        """Starts the thread; without it, `catch_up` writes."""
         self._thread = threading.Thread(target=self._run, name="isthmus-store-writer", daemon=True)
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Without the thread: takes turns until nothing is left that could be done."""
+        """Writes all that can be written, without the thread."""
         while not self.idle() or self._is_due():
             self.turn()
 
@@ -183,15 +178,15 @@ class Writer:
 
     @property
     def degraded(self) -> bool:
-        """The disk refused the last write, sync or new file."""
+        """Whether the disk refused the last write, sync or new file."""
         return self._write_retry.failing or self._grow_retry.failing
 
     def idle(self) -> bool:
-        """Nothing is being written, and nothing could be. Under the lock."""
+        """Whether nothing is being written and nothing could be. Under the lock."""
         return self._stopped or not (self._busy or self._has_work())
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after the batch it is writing; False: the disk still has not taken that."""
+        """Ends the thread after its batch. False: the disk still has not taken that."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -205,7 +200,7 @@ class Writer:
             self.turn()
 
     def turn(self) -> None:
-        """Tries again what is due, and writes a batch of what there is."""
+        """Retries what is due, and writes one batch."""
         if self._is_due():
             self._probe()
         if self._wants_file():
@@ -213,11 +208,11 @@ class Writer:
         self._write_batch()
 
     def _is_due(self) -> bool:
-        """It is time to try whether the disk takes something again."""
+        """Whether it is time to probe the disk."""
         return self._write_retry.at_s <= self._log.files.now()
 
     def _await_turn(self) -> bool:
-        """Waits until there is something to write or to try again; False: stopped."""
+        """Waits until there is something to write or to retry. False: stopped."""
         with self._changed:
             while not self._stopped and not self._has_work():
                 wait_s = min(self._write_retry.at_s, self._grow_retry.at_s) - self._log.files.now()
@@ -235,7 +230,7 @@ class Writer:
         return self._log.num_free > 0 or (self._log.can_grow and not self._grow_retry.failing)
 
     def _probe(self) -> None:
-        """Writes into a free place, and back to work when that goes well. After a failed write there is one."""
+        """Writes into a free place, of which there is one after a failed write; if it works, writing goes on."""
         error = _error_of(self._log.probe)
         with self._changed:
             if error is not None:
@@ -271,7 +266,7 @@ class Writer:
             lost += self._directory.end_writing(written=error is None)
             if error is None:
                 self._write_retry.worked()
-                self._counters.disk_bytes_in += len(entries) * self._arena.shape.block_bytes
+                self._counters.disk.bytes_in += len(entries) * self._arena.shape.block_bytes
             else:
                 self._failed(self._write_retry, error)
                 lost += self._directory.give_up_demoting()
@@ -288,12 +283,12 @@ class Writer:
         return Entry(block.writing, header, self._arena.slot(block.slot))
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        """Writes and syncs. After an error nothing of the batch counts: what was written may not have stayed."""
+        """Writes and syncs. After an error none of the batch counts, since written bytes may be lost."""
         self._log.write(entries)
         self._log.sync([entry.place for entry in entries])
 
     def _failed(self, retry: Retry, error: OSError) -> None:
-        """Under the lock."""
+        """Books a failure. Under the lock."""
         logger.warning("SSD tier in %s: %s; new blocks stay in DRAM for now", self._log.folder, error)
         retry.failed(self._log.files.now())
         self._counters.io_errors += 1

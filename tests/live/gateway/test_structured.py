@@ -7,16 +7,17 @@ import sys
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from isthmus.core.errors import RequestError
 from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.bodies import parse_body
-from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
+from isthmus.live.gateway.requests import CompletionRequest
 from isthmus.live.gateway.structured import check_grammar, grammar_of
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS
 
 from .fake import FakeBackend
+from .grammars import follows
 from .inprocess import Poster
 
 AGE = {
@@ -37,73 +38,47 @@ def tokens(tokenizer: GatewayTokenizer) -> LLTokenizer:
     return tokenizer.for_grammars
 
 
-def follows(tokens: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether `text` is a whole answer."""
-    matcher = LLMatcher(tokens, grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = tokens.tokenize_str(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-SCHEMAS = {
-    "response_format.json_schema.schema": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": AGE}}
-    },
-    "structured_outputs.json": {"structured_outputs": {"json": AGE}},
-    "guided_json": {"guided_json": AGE},
-    "json_schema": {"json_schema": json.dumps(AGE)},
-}
-LETTERS = {
-    "structured_outputs.regex": {"structured_outputs": {"regex": "a|bc"}},
-    "structured_outputs.choice": {"structured_outputs": {"choice": ["a", "bc"]}},
-    "structured_outputs.grammar": {"structured_outputs": {"grammar": 'start: "a" | "bc"'}},
-    "guided_regex": {"guided_regex": "a|bc"},
-    "guided_choice": {"guided_choice": ["a", "bc"]},
-    "guided_grammar": {"guided_grammar": 'root ::= "a" | "bc"'},
-    "regex": {"regex": "a|bc"},
-    "ebnf": {"ebnf": 'root ::= "a" | "bc"'},
-}
-
-
-@pytest.mark.parametrize("param", SCHEMAS)
-def test_schemas(param: str, tokens: LLTokenizer) -> None:
-    grammar, found = grammar_of(parse(**SCHEMAS[param]))
-    assert found == param
-    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
-    for text in ('{"age":7}', '{"age": 7}', '{\n  "age": 99\n}'):
-        assert follows(tokens, grammar, text)
-    for text in ('{"age": 100}', "{}", '{"age": 7, "b": 1}', '{"age":' + " " * 40 + "7}", "7"):
-        assert not follows(tokens, grammar, text)
-
-
-@pytest.mark.parametrize("param", LETTERS)
-def test_words(param: str, tokens: LLTokenizer) -> None:
-    grammar, found = grammar_of(parse(**LETTERS[param]))
-    assert found == param
-    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
-    assert [text for text in ("a", "b", "bc", "abc", "") if follows(tokens, grammar, text)] == ["a", "bc"]
-
-
-def test_choices_are_taken_as_they_are(tokens: LLTokenizer) -> None:
-    choices = ['say "x"', "a\nb", "\\d", "grüß 😀", "start: /x/"]
-    grammar, _ = grammar_of(parse(guided_choice=choices))
-    assert all(follows(tokens, grammar, choice) for choice in choices)
-    assert not follows(tokens, grammar, "5")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
+IN_OPENAI_S = {"type": "json_schema", "json_schema": {"name": "a", "schema": AGE}}
+SCHEMA = (
+    ['{"age":7}', '{"age": 7}', '{\n  "age": 99\n}'],
+    ['{"age": 100}', "{}", '{"age": 7, "b": 1}', '{"age":' + " " * 40 + "7}", "7"],
 )
-def test_any_object(fields: dict[str, Any], tokens: LLTokenizer) -> None:
-    grammar, _ = grammar_of(parse(**fields))
-    assert follows(tokens, grammar, '{"a": [1, {"b": null}]}')
-    assert not follows(tokens, grammar, "[1]")
+LETTERS = ["a", "bc"], ["b", "abc", ""]
+OBJECT = ['{"a": [1, {"b": null}]}'], ["[1]"]
+CHOICES = ['say "x"', "a\nb", "\\d", "grüß 😀", "start: /x/"]
+FORMS: list[tuple[str, dict[str, Any], tuple[list[str], list[str]]]] = [
+    ("response_format.json_schema.schema", {"response_format": IN_OPENAI_S}, SCHEMA),
+    ("structured_outputs.json", {"structured_outputs": {"json": AGE}}, SCHEMA),
+    ("guided_json", {"guided_json": AGE}, SCHEMA),
+    ("json_schema", {"json_schema": json.dumps(AGE)}, SCHEMA),
+    (
+        "structured_outputs.json",
+        {"structured_outputs": {"json": AGE, "disable_any_whitespace": True}},
+        (['{"age":7}'], ['{"age": 7}']),
+    ),
+    ("structured_outputs.regex", {"structured_outputs": {"regex": "a|bc"}}, LETTERS),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a", "bc"]}}, LETTERS),
+    ("structured_outputs.grammar", {"structured_outputs": {"grammar": 'start: "a" | "bc"'}}, LETTERS),
+    ("guided_regex", {"guided_regex": "a|bc"}, LETTERS),
+    ("guided_choice", {"guided_choice": ["a", "bc"]}, LETTERS),
+    ("guided_choice", {"guided_choice": CHOICES}, (CHOICES, ["5"])),
+    ("guided_grammar", {"guided_grammar": 'root ::= "a" | "bc"'}, LETTERS),
+    ("regex", {"regex": "a|bc"}, LETTERS),
+    ("ebnf", {"ebnf": 'root ::= "a" | "bc"'}, LETTERS),
+    ("response_format", {"response_format": {"type": "json_object"}}, OBJECT),
+    ("structured_outputs.json_object", {"structured_outputs": {"json_object": True}}, OBJECT),
+]
 
 
-def test_no_white_space(tokens: LLTokenizer) -> None:
-    grammar, _ = grammar_of(parse(structured_outputs={"json": AGE, "disable_any_whitespace": True}))
-    assert follows(tokens, grammar, '{"age":7}')
-    assert not follows(tokens, grammar, '{"age": 7}')
+@pytest.mark.parametrize(("param", "fields", "texts"), FORMS)
+def test_a_grammar_of_each_form(
+    param: str, fields: dict[str, Any], texts: tuple[list[str], list[str]], tokens: LLTokenizer
+) -> None:
+    grammar, found = grammar_of(parse(**fields))
+    assert found == param
+    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
+    right, wrong = texts
+    assert [text for text in (*right, *wrong) if follows(tokens, grammar, text)] == right
 
 
 def test_nothing_asked() -> None:
@@ -119,16 +94,9 @@ def test_two_that_contradict_each_other() -> None:
 
 
 def test_jobs_carry_it(post: Poster, backend: FakeBackend) -> None:
-    assert post.chat(response_format={"type": "json_object"}, n=2).status_code == 200
-    assert {job.sampling.grammar for job in backend.jobs} == {
-        grammar_of(
-            parse_body(
-                ChatRequest,
-                b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
-                100,
-            )
-        )[0]
-    }
+    fields = {"response_format": {"type": "json_object"}}
+    assert post.chat(n=2, **fields).status_code == 200
+    assert {job.sampling.grammar for job in backend.jobs} == {grammar_of(parse(**fields))[0]}
 
 
 @pytest.mark.parametrize(

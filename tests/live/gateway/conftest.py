@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from openai import OpenAI
 
 from isthmus.live.gateway import GatewayTokenizer, create_app
 
 from . import folder
-from .fake import CARD, FakeBackend, says
+from .fake import ROOMY, FakeBackend, says
 from .inprocess import Poster
 from .server import serving
 
@@ -35,7 +34,7 @@ class _Switch:
     """Stands before one server for the whole session, with room for prompts with tools; each test puts its own
     backend behind it."""
 
-    card = msgspec.structs.replace(CARD, max_length=4096)
+    card = ROOMY
     backend: FakeBackend
 
     def __getattr__(self, name: str) -> object:

@@ -16,6 +16,7 @@ from isthmus.core.types import FinishReason, Generated, Job, ModelCard, NodeId, 
 from . import folder
 
 CARD = ModelCard(name="acme/tiny", max_length=256, vocab_size=300, created_s=1_700_000_000)
+ROOMY = msgspec.structs.replace(CARD, max_length=4096)
 
 HANG = "hang"
 """A step that never ends: the stream waits until it is thrown away."""

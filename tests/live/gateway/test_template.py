@@ -294,14 +294,10 @@ def test_whether_a_template_shows_what_users_say() -> None:
 def test_content_that_is_null_is_null_to_templates_that_ask() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    asked = (
-        "{% if m.content is none %}null{% elif m.content is string %}text{% elif m.content is iterable %}parts"
-    )
-    asked += "{% endif %}{{ m.content == none }}{{ m.content != none }}{% if m.content is not none %}{{ m.content }}{% endif %}"
-    source = f"{{{{ tools is none }}}}{{% for m in messages %}}[{{{{ m.role }}}}]{asked}{{% endfor %}}"
-    source += (
-        "{{ messages | tojson }}{{ messages[1] | tojson }}{{ messages[1].content | tojson }}{{ messages }}"
-    )
+    source = """{{ tools is none }}{% for m in messages %}[{{ m.role }}]
+{%- if m.content is none %}null{% elif m.content is string %}text{% elif m.content is iterable %}parts{% endif %}
+{{- m.content == none }}{{ m.content != none }}{% if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}
+{{- messages | tojson }}{{ messages[1] | tojson }}{{ messages[1].content | tojson }}{{ messages }}"""
     # Tokenizers of transformers leave it out before they render, whatever the template asks.
     [theirs], _ = render_jinja_template([CALLED], chat_template=source)
     assert ChatTemplate(source, {}).render(CALLED) == theirs

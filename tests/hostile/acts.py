@@ -30,27 +30,24 @@ TURNED_AWAY = {"closed", "400", "408", "413", "429", "431", "503"}
 
 
 def grammars(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every way in which a request brings a schema, and where to."""
-    form = {"name": "x", "schema": schema}
-    messages = [{"role": "user", "content": "x"}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    """A request for each way in which a schema comes, and its path."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     object_of = {"type": "object", "properties": {"a": schema}}
-    chat, few = "/v1/chat/completions", {"model": MODEL, "max_tokens": 4}
-    lark = f"start: %json {json.dumps(schema)}"
+    tool, other = (
+        {"type": "function", "function": {"name": "f", "parameters": each}} for each in (schema, object_of)
+    )
+    named = {"type": "function", "function": {"name": "f"}}
+    few = {"model": MODEL, "max_tokens": 4}
+    chat = few | {"messages": [{"role": "user", "content": "x"}]}
     return [
-        (chat, {"messages": messages, "response_format": {"type": "json_schema", "json_schema": form}, **few}),
-        ("/v1/completions", {"prompt": "x", "guided_json": schema, **few}),
-        ("/v1/completions", {"prompt": "x", "guided_grammar": lark, **few}),
-        ("/v1/responses", {
-            "model": MODEL, "input": "x", "max_output_tokens": 16,
-            "text": {"format": {"type": "json_schema", **form}},
-        }),
-        (chat, {"messages": messages, "tools": [tool], "tool_choice": "required", **few}),
-        (chat, {
-            "messages": messages, "tools": [tool | {"function": {"name": "f", "parameters": object_of}}],
-            "tool_choice": {"type": "function", "function": {"name": "f"}}, **few,
-        }),
-    ]  # fmt: skip
+        ("/v1/chat/completions", chat | {"response_format": form}),
+        ("/v1/completions", few | {"prompt": "x", "guided_json": schema}),
+        ("/v1/completions", few | {"prompt": "x", "guided_grammar": f"start: %json {json.dumps(schema)}"}),
+        ("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 16, "text": text}),
+        ("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": "required"}),
+        ("/v1/chat/completions", chat | {"tools": [other], "tool_choice": named}),
+    ]
 
 
 def doubling(levels: int, num_bytes: int) -> dict[str, Any]:
@@ -84,26 +81,28 @@ def encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body).replace(f'"{DEEP}"', deep).encode()
 
 
-def bombs() -> dict[str, dict[str, Any]]:
-    """Short descriptions of large machines, by what they are."""
-    wide = {"type": "object", "patternProperties": {f"^{'a?' * 30}{at}$": {} for at in range(200)}}
-    texts = [f"{at:032}" for at in range(50_000)]
-    return {
-        "repeats": {"guided_regex": "((a{0,500}){0,500}){0,500}"},
-        "states": {"guided_regex": "[ab]*a[ab]{400}"},
-        "groups": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
-        "choices": {"guided_choice": texts},
-        "rules": {"guided_grammar": "start: " + " | ".join([f"r{at} r{at}" for at in range(3000)]) + "\n" + "\n".join(
-            [f"r{at}: r{at + 1} r{at + 1}" for at in range(3000)]
-        ) + '\nr3000: "a"'},
-        "left": {"guided_grammar": 'start: start start | start "a" | "a"'},
-        "deep": {"guided_json": DEEP},
-        "wide": {"guided_json": wide},
-        "long": {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 2**31}},
-        "items": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
-        "pattern": {"guided_json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 50}},
-        "circle": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}},
-    }  # fmt: skip
+def bombs() -> list[dict[str, Any]]:
+    """Short descriptions of large machines."""
+    rules = [f"r{at} r{at}" for at in range(3000)], [f"r{at}: r{at + 1} r{at + 1}" for at in range(3000)]
+    return [
+        {"guided_regex": "((a{0,500}){0,500}){0,500}"},
+        {"guided_regex": "[ab]*a[ab]{400}"},
+        {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
+        {"guided_choice": [f"{at:032}" for at in range(50_000)]},
+        {"guided_grammar": "start: " + " | ".join(rules[0]) + "\n" + "\n".join(rules[1]) + '\nr3000: "a"'},
+        {"guided_grammar": 'start: start start | start "a" | "a"'},
+        {"guided_json": DEEP},
+        {
+            "guided_json": {
+                "type": "object",
+                "patternProperties": {f"^{'a?' * 30}{at}$": {} for at in range(200)},
+            }
+        },
+        {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 2**31}},
+        {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+        {"guided_json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 50}},
+        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}},
+    ]
 
 
 # Connections.
@@ -139,14 +138,16 @@ def send_on(opened: socket.socket, piece: bytes, count: int) -> bool:
     return True
 
 
-LONG = {
-    "value": b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ",
-    "name": b"GET /health HTTP/1.1\r\nHost: x\r\nX",
-    "target": b"GET /health?",
-    "method": b"",
-    "chunk extension": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;x=",
-    "trailer": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ",
-}
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+LONG = [
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX",
+    b"GET /health?",
+    b"",
+    CHUNKED + b"1;x=",
+    CHUNKED + b"1\r\n{\r\n0\r\nX: ",
+]
+"""Beginnings of what has no end: a header's value and name, a target, a method, a chunk's extension, a trailer."""
 """Beginnings of what has no end."""
 
 
@@ -158,10 +159,8 @@ def long_line(target: Victim, outcome: Outcome, begin: bytes, num_bytes: int) ->
 
 def drip(target: Victim, outcome: Outcome, count: int) -> None:
     """A body in chunks of one byte."""
-    begin = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connected(target.port) as opened:
-        sent = send_on(opened, begin, 1) and send_on(opened, b"1\r\n[\r\n" * 1000, count // 1000)
-        if sent:
+        if send_on(opened, CHUNKED, 1) and send_on(opened, b"1\r\n[\r\n" * 1000, count // 1000):
             send_on(opened, b"0\r\n\r\n", 1)
         outcome.add(heard(opened))
 

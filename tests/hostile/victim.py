@@ -94,13 +94,7 @@ class Victim:
 
     def memory(self) -> dict[str, int]:
         """Bytes that each process has for itself."""
-        found = {}
-        for name, pid in self.pids.items():
-            with contextlib.suppress(OSError):
-                said = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
-                if said is not None:
-                    found[name] = int(said[1]) << 10
-        return found
+        return self._bytes("RssAnon")
 
     def forget_peaks(self) -> None:
         """`peaks` counts from now on."""
@@ -109,10 +103,13 @@ class Victim:
 
     def peaks(self) -> dict[str, int]:
         """The most bytes that each process had since, shared ones included."""
+        return self._bytes("VmHWM")
+
+    def _bytes(self, field: str) -> dict[str, int]:
         found = {}
         for name, pid in self.pids.items():
             with contextlib.suppress(OSError):
-                said = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+                said = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
                 if said is not None:
                     found[name] = int(said[1]) << 10
         return found
@@ -171,10 +168,8 @@ def attacked(target: Victim, gap_s: float = GAP_S, peak_bytes: int | None = None
     before, start = target.memory(), len(target.story())
     target.forget_peaks()
     lowest = target.peaks()
-    body = {
-        "model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True,
-    }  # fmt: skip
+    limits = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    body = {"model": MODEL, "temperature": 0, "return_token_ids": True} | limits
     client = subprocess.Popen(
         [sys.executable, bystander.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

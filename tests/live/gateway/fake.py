@@ -156,7 +156,7 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
     """The same steps, with log-probabilities as a model would send them: exact binary fractions."""
     top = tuple((token, -token / 8) for token in range(num_top))
     return [
-        [Generated(g.index, g.token, g.finish, TokenLogprobs(-g.token / 8, top), g.cached_tokens) for g in step]
+        [msgspec.structs.replace(g, logprobs=TokenLogprobs(-g.token / 8, top)) for g in step]
         if not isinstance(step, str | Exception)
         else step
         for step in steps
@@ -175,12 +175,6 @@ def scored(steps: Sequence[Step], job: Job) -> list[Step]:
 
 
 def fitting(job: Job) -> list[Step]:
-    """What fits most requests: a JSON object, with the scores that are asked for."""
-    steps = says([*b'{"name": "Bob", "age": 4}', folder.EOS])
-    if job.sampling.logprobs is not None:
-        steps = with_logprobs(steps, job.sampling.logprobs)
-    if job.sampling.prompt_logprobs is not None:
-        [first], *rest = steps
-        scores = tuple(TokenLogprobs(-1.0, ((token, -1.0),), rank=1) for token in job.tokens[1:])
-        steps = [[msgspec.structs.replace(first, prompt_logprobs=scores)], *rest]
-    return steps
+    """A JSON object, with the scores that are asked for."""
+    steps = scored(says([*b'{"name": "Bob", "age": 4}', folder.EOS]), job)
+    return steps if job.sampling.logprobs is None else with_logprobs(steps, job.sampling.logprobs)

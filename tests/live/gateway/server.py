@@ -85,23 +85,21 @@ class Front:
 
 
 class Client:
-    """One connection. `send` does not mind that the server hears no more; `answers` ends where the server ends it."""
+    """One connection."""
 
     def __init__(self, opened: socket.socket) -> None:
         self.socket = opened
 
     def send(self, *said: bytes) -> None:
+        """Sends as far as the server still reads."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for part in said:
                 self.socket.sendall(part)
 
     def read(self) -> bytes:
         """All until the server closes the connection."""
-        read = bytearray()
         with self.socket:
-            while part := self.socket.recv(65536):
-                read += part
-        return bytes(read)
+            return b"".join(iter(lambda: self.socket.recv(65536), b""))
 
     def is_cut_off(self) -> bool:
         """Waits for the server to end the connection; whether it did so without an answer."""
@@ -118,8 +116,9 @@ class Client:
             read += part
         return bytes(read)
 
-    def answers(self) -> list[Answer]:
-        rest, found = self.read(), []
+    def answers(self, begun: bytes = b"") -> list[Answer]:
+        """All until the server closes the connection; `begun`: what was read before."""
+        rest, found = begun + self.read(), []
         while rest:
             answer, rest = _cut(rest)
             found.append(answer)

@@ -157,25 +157,9 @@ def long_line(target: Victim, outcome: Outcome, begin: bytes, num_bytes: int) ->
         outcome.add(heard(opened))
 
 
-def drip(target: Victim, outcome: Outcome, count: int) -> None:
-    """A body in chunks of one byte."""
-    with connected(target.port) as opened:
-        if send_on(opened, CHUNKED, 1) and send_on(opened, b"1\r\n[\r\n" * 1000, count // 1000):
-            send_on(opened, b"0\r\n\r\n", 1)
-        outcome.add(heard(opened))
-
-
-def many_headers(target: Victim, outcome: Outcome, count: int) -> None:
-    with connected(target.port) as opened:
-        opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
-        send_on(opened, b"".join([b"X-%d: y\r\n" % at for at in range(1000)]), count // 1000)
-        send_on(opened, b"\r\n", 1)
-        outcome.add(heard(opened))
-
-
 @contextlib.contextmanager
 def half_open(target: Victim, count: int) -> Iterator[list[str]]:
-    """Headers without an end, as far as somebody takes them; what is heard of the others."""
+    """Sends headers without an end on many connections; yields what is heard of those that are not taken."""
     turned_away: list[str] = []
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -188,28 +172,10 @@ def half_open(target: Victim, count: int) -> Iterator[list[str]]:
 
 
 def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
-    """More than there are descriptors. Somebody who asks meanwhile is answered."""
+    """More than there are descriptors; a client that asks meanwhile is answered."""
     with half_open(target, count) as turned_away:
         outcome.add(*turned_away)
         outcome.add(target.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}, HEAR_S))
-
-
-def slow(target: Victim, outcome: Outcome, begin: bytes, count: int, limit_s: float) -> None:
-    """A byte now and then, on so many connections, until all are turned away."""
-    with contextlib.ExitStack() as stack:
-        left = [stack.enter_context(connected(target.port)) for _ in range(count)]
-        for opened in left:
-            opened.sendall(begin)
-        until = time.monotonic() + limit_s
-        while left and time.monotonic() < until:
-            for opened in list(left):
-                said = heard(opened, 0.01)
-                if said == "open" and send_on(opened, b"x", 1):
-                    continue
-                outcome.add("closed" if said == "open" else said)
-                left.remove(opened)
-            time.sleep(0.1)
-        outcome.add(*["open"] * len(left))
 
 
 def cut_bodies(target: Victim, outcome: Outcome, count: int, size: int) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from isthmus.live.gateway import GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 
 from . import folder
 from .fake import ROOMY, FakeBackend, says
-from .inprocess import Poster
+from .inprocess import Poster, Served
 from .server import serving
 
 
@@ -25,9 +25,15 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def post(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Poster:
+def post(served: Served) -> Poster:
     """Sends one request to an app around `backend`, without a socket."""
-    return Poster(create_app(backend, tokenizer))
+    return served()
+
+
+@pytest.fixture
+def served(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Served:
+    """Makes an app around `backend` with these settings."""
+    return lambda **settings: Poster(create_app(backend, tokenizer, GatewaySettings(**settings)))
 
 
 class _Switch:

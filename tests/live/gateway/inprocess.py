@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -85,6 +86,10 @@ def http_scope(path: str, *headers: tuple[bytes, bytes]) -> Scope:
         "server": ("test", 80),
         "client": ("test", 1),
     }
+
+
+Served = Callable[..., Poster]
+"""Makes an app with the settings that it is given by name."""
 
 
 class Connection:

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway.openapi import _decimals
 
 from .fake import CARD, FakeBackend
-from .inprocess import Poster
+from .inprocess import Poster, Served
 from .test_headers import ask
 
 
@@ -35,12 +34,12 @@ def test_wrong_methods(post: Poster, method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_large_bodies(backend: FakeBackend, tokenizer: GatewayTokenizer, chunked: bool) -> None:
+def test_large_bodies(backend: FakeBackend, served: Served, chunked: bool) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(3):
             yield b"x" * 500
 
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(max_body_bytes=1000)))
+    post = served(max_body_bytes=1000)
     response = post.request("POST", "/v1/completions", content=chunks() if chunked else b"x" * 1500)
     assert response.status_code == 413
     assert "larger than 1000 bytes" in response.json()["error"]["message"]

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from starlette.types import Message, Scope
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway import headers as module
 from isthmus.live.gateway.headers import REUSE, ApiKeys, salt_of, tenant_of, terms_of
 from isthmus.live.gateway.problems import HttpError
 from isthmus.live.gateway.settings import ApiKey
 
 from .fake import FakeBackend
-from .inprocess import Poster, http_scope
+from .inprocess import Poster, Served, http_scope
 
 CHAT, ASKED = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
 ACME, NEW, GLOBEX = "sk-acme-old", "sk-acme-new", "sk-globex-!~"
@@ -46,8 +45,8 @@ GUARDED = [
 
 
 @pytest.fixture
-def keyed(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Poster:
-    return Poster(create_app(backend, tokenizer, GatewaySettings(keys=KEYS)))
+def keyed(served: Served) -> Poster:
+    return served(keys=KEYS)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -320,9 +319,9 @@ def test_where_keys_are_asked_for_any_page_may_show_one(keyed: Poster, backend: 
     [((THERE,), [THERE]), (("*",), [THERE, HERE, "null"]), (("null",), ["null"]), ((), [])],
 )
 def test_the_configured_pages_may_ask_and_no_others(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, origins: Any, shown: list[str]
+    backend: FakeBackend, served: Served, origins: Any, shown: list[str]
 ) -> None:
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(origins=origins)))
+    post = served(origins=origins)
     for origin in (THERE, HERE, "null"):
         answers = [preflight(post, origin), chat(post, origin)]
         assert [answer.status_code for answer in answers] == ([200, 200] if origin in shown else [403, 403])

@@ -11,12 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from isthmus.core.types import FinishReason, Generated
 from isthmus.live.cluster.links import Offload
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.metrics import Tally
 from isthmus.live.gateway.node_metrics import NODE_METRICS
 
 from .fake import HANG, FakeBackend, FakeLink, Step, says
-from .inprocess import Connection, Poster
+from .inprocess import Connection, Poster, Served
 
 
 def samples(post: Poster) -> dict[str, float]:
@@ -110,11 +110,10 @@ def test_metrics_of_the_nodes(post: Poster, backend: FakeBackend) -> None:
     assert samples(post).items() >= expected.items()
 
 
-def test_requests_inside_their_limits(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_requests_inside_their_limits(backend: FakeBackend, served: Served) -> None:
     """A limit that every answer keeps, one that none keeps, and a request's own instead of the deployment's."""
     backend.script = lambda _: says([97, 98, 99, 100])
-    settings = GatewaySettings(ttft_ms=100_000, tbt_ms=100_000)
-    post = Poster(create_app(backend, tokenizer, settings))
+    post = served(ttft_ms=100_000, tbt_ms=100_000)
     post.complete()
     assert samples(post)["requests_within_slo_total"] == 1
     body = {"model": "acme/tiny", "prompt": "hi"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.core.types import Sampling
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.requests import CompletionRequest
 from isthmus.live.gateway.sampling import sampling_of, samplings
 from isthmus.live.gateway.tokenizer import GenerationDefaults
@@ -16,7 +16,7 @@ from .fake import (
     CARD,
     FakeBackend,
 )
-from .inprocess import Poster
+from .inprocess import Poster, Served
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -27,8 +27,8 @@ def refused(response: Any, param: str | None, words: str) -> None:
     assert words in error["message"]
 
 
-def test_lists_have_a_limit_of_their_own(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(max_messages=2, max_tools=1, max_depth=6)))
+def test_lists_have_a_limit_of_their_own(backend: FakeBackend, served: Served) -> None:
+    post = served(max_messages=2, max_tools=1, max_depth=6)
     assert post.chat(messages=MESSAGES * 2).status_code == 200
     many = "3 entries; this server takes up to 2 (limits.messages)"
     refused(post.chat(messages=MESSAGES * 3), "messages", many)

@@ -12,13 +12,13 @@ import pytest
 
 from isthmus.core.errors import RequestError, UnavailableError
 from isthmus.core.types import Reuse, Reused
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewaySettings
 from isthmus.live.gateway.headers import RequestTerms, reuse_of
 from isthmus.live.gateway.settings import ApiKey
 
 from . import folder
 from .fake import CARD, FakeBackend, Step, fitting, says
-from .inprocess import Poster, events_of
+from .inprocess import Poster, Served, events_of
 
 HEADER = "x-isthmus-reuse"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
 }
 KEYS = tuple(ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("acme", "globex"))
-SETTINGS = GatewaySettings(keys=KEYS, reuse=Reuse.CHUNKS, tenant_reuse={"acme": Reuse.SEMANTIC})
+SETTINGS: Any = {"keys": KEYS, "reuse": Reuse.CHUNKS, "tenant_reuse": {"acme": Reuse.SEMANTIC}}
 FIXED = msgspec.structs.replace(CARD, no_reuse="Mamba has recurrent layers")
 EXACT, CHUNKS, SEMANTIC = Reuse
 
@@ -54,14 +54,14 @@ def ask(post: Poster, path: str, reuse: str | None = None, key: str = "", **fiel
 def test_the_header_goes_before_the_tenant_and_the_tenant_before_the_default(
     terms: RequestTerms, expected: Reuse
 ) -> None:
-    assert reuse_of(terms, "", SETTINGS, CARD) is expected
+    assert reuse_of(terms, "", GatewaySettings(**SETTINGS), CARD) is expected
     assert reuse_of(terms, "", GatewaySettings(), CARD) is (terms.reuse or EXACT)
 
 
-def test_a_tenant_is_known_by_its_key(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_a_tenant_is_known_by_its_key(backend: FakeBackend, served: Served) -> None:
     """And told of what its own setting did."""
     backend.script = lambda _: hello()
-    post = Poster(create_app(backend, tokenizer, SETTINGS))
+    post = served(**SETTINGS)
     for key, reuse in (("acme", None), ("globex", None), ("acme", "exact"), ("globex", "semantic")):
         answered = ask(post, "/v1/completions", reuse, key, user="acme", prompt=PROMPT)
         told = answered.json()["usage"]["prompt_tokens_details"]
@@ -81,9 +81,9 @@ def test_a_model_that_cannot_refuses_the_header_and_overrides_settings(reuse: Re
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_refused_over_http(backend: FakeBackend, tokenizer: GatewayTokenizer, path: str) -> None:
+def test_refused_over_http(backend: FakeBackend, served: Served, path: str) -> None:
     backend.card = FIXED
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    post = served(reuse=SEMANTIC)
     refused = ask(post, path, "semantic")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER)
     assert FIXED.no_reuse in refused.json()["error"]["message"] and not backend.jobs
@@ -102,10 +102,10 @@ def test_refused_over_http(backend: FakeBackend, tokenizer: GatewayTokenizer, pa
     ],
 )
 def test_prompts_that_are_scored_are_exact(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, path: str, fields: dict[str, Any], named: str
+    backend: FakeBackend, served: Served, path: str, fields: dict[str, Any], named: str
 ) -> None:
     backend.script = fitting
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    post = served(reuse=SEMANTIC)
     refused = ask(post, path, "chunks", **fields)
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, HEADER)
@@ -173,11 +173,9 @@ def test_tokens_are_counted_with_their_prompts(post: Poster, backend: FakeBacken
 
 
 @pytest.mark.parametrize(("card", "words"), [(CARD, ["exact", "chunks", "semantic"]), (FIXED, ["exact"])])
-def test_the_document_has_the_header(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, card: Any, words: list[str]
-) -> None:
+def test_the_document_has_the_header(backend: FakeBackend, served: Served, card: Any, words: list[str]) -> None:
     backend.card = card
-    document = Poster(create_app(backend, tokenizer)).get("/openapi.json").json()
+    document = served().get("/openapi.json").json()
     for path in BODIES:
         [header] = [each for each in document["paths"][path]["post"]["parameters"] if each["name"] == HEADER]
         assert header["in"] == "header" and header["schema"]["enum"] == words

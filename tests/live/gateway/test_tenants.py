@@ -12,23 +12,21 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import OverloadedError
 from isthmus.core.types import Shares, Tenant, sharing
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway.problems import RateLimitError
 from isthmus.live.gateway.settings import TenantLimits
 from isthmus.live.gateway.tenants import Bucket, Quota
 
 from .fake import HANG, FakeBackend, says
-from .inprocess import Poster
+from .inprocess import Poster, Served
 from .test_headers import ACME, GLOBEX, KEYS, NEW, ask, bearer
 
 # So little runs in that none does in a test, however slow the machine is.
 SLOW = {"burst_s": 3600.0}
 
 
-def app_of(backend: FakeBackend, tokenizer: GatewayTokenizer, of_acme: TenantLimits, **settings: Any) -> Poster:
+def limited(served: Served, of_acme: TenantLimits, **settings: Any) -> Poster:
     """With limits for acme, and none for globex."""
-    given = GatewaySettings(keys=KEYS, tenant_limits={"acme": of_acme}, **settings)
-    return Poster(create_app(backend, tokenizer, given))
+    return served(keys=KEYS, tenant_limits={"acme": of_acme}, **settings)
 
 
 def complete(post: Poster, key: str, prompt: Any = "hi", **fields: Any) -> httpx.Response:
@@ -45,9 +43,9 @@ def assert_limited(response: httpx.Response, limit: str, least_s: int) -> None:
 
 
 def test_requests_beyond_a_rate_are_refused_whatever_key_of_the_tenant_they_show(
-    backend: FakeBackend, tokenizer: GatewayTokenizer
+    backend: FakeBackend, served: Served
 ) -> None:
-    post = app_of(backend, tokenizer, TenantLimits(requests_per_s=3 / 3600, **SLOW))
+    post = limited(served, TenantLimits(requests_per_s=3 / 3600, **SLOW))
     assert [complete(post, key).status_code for key in (ACME, NEW, ACME)] == [200] * 3
     assert_limited(complete(post, NEW), "requests_per_s", 1000)
     assert len(backend.jobs) == 3
@@ -55,15 +53,15 @@ def test_requests_beyond_a_rate_are_refused_whatever_key_of_the_tenant_they_show
     assert post.request("GET", "/v1/models", headers=bearer(ACME)).status_code == 200, "it only reads"
 
 
-def test_a_body_beyond_a_limit_is_not_read(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
-    post = app_of(backend, tokenizer, TenantLimits(requests_per_s=1 / 3600, **SLOW))
+def test_a_body_beyond_a_limit_is_not_read(backend: FakeBackend, served: Served) -> None:
+    post = limited(served, TenantLimits(requests_per_s=1 / 3600, **SLOW))
     assert complete(post, ACME).status_code == 200
     assert ask(post.app, (b"authorization", f"Bearer {ACME}".encode()))[0] == 429
 
 
-def test_tokens_of_prompts_and_answers_count(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_tokens_of_prompts_and_answers_count(backend: FakeBackend, served: Served) -> None:
     backend.script = lambda _: says([97, 98, 99, 100])
-    post = app_of(backend, tokenizer, TenantLimits(tokens_per_s=20 / 3600, **SLOW))
+    post = limited(served, TenantLimits(tokens_per_s=20 / 3600, **SLOW))
     assert complete(post, ACME, [97] * 8).status_code == 200  # 12 of 20
     assert_limited(complete(post, ACME, [97] * 9), "tokens_per_s", 100)
     assert complete(post, ACME, [97] * 8).status_code == 200  # 4 too many
@@ -71,12 +69,12 @@ def test_tokens_of_prompts_and_answers_count(backend: FakeBackend, tokenizer: Ga
     assert complete(post, GLOBEX, [97] * 100).status_code == 200
 
 
-def test_what_the_cluster_refused_costs_no_tokens(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_what_the_cluster_refused_costs_no_tokens(backend: FakeBackend, served: Served) -> None:
     def full(_: Any) -> Any:
         raise OverloadedError("full", retry_after_s=2)
 
     usual, backend.script = backend.script, full
-    post = app_of(backend, tokenizer, TenantLimits(tokens_per_s=20 / 3600, **SLOW))
+    post = limited(served, TenantLimits(tokens_per_s=20 / 3600, **SLOW))
     for _ in range(9):
         response = complete(post, ACME, [97] * 15)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
@@ -84,11 +82,9 @@ def test_what_the_cluster_refused_costs_no_tokens(backend: FakeBackend, tokenize
     assert complete(post, ACME, [97] * 15).status_code == 200
 
 
-def test_requests_in_progress_are_counted_until_their_answers_end(
-    backend: FakeBackend, tokenizer: GatewayTokenizer
-) -> None:
+def test_requests_in_progress_are_counted_until_their_answers_end(backend: FakeBackend, served: Served) -> None:
     usual, backend.script = backend.script, lambda _: [HANG]
-    post = app_of(backend, tokenizer, TenantLimits(concurrent=2))
+    post = limited(served, TenantLimits(concurrent=2))
     body = {"prompt": "hi", "stream": True}
 
     async def scenario() -> None:
@@ -113,19 +109,19 @@ def test_requests_in_progress_are_counted_until_their_answers_end(
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_other_tenants_have_the_default(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_other_tenants_have_the_default(backend: FakeBackend, served: Served) -> None:
     limits = TenantLimits(requests_per_s=1 / 3600, **SLOW)
-    post = app_of(backend, tokenizer, TenantLimits(), tenant_default=limits)
+    post = limited(served, TenantLimits(), tenant_default=limits)
     assert [complete(post, key).status_code for key in (ACME, ACME, ACME, GLOBEX)] == [200] * 4
     assert_limited(complete(post, GLOBEX), "requests_per_s", 1000)
 
 
 @pytest.mark.parametrize("keys", [KEYS, ()])
 def test_a_job_has_the_weight_of_its_tenant_and_none_without_keys(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, keys: Any
+    backend: FakeBackend, served: Served, keys: Any
 ) -> None:
     shares = Shares((Tenant("acme", 3.0),), 1.0)
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(keys=keys, shares=shares)))
+    post = served(keys=keys, shares=shares)
     for key in (ACME, GLOBEX):
         assert complete(post, key, user="initech").status_code == 200
     found = [(job.weight, sharing(job.tenant, job.weight).name) for job in backend.jobs]
@@ -140,20 +136,18 @@ def tenant_lines(post: Poster) -> list[str]:
     return [line for line in text.splitlines() if "acme" in line and "_created" not in line]
 
 
-def test_no_metric_names_a_tenant_unless_it_is_asked_for(
-    backend: FakeBackend, tokenizer: GatewayTokenizer
-) -> None:
+def test_no_metric_names_a_tenant_unless_it_is_asked_for(backend: FakeBackend, served: Served) -> None:
     backend.node_gauges = {"tenant_cache_bytes/acme": {"mixed-0": 5}}
-    post = app_of(backend, tokenizer, TenantLimits(requests_per_s=1 / 3600, **SLOW))
+    post = limited(served, TenantLimits(requests_per_s=1 / 3600, **SLOW))
     assert [complete(post, ACME).status_code for _ in range(2)] == [200, 429]
     assert tenant_lines(post) == []
 
 
-def test_metrics_by_tenant(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+def test_metrics_by_tenant(backend: FakeBackend, served: Served) -> None:
     backend.node_gauges = {"tenant_cache_bytes/acme": {"mixed-0": 5, "mixed-1": 7}}
     backend.script = lambda _: says([97, 98, 99])
     limits = TenantLimits(requests_per_s=3 / 3600, tokens_per_s=16 / 3600, **SLOW)
-    post = app_of(backend, tokenizer, limits, names_tenants=True)
+    post = limited(served, limits, names_tenants=True)
     assert complete(post, ACME, [97] * 5).status_code == 200
     assert complete(post, ACME, [97] * 9).status_code == 429
     backend.script = lambda _: (_ for _ in ()).throw(OverloadedError("full", retry_after_s=2))

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from isthmus.live.gateway.server import Certificate, bind, serve_http
-from isthmus.live.gateway.traffic import Phase
+from isthmus.live.gateway.tenants import Phase
 
 START_TIMEOUT_S = 60
 

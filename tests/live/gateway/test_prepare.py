@@ -8,8 +8,7 @@ import pytest
 
 from isthmus.core.types import Sampling
 from isthmus.live.gateway import GatewayTokenizer
-from isthmus.live.gateway.requests import CompletionRequest
-from isthmus.live.gateway.sampling import sampling_of, samplings
+from isthmus.live.gateway.requests import CompletionRequest, sampling_of, samplings
 from isthmus.live.gateway.tokenizer import GenerationDefaults
 
 from .fake import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import OverloadedError
 from isthmus.core.types import Shares, Tenant, sharing
-from isthmus.live.gateway.problems import RateLimitError
+from isthmus.live.gateway.http import RateLimitError
 from isthmus.live.gateway.settings import TenantLimits
 from isthmus.live.gateway.tenants import Bucket, Quota
 

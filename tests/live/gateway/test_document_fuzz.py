@@ -33,7 +33,7 @@ def document(tokenizer: GatewayTokenizer) -> Iterator[schemathesis.BaseSchema]:
 @pytest.mark.parametrize("path", READING)
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_the_document_holds(document: schemathesis.BaseSchema, path: str, mode: GenerationMode) -> None:
-    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=document[path]["POST"].as_strategy(generation_mode=mode))
     def holds(case: schemathesis.Case) -> None:
         # schemathesis takes one name of a discriminator for all that a variant has, and calls the others wrong.

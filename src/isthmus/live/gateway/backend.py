@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from isthmus.core.blocks import KVLayout
 from isthmus.core.types import Generated, Job, ModelCard, NodeId, Role
 
 
@@ -19,6 +18,16 @@ class TokenStream(Protocol):
     def cancel(self) -> None:
         """Frees the request everywhere at once. Idempotent, also after the end."""
         ...
+
+
+class BlockShape(Protocol):
+    """The size of a KV block, in tokens and bytes."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
 
 
 class GatewayLink(Protocol):
@@ -102,8 +111,8 @@ class Backend(Protocol):
         """Metric name -> node id -> value, for /metrics and /status. May be empty."""
         ...
 
-    def nodes(self) -> Mapping[NodeId, tuple[Role, KVLayout, str]]:
-        """Role, KV layout and cluster ("" if there is only one) of the joined nodes, in the order they joined. A node
+    def nodes(self) -> Mapping[NodeId, tuple[Role, BlockShape, str]]:
+        """Role, block shape and cluster ("" if there is only one) of the joined nodes, in the order they joined. A node
         appears a moment before its gauges."""
         ...
 

@@ -22,68 +22,34 @@ class StopMatcher:
     string is part of the answer."""
 
     def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
-        # Longest first: of two stops that end at one character, the one that starts earlier wins.
-        self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._shown = shown
         self.matched = False
 
     def push(self, text: str) -> str:
         """The text that can be shown now; none after a match."""
-        if not self._automata:
+        if not self._stops:
             return text
         if self.matched or not text:
             return ""
         buffer = self._held + text
-        for position, char in enumerate(text, start=len(self._held) + 1):
-            for automaton in self._automata:
-                automaton.step(char)
-            complete = next((a for a in self._automata if a.complete), None)
-            if complete is not None:
-                self.matched = True
-                self._held = ""
-                return buffer[: position if self._shown else position - len(complete.stop)]
-        keep = max(automaton.length for automaton in self._automata)
-        self._held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
+            end, start = min(found)  # the stop complete first; of two that end together, the longer
+            self.matched, self._held = True, ""
+            return buffer[: end if self._shown else start]
+        begin = max(0, len(buffer) - self._longest + 1)
+        while begin < len(buffer) and not any(stop.startswith(buffer[begin:]) for stop in self._stops):
+            begin += 1
+        self._held = buffer[begin:]
+        return buffer[:begin]
 
     def flush(self) -> str:
         """The held text, at the end of the answer: it was no stop string."""
         held, self._held = self._held, ""
         return held
-
-
-class _Automaton:
-    """Knuth-Morris-Pratt: the last `length` characters read are a prefix of `stop`."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self._fallback = _borders(stop)
-
-    @property
-    def complete(self) -> bool:
-        return self.length == len(self.stop)
-
-    def step(self, char: str) -> None:
-        """Reads one character. Must not be called once complete."""
-        while self.length and self.stop[self.length] != char:
-            self.length = self._fallback[self.length - 1]
-        if self.stop[self.length] == char:
-            self.length += 1
-
-
-def _borders(word: str) -> list[int]:
-    """For each prefix of `word`: the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(word)
-    length = 0
-    for i in range(1, len(word)):
-        while length and word[length] != word[i]:
-            length = borders[length - 1]
-        if word[length] == word[i]:
-            length += 1
-        borders[i] = length
-    return borders
 
 
 UNFINISHED = "\ufffd"

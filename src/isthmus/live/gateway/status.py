@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from isthmus.core.blocks import KVLayout
 from isthmus.core.types import NS_PER_MS, NodeId, Role
-from isthmus.live.gateway.backend import Backend, GatewayLink, OffloadView
+from isthmus.live.gateway.backend import Backend, BlockShape, GatewayLink, OffloadView
 
 Gauges = Mapping[str, float]
 
@@ -182,27 +181,27 @@ def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> It
     """By cluster, role and name, so that a node that was started again keeps its place."""
     roles, products, remarks = list(Role), backend.products(), backend.remarks()
 
-    def place(item: tuple[NodeId, tuple[Role, KVLayout, str]]) -> tuple[str, int, int, str]:
+    def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
         node, (role, _, cluster) = item
         return cluster, roles.index(role), len(node), node
 
-    for node, (role, layout, cluster) in sorted(backend.nodes().items(), key=place):
+    for node, (role, shape, cluster) in sorted(backend.nodes().items(), key=place):
         if node in gauges:
             yield NodeStatus(
                 node=node,
                 role=role,
-                **_engine(layout, gauges[node]),
-                cache=_cache(gauges[node], layout, queried) if "cache_memory_bytes" in gauges[node] else None,
+                **_engine(shape, gauges[node]),
+                cache=_cache(gauges[node], shape, queried) if "cache_memory_bytes" in gauges[node] else None,
                 cluster=cluster,
                 products=tuple(products.get(node, ())),
                 remark=remarks.get(node, ""),
             )
 
 
-def _engine(layout: KVLayout, gauges: Gauges) -> dict[str, Any]:
+def _engine(shape: BlockShape, gauges: Gauges) -> dict[str, Any]:
     """The fields of a NodeStatus that every engine reports. A node without a cache neither fetches nor gives."""
     found = collections.defaultdict(int, {name: int(value) for name, value in gauges.items()})
-    blocks, block_bytes = found["kv_blocks"], layout.block_bytes
+    blocks, block_bytes = found["kv_blocks"], shape.block_bytes
     queried, hits = found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]
     return {
         "requests_running": found["node_requests_running"],
@@ -225,10 +224,10 @@ def _engine(layout: KVLayout, gauges: Gauges) -> dict[str, Any]:
     }
 
 
-def _cache(found: Gauges, layout: KVLayout, queried: float) -> CacheStatus:
+def _cache(found: Gauges, shape: BlockShape, queried: float) -> CacheStatus:
     tiers = ["memory", "disk"] if found["cache_disk_capacity_bytes"] else ["memory"]
     return CacheStatus(
-        tiers=tuple([_tier(tier, found, layout, queried) for tier in tiers]),
+        tiers=tuple([_tier(tier, found, shape, queried) for tier in tiers]),
         pinned_blocks=int(found["cache_pinned_blocks"]),
         write_queue_blocks=int(found["cache_write_queue_blocks"]),
         degraded=bool(found["cache_degraded"]),
@@ -239,7 +238,7 @@ def _cache(found: Gauges, layout: KVLayout, queried: float) -> CacheStatus:
     )
 
 
-def _tier(tier: str, found: Gauges, layout: KVLayout, queried: float) -> TierStatus:
+def _tier(tier: str, found: Gauges, shape: BlockShape, queried: float) -> TierStatus:
     hits = int(found[f"cache_{tier}_hits_total"])
     return TierStatus(
         tier=tier,
@@ -247,7 +246,7 @@ def _tier(tier: str, found: Gauges, layout: KVLayout, queried: float) -> TierSta
         used_bytes=int(found[f"cache_{tier}_bytes"]),
         blocks=int(found[f"cache_{tier}_blocks"]),
         hits=hits,
-        hit_rate=_share(hits * layout.block_size, queried),
+        hit_rate=_share(hits * shape.block_size, queried),
         evictions=int(found[f"cache_{tier}_evictions_total"]),
         bytes_in=int(found[f"cache_{tier}_bytes_in_total"]),
         bytes_out=int(found[f"cache_{tier}_bytes_out_total"]),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,6 @@ from isthmus.live.gateway.schemas.reading import (
     MAPS,
     NUMBERS,
     SINGLE,
-    ReadSchema,
     SchemaError,
     is_exact,
 )
@@ -31,7 +32,6 @@ TOLD = {
     "deprecated": True, "readOnly": True, "nullable": True, "example": -(2**63), "xml": {}, "discriminator": {},
     "externalDocs": {"a": 1}, "contentEncoding": "base64", "contentMediaType": "x/y", "x-own": {"const": 2**80},
 }  # fmt: skip
-ENDLESS_E = {"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}}, "required": ["a"]}
 FIELD: Any = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 5}},
@@ -48,75 +48,22 @@ def test_what_only_tells_constrains_nothing() -> None:
     assert schema_lark(schema(TOLD), FREE) == schema_lark(schema({}), FREE)
 
 
-@pytest.mark.parametrize(
-    ("schema", "right", "wrong"),
-    [
-        *(
-            ({"type": "string", "maxLength": 3, "format": form}, ['"abc"'], ['"abcd"'])
-            for form in ("password", "regex", "binary", "textarea", "idn-email", "x", 5, None)
-        ),
-        *(
-            ({"type": ["integer", "null"], "format": form}, ["5"], ["5.5"])
-            for form in ("int32", "int64", "date", "double")
-        ),
-        ({"type": "string", "format": "date"}, ['"2026-11-26"'], ['"abc"']),
-        ({"type": "string", "format": "uuid"}, [f'"{"0" * 8}{"-0000" * 3}-{"0" * 12}"'], ['"abc"']),
-        ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"abc"']),
-        ({"type": "string", "minLength": 2.0, "maxLength": Decimal("3.0")}, ['"ab"'], ['"a"', '"abcd"']),
-        ({"type": "array", "maxItems": 2**64, "items": {"type": "string", "maxLength": 1e300}}, ['["ab"]'], []),
-        ({"type": "object", "properties": {"a": {}}, "patternProperties": {".*": False}}, ["{}"], ['{"b": 1}']),
-        ({"type": "object", "properties": {"a": {"type": "string"}}}, ['{"b": "\\n"}'], ['{"\\u0061": 1}']),
-        (
-            {"type": "object", "properties": {"a": {"const": "\x01"}}, "required": ["a"]},
-            ['{"a": "\\u0001"}'],
-            ['{"a": "\\u0002"}'],
-        ),
-        (
-            {"type": "object", "properties": {"a": {}}, "patternProperties": {r"^\p{L}$": {"type": "null"}}},
-            ['{"a": null, "b": null}'],
-            ['{"b": 1}'],
-        ),
-        (
-            {"type": "object", "properties": {"a": {"$ref": "#/$defs/E"}, "b": {}}, "$defs": {"E": ENDLESS_E}},
-            ['{"b": 1}'],
-            ['{"a": 1}', '{"a": {}}'],
-        ),
-        (
-            {"type": ["array", "object"], "minProperties": 1, "additionalProperties": {"$ref": "#"}},
-            ['{"a": []}'],
-            ["{}"],
-        ),
-        (
-            {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False},
-            ['{"a": {"a": {}}}'],
-            ['{"b": {}}'],
-        ),
-    ],
-)
-def test_schemas_that_are_followed(schema: Any, right: list[str], wrong: list[str]) -> None:
-    """Formats that are not known and formats of no string constrain nothing; counts may be fractions; a name spelled
-    with escapes evades nothing; patterns that Python does not read are the library's; a part without an end is left
-    out."""
-    lark = schema_lark(schema, FREE)
-    assert [text for text in (*right, *wrong) if follows(lark, text)] == right
+TABLE = json.loads((Path(__file__).parent.parent / "tables" / "schemas.json").read_text())
 
 
-@pytest.mark.parametrize("draft", ["2020-12", "draft-07", "draft-04", None])
-@pytest.mark.parametrize(
-    ("word", "part"),
-    [
-        *((word, {}) for word in ("not", "if", "dependentRequired", "contains")),
-        ("propertyNames", {"enum": ["a"]}),
-        ("unevaluatedProperties", False),
-        ("uniqueItems", True),
-    ],
-)
-def test_what_constrains_and_is_not_followed_is_refused_in_every_draft(
-    word: str, part: Any, draft: str | None
-) -> None:
-    schema = {word: part} | ({"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {})
-    found = matcher(schema_lark(schema, FREE))
-    assert found.is_error() and f'"{word}"' in found.get_error()
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["rule"])
+def test_table(row: dict[str, Any]) -> None:
+    """tables/schemas.json: texts that a schema allows (`right`) and does not, or words of its refusal: ours
+    (`refused`), or that of the library's own (`library`)."""
+    if "refused" in row:
+        with pytest.raises(SchemaError, match=re.escape(row["refused"])):
+            schema_lark(row["schema"], FREE)
+        return
+    lark = schema_lark(row["schema"], FREE)
+    if "library" in row:
+        assert matcher(lark).is_error() and row["library"] in matcher(lark).get_error()
+    else:
+        assert [text for text in row["right"] + row["wrong"] if follows(lark, text)] == row["right"]
 
 
 NONE = dict.fromkeys(["required", "enum", "pattern", "properties", "items", "minimum", "$ref", "anyOf"])
@@ -138,100 +85,9 @@ def test_words_that_constrain_nothing(words: dict[str, Any]) -> None:
         assert lark(words | schema) == lark(schema)
 
 
-@pytest.mark.parametrize("last", [1, 2**60 + 1])
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"items": ["FIRST", {"type": "null"}], "additionalItems": "LAST"},
-        {"prefixItems": ["FIRST", {"type": "null"}], "items": "LAST", "additionalItems": False},
-    ],
-    ids=str,
-)
-def test_items_by_place_in_every_draft(words: Any, last: int) -> None:
-    text = json.dumps(words).replace('"FIRST"', '{"enum": ["a"]}').replace('"LAST"', f'{{"const": {last}}}')
-    lark = schema_lark({"type": "array"} | json.loads(text), FREE)
-    assert all(follows(lark, right) for right in ('["a"]', '["a", null]', f'["a", null, {last}, {last}]'))
-    assert not any(follows(lark, wrong) for wrong in ("[1]", '["a", "a"]', '["a", null, "a"]'))
-
-
-@pytest.mark.parametrize("required", [[], ["kind"]], ids=str)
-@pytest.mark.parametrize("most", [9, 2**63 - 1])
-def test_a_union_that_a_property_discriminates(most: int, required: list[str]) -> None:
-    """Of pydantic, where the property often has a default; of both, an object without it would be either."""
-    number = {"type": "integer", "minimum": 0, "maximum": most}
-    kinds = {
-        name: {
-            "type": "object",
-            "properties": {"kind": {"const": name, "default": name, "type": "string"}, "n": number},
-            "required": [*required, "n"],
-        }
-        for name in ("cat", "dog")
-    }
-    pet = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds], "discriminator": {"propertyName": "kind"}}
-    lark = schema_lark({"type": "array", "items": pet, "$defs": kinds}, FREE)
-    assert follows(lark, f'[{{"kind": "cat", "n": 5}}, {{"kind": "dog", "n": {most}}}]')
-    assert not any(follows(lark, wrong) for wrong in ('[{"n": 5}]', '[{"kind": "bird", "n": 5}]'))
-
-
-@pytest.mark.parametrize(
-    "reference",
-    ["#/$defs/a b", "#/$defs/a%20b", "#/properties/x~1y/anyOf/1", "#here", "http://a/b#/$defs/a b", "in"],
-)
-def test_references_of_all_forms(reference: str) -> None:
-    named = {"type": "integer", "maximum": 5, "minimum": 4, "$anchor": "here", "$id": "in"}
-    schema = {
-        "$id": "http://a/b", "type": "array", "items": {"$ref": reference},
-        "$defs": {"a b": named}, "properties": {"x/y": {"anyOf": [{}, named]}},
-    }  # fmt: skip
-    lark = schema_lark(schema, FREE)
-    assert follows(lark, "[4, 5]") and not follows(lark, "[6]")
-
-
-@pytest.mark.parametrize("reference", ["#/nowhere", "#/$defs/0", "#nowhere", "http://x/y", "#/type"])
-def test_a_reference_to_nothing(reference: str) -> None:
-    with pytest.raises(SchemaError, match="there is no such schema"):
-        ReadSchema({"type": "null", "$ref": reference, "$defs": {}})
-
-
 WORDS = sorted(
     MAPS | LISTS | SINGLE | NUMBERS | COUNTS | {"type", "const", "enum", "$ref", "required", "pattern"}
 )
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-        {"$ref": "#"},
-        {"anyOf": [{"$ref": "#"}]},
-        {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
-        {"type": "object", "required": ["a"], "patternProperties": {"^a": {"$ref": "#"}}},
-        {
-            "type": "object",
-            "minProperties": 1,
-            "additionalProperties": False,
-            "properties": {"a": {"$ref": "#"}},
-        },
-        {"$ref": "#/$defs/A", "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}},
-    ],
-)
-def test_a_schema_that_no_finite_value_fits(schema: Any) -> None:
-    with pytest.raises(SchemaError, match="requires itself"):
-        ReadSchema(schema)
-
-
-@pytest.mark.parametrize("patterns", [["^score$"], ["^(score|tag)$"], ["^(score)$", "^tag$"]])
-def test_a_pattern_of_names_that_are_properties(patterns: list[str]) -> None:
-    """The library alone dies after the last property that the pattern fits."""
-    digit = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = {
-        "type": "object", "properties": {"score": digit}, "required": ["score", "tag"],
-        "patternProperties": {pattern: {"type": "integer", "maximum": 5} for pattern in patterns},
-        "additionalProperties": {"type": "integer"},
-    }  # fmt: skip
-    lark = schema_lark(schema, FREE)
-    assert follows(lark, '{"score": 5, "tag": 5, "more": 1}') and not follows(lark, '{"score": 6, "tag": 5}')
-    assert follows(lark, '{"score": 5, "tag": 6}') == all("tag" not in pattern for pattern in patterns)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -242,13 +98,6 @@ def test_nothing_comes_after_the_last_name_that_there_can_be(seed: int) -> None:
         "patternProperties": {"^a$": {"type": "integer"}},
     }  # fmt: skip
     assert drawn(schema_lark(schema, Spacing()), random.Random(seed)) == '{"a":1}'
-
-
-def test_patterns_that_cannot_be_combined_or_read() -> None:
-    named = {"patternProperties": {"^a$": {}}, "additionalProperties": False}
-    with pytest.raises(SchemaError, match="fits only names"):
-        ReadSchema({"allOf": [{"properties": {"a": {}}}, named]})
-    assert matcher(schema_lark({"patternProperties": {"(": {}}}, FREE)).is_error()
 
 
 JUNK = st.recursive(

@@ -56,28 +56,6 @@ def grammar(
     return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, AnswerForm(several, forced, ids.get)))
 
 
-TOLD = {"description": "x" * 50, "title": "T", "default": 1, "examples": [2], "$comment": "c"}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_a_schema_only_tells_is_not_in_the_grammar(name: str) -> None:
-    def schema(told: dict[str, Any]) -> dict[str, Any]:
-        place = {"type": "object", "properties": {"title": {"type": "null", **told}}} | told
-        listed = {"type": "array", "items": {"anyOf": [{"type": "null"} | told, {"type": "integer"}]}} | told
-        known = {"description": {"enum": ["a", "b"]} | told, "place": {"$ref": "#/$defs/P"}, "list": listed}
-        return {"properties": known, "required": ["description"], "$defs": {"P": place}} | told
-
-    assert grammar(name, {"f": schema(TOLD)}, special=[]) == grammar(name, {"f": schema({})}, special=[])
-    assert "title" in grammar(name, {"f": schema({})}, special=[])
-
-
-def test_values_and_words_of_others_stay_in_the_grammar() -> None:
-    schemas = {"f": {"properties": {"a": {"enum": [{"title": "x"}]}, "default": {"type": "null"}}}}
-    text = '<tool_call>\n{"name": "f", "arguments": {"a": {"title": "x"}, "default": null}}\n</tool_call>'
-    assert follows("hermes", text, schemas=schemas)
-    assert not follows("hermes", text.replace('"x"', "1"), schemas=schemas)
-
-
 def test_equal_schemas_share_a_rule() -> None:
     schema = {"properties": {"a": {"type": "null"}}}
     assert grammar("hermes", dict.fromkeys("fgh", schema), special=[]).count("%json") == 1

@@ -1,8 +1,7 @@
 """Calls written as JSON: `{"name": ..., "arguments": {...}}`, one or a list of them.
 
-Only what the calls are made of is judged. Inside of arguments strings and brackets are followed, to see where they
-end; whether they are JSON, and fit the function, is for the client to see, as it would be if the model had written
-something else that is wrong.
+Only the frame of a call is judged. In arguments, strings and brackets are followed to find the end; whether they are
+valid JSON and fit the function is left to the client.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 @dataclass
 class _Draft:
-    """What is known of the call being read. `begun`: its name is out, so it can be nothing else any more."""
+    """The parts of the call being read. `begun`: its name was given out, so it stays a call."""
 
     name: str | None = None
     arguments: str | None = None
@@ -39,12 +38,12 @@ class _Draft:
 
 
 class JsonCallParser(CallParser):
-    """Reads such calls; the formats say where they stand."""
+    """Reads JSON calls; subclasses say where these stand."""
 
     def calls(self, *, known: bool = False) -> Reading[None]:
-        """One call, or a list of them. `known`: only with arguments, of functions that are known.
+        """One call, or a list of them. `known`: only calls of known functions, with arguments.
 
-        Raises MalformedError: what is held then is no call; calls before it are.
+        Raises MalformedError where what is held is no call; earlier calls of a list stay.
         """
         yield from self.span(SPACE)
         if (yield from self.peek()) != "[":
@@ -95,7 +94,7 @@ class JsonCallParser(CallParser):
             yield from self.captured(self.value())
 
     def _arguments(self, draft: _Draft) -> Reading[None]:
-        """They go out as they come, if the name is known and they are an object."""
+        """Streams the arguments if the name is known and they are an object."""
         if draft.name is not None and (yield from self.peek()) == "{":
             draft.begun = True
             self.begin(draft.name)
@@ -128,7 +127,7 @@ class JsonCallParser(CallParser):
             self.take()
             if char == '"':
                 return
-            yield from self.peek()  # what a backslash stands before
+            yield from self.peek()  # the escaped character
             self.take()
 
     def _bracketed(self) -> Reading[None]:
@@ -158,7 +157,7 @@ class JsonCallParser(CallParser):
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are written as a string may hold an object; null means there are none."""
+    """Arguments written as a string may hold an object; null means none."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):
@@ -171,7 +170,7 @@ def _as_object(text: str) -> str:
 
 
 def _decoded(text: str) -> str:
-    """What a JSON string says. Raises ValueError, also where that is half a surrogate pair: no answer can hold one."""
+    """The text of a JSON string. Raises ValueError, also for half a surrogate pair, which no answer can hold."""
     decoded = str(json.loads(text, strict=False))
     decoded.encode()
     return decoded
@@ -193,12 +192,12 @@ class HermesParser(JsonCallParser):
             self.spill()
 
     def body(self, mark: str) -> Reading[None]:
-        """What stands behind `mark`."""
+        """The text behind `mark`."""
         yield from self.calls()
 
 
 def hermes_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions as Qwen's templates show them, each on lines of its own."""
+    """Calls as Qwen's templates show them, each on lines of its own."""
     rules = CallRules(asked)
     body = json_calls(rules, schemas, "arguments")
     return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
@@ -226,11 +225,11 @@ class Llama3Parser(JsonCallParser):
 
 
 def llama3_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
-    is forced, an answer that begins like one is one."""
+    """One call: Llama's templates refuse to show several. Where none is forced, an answer that begins like a call is
+    one."""
     rules = (
         CallRules(asked, FREE) if asked.otherwise else CallRules(asked)
-    )  # the other answer may be JSON, spaced so
+    )  # the alternative may be JSON, spaced so
     call = json_calls(rules, schemas, "parameters")
     if asked.forced and not asked.otherwise:
         return rules.text(call)
@@ -270,7 +269,7 @@ class MistralParser(JsonCallParser):
 
 
 def mistral_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions, with names before the arguments if the model has the token for it."""
+    """Calls, with names before the arguments if the model has the token for that."""
     rules = CallRules(asked)
     if asked.token_of(ARGS) is None:
         calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)

@@ -1,8 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
 
-Values are plain text, on lines of their own. What they are in JSON is said by the function's schema: where it allows
-a string alone, or says nothing, the text is the value and goes out as it comes; otherwise what is written must be
-whole before it can be told. The model may leave `<tool_call>` out.
+Values are plain text on lines of their own; the function's schema gives their JSON type. A string is streamed; any
+other value is given out when it is complete. The model may leave `<tool_call>` out.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class QwenCoderParser(HermesParser):
     markers = (OPEN, CLOSE, FUNCTION)
 
     _value_ends: Callable[[], None] | None = None
-    """What becomes of a value that is being read."""
+    """Gives out the value being read, when the answer ends inside it."""
 
     def flush(self) -> Sequence[Finding]:
         if self._value_ends:
@@ -62,7 +61,7 @@ class QwenCoderParser(HermesParser):
         yield from self._parameters(self.schemas.get(name))
 
     def _parameters(self, schema: Any) -> Reading[None]:
-        """All of them, as one JSON object, which ends whatever comes then."""
+        """All parameters as one JSON object, which is closed whatever follows."""
         properties = properties_of(schema)
         num_given, word = 0, ""
         try:
@@ -84,7 +83,7 @@ class QwenCoderParser(HermesParser):
         self.drop()
 
     def _value(self, kinds: frozenset[str]) -> Reading[str]:
-        """The value of one parameter; the mark that ended it."""
+        """The value of one parameter; returns the mark that ended it."""
         if (yield from self.peek()) == "\n":
             self.take()
             self.drop()
@@ -103,10 +102,8 @@ class QwenCoderParser(HermesParser):
         return end
 
     def _lines(self, put: Callable[[], None]) -> Reading[str]:
-        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held.
-
-        The model may forget that end: where a line begins, the next parameter or the function's end is one, too.
-        """
+        """The text up to the parameter's end and the line break before; calls `put` with each piece held. The model
+        may forget that end: at the start of a line, the next parameter or the function's end also ends the value."""
         while True:
             char = yield from self.peek()
             if char == "<":
@@ -114,7 +111,7 @@ class QwenCoderParser(HermesParser):
                 if end := (yield from self.word(END_PARAMETER, *others)):
                     return end
             elif char == "\n":
-                if self.held():  # another line break, or what began like the end
+                if self.held():  # another line break, or a beginning of the end mark
                     put()
                     self.drop()
                 self.take()
@@ -125,7 +122,7 @@ class QwenCoderParser(HermesParser):
             self.drop()
 
     def _argue_text(self) -> None:
-        """What is held is the next piece of a string."""
+        """Gives out held text as a piece of a string."""
         self.argue(json.dumps(self.held(), ensure_ascii=False)[1:-1])
 
     def _name(self) -> Reading[str]:
@@ -141,8 +138,8 @@ _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternPr
 
 
 def qwen_coder_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions, parameters in the order of the schema. Raises SchemaError: text within marks
-    cannot be held to all that a schema can say of a string."""
+    """Calls, with parameters in the order of the schema. Raises SchemaError for constraints on strings, which text
+    between marks cannot follow."""
     rules = CallRules(asked)
     functions = []
     for name, schema in schemas.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +21,6 @@ from .fake import FakeBackend
 from .grammars import follows
 from .inprocess import Poster
 
-AGE = {
-    "type": "object",
-    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["age"],
-    "additionalProperties": False,
-}
-
 
 def parse(**fields: Any) -> CompletionRequest:
     found: CompletionRequest = parse_body(CompletionRequest, json.dumps({"prompt": "x"} | fields).encode(), 100)
@@ -38,47 +32,16 @@ def tokens(tokenizer: GatewayTokenizer) -> LLTokenizer:
     return tokenizer.for_grammars
 
 
-IN_OPENAI_S = {"type": "json_schema", "json_schema": {"name": "a", "schema": AGE}}
-SCHEMA = (
-    ['{"age":7}', '{"age": 7}', '{\n  "age": 99\n}'],
-    ['{"age": 100}', "{}", '{"age": 7, "b": 1}', '{"age":' + " " * 40 + "7}", "7"],
-)
-LETTERS = ["a", "bc"], ["b", "abc", ""]
-OBJECT = ['{"a": [1, {"b": null}]}'], ["[1]"]
-CHOICES = ['say "x"', "a\nb", "\\d", "grüß 😀", "start: /x/"]
-FORMS: list[tuple[str, dict[str, Any], tuple[list[str], list[str]]]] = [
-    ("response_format.json_schema.schema", {"response_format": IN_OPENAI_S}, SCHEMA),
-    ("structured_outputs.json", {"structured_outputs": {"json": AGE}}, SCHEMA),
-    ("guided_json", {"guided_json": AGE}, SCHEMA),
-    ("json_schema", {"json_schema": json.dumps(AGE)}, SCHEMA),
-    (
-        "structured_outputs.json",
-        {"structured_outputs": {"json": AGE, "disable_any_whitespace": True}},
-        (['{"age":7}'], ['{"age": 7}']),
-    ),
-    ("structured_outputs.regex", {"structured_outputs": {"regex": "a|bc"}}, LETTERS),
-    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a", "bc"]}}, LETTERS),
-    ("structured_outputs.grammar", {"structured_outputs": {"grammar": 'start: "a" | "bc"'}}, LETTERS),
-    ("guided_regex", {"guided_regex": "a|bc"}, LETTERS),
-    ("guided_choice", {"guided_choice": ["a", "bc"]}, LETTERS),
-    ("guided_choice", {"guided_choice": CHOICES}, (CHOICES, ["5"])),
-    ("guided_grammar", {"guided_grammar": 'root ::= "a" | "bc"'}, LETTERS),
-    ("regex", {"regex": "a|bc"}, LETTERS),
-    ("ebnf", {"ebnf": 'root ::= "a" | "bc"'}, LETTERS),
-    ("response_format", {"response_format": {"type": "json_object"}}, OBJECT),
-    ("structured_outputs.json_object", {"structured_outputs": {"json_object": True}}, OBJECT),
-]
+FORMS = json.loads((Path(__file__).parent / "tables" / "structured.json").read_text())
 
 
-@pytest.mark.parametrize(("param", "fields", "texts"), FORMS)
-def test_a_grammar_of_each_form(
-    param: str, fields: dict[str, Any], texts: tuple[list[str], list[str]], tokens: LLTokenizer
-) -> None:
-    grammar, found = grammar_of(parse(**fields))
-    assert found == param
-    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
-    right, wrong = texts
-    assert [text for text in (*right, *wrong) if follows(tokens, grammar, text)] == right
+@pytest.mark.parametrize("row", FORMS, ids=lambda row: row["field"])
+def test_a_grammar_of_each_form(row: dict[str, Any], tokens: LLTokenizer) -> None:
+    """tables/structured.json: the field of a body that constrains the answer, and answers that fit or do not."""
+    grammar, field = grammar_of(parse(**row["body"]))
+    assert field == row["field"]
+    check_grammar(grammar, field, tokens, GRAMMAR_LIMITS)
+    assert [text for text in row["right"] + row["wrong"] if follows(tokens, grammar, text)] == row["right"]
 
 
 def test_nothing_asked() -> None:

@@ -24,6 +24,7 @@ from isthmus.live.gateway.schemas.reading import (
     SchemaError,
     is_exact,
 )
+from isthmus.live.gateway.tools.lark import parameters
 
 from .test_grammar import drawn, follows, matcher
 
@@ -53,13 +54,14 @@ TABLE = json.loads((Path(__file__).parent.parent / "tables" / "schemas.json").re
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["rule"])
 def test_table(row: dict[str, Any]) -> None:
-    """tables/schemas.json: texts that a schema allows (`right`) and does not, or words of its refusal: ours
-    (`refused`), or that of the library's own (`library`)."""
+    """tables/schemas.json: texts that a schema, or one of a function's `parameters`, allows (`right`) and does not, or
+    words of its refusal: ours (`refused`), or that of the library's own (`library`)."""
+    schema = parameters(row["parameters"]) if "parameters" in row else row["schema"]
     if "refused" in row:
         with pytest.raises(SchemaError, match=re.escape(row["refused"])):
-            schema_lark(row["schema"], FREE)
+            schema_lark(schema, FREE)
         return
-    lark = schema_lark(row["schema"], FREE)
+    lark = schema_lark(schema, FREE)
     if "library" in row:
         assert matcher(lark).is_error() and row["library"] in matcher(lark).get_error()
     else:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from isthmus.live.gateway.schemas.reading import SchemaError
 from isthmus.live.gateway.tools import FORMATS
-from isthmus.live.gateway.tools.lark import AnswerForm, CallRules, parameters
+from isthmus.live.gateway.tools.lark import AnswerForm
 
 from .. import folder, grammars
 from .test_parsers import calls_of, content_of, parse
@@ -213,29 +213,3 @@ def test_free_text_in_marks() -> None:
 def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(SchemaError, match=reason):
         grammar("qwen_coder", {"f": schema}, special=[])
-
-
-@pytest.mark.parametrize(
-    ("schema", "arguments", "fits"),
-    [
-        ({}, "{}", True),
-        ({}, '{"a": 1}', False),
-        ({"properties": {"a": {}}}, '{"a": [1, {"b": 2}]}', True),
-        ({"properties": {"a": {"type": "object"}}}, '{"a": {"b": 2}}', True),
-        ({"properties": {"a": {"properties": {"b": {}}, "type": "object"}}}, '{"a": {"c": 2}}', False),
-        ({"additionalProperties": True}, '{"a": 1}', True),
-        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1, "b": [2]}', True),
-        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1}', False),
-        ({"properties": {"a": {}}, "required": ["a", "b"]}, '{"a": 1, "b": 2, "c": 3}', False),
-        ({"properties": {"a": {"properties": {}, "required": ["b"]}}}, '{"a": {"b": 1}}', True),
-        ({"properties": {}, "required": ["b"], "additionalProperties": {"type": "null"}}, '{"b": null}', True),
-        ({"properties": {}, "additionalProperties": {"type": "integer"}}, '{"a": 1}', True),
-        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "null"}}}}}, '{"a": null}', True),
-        ({"allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, '{"a": 2, "b": 1}', True),
-    ],
-)
-def test_only_properties_that_are_named(schema: dict[str, Any], arguments: str, fits: bool) -> None:
-    reader, ids = tokenizer([])
-    rules = CallRules(AnswerForm(several=False, forced=True, token_of=ids.get))
-    lark = LLMatcher.grammar_from_lark(rules.text(rules.json(parameters(schema))))
-    assert grammars.follows(reader, lark, folder.byte_tokens(arguments)) == fits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,20 +22,6 @@ HANG = "hang"
 
 Step = Sequence[Generated] | Exception | str
 Script = Callable[[Job], Iterable[Step]]
-
-
-@dataclass(frozen=True)
-class FakeLink:
-    """One direction of a link, as operators see it."""
-
-    source: str
-    target: str
-    up: bool
-    rated_bytes_per_s: int
-    sent_bytes: int
-    bytes_per_s: int
-    queued_bytes: int
-    rtt_ns: int
 
 
 class FakeStream:

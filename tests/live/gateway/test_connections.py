@@ -411,7 +411,7 @@ def test_who_reads_slowly_is_waited_for() -> None:
         slow.unsent_bytes = left * STALL_BYTES
         traffic.sweep()
     slow.abort.assert_called_once()
-    traffic.flow(slow)
+    traffic.unstall(slow)
     now[0] += STALL_S
     traffic.sweep()
     slow.abort.assert_called_once()  # it is through

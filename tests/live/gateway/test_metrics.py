@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +17,7 @@ from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.metrics import Tally
 from isthmus.live.gateway.node_metrics import NODE_METRICS
 
-from .fake import HANG, FakeBackend, FakeLink, Step, says
+from .fake import HANG, FakeBackend, Step, says
 from .inprocess import Connection, Poster, Served
 
 
@@ -135,7 +137,7 @@ def slowly(steps: Iterable[Step]) -> Iterator[Step]:
 
 def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
     assert not any("offload" in name or "link" in name for name in samples(post)), "there is one cluster"
-    link = FakeLink("west", "east", False, 125, 9000, 60, 40, 0)
+    link: Any = SimpleNamespace(source="west", target="east", up=False, sent_bytes=9000, queued_bytes=40)
     backend.offloaded = Offload(1500, "fixed", changes=2, requests=7, conversions=1, links=[link])
     expected = {
         "offload_threshold_tokens": 1500,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from isthmus.core.blocks import KVLayout
@@ -9,7 +9,7 @@ from isthmus.live.cluster.links import Offload
 from isthmus.live.gateway.status import cluster_status
 from isthmus.live.store import StoreStat, TierStat
 
-from .fake import FakeBackend, FakeLink
+from .fake import FakeBackend
 from .inprocess import Poster
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=4)  # 1,024 bytes a block
@@ -40,7 +40,14 @@ BASE = {
     "kv_bytes_out_total": 0,
     "seal_mismatches_total": 0,
 }
-LINK = FakeLink("west", "east", True, 125_000_000, 9000, 62_500_000, 40, 20_500_000)
+BETWEEN = {"source": "west", "target": "east", "up": True}
+BANDWIDTH = {
+    "rated_bytes_per_s": 125_000_000,
+    "sent_bytes": 9000,
+    "bytes_per_s": 62_500_000,
+    "queued_bytes": 40,
+}
+LINK: Any = SimpleNamespace(**BETWEEN, **BANDWIDTH, rtt_ns=20_500_000)
 CACHE = {"kv_bytes_fetched_total": 100, "kv_bytes_borrowed_total": 200, "kv_bytes_given_total": 300}
 TRANSFERS = (
     *("handover_bytes_in", "handover_bytes_out"),
@@ -151,6 +158,6 @@ def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
     link = {"source": "west", "target": "east", "up": True} | bandwidth
     counts = {"changes": 2, "requests": 7, "conversions": 1}
     assert found["offload"] == {"threshold": 1500, "reason": "fixed", "links": [link]} | counts
-    backend.offloaded = Offload(links=[replace(LINK, rtt_ns=0)])
+    backend.offloaded = Offload(links=[SimpleNamespace(**BETWEEN, **BANDWIDTH, rtt_ns=0)])
     found = status(post)
     assert found["offload"]["threshold"] is None and found["offload"]["links"][0]["rtt_ms"] is None

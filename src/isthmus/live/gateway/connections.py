@@ -102,7 +102,7 @@ def _problem_headers(error: BaseException, body: bytes) -> list[tuple[bytes, byt
     return [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *problem_headers(error)]
 
 
-def _whole(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+def _error_response(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
     """The answer to input that never became a request."""
     body = problem_json(error)
     headers = [*default_headers, *_problem_headers(error, body), (b"connection", b"close")]
@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
         self._partial = True  # a request is incomplete, or the first is awaited
         self._in_headers = True
         self._collected = bytearray()  # body bytes for the app
-        self._deaf = False  # nothing more is read
+        self._ignores_input = False  # nothing more is read
         self._given_up = False  # before the connection was made
         self._declining = False  # the parser reads the made-up head
         self._answering: HttpExchange | None = None  # the earliest unanswered request
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
             transport.abort()
         elif not self._has_room:
             error = UnavailableError("every connection is being answered (limits.connections)")
-            transport.write(_whole(error, self.server_state.default_headers))
+            transport.write(_error_response(error, self.server_state.default_headers))
             self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -175,8 +175,8 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._traffic.flow(self)
-        self._settle()
+        self._traffic.unstall(self)
+        self._update_phase()
 
     @property
     def unsent_bytes(self) -> int:
@@ -184,18 +184,18 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
         try:
             self._feed(data)
-            self._settle()
+            self._update_phase()
         except httptools.HttpParserError as error:
-            if not self._deaf:
+            if not self._ignores_input:
                 self.refuse("malformed", RequestError(f"this is not HTTP: {' '.join(str(error).split())}"))
         except _EndOfInputError:
             pass  # it was refused
 
-    def _settle(self) -> None:
+    def _update_phase(self) -> None:
         """Enters the phase that parser, app and client have brought about. An answer is under way until the client
         has taken it."""
         exchange = self._answering
@@ -222,7 +222,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as offered:
                 self._decline()
                 data = part[offered.args[0] :] + data
-            self._pass_on()
+            self._deliver_body()
 
     def _decline(self) -> None:
         """Serves a request that offers another protocol as if it had not (RFC 9110, 7.8). Its parser would take the
@@ -305,12 +305,12 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # its body is still to come
-        self._pass_on()
+        self._deliver_body()
         self._unseen, self._partial = 0, False
         self._release_body()
         super().on_message_complete()
 
-    def _pass_on(self) -> None:
+    def _deliver_body(self) -> None:
         """Gives the app the collected bytes of a body."""
         body, self._collected = self._collected, bytearray()
         if not body or self.cycle.response_complete:
@@ -318,7 +318,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)  # type: ignore[arg-type]
         self.body_bytes += len(body)
         self._traffic.take_body(len(body))
-        if self._deaf:  # this body was refused
+        if self._ignores_input:  # this body was refused
             raise _EndOfInputError
 
     # Answers.
@@ -331,7 +331,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         assert self._answering is not None
-        if self._answering.more_body or (self._deaf and not self.pipeline):
+        if self._answering.more_body or (self._ignores_input and not self.pipeline):
             self._linger()
             return
         if self._traffic.stopping and not self.pipeline:
@@ -342,18 +342,18 @@ class Connection(HttpToolsProtocol):
             exchange, app = self.pipeline.pop()
             assert isinstance(exchange, HttpExchange)
             self._begin(exchange, app)
-        self._settle()
+        self._update_phase()
 
     def refuse(self, reason: str, error: IsthmusError) -> None:
         """Reads no more of this client and answers `error`; an answer under way goes on, and is the last."""
         self._traffic.refused[reason] += 1
-        self._deaf = True
+        self._ignores_input = True
         self._release_body()
-        self._settle()
+        self._update_phase()
         if self.phase is Phase.BODY:
             self.cycle.fail(error)
         elif self.phase is not Phase.ANSWER and not self.transport.is_closing():
-            self.transport.write(_whole(error, self.server_state.default_headers))
+            self.transport.write(_error_response(error, self.server_state.default_headers))
             self._linger()
 
     def too_late(self) -> None:
@@ -365,14 +365,14 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         elif self.phase is Phase.HEADERS:
             self.refuse("header_s", HttpError(408, f"the headers took longer than {limits.header_s:g} s"))
-        elif not self._deaf:
+        elif not self._ignores_input:
             self.refuse("body_s", HttpError(408, f"the body took longer than {limits.body_s:g} s"))
 
     def drop(self) -> None:
         """Makes room for another client."""
-        if self.phase is Phase.BODY and not self._deaf:
+        if self.phase is Phase.BODY and not self._ignores_input:
             self.cycle.fail(UnavailableError("too many clients are connected (limits.connections)"))
-            self._deaf = True
+            self._ignores_input = True
             self._release_body()
         else:
             self.abort()
@@ -392,7 +392,7 @@ class Connection(HttpToolsProtocol):
         self.shutdown()
 
     def _linger(self) -> None:
-        self._deaf = True
+        self._ignores_input = True
         self._release_body()
         self._traffic.enter(self, Phase.LINGER)
         self.flow.resume_reading()

@@ -30,7 +30,7 @@ _CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "a
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"properties": {}}}}
 
 
-class Nothing(str):
+class NullContent(str):
     """The content of a message without content: null to a template that asks, and an empty text to one that does not,
     which would otherwise show the word None."""
 
@@ -48,7 +48,7 @@ class Nothing(str):
         return "None"
 
 
-NOTHING = Nothing()
+NULL_CONTENT = NullContent()
 
 
 def as_text(content: MessageContent | None) -> str:
@@ -59,8 +59,8 @@ def as_text(content: MessageContent | None) -> str:
 
 
 def with_text(message: TemplateMessage) -> TemplateMessage:
-    """The message with an empty text for Nothing."""
-    return {**message, "content": ""} if isinstance(message.get("content"), Nothing) else message
+    """The message with an empty text for NullContent."""
+    return {**message, "content": ""} if isinstance(message.get("content"), NullContent) else message
 
 
 class Contents:
@@ -74,7 +74,7 @@ class Contents:
         """The message with its content in the form that the template shows best for this role; parts become a text
         where it shows none. `tools`: the conversation has tools, beside which templates may read another form."""
         content, role = message.get("content"), message.get("role")
-        if not isinstance(role, str) or content is None or isinstance(content, Nothing):
+        if not isinstance(role, str) or content is None or isinstance(content, NullContent):
             return message
         text = as_text(content)
         forms: list[tuple[str, MessageContent]] = [("text", text), ("part", [_part(text)])]
@@ -132,7 +132,7 @@ class Contents:
         if role == "assistant":
             yield [asked, said, asked]
         elif role == "tool":
-            called = {"role": "assistant", "content": NOTHING, "tool_calls": [_CALL]}
+            called = {"role": "assistant", "content": NULL_CONTENT, "tool_calls": [_CALL]}
             answered = [asked, called, said | {"tool_call_id": _CALL["id"], "name": "probe"}]
             yield answered
             yield [*answered, asked]

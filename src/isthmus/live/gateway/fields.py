@@ -129,14 +129,14 @@ def only(*allowed: Any) -> Checked:
     words = " or ".join(json.dumps(value) for value in allowed)
 
     def check(value: Any) -> Any:
-        if not any(_same(value, each) for each in allowed):
+        if not any(_equal(value, each) for each in allowed):
             raise refuse(f"is supported only as {words}")
         return value
 
     return Checked(check, {"enum": list(allowed)})
 
 
-def _same(value: Any, allowed: Any) -> bool:
+def _equal(value: Any, allowed: Any) -> bool:
     """Equality as in JSON Schema: 1.0 is 1, true is not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
@@ -146,7 +146,7 @@ def _refuse_any(value: Any) -> Any:
 
 
 Refused = Checked(_refuse_any, NULL)
-Unread = Checked(lambda value: None, {}, nullable=False)
+Ignored = Checked(lambda value: None, {}, nullable=False)
 """A field without effect on any answer: anything is accepted and dropped."""
 
 
@@ -154,10 +154,10 @@ class Marked(Strict):
     """Annotations that clients and other servers write on anything sent repeatedly: cache breakpoints, and fields of
     answers (LiteLLM, Gemini)."""
 
-    cache_control: Annotated[Any, Unread] = None
-    prompt_cache_breakpoint: Annotated[Any, Unread] = None
-    provider_specific_fields: Annotated[Any, Unread] = None
-    extra_content: Annotated[Any, Unread] = None
+    cache_control: Annotated[Any, Ignored] = None
+    prompt_cache_breakpoint: Annotated[Any, Ignored] = None
+    provider_specific_fields: Annotated[Any, Ignored] = None
+    extra_content: Annotated[Any, Ignored] = None
 
 
 def _parse_stops(value: Any) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ def _complaint(fault: ErrorDetails, place: _BodyPlace) -> str:
 def _suggestion(owner: type[BaseModel] | None, name: str) -> str:
     known = field_names(owner) if owner else {}
     served = [
-        name for name, info in known.items() if Refused not in info.metadata and Unread not in info.metadata
+        name for name, info in known.items() if Refused not in info.metadata and Ignored not in info.metadata
     ]
     return _nearest(name, served)
 
@@ -384,7 +384,7 @@ def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
         first = error.errors(include_url=False)[0]
         if first["type"] != "json_invalid":
             raise refusal(error, kind) from None
-        message = first["msg"].removeprefix("Invalid JSON: ") + _likely(body)
+        message = first["msg"].removeprefix("Invalid JSON: ") + _guess(body)
         raise RequestError(f"the body is not valid JSON: {message}") from None
     if _MANY_DIGITS.search(body):
         _check_digits(body)
@@ -421,7 +421,7 @@ def _as_utf_8(body: bytes) -> bytes:
         raise RequestError(message) from None
 
 
-def _likely(body: bytes) -> str:
+def _guess(body: bytes) -> str:
     """A guess why a body is not JSON."""
     head = body.lstrip()[:_HEAD_BYTES]
     for pattern, words in _LOOKS:

@@ -28,7 +28,7 @@ from isthmus.live.gateway.http import (
     STOPPING,
     ClientGoneError,
     EventWriter,
-    gone,
+    disconnected,
     read_body,
     send_body,
     status_of,
@@ -86,7 +86,7 @@ async def _follow(choice: Choice, timer: ChoiceTimer, sink: Sink, running: dict[
 
 
 async def _watch(receive: Receive, running: dict[int, Choice]) -> None:
-    await gone(receive)
+    await disconnected(receive)
     cancel_all(running)
     raise ClientGoneError
 

@@ -26,7 +26,7 @@ from isthmus.live.gateway.settings import ApiKey, GatewaySettings
 
 _HEX_ID = "isthmus.hex_id"
 _ID_HEADER = b"x-request-id"
-_FAIR_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestIds:
@@ -59,7 +59,7 @@ def hex_id(scope: Scope) -> str:
 def id_header(scope: Scope) -> tuple[bytes, bytes]:
     """The X-Request-Id header of the answer."""
     for name, value in scope["headers"]:
-        if name == _ID_HEADER and _FAIR_ID.fullmatch(value):
+        if name == _ID_HEADER and _ID_PATTERN.fullmatch(value):
             return _ID_HEADER, value
     return _ID_HEADER, hex_id(scope).encode()
 
@@ -86,7 +86,7 @@ class ApiKeys:
         app = self._app
         if scope["type"] == "http" and not self._is_open(scope):
             try:
-                scope[_TENANT] = _tenant_by(self._keys, _shown(scope))
+                scope[_TENANT] = _tenant_by(self._keys, _key_in(scope))
             except HttpError as error:
                 app = self._refuse(error)
         await app(scope, receive, send)
@@ -107,7 +107,7 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
     return cache_salt if tenant is None else f"{len(tenant)}:{tenant}:{cache_salt}"
 
 
-def _shown(scope: Scope) -> bytes:
+def _key_in(scope: Scope) -> bytes:
     """The key that a request shows. Raises HttpError when there is none, or more than one."""
     values = [value for name, value in scope["headers"] if name == _KEY_HEADER]
     if len(values) > 1:

@@ -73,9 +73,15 @@ def message_of(error: BaseException) -> str:
 
 def problem_json(error: BaseException) -> bytes:
     """The error object, for a body or an SSE event."""
+    status = status_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    code = error.code if isinstance(error, RequestError | RateLimitError) else _code(status_of(error))
-    return msgspec.json.encode(ProblemBody(Problem(message_of(error), _type(status_of(error)), param, code)))
+    code = {429: "overloaded", 503: "unavailable"}.get(status)
+    if isinstance(error, RequestError | RateLimitError):
+        code = error.code
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    return msgspec.json.encode(ProblemBody(Problem(message_of(error), kind, param, code)))
 
 
 def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
@@ -92,16 +98,6 @@ _HEADERS = {
 }
 
 
-def _type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-def _code(status: int) -> str | None:
-    return {429: "overloaded", 503: "unavailable"}.get(status)
-
-
 # ASGI messages.
 
 Result = TypeVar("Result")
@@ -111,7 +107,7 @@ class ClientGoneError(Exception):
     """The client closed the connection. No answer is needed, so this is no IsthmusError."""
 
 
-async def gone(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client disconnects. Must be awaited after the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -119,7 +115,7 @@ async def gone(receive: Receive) -> None:
 
 async def while_connected(work: asyncio.Future[Result], receive: Receive) -> Result:
     """The result of `work`; cancels it and raises ClientGoneError if the client disconnects first."""
-    leaving = asyncio.create_task(gone(receive))
+    leaving = asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

@@ -16,13 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
-from isthmus.live.gateway.fields import NULL, Checked, Marked, Refused, Unread, label, only, refuse, text
+from isthmus.live.gateway.fields import NULL, Checked, Ignored, Marked, Refused, label, only, refuse, text
 
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of a part, by the part's type."""
-_UNSAID = {kind: {*_TEXT_OF.values()} - {name} for kind, name in _TEXT_OF.items()}
+_OTHER_TEXTS = {kind: {*_TEXT_OF.values()} - {name} for kind, name in _TEXT_OF.items()}
 """The text fields of other types, which some clients send as null."""
-_UNREAD = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "id")
+_IGNORED = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "id")
 """Fields of parts that come back with answers and are ignored."""
 
 
@@ -45,7 +45,7 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
         raise refuse(f"{where} has type {kind[:40]!r}; only 'text' is supported")
     if not isinstance(part.get(_TEXT_OF[kind]), str):
         raise refuse(f"{where} must have a string in its field {_TEXT_OF[kind]!r}")
-    other = next((name for name in _UNSAID[kind] if part.get(name) is not None), "")
+    other = next((name for name in _OTHER_TEXTS[kind] if part.get(name) is not None), "")
     if other:
         raise refuse(f"{where} is of type {kind!r} and has {other!r}, too")
     extra = sorted(part.keys() - PARTS[kind]["properties"].keys())
@@ -59,7 +59,7 @@ def _part(kind: str) -> dict[str, Any]:
     texts: dict[str, Any] = {"type": {"const": kind}, _TEXT_OF[kind]: {"type": "string"}}
     return {
         "type": "object",
-        "properties": texts | {name: {} for name in _UNREAD} | dict.fromkeys(_UNSAID[kind], NULL),
+        "properties": texts | {name: {} for name in _IGNORED} | dict.fromkeys(_OTHER_TEXTS[kind], NULL),
         "required": ["type", _TEXT_OF[kind]],
         "additionalProperties": False,
     }
@@ -75,7 +75,7 @@ SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 
 
 class _Message(Marked):
-    id: Annotated[Any, Unread] = None
+    id: Annotated[Any, Ignored] = None
     name: str | None = label()
     content: SomeContent = None
 
@@ -104,7 +104,7 @@ class ToolMessage(_Message):
 
 
 class CalledFunction(Marked):
-    parsed_arguments: Annotated[Any, Unread] = None
+    parsed_arguments: Annotated[Any, Ignored] = None
     """Of OpenAI's client."""
     name: str = Field(description="the name of a function, a string")
     arguments: str | dict[str, Any] | None = Field(
@@ -156,16 +156,16 @@ class AssistantMessage(_Message):
     """In OpenAI's answers in place of content; read as a part of type refusal."""
 
     # Of answers of OpenAI, its client, LiteLLM, OpenRouter, Copilot, Groq, Cohere and Azure.
-    annotations: Annotated[Any, Unread] = None
-    parsed: Annotated[Any, Unread] = None
-    thinking_blocks: Annotated[Any, Unread] = None
-    reasoning_items: Annotated[Any, Unread] = None
-    reasoning_details: Annotated[Any, Unread] = None
-    reasoning_opaque: Annotated[Any, Unread] = None
-    executed_tools: Annotated[Any, Unread] = None
-    tool_plan: Annotated[Any, Unread] = None
-    citations: Annotated[Any, Unread] = None
-    context: Annotated[Any, Unread] = None
+    annotations: Annotated[Any, Ignored] = None
+    parsed: Annotated[Any, Ignored] = None
+    thinking_blocks: Annotated[Any, Ignored] = None
+    reasoning_items: Annotated[Any, Ignored] = None
+    reasoning_details: Annotated[Any, Ignored] = None
+    reasoning_opaque: Annotated[Any, Ignored] = None
+    executed_tools: Annotated[Any, Ignored] = None
+    tool_plan: Annotated[Any, Ignored] = None
+    citations: Annotated[Any, Ignored] = None
+    context: Annotated[Any, Ignored] = None
 
     audio: Annotated[Any, Refused] = None
     images: Annotated[Any, only([])] = None

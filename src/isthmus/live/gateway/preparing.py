@@ -167,7 +167,7 @@ class Preparing:
         try:
             return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
         except SandboxError as error:
-            refusal = self._too_much(error.note)
+            refusal = self._over_limits(error.note)
             raise (renamed(refusal) if name == "response" else refusal) from None
         except StartError as error:
             raise UnavailableError(f"large bodies cannot be read now: {error}") from None
@@ -180,7 +180,7 @@ class Preparing:
         finally:
             self._idle.append(sandbox)
 
-    def _too_much(self, param: str) -> RequestError:
+    def _over_limits(self, param: str) -> RequestError:
         settings, grammar = self._settings, self._settings.grammar
         if param:
             return RequestError(
@@ -296,7 +296,7 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
     return replace(prepared, jobs=tuple(jobs))
 
 
-def _load(setup: bytes) -> Answer:
+def _load_worker(setup: bytes) -> Answer:
     said = msgspec.msgpack.decode(setup, type=PreparerSetup)
     tokenizer = GatewayTokenizer.load(Path(said.model))
     found = preparations(said.card, tokenizer, said.settings)
@@ -318,4 +318,4 @@ def _load(setup: bytes) -> Answer:
 
 def main() -> None:
     """The entry of the fork server."""
-    serve(_load)
+    serve(_load_worker)

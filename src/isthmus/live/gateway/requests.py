@@ -40,21 +40,21 @@ def check_prompt(num_tokens: int, card: ModelCard, param: str, answer: int = 1) 
     if num_tokens == 0:
         raise RequestError(f"{param!r} is empty: give at least one token", param=param)
     if num_tokens + answer > card.max_length:
-        message = (
-            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
-            f"{param!r} has {num_tokens} tokens. Please shorten it"
-        )
-        raise RequestError(message, param=param, code=TOO_LONG)
+        raise _too_long(card, param, f"{num_tokens} tokens")
+
+
+def _too_long(card: ModelCard, param: str, length: str) -> RequestError:
+    message = (
+        f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
+        f"{param!r} has {length}. Please shorten it"
+    )
+    return RequestError(message, param=param, code=TOO_LONG)
 
 
 def check_chars(num_chars: int, least_tokens: int, card: ModelCard, param: str) -> None:
     """Raises RequestError for a text that is too long by its characters alone, before it is tokenised."""
     if least_tokens > card.max_length:
-        message = (
-            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
-            f"{param!r} has {num_chars} characters, which are at least {least_tokens} tokens. Please shorten it"
-        )
-        raise RequestError(message, param=param, code=TOO_LONG)
+        raise _too_long(card, param, f"{num_chars} characters, which are at least {least_tokens} tokens")
 
 
 def truncated(

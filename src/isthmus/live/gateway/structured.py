@@ -89,7 +89,11 @@ class StructuredOutputs(Strict):
 def grammar_of(request: GenerationRequest) -> tuple[str, str]:
     """The grammar that a request asks for, and the name of the field; ("", "") if none does. Raises RequestError if
     several do."""
-    given = [*_from_format(request), *_from_object(request), *_read(request, _WORDS)]
+    given = [
+        *_from_response_format(request),
+        *_from_structured_outputs(request),
+        *_read(request, _GRAMMAR_FIELDS),
+    ]
     if len(given) > 1:
         one, other = given[0][1], given[1][1]
         raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
@@ -100,7 +104,9 @@ def is_constrained(request: GenerationRequest) -> bool:
     """Whether some field constrains the answer."""
     form = request.response_format
     formed = form is not None and not isinstance(form, TextFormat)
-    return formed or any(getattr(request, name) is not None for name in ("structured_outputs", *_WORDS))
+    return formed or any(
+        getattr(request, name) is not None for name in ("structured_outputs", *_GRAMMAR_FIELDS)
+    )
 
 
 @lru_cache(MAX_CHECKED)
@@ -133,7 +139,7 @@ Given = list[tuple[str, str]]
 """Grammars, each with the name of its field."""
 
 
-def _from_format(request: GenerationRequest) -> Given:
+def _from_response_format(request: GenerationRequest) -> Given:
     form, param = request.response_format, "response_format"
     if isinstance(form, JsonObjectFormat):
         return [(_json({"type": "object"}, param), param)]
@@ -143,7 +149,7 @@ def _from_format(request: GenerationRequest) -> Given:
     return []
 
 
-def _from_object(request: GenerationRequest) -> Given:
+def _from_structured_outputs(request: GenerationRequest) -> Given:
     asked, param = request.structured_outputs, "structured_outputs"
     if asked is None:
         return []
@@ -210,7 +216,7 @@ def _lark(grammar: str, param: str) -> str:
         raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None
 
 
-_WORDS: dict[str, Callable[[Any, str], str]] = {
+_GRAMMAR_FIELDS: dict[str, Callable[[Any, str], str]] = {
     "guided_json": _json,
     "json_schema": _json,
     "guided_regex": _regex,

@@ -17,10 +17,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.live.gateway.contents import (
-    NOTHING,
+    NULL_CONTENT,
     Contents,
     MessageContent,
-    Nothing,
+    NullContent,
     in_words,
     with_short_ids,
     with_text,
@@ -29,13 +29,13 @@ from isthmus.live.gateway.contents import (
 from isthmus.model_files import ModelFiles, chat_templates, special_tokens
 
 # Marks the end of a continued message; its space shows whether the template strips contents.
-_HERE = "<CONTINUE-HERE> "
+_CONTINUE_MARK = "<CONTINUE-HERE> "
 _NOT_CONTINUED = (
     "'continue_final_message' needs a last message with content to continue, and without 'tool_calls'"
 )
 
 
-_OTHERWISE = (with_text, with_written_arguments)
+_FALLBACKS = (with_text, with_written_arguments)
 """Changes to messages that are tried in turn when a template refuses them."""
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -127,7 +127,7 @@ class _Source:
         try:
             return self._render(shaped, context)
         except RequestError:
-            for changed in _OTHERWISE:
+            for changed in _FALLBACKS:
                 others = [changed(message) for message in shaped]
                 if any(other is not message for other, message in zip(others, shaped, strict=True)):
                     with suppress(RequestError):
@@ -151,10 +151,10 @@ class _Source:
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with `developer` as `system` for templates that know only the older word, and without null
-        fields, since templates test whether a field is there; a null content becomes NOTHING."""
+        fields, since templates test whether a field is there; a null content becomes NULL_CONTENT."""
         adapted = {name: value for name, value in message.items() if value is not None or name == "content"}
         if "content" in adapted and adapted["content"] is None:
-            adapted["content"] = NOTHING
+            adapted["content"] = NULL_CONTENT
         if adapted.get("role") == "developer" and not self._knows_developer:
             adapted["role"] = "system"
         return with_short_ids(adapted) if self._short_ids else adapted
@@ -176,23 +176,23 @@ def _extra(given: Mapping[str, Any]) -> Mapping[str, Any]:
 def _continued(template: _Source, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
     """The text up to the end of the last message's content. Raises RequestError if the template hides it."""
     content = messages[-1].get("content")
-    if content is None or content == [] or isinstance(content, Nothing):
+    if content is None or content == [] or isinstance(content, NullContent):
         raise RequestError(_NOT_CONTINUED, param="continue_final_message")
     marked: MessageContent
     if isinstance(content, str):
-        text, marked = content, content + _HERE
+        text, marked = content, content + _CONTINUE_MARK
     else:
         *parts, last = content
-        text, marked = last["text"], [*parts, last | {"text": last["text"] + _HERE}]
+        text, marked = last["text"], [*parts, last | {"text": last["text"] + _CONTINUE_MARK}]
     rendered = template.render([*messages[:-1], messages[-1] | {"content": marked}], context)
-    mark = _HERE.strip()
+    mark = _CONTINUE_MARK.strip()
     if mark not in rendered or text.strip() not in rendered:
         message = (
             "'continue_final_message': the chat template of this model does not show the last message whole"
         )
         raise RequestError(message, param="continue_final_message")
     before, after = rendered[: rendered.rindex(mark)], rendered[rendered.rindex(mark) :]
-    return before if after.startswith(_HERE) else before.rstrip()
+    return before if after.startswith(_CONTINUE_MARK) else before.rstrip()
 
 
 def load_template(files: ModelFiles) -> ChatTemplate | None:
@@ -218,9 +218,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     tests: dict[str, Any] = environment.tests
-    tests["none"] = lambda value: value is None or isinstance(value, Nothing)
+    tests["none"] = lambda value: value is None or isinstance(value, NullContent)
     for kind in ("string", "iterable", "sequence"):
-        tests[kind] = partial(_is_something, tests[kind])
+        tests[kind] = partial(_is_no_null_and, tests[kind])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -236,8 +236,8 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _is_something(test: Callable[[Any], bool], value: Any) -> bool:
-    return not isinstance(value, Nothing) and test(value)
+def _is_no_null_and(test: Callable[[Any], bool], value: Any) -> bool:
+    return not isinstance(value, NullContent) and test(value)
 
 
 def _to_json(
@@ -254,12 +254,12 @@ def _to_json(
 
 
 def _with_null(value: Any) -> Any:
-    """Replaces Nothing by None, in a content, a message or a list of messages."""
+    """Replaces NullContent by None, in a content, a message or a list of messages."""
     if isinstance(value, list):
         return [_with_null(each) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, dict) and isinstance(value.get("content"), Nothing):
+    if isinstance(value, dict) and isinstance(value.get("content"), NullContent):
         return value | {"content": None}
-    return None if isinstance(value, Nothing) else value
+    return None if isinstance(value, NullContent) else value
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -265,7 +265,7 @@ class Traffic:
         """The write buffer of a connection is full."""
         self._stalled[connection] = (self.clock(), connection.unsent_bytes)
 
-    def flow(self, connection: Connection) -> None:
+    def unstall(self, connection: Connection) -> None:
         """The write buffer has room again. Idempotent."""
         self._stalled.pop(connection, None)
 

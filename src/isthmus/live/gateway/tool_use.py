@@ -133,7 +133,7 @@ def call_grammar(
             schemas[function.name] = ANY_ARGUMENTS
     grammar = written(schemas, asked)
     if otherwise:
-        grammar = _either(grammar, otherwise)
+        grammar = _with_alternative(grammar, otherwise)
     check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
     return grammar
 
@@ -141,7 +141,7 @@ def call_grammar(
 _ANSWER = "answer"
 
 
-def _either(calls: str, answer: str) -> str:
+def _with_alternative(calls: str, answer: str) -> str:
     """The grammar of calls, with the answer's grammar as a sub-grammar: Lark, or llguidance's form of a regex."""
     other = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
     return json.dumps({"grammars": [{"lark_grammar": calls}, other | {"name": _ANSWER}]})

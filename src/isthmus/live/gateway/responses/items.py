@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
-from isthmus.live.gateway.fields import Marked, Unread, only
+from isthmus.live.gateway.fields import Ignored, Marked, only
 from isthmus.live.gateway.messages import WholeContent
 
 
@@ -70,7 +70,7 @@ class MessageItem(_Item):
     )
     content: WholeContent
     phase: Annotated[Any, only("commentary", "final_answer")] = None
-    end_turn: Annotated[Any, Unread] = None
+    end_turn: Annotated[Any, Ignored] = None
 
 
 class FunctionCallItem(_Item):
@@ -80,7 +80,7 @@ class FunctionCallItem(_Item):
     arguments: str | dict[str, Any] | None = Field(
         description="a string that holds a JSON object, or an object"
     )
-    parsed_arguments: Annotated[Any, Unread] = None
+    parsed_arguments: Annotated[Any, Ignored] = None
     namespace: str | None = fields.label()
     caller: dict[str, Any] | None = fields.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")

@@ -138,21 +138,21 @@ class Transcript:
         body = {"type": kind, "sequence_number": next(self._numbers), **fields}
         return f"event: {kind}\n".encode() + event(encode(body))
 
-    def say(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
         """Adds text to the open message, or to a new one after a call."""
         begun = b"" if isinstance(self._open, OutputMessage) else self._begin_message()
         self._pieces.append(text)
         self._logprobs += logprobs
         return begun + self._within("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
-    def call(self, name: str) -> bytes:
+    def begin_call(self, name: str) -> bytes:
         """Begins a call."""
         identity = self._next_id("fc")
         namespace, own = self._namespaces.get(name, (UNSET, name))
         call_id = identity.replace("fc_", "call_", 1)
         return self._begin(OutputCall(identity, "in_progress", call_id, own, "", namespace))
 
-    def argue(self, text: str) -> bytes:
+    def add_arguments(self, text: str) -> bytes:
         """Adds to the arguments of the open call."""
         self._pieces.append(text)
         return self._within("function_call_arguments.delta", delta=text)
@@ -248,29 +248,29 @@ class ResponsesDialect:
         self._finish = delta.finish
         self._scores += delta.scores
         if delta.found is None:
-            events = self._say(delta.text) if delta.text else b""
+            events = self._add_text(delta.text) if delta.text else b""
         else:
             events = b""
             for found in delta.found:
                 match found:
                     case Content(text):
-                        events += self._say(text)
+                        events += self._add_text(text)
                     case CallBegun(_, name):
                         self._called = True
-                        events += self._transcript.call(name)
+                        events += self._transcript.begin_call(name)
                     case Arguments(_, text):
-                        events += self._transcript.argue(text)
+                        events += self._transcript.add_arguments(text)
         if delta.finish is not None and self._scores and not self._called:
-            events += self._transcript.say("", self._scored(len(self._scores)))
+            events += self._transcript.add_text("", self._scored(len(self._scores)))
         return events
 
-    def _say(self, text: str) -> bytes:
+    def _add_text(self, text: str) -> bytes:
         """Adds text, with the scores of the tokens that begin in it. Scores of calls have no place in an answer."""
         if self._called:
-            return self._transcript.say(text, [])
+            return self._transcript.add_text(text, [])
         self._num_chars += len(text)
         ready = itertools.takewhile(lambda score: score.offset < self._num_chars, self._scores)
-        return self._transcript.say(text, self._scored(sum(1 for _ in ready)))
+        return self._transcript.add_text(text, self._scored(sum(1 for _ in ready)))
 
     def _scored(self, count: int) -> list[TokenLogprob]:
         """Takes the first `count` scores that were not shown."""

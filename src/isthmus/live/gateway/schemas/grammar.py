@@ -190,7 +190,7 @@ class _Json:
     def __init__(self, rules: LarkRules, schema: ReadSchema) -> None:
         self._rules, self._schema = rules, schema
         self._defined: dict[str, str] = {}
-        self._changed = self._what_changes()
+        self._changed = self._ids_with_changed_numbers()
 
     def rule(self) -> str:
         if self._changed and self._schema.given:
@@ -200,7 +200,7 @@ class _Json:
     def _document(self, node: Node) -> str:
         return self._rules.document(node, self._schema.options)
 
-    def _what_changes(self) -> set[int]:
+    def _ids_with_changed_numbers(self) -> set[int]:
         """Ids of the schemas in which llguidance would change a number, directly or through a reference."""
         parents: dict[int, list[int]] = {}
         waiting = []

@@ -105,8 +105,8 @@ class ReadSchema:
             self.definitions[self._names[reference]] = found
         if self.definitions:
             self._without_endless()
-        self._settle_alternatives()
-        self._settle_patterns()
+        self._rewrite_one_of()
+        self._merge_all_patterns()
         is_open = any(map(_is_open, self.nodes())) and not any(map(_has_control, self.nodes()))
         self.options = {"json_allowed_escapes": _SHORT_ESCAPES, **self.given} if is_open else self.given
 
@@ -145,7 +145,11 @@ class ReadSchema:
             if word == "format":
                 if _is_followed(part, node.get("type")):
                     found[word] = part
-            elif word not in _CONSTRAIN or (part is None and word != "const") or _is_beyond_all(word, part):
+            elif (
+                word not in _CONSTRAIN
+                or (part is None and word != "const")
+                or _is_unreachable_maximum(word, part)
+            ):
                 continue
             else:
                 read = self._read_part(word, part)
@@ -257,14 +261,14 @@ class ReadSchema:
             node, seen = self.target(node), seen + 1
         return node
 
-    def _settle_alternatives(self) -> None:
+    def _rewrite_one_of(self) -> None:
         for node in self.nodes():
             if "oneOf" in node and "anyOf" not in node:
                 parts = [self.resolved(each) for each in node["oneOf"] if each is not False]
                 if _differ(parts, kinds_of(node)):
                     node["anyOf"] = node.pop("oneOf")
 
-    def _settle_patterns(self) -> None:
+    def _merge_all_patterns(self) -> None:
         """Raises SchemaError."""
         with_patterns = [node for node in self.nodes() if "patternProperties" in node]
         if not with_patterns:
@@ -272,7 +276,7 @@ class ReadSchema:
         combined = any(word in node for node in self.nodes() for word in _COMBINED)
         names = {name for node in self.nodes() for name in _own_names(node)} if combined else set()
         for node in with_patterns:
-            _settle(node, names)
+            _merge_patterns(node, names)
 
 
 def slots(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -332,7 +336,7 @@ def _is_followed(form: Any, kinds: Any) -> bool:
     return of_strings and isinstance(form, str) and form in FORMATS
 
 
-def _is_beyond_all(word: str, count: Any) -> bool:
+def _is_unreachable_maximum(word: str, count: Any) -> bool:
     """Whether a maximum is larger than any answer; llguidance overflows on it."""
     return word in COUNTS and word.startswith("max") and isinstance(count, int | float) and count >= 2**31
 
@@ -436,7 +440,7 @@ def _has_control(node: Mapping[str, Any]) -> bool:
     return bool(values and _CONTROL.search(json.dumps(values, default=str)))
 
 
-def _settle(node: Any, elsewhere: set[str]) -> None:
+def _merge_patterns(node: Any, elsewhere: set[str]) -> None:
     """Merges patterns that fit only the schema's own names into its properties. `elsewhere`: names of schemas that
     may be combined with this one. Raises SchemaError."""
     patterns, names = node["patternProperties"], _own_names(node)

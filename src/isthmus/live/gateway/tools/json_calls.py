@@ -107,7 +107,7 @@ class JsonCallParser(CallParser):
             raise MalformedError
         if not draft.begun:
             self.begin(draft.name)
-            self.argue(draft.arguments or "{}")
+            self.emit_arguments(draft.arguments or "{}")
         self.drop()
 
     def _string(self) -> Reading[str]:
@@ -189,7 +189,7 @@ class HermesParser(JsonCallParser):
         elif self.num_calls:
             self.drop()  # the end of a call
         else:
-            self.spill()
+            self.emit_content()
 
     def body(self, mark: str) -> Reading[None]:
         """The text behind `mark`."""
@@ -219,7 +219,7 @@ class Llama3Parser(JsonCallParser):
                     yield from self.calls(known=mark != TAG)
                     yield from self.span(_SEPARATORS)
             except MalformedError:
-                self.spill()
+                self.emit_content()
             mark = yield from self.content_until(TAG, before="{")
             yield from self.span(SPACE)
 

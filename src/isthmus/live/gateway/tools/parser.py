@@ -96,7 +96,7 @@ class CallParser:
         mark or the head of a call that was cut off)."""
         if self.num_calls:
             self.drop()
-        self.spill()
+        self.emit_content()
         return self._settled()
 
     def _settled(self) -> Sequence[Finding]:
@@ -109,7 +109,7 @@ class CallParser:
             try:
                 yield from self.read_call()
             except MalformedError:
-                self.spill()
+                self.emit_content()
 
     def read_call(self) -> Reading[None]:
         """Reads content and the calls behind it. Raises MalformedError: held text is content then."""
@@ -121,7 +121,7 @@ class CallParser:
         """The next character, which is not taken."""
         while self._at == len(self._text):
             if self.streams:
-                self.argue_held()
+                self.emit_held_arguments()
             yield
         return self._text[self._at]
 
@@ -170,11 +170,11 @@ class CallParser:
             if char in before:
                 return ""
             if self._take_match(words):
-                self.spill()
+                self.emit_content()
             elif any(mark[0] == char for mark in marks):
                 if found := (yield from self.word(*marks)):
                     return found
-                self.spill()
+                self.emit_content()
             else:
                 yield from self.span(SPACE)
 
@@ -185,7 +185,7 @@ class CallParser:
         """Drops held text: it was part of a call."""
         self._held.clear()
 
-    def spill(self) -> None:
+    def emit_content(self) -> None:
         """Gives out held text as content."""
         if text := self.held():
             self._found.append(Content(text))
@@ -209,15 +209,15 @@ class CallParser:
         try:
             yield from reading
         finally:
-            self.argue_held()
+            self.emit_held_arguments()
             self.streams = False
 
-    def argue(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Gives out a piece of the latest call's arguments."""
         if text:
             self._found.append(Arguments(self.num_calls - 1, text))
 
-    def argue_held(self) -> None:
+    def emit_held_arguments(self) -> None:
         """Gives out held text as arguments."""
-        self.argue(self.held())
+        self.emit_arguments(self.held())
         self.drop()

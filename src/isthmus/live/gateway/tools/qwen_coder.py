@@ -73,11 +73,13 @@ class QwenCoderParser(HermesParser):
                     break
                 key = yield from self._name()
                 self.drop()
-                self.argue(("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+                self.emit_arguments(
+                    ("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+                )
                 num_given += 1
                 word = yield from self._value(kinds_of(properties.get(key), schema))
         finally:
-            self.argue("}" if num_given else "{}")
+            self.emit_arguments("}" if num_given else "{}")
         if not word:
             raise MalformedError
         self.drop()
@@ -88,15 +90,15 @@ class QwenCoderParser(HermesParser):
             self.take()
             self.drop()
         if kinds == STRING:
-            self.argue('"')
-            self._value_ends = self._argue_text
-            end = yield from self._lines(self._argue_text)
-            self.argue('"')
+            self.emit_arguments('"')
+            self._value_ends = self._emit_text
+            end = yield from self._lines(self._emit_text)
+            self.emit_arguments('"')
         else:
             pieces: list[str] = []
-            self._value_ends = lambda: self.argue("".join(pieces))
+            self._value_ends = lambda: self.emit_arguments("".join(pieces))
             end = yield from self._lines(lambda: pieces.append(self.held()))
-            self.argue(as_json("".join(pieces), kinds))
+            self.emit_arguments(as_json("".join(pieces), kinds))
         self._value_ends = None
         self.drop()
         return end
@@ -121,9 +123,9 @@ class QwenCoderParser(HermesParser):
             put()
             self.drop()
 
-    def _argue_text(self) -> None:
+    def _emit_text(self) -> None:
         """Gives out held text as a piece of a string."""
-        self.argue(json.dumps(self.held(), ensure_ascii=False)[1:-1])
+        self.emit_arguments(json.dumps(self.held(), ensure_ascii=False)[1:-1])
 
     def _name(self) -> Reading[str]:
         name = yield from self.span(_NAME)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
-import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -157,24 +155,15 @@ def long_line(target: Victim, outcome: Outcome, begin: bytes, num_bytes: int) ->
         outcome.add(heard(opened))
 
 
-@contextlib.contextmanager
-def half_open(target: Victim, count: int) -> Iterator[list[str]]:
-    """Sends headers without an end on many connections; yields what is heard of those that are not taken."""
-    turned_away: list[str] = []
+def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
+    """More headers without an end than there are descriptors; a client that asks meanwhile is answered."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             try:
                 opened = stack.enter_context(connected(target.port))
                 opened.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half: ")
             except OSError:
-                turned_away.append("closed")
-        yield turned_away
-
-
-def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
-    """More than there are descriptors; a client that asks meanwhile is answered."""
-    with half_open(target, count) as turned_away:
-        outcome.add(*turned_away)
+                outcome.add("closed")
         outcome.add(target.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}, HEAR_S))
 
 
@@ -250,13 +239,3 @@ def long_frame_header(size: int) -> bytes:
     """All but the last byte of a frame's header."""
     header = bytes(size)
     return (prefix_of(FrameKind.DATA, header) + header)[:-1]
-
-
-def paused(pids: Sequence[int], for_s: float) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(for_s)  # who is paused cannot tell: the time is the act
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)

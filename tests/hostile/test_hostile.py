@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +15,7 @@ import pytest
 
 from tests.hostile import acts
 from tests.hostile.acts import ANSWERED, LEAST, TURNED_AWAY
-from tests.hostile.victim import DESCRIPTORS, GAP_S, GROWN_BYTES, MODEL, Victim, attacked, victim
-from tests.served import LIMIT_S, POLL_S
+from tests.hostile.victim import DESCRIPTORS, GROWN_BYTES, MODEL, Victim, attacked, victim
 
 SCHEMAS: list[dict[str, Any]] = [
     {"const": LEAST},
@@ -29,7 +25,6 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "integer", "exclusiveMinimum": LEAST - 1, "maximum": LEAST},
     {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"const": LEAST}]}}},
 ]
-CACHED = r'cache_memory_blocks{node="[^"]+"}'
 NODE_HEADER = 16 * 2**20 - 1
 
 
@@ -172,30 +167,3 @@ def test_what_is_no_greeting(target: Victim) -> None:
         ):
             acts.join_and(target, outcome, 20, sent)
     assert set(outcome.heard) == {"closed"}
-
-
-@pytest.mark.parametrize(("who", "for_s"), [more("head", 10), more("nodes", 5)])
-def test_who_pauses_is_waited_for_and_caches_are_kept(who: str, for_s: float, target: Victim) -> None:
-    pids = [pid for name, pid in target.pids.items() if (name == "head") == (who == "head")]
-    with attacked(target, GAP_S + for_s):
-        before = target.metric(CACHED)
-        acts.paused(pids, for_s)
-    assert target.metric(CACHED) >= before > 0
-    assert " left: " not in target.story()
-
-
-@pytest.mark.soak
-def test_a_killed_node_comes_back_beside_half_headers(target: Victim) -> None:
-    target.is_well = False  # it has other processes afterwards
-    dead, small = target.pids["decode-0"], {"model": MODEL, "prompt": "x", "max_tokens": 2}
-    with acts.half_open(target, 1100):
-        os.kill(dead, signal.SIGKILL)
-        wait_until(lambda: target.node("decode-0") not in (None, dead), "it is started again")
-        wait_until(lambda: target.post("/v1/completions", small) == "200", "it is back")
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < until, f"not within {LIMIT_S} s: {what}"
-        time.sleep(POLL_S)

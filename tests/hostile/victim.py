@@ -114,12 +114,6 @@ class Victim:
                     found[name] = int(said[1]) << 10
         return found
 
-    def node(self, name: str) -> int | None:
-        """Its process, if there is one."""
-        with contextlib.suppress(AssertionError, OSError):  # no such process, or one that ended just now
-            return node_pid(filter(alive, children_of(self.process.pid)), name)
-        return None
-
     def story(self) -> str:
         return self.log.read_text()
 
@@ -162,7 +156,7 @@ def victim(home: Path) -> Iterator[Victim]:
 
 
 @contextlib.contextmanager
-def attacked(target: Victim, gap_s: float = GAP_S, peak_bytes: int | None = None) -> Iterator[Outcome]:
+def attacked(target: Victim, peak_bytes: int | None = None) -> Iterator[Outcome]:
     """An act runs inside, beside a bystander; afterwards the cluster must be as it was, and the bystander served.
     `peak_bytes`: which no process may have grown by meanwhile."""
     before, start = target.memory(), len(target.story())
@@ -203,7 +197,7 @@ def attacked(target: Victim, gap_s: float = GAP_S, peak_bytes: int | None = None
         assert each["tokens"] == expected_tokens(RECIPE, each["prompt"], NUM_TOKENS), "a wrong answer"
     assert "Traceback" not in story, story[story.index("Traceback") :][:5000]
     assert "500" not in outcome.heard and not target.metric(r'requests_failed_total{status="500"}')
-    assert gap < gap_s, f"others' tokens stood still for {gap:.1f} s"
+    assert gap < GAP_S, f"others' tokens stood still for {gap:.1f} s"
     assert max(grown.values()) < GROWN_BYTES, f"memory did not come back: {_in_mib(grown)}"
     assert peak_bytes is None or max(peaks.values()) < peak_bytes, f"memory grew: {_in_mib(peaks)}"
     target.is_well = True

@@ -34,23 +34,12 @@ class GatewayLink(Protocol):
     """One direction of a link between clusters. `sent_bytes` counts since the gateway started; `bytes_per_s` and
     `queued_bytes` are recent; `rtt_ns` is 0 while unknown."""
 
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def up(self) -> bool: ...
-
-    @property
-    def rated_bytes_per_s(self) -> int: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def bytes_per_s(self) -> int: ...
+    source: str
+    target: str
+    up: bool
+    rated_bytes_per_s: int
+    sent_bytes: int
+    bytes_per_s: int
 
     @property
     def queued_bytes(self) -> int: ...
@@ -64,20 +53,11 @@ class OffloadView(Protocol):
     cluster (None: none are); `reason`: of its latest change; `requests`: sent to another cluster; `conversions`:
     nodes that changed their role."""
 
-    @property
-    def threshold(self) -> int | None: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def changes(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def conversions(self) -> int: ...
+    threshold: int | None
+    reason: str
+    changes: int
+    requests: int
+    conversions: int
 
     @property
     def links(self) -> Sequence[GatewayLink]: ...

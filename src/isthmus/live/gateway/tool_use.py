@@ -47,7 +47,7 @@ class CallReader:
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
-        self._parser = use.format.parser(use.schemas)
+        self._parser = use.format(use.schemas)
         self._undecided = "" if use.constrained else None
         self._is_content = False
 

@@ -51,7 +51,7 @@ RECORDED = {
 
 def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Finding]:
     """All events, as if they had come at once."""
-    parser = FORMATS[format_name].parser(schemas)
+    parser = FORMATS[format_name](schemas)
     return merged([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
 
 
@@ -140,7 +140,7 @@ def test_cuts_change_nothing_and_what_is_no_call_comes_back(name: str, text: str
 @given(st.sampled_from(sorted(FORMATS)), texts)
 def test_a_beginning_finds_what_the_whole_begins_with(name: str, text: str) -> None:
     """What was given out is never taken back, whatever comes."""
-    parser = FORMATS[name].parser(SCHEMAS)
+    parser = FORMATS[name](SCHEMAS)
     early = [event for event in parser.push(text[: len(text) // 2]) if isinstance(event, CallBegun)]
     late = [event for event in parse(name, [text]) if isinstance(event, CallBegun)]
     assert late[: len(early)] == early
@@ -150,7 +150,7 @@ def test_a_beginning_finds_what_the_whole_begins_with(name: str, text: str) -> N
 def test_arguments_do_not_wait(name: str) -> None:
     """All but a few characters of what has been read of the arguments is out."""
     recorded = RECORDED[name]
-    parser = FORMATS[recorded.format].parser(SCHEMAS)
+    parser = FORMATS[recorded.format](SCHEMAS)
     begun = out = 0
     for char in recorded.text:
         events = parser.push(char)
@@ -166,7 +166,7 @@ def test_the_time_grows_with_the_text() -> None:
     text = json.dumps(
         {"name": "write", "arguments": {"text": 'def f(x):\n\treturn "<b>" + {x}  # é 😀\n' * 3_000}}
     )
-    parser = FORMATS["hermes"].parser(SCHEMAS)
+    parser = FORMATS["hermes"](SCHEMAS)
     started = time.process_time()
     for piece in [
         "several words " * 3_000,
@@ -176,7 +176,7 @@ def test_the_time_grows_with_the_text() -> None:
         parser.push(piece)
     assert parser.num_calls == 1
     for before in ("", "<function=write>\n<parameter=text>\n"):
-        FORMATS["qwen_coder"].parser(SCHEMAS).push(before + ("\n<" + "x" * 998) * 20_000)
+        FORMATS["qwen_coder"](SCHEMAS).push(before + ("\n<" + "x" * 998) * 20_000)
     assert time.process_time() - started < 20
 
 

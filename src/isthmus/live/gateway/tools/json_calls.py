@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from isthmus.live.gateway.schemas.grammar import FREE, literal
 from isthmus.live.gateway.tools.lark import (
@@ -180,7 +181,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonCallParser):
-    markers: tuple[str, ...] = (OPEN, CLOSE)
+    name, openings = "hermes", (OPEN,)
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def read_call(self) -> Reading[None]:
         mark = yield from self.content_until(*self.markers)
@@ -195,12 +197,12 @@ class HermesParser(JsonCallParser):
         """The text behind `mark`."""
         yield from self.calls()
 
-
-def hermes_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls as Qwen's templates show them, each on lines of its own."""
-    rules = CallRules(asked)
-    body = json_calls(rules, schemas, "arguments")
-    return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls as Qwen's templates show them, each on lines of its own."""
+        rules = CallRules(asked)
+        body = json_calls(rules, schemas, "arguments")
+        return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 TAG = "<|python_tag|>"
@@ -208,7 +210,7 @@ _SEPARATORS = re.compile(r"[; \t\r\n]*")
 
 
 class Llama3Parser(JsonCallParser):
-    markers = (TAG,)
+    name, openings, markers = "llama3", (TAG, '{"name":"'), (TAG,)
 
     def read(self) -> Reading[None]:
         mark = ""
@@ -223,21 +225,19 @@ class Llama3Parser(JsonCallParser):
             mark = yield from self.content_until(TAG, before="{")
             yield from self.span(SPACE)
 
-
-def llama3_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """One call: Llama's templates refuse to show several. Where none is forced, an answer that begins like a call is
-    one."""
-    rules = (
-        CallRules(asked, FREE) if asked.otherwise else CallRules(asked)
-    )  # the alternative may be JSON, spaced so
-    call = json_calls(rules, schemas, "parameters")
-    if asked.forced and not asked.otherwise:
-        return rules.text(call)
-    tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
-    if asked.otherwise:
-        return rules.text(call + tagged)
-    other = rules.rule(r"/[^{](?s:.*)/")
-    return rules.text(f"({call}{tagged} | {other})?")
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """One call: Llama's templates refuse to show several. Unless one is forced, an answer that begins like a call
+        is one."""
+        rules = CallRules(asked, FREE) if asked.otherwise else CallRules(asked)  # the alternative may be JSON
+        call = json_calls(rules, schemas, "parameters")
+        if asked.forced and not asked.otherwise:
+            return rules.text(call)
+        tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+        if asked.otherwise:
+            return rules.text(call + tagged)
+        other = rules.rule(r"/[^{](?s:.*)/")
+        return rules.text(f"({call}{tagged} | {other})?")
 
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -245,7 +245,7 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class MistralParser(JsonCallParser):
-    markers = (CALLS, ARGS, CALL_ID)
+    name, openings, markers = "mistral", (CALLS,), (CALLS, ARGS, CALL_ID)
 
     def read_call(self) -> Reading[None]:
         yield from self.content_until(CALLS)
@@ -267,15 +267,15 @@ class MistralParser(JsonCallParser):
         self.begin(name)
         yield from self.streamed(self.value())
 
-
-def mistral_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls, with names before the arguments if the model has the token for that."""
-    rules = CallRules(asked)
-    if asked.token_of(ARGS) is None:
-        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
-        return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
-    named = [
-        f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
-        for name, schema in schemas.items()
-    ]
-    return answer(rules, CALLS, rules.any_of(named), "", asked)
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls, with names before the arguments if the model has the token for that."""
+        rules = CallRules(asked)
+        if asked.token_of(ARGS) is None:
+            calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
+            return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
+        named = [
+            f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
+            for name, schema in schemas.items()
+        ]
+        return answer(rules, CALLS, rules.any_of(named), "", asked)

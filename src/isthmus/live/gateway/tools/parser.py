@@ -15,9 +15,9 @@ import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from isthmus.live.gateway.tools.lark import Schemas
+from isthmus.live.gateway.tools.lark import AnswerForm, Schemas
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,13 @@ class MalformedError(Exception):
 
 
 class CallParser:
-    """`schemas`: of the functions' parameters, by name."""
+    """The parser of one answer in one format, and that format's grammar. `schemas`: of the functions' parameters, by
+    name."""
 
-    markers: tuple[str, ...] = ()
+    name: ClassVar[str]
+    openings: ClassVar[tuple[str, ...]]
+    """The beginnings of a call that follows the grammar, without white space."""
+    markers: ClassVar[tuple[str, ...]]
     """Texts of the format that may be special tokens."""
 
     def __init__(self, schemas: Schemas) -> None:
@@ -84,6 +88,11 @@ class CallParser:
         self._found: list[Finding] = []
         self._reading = self.read()
         next(self._reading)
+
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Lark of an answer whose calls follow the schemas. Raises SchemaError."""
+        raise NotImplementedError
 
     def push(self, text: str) -> Sequence[Finding]:
         """The findings that `text` settles."""

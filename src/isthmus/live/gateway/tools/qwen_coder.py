@@ -37,7 +37,7 @@ _LINE = re.compile(r"[^\n<]*")
 
 
 class QwenCoderParser(HermesParser):
-    markers = (OPEN, CLOSE, FUNCTION)
+    name, openings, markers = "qwen_coder", (OPEN,), (OPEN, CLOSE, FUNCTION)
 
     _value_ends: Callable[[], None] | None = None
     """Gives out the value being read, when the answer ends inside it."""
@@ -134,20 +134,20 @@ class QwenCoderParser(HermesParser):
         self.take()
         return name
 
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls, with parameters in the order of the schema. Raises SchemaError for constraints on strings, which text
+        between marks cannot follow."""
+        rules = CallRules(asked)
+        functions = []
+        for name, schema in schemas.items():
+            inner = " ".join(_parameters_of(rules, schema))
+            functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner}")
+        return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
+
 
 _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
-
-
-def qwen_coder_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls, with parameters in the order of the schema. Raises SchemaError for constraints on strings, which text
-    between marks cannot follow."""
-    rules = CallRules(asked)
-    functions = []
-    for name, schema in schemas.items():
-        inner = " ".join(_parameters_of(rules, schema))
-        functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner}")
-    return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 def _parameters_of(rules: CallRules, schema: Mapping[str, Any]) -> Sequence[str]:

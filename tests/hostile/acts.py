@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
-import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -30,27 +28,24 @@ TURNED_AWAY = {"closed", "400", "408", "413", "429", "431", "503"}
 
 
 def grammars(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Every way in which a request brings a schema, and where to."""
-    form = {"name": "x", "schema": schema}
-    messages = [{"role": "user", "content": "x"}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    """A request for each way in which a schema comes, and its path."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     object_of = {"type": "object", "properties": {"a": schema}}
-    chat, few = "/v1/chat/completions", {"model": MODEL, "max_tokens": 4}
-    lark = f"start: %json {json.dumps(schema)}"
+    tool, other = (
+        {"type": "function", "function": {"name": "f", "parameters": each}} for each in (schema, object_of)
+    )
+    named = {"type": "function", "function": {"name": "f"}}
+    few = {"model": MODEL, "max_tokens": 4}
+    chat = few | {"messages": [{"role": "user", "content": "x"}]}
     return [
-        (chat, {"messages": messages, "response_format": {"type": "json_schema", "json_schema": form}, **few}),
-        ("/v1/completions", {"prompt": "x", "guided_json": schema, **few}),
-        ("/v1/completions", {"prompt": "x", "guided_grammar": lark, **few}),
-        ("/v1/responses", {
-            "model": MODEL, "input": "x", "max_output_tokens": 16,
-            "text": {"format": {"type": "json_schema", **form}},
-        }),
-        (chat, {"messages": messages, "tools": [tool], "tool_choice": "required", **few}),
-        (chat, {
-            "messages": messages, "tools": [tool | {"function": {"name": "f", "parameters": object_of}}],
-            "tool_choice": {"type": "function", "function": {"name": "f"}}, **few,
-        }),
-    ]  # fmt: skip
+        ("/v1/chat/completions", chat | {"response_format": form}),
+        ("/v1/completions", few | {"prompt": "x", "guided_json": schema}),
+        ("/v1/completions", few | {"prompt": "x", "guided_grammar": f"start: %json {json.dumps(schema)}"}),
+        ("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 16, "text": text}),
+        ("/v1/chat/completions", chat | {"tools": [tool], "tool_choice": "required"}),
+        ("/v1/chat/completions", chat | {"tools": [other], "tool_choice": named}),
+    ]
 
 
 def doubling(levels: int, num_bytes: int) -> dict[str, Any]:
@@ -84,26 +79,28 @@ def encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body).replace(f'"{DEEP}"', deep).encode()
 
 
-def bombs() -> dict[str, dict[str, Any]]:
-    """Short descriptions of large machines, by what they are."""
-    wide = {"type": "object", "patternProperties": {f"^{'a?' * 30}{at}$": {} for at in range(200)}}
-    texts = [f"{at:032}" for at in range(50_000)]
-    return {
-        "repeats": {"guided_regex": "((a{0,500}){0,500}){0,500}"},
-        "states": {"guided_regex": "[ab]*a[ab]{400}"},
-        "groups": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
-        "choices": {"guided_choice": texts},
-        "rules": {"guided_grammar": "start: " + " | ".join([f"r{at} r{at}" for at in range(3000)]) + "\n" + "\n".join(
-            [f"r{at}: r{at + 1} r{at + 1}" for at in range(3000)]
-        ) + '\nr3000: "a"'},
-        "left": {"guided_grammar": 'start: start start | start "a" | "a"'},
-        "deep": {"guided_json": DEEP},
-        "wide": {"guided_json": wide},
-        "long": {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 2**31}},
-        "items": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
-        "pattern": {"guided_json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 50}},
-        "circle": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}},
-    }  # fmt: skip
+def bombs() -> list[dict[str, Any]]:
+    """Short descriptions of large machines."""
+    rules = [f"r{at} r{at}" for at in range(3000)], [f"r{at}: r{at + 1} r{at + 1}" for at in range(3000)]
+    return [
+        {"guided_regex": "((a{0,500}){0,500}){0,500}"},
+        {"guided_regex": "[ab]*a[ab]{400}"},
+        {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
+        {"guided_choice": [f"{at:032}" for at in range(50_000)]},
+        {"guided_grammar": "start: " + " | ".join(rules[0]) + "\n" + "\n".join(rules[1]) + '\nr3000: "a"'},
+        {"guided_grammar": 'start: start start | start "a" | "a"'},
+        {"guided_json": DEEP},
+        {
+            "guided_json": {
+                "type": "object",
+                "patternProperties": {f"^{'a?' * 30}{at}$": {} for at in range(200)},
+            }
+        },
+        {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 2**31}},
+        {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+        {"guided_json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 50}},
+        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}},
+    ]
 
 
 # Connections.
@@ -139,14 +136,16 @@ def send_on(opened: socket.socket, piece: bytes, count: int) -> bool:
     return True
 
 
-LONG = {
-    "value": b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ",
-    "name": b"GET /health HTTP/1.1\r\nHost: x\r\nX",
-    "target": b"GET /health?",
-    "method": b"",
-    "chunk extension": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;x=",
-    "trailer": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ",
-}
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+LONG = [
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX",
+    b"GET /health?",
+    b"",
+    CHUNKED + b"1;x=",
+    CHUNKED + b"1\r\n{\r\n0\r\nX: ",
+]
+"""Beginnings of what has no end: a header's value and name, a target, a method, a chunk's extension, a trailer."""
 """Beginnings of what has no end."""
 
 
@@ -156,61 +155,16 @@ def long_line(target: Victim, outcome: Outcome, begin: bytes, num_bytes: int) ->
         outcome.add(heard(opened))
 
 
-def drip(target: Victim, outcome: Outcome, count: int) -> None:
-    """A body in chunks of one byte."""
-    begin = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with connected(target.port) as opened:
-        sent = send_on(opened, begin, 1) and send_on(opened, b"1\r\n[\r\n" * 1000, count // 1000)
-        if sent:
-            send_on(opened, b"0\r\n\r\n", 1)
-        outcome.add(heard(opened))
-
-
-def many_headers(target: Victim, outcome: Outcome, count: int) -> None:
-    with connected(target.port) as opened:
-        opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
-        send_on(opened, b"".join([b"X-%d: y\r\n" % at for at in range(1000)]), count // 1000)
-        send_on(opened, b"\r\n", 1)
-        outcome.add(heard(opened))
-
-
-@contextlib.contextmanager
-def half_open(target: Victim, count: int) -> Iterator[list[str]]:
-    """Headers without an end, as far as somebody takes them; what is heard of the others."""
-    turned_away: list[str] = []
+def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
+    """More headers without an end than there are descriptors; a client that asks meanwhile is answered."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             try:
                 opened = stack.enter_context(connected(target.port))
                 opened.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half: ")
             except OSError:
-                turned_away.append("closed")
-        yield turned_away
-
-
-def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
-    """More than there are descriptors. Somebody who asks meanwhile is answered."""
-    with half_open(target, count) as turned_away:
-        outcome.add(*turned_away)
+                outcome.add("closed")
         outcome.add(target.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}, HEAR_S))
-
-
-def slow(target: Victim, outcome: Outcome, begin: bytes, count: int, limit_s: float) -> None:
-    """A byte now and then, on so many connections, until all are turned away."""
-    with contextlib.ExitStack() as stack:
-        left = [stack.enter_context(connected(target.port)) for _ in range(count)]
-        for opened in left:
-            opened.sendall(begin)
-        until = time.monotonic() + limit_s
-        while left and time.monotonic() < until:
-            for opened in list(left):
-                said = heard(opened, 0.01)
-                if said == "open" and send_on(opened, b"x", 1):
-                    continue
-                outcome.add("closed" if said == "open" else said)
-                left.remove(opened)
-            time.sleep(0.1)
-        outcome.add(*["open"] * len(left))
 
 
 def cut_bodies(target: Victim, outcome: Outcome, count: int, size: int) -> None:
@@ -285,13 +239,3 @@ def long_frame_header(size: int) -> bytes:
     """All but the last byte of a frame's header."""
     header = bytes(size)
     return (prefix_of(FrameKind.DATA, header) + header)[:-1]
-
-
-def paused(pids: Sequence[int], for_s: float) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(for_s)  # who is paused cannot tell: the time is the act
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)

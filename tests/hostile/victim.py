@@ -94,13 +94,7 @@ class Victim:
 
     def memory(self) -> dict[str, int]:
         """Bytes that each process has for itself."""
-        found = {}
-        for name, pid in self.pids.items():
-            with contextlib.suppress(OSError):
-                said = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
-                if said is not None:
-                    found[name] = int(said[1]) << 10
-        return found
+        return self._bytes("RssAnon")
 
     def forget_peaks(self) -> None:
         """`peaks` counts from now on."""
@@ -109,19 +103,16 @@ class Victim:
 
     def peaks(self) -> dict[str, int]:
         """The most bytes that each process had since, shared ones included."""
+        return self._bytes("VmHWM")
+
+    def _bytes(self, field: str) -> dict[str, int]:
         found = {}
         for name, pid in self.pids.items():
             with contextlib.suppress(OSError):
-                said = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+                said = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
                 if said is not None:
                     found[name] = int(said[1]) << 10
         return found
-
-    def node(self, name: str) -> int | None:
-        """Its process, if there is one."""
-        with contextlib.suppress(AssertionError, OSError):  # no such process, or one that ended just now
-            return node_pid(filter(alive, children_of(self.process.pid)), name)
-        return None
 
     def story(self) -> str:
         return self.log.read_text()
@@ -165,16 +156,14 @@ def victim(home: Path) -> Iterator[Victim]:
 
 
 @contextlib.contextmanager
-def attacked(target: Victim, gap_s: float = GAP_S, peak_bytes: int | None = None) -> Iterator[Outcome]:
+def attacked(target: Victim, peak_bytes: int | None = None) -> Iterator[Outcome]:
     """An act runs inside, beside a bystander; afterwards the cluster must be as it was, and the bystander served.
     `peak_bytes`: which no process may have grown by meanwhile."""
     before, start = target.memory(), len(target.story())
     target.forget_peaks()
     lowest = target.peaks()
-    body = {
-        "model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True,
-    }  # fmt: skip
+    limits = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    body = {"model": MODEL, "temperature": 0, "return_token_ids": True} | limits
     client = subprocess.Popen(
         [sys.executable, bystander.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -208,7 +197,7 @@ def attacked(target: Victim, gap_s: float = GAP_S, peak_bytes: int | None = None
         assert each["tokens"] == expected_tokens(RECIPE, each["prompt"], NUM_TOKENS), "a wrong answer"
     assert "Traceback" not in story, story[story.index("Traceback") :][:5000]
     assert "500" not in outcome.heard and not target.metric(r'requests_failed_total{status="500"}')
-    assert gap < gap_s, f"others' tokens stood still for {gap:.1f} s"
+    assert gap < GAP_S, f"others' tokens stood still for {gap:.1f} s"
     assert max(grown.values()) < GROWN_BYTES, f"memory did not come back: {_in_mib(grown)}"
     assert peak_bytes is None or max(peaks.values()) < peak_bytes, f"memory grew: {_in_mib(peaks)}"
     target.is_well = True

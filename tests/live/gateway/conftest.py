@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from isthmus.live.gateway import GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 
 from . import folder
-from .fake import FakeBackend, says
-from .inprocess import Poster
+from .fake import ROOMY, FakeBackend, says
+from .inprocess import Poster, Served
 from .server import serving
 
 
@@ -25,42 +25,46 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-def post(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Poster:
+def post(served: Served) -> Poster:
     """Sends one request to an app around `backend`, without a socket."""
-    return Poster(create_app(backend, tokenizer))
+    return served()
+
+
+@pytest.fixture
+def served(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Served:
+    """Makes an app around `backend` with these settings."""
+    return lambda **settings: Poster(create_app(backend, tokenizer, GatewaySettings(**settings)))
 
 
 class _Switch:
-    """Stands before one server for the whole session; each test puts its own backend behind it."""
+    """Stands before one server for the whole session, with room for prompts with tools; each test puts its own
+    backend behind it."""
 
-    def __init__(self) -> None:
-        self.backend: FakeBackend | None = None
+    card = ROOMY
+    backend: FakeBackend
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.backend, name)
 
 
 @pytest.fixture(scope="session")
-def _switch() -> _Switch:
+def _served(tokenizer: GatewayTokenizer) -> Iterator[tuple[_Switch, str, OpenAI]]:
     switch = _Switch()
-    switch.backend = FakeBackend(lambda _: says([folder.EOS]))
-    return switch
-
-
-@pytest.fixture(scope="session")
-def _url(_switch: _Switch, tokenizer: GatewayTokenizer) -> Iterator[str]:
-    with serving(create_app(_switch, tokenizer)) as url:
-        yield url
+    with (
+        serving(create_app(switch, tokenizer)) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield switch, url, client
 
 
 @pytest.fixture
-def url(_url: str, _switch: _Switch, backend: FakeBackend) -> str:
+def url(_served: tuple[_Switch, str, OpenAI], backend: FakeBackend) -> str:
     """Base URL of a real server around `backend`."""
-    _switch.backend = backend
-    return _url
+    switch, url, _ = _served
+    switch.backend = backend
+    return url
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
+def client(url: str, _served: tuple[_Switch, str, OpenAI]) -> OpenAI:
+    return _served[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,26 +15,13 @@ from isthmus.core.types import FinishReason, Generated, Job, ModelCard, NodeId, 
 from . import folder
 
 CARD = ModelCard(name="acme/tiny", max_length=256, vocab_size=300, created_s=1_700_000_000)
+ROOMY = msgspec.structs.replace(CARD, max_length=4096)
 
 HANG = "hang"
 """A step that never ends: the stream waits until it is thrown away."""
 
 Step = Sequence[Generated] | Exception | str
 Script = Callable[[Job], Iterable[Step]]
-
-
-@dataclass(frozen=True)
-class FakeLink:
-    """One direction of a link, as operators see it."""
-
-    source: str
-    target: str
-    up: bool
-    rated_bytes_per_s: int
-    sent_bytes: int
-    bytes_per_s: int
-    queued_bytes: int
-    rtt_ns: int
 
 
 class FakeStream:
@@ -155,7 +141,7 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
     """The same steps, with log-probabilities as a model would send them: exact binary fractions."""
     top = tuple((token, -token / 8) for token in range(num_top))
     return [
-        [Generated(g.index, g.token, g.finish, TokenLogprobs(-g.token / 8, top), g.cached_tokens) for g in step]
+        [msgspec.structs.replace(g, logprobs=TokenLogprobs(-g.token / 8, top)) for g in step]
         if not isinstance(step, str | Exception)
         else step
         for step in steps
@@ -174,12 +160,6 @@ def scored(steps: Sequence[Step], job: Job) -> list[Step]:
 
 
 def fitting(job: Job) -> list[Step]:
-    """What fits most requests: a JSON object, with the scores that are asked for."""
-    steps = says([*b'{"name": "Bob", "age": 4}', folder.EOS])
-    if job.sampling.logprobs is not None:
-        steps = with_logprobs(steps, job.sampling.logprobs)
-    if job.sampling.prompt_logprobs is not None:
-        [first], *rest = steps
-        scores = tuple(TokenLogprobs(-1.0, ((token, -1.0),), rank=1) for token in job.tokens[1:])
-        steps = [[msgspec.structs.replace(first, prompt_logprobs=scores)], *rest]
-    return steps
+    """A JSON object, with the scores that are asked for."""
+    steps = scored(says([*b'{"name": "Bob", "age": 4}', folder.EOS]), job)
+    return steps if job.sampling.logprobs is None else with_logprobs(steps, job.sampling.logprobs)

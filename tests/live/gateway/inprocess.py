@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
-from starlette.types import ASGIApp, Message
+import pydantic
+from openai.types.responses import Response, ResponseStreamEvent
+from starlette.types import ASGIApp, Message, Scope
+
+_EVENTS: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 class Poster:
@@ -31,7 +36,6 @@ class Poster:
         return self._post("/v1/chat/completions", usual | fields)
 
     def complete(self, **fields: Any) -> httpx.Response:
-        """The same for /v1/completions."""
         return self._post("/v1/completions", {"model": "acme/tiny", "prompt": "hi"} | fields)
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
@@ -50,6 +54,44 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
 
 
+def response_events(response: httpx.Response) -> list[Any]:
+    """The events of a streamed response, each checked against its type in OpenAI's client, its name and its number."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, number) == (f"event: {event['type']}", event["sequence_number"])
+        events.append(_EVENTS.validate_python(event))
+        if "response" in event:
+            Response.model_validate(event["response"])
+    return events
+
+
+def http_scope(path: str, *headers: tuple[bytes, bytes]) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [*headers],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+
+
+Served = Callable[..., Poster]
+"""Makes an app with the settings that it is given by name."""
+
+
 class Connection:
     """One request as an ASGI server sees it, with a client that can go away at any moment."""
 
@@ -63,20 +105,7 @@ class Connection:
     async def serve(self) -> None:
         """Runs the app on this request until it returns."""
         self._inbox.put_nowait({"type": "http.request", "body": self._body, "more_body": False})
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": self._path,
-            "raw_path": self._path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
+        scope = http_scope(self._path, (b"content-type", b"application/json"))
         await self._app(scope, self._inbox.get, self._send)
 
     def disconnect(self) -> None:

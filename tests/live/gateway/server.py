@@ -1,4 +1,4 @@
-"""Serves an app on a real loopback socket, in a thread of its own: with uvicorn, or as `isthmus serve` does."""
+"""Serves an app on a real loopback socket."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import contextlib
 import json
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from isthmus.live.gateway.server import Certificate, bind, serve_http
 from isthmus.live.gateway.tenants import Phase
@@ -23,36 +21,8 @@ from isthmus.live.gateway.tenants import Phase
 START_TIMEOUT_S = 60
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-
-@contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
-    """The base URL of `app` while it is served."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=1)
-    server = _Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        assert server.ready.wait(START_TIMEOUT_S), "the server did not start"
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(START_TIMEOUT_S)
-        listener.close()
-
-
 class Front:
-    """An app that `serve_http` serves. Everything is asked over plain sockets, so that anything can be sent."""
+    """A served app, asked over plain sockets, so that anything can be sent."""
 
     def __init__(self, app: Any, port: int, loop: asyncio.AbstractEventLoop) -> None:
         self.app, self.port, self._loop = app, port, loop
@@ -74,7 +44,7 @@ class Front:
         self._loop.call_soon_threadsafe(both)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns, called by the server between two other things that it does."""
+        """Calls `function` in the server's event loop, and returns its result."""
 
         async def work() -> Any:
             return function()
@@ -82,21 +52,20 @@ class Front:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(START_TIMEOUT_S)
 
     def later(self, seconds: float) -> None:
-        """So much later all deadlines are looked at."""
+        """Moves the server's clock on and has it look at all deadlines."""
         traffic = self.app.state.traffic
         now_s = traffic.clock() + seconds
         traffic.clock = lambda: now_s
         self.call(traffic.sweep)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Asks the server again and again."""
         until = time.monotonic() + START_TIMEOUT_S
         while not self.call(holds):
             assert time.monotonic() < until
             time.sleep(0.005)
 
     def wait_for(self, phase: Phase, count: int = 1) -> None:
-        """Returns when so many connections are in this phase."""
+        """Waits until `count` connections are in this phase."""
         self.wait_until(lambda: len(self.app.state.traffic._since[phase]) == count)
 
     def connect(self, *said: bytes) -> Client:
@@ -110,32 +79,30 @@ class Front:
         return answer
 
     def metric(self, name: str) -> float:
-        """0 while there is none."""
+        """A metric's value; 0 while there is none."""
         lines = self.ask(get("/metrics")).body.decode().splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(f"isthmus_{name} ")), 0.0)
 
 
 class Client:
-    """One connection. `send` does not mind that the server hears no more; `answers` ends where the server ends it."""
+    """One connection."""
 
     def __init__(self, opened: socket.socket) -> None:
         self.socket = opened
 
     def send(self, *said: bytes) -> None:
+        """Sends as far as the server still reads."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for part in said:
                 self.socket.sendall(part)
 
     def read(self) -> bytes:
         """All until the server closes the connection."""
-        read = bytearray()
         with self.socket:
-            while part := self.socket.recv(65536):
-                read += part
-        return bytes(read)
+            return b"".join(iter(lambda: self.socket.recv(65536), b""))
 
     def is_cut_off(self) -> bool:
-        """Waits until the server ends it; whether it does without a word. What it had not read resets it."""
+        """Waits for the server to end the connection; whether it did so without an answer."""
         try:
             return self.read() == b""
         except ConnectionResetError:
@@ -149,8 +116,9 @@ class Client:
             read += part
         return bytes(read)
 
-    def answers(self) -> list[Answer]:
-        rest, found = self.read(), []
+    def answers(self, begun: bytes = b"") -> list[Answer]:
+        """All until the server closes the connection; `begun`: what was read before."""
+        rest, found = begun + self.read(), []
         while rest:
             answer, rest = _cut(rest)
             found.append(answer)
@@ -205,7 +173,7 @@ def post(path: str, body: Any, *headers: str, version: str = "1.1", close: bool 
 
 @contextmanager
 def fronted(app: Any, certificate: Certificate | None = None, *, drain_s: float = 60) -> Iterator[Front]:
-    """`app` as `isthmus serve` serves it; afterwards nothing may be left of it."""
+    """Serves `app` as `isthmus serve` does, in a thread of its own; afterwards nothing may be left of it."""
     loop = uvloop.new_event_loop()
     bound = bind("127.0.0.1", 0)
     front = Front(app, bound.getsockname()[1], loop)
@@ -217,27 +185,23 @@ def fronted(app: Any, certificate: Certificate | None = None, *, drain_s: float 
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks outlive the server: {left}"
 
-    errors: list[BaseException] = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(loop.run_until_complete, serve())
         try:
-            loop.run_until_complete(serve())
-        except BaseException as error:
-            errors.append(error)
+            yield front
         finally:
+            if not served.done():
+                front.stop_and_end_now()
+            served.result(START_TIMEOUT_S)
             loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield front
-    finally:
-        if not loop.is_closed():
-            front.stop_and_end_now()
-        thread.join(START_TIMEOUT_S)
-        assert not thread.is_alive(), "the server does not end"
-    assert not errors, errors
     assert app.state.traffic.num_connections == 0 and app.state.traffic.body_bytes == 0
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The base URL of `app` while it is served."""
+    with fronted(app) as front:
+        yield f"http://127.0.0.1:{front.port}"
 
 
 def trusting(authority: str) -> ssl.SSLContext:

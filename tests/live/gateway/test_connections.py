@@ -7,7 +7,8 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from isthmus.live.gateway.tenants import STALL_BYTES, STALL_S, Phase, Traffic
 from .fake import HANG, FakeBackend, says
 from .server import Answer, Front, fronted, get, post
 
-KIB, MIB = 2**10, 2**20
+KIB, MIB, LIMIT_S = 2**10, 2**20, 1000
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 FIELDS: dict[str, dict[str, Any]] = {
     CHAT: {"model": "acme/tiny", "messages": [{"role": "user", "content": "hi"}]},
@@ -51,9 +52,6 @@ def front(opened: Opener) -> Iterator[Front]:
 def check_refused(answer: Answer, status: int, words: str) -> None:
     assert answer.status == status and words in answer.error()
     assert answer.headers["connection"] == "close"
-
-
-# Headers.
 
 
 @pytest.mark.parametrize(
@@ -92,8 +90,7 @@ def test_requests_on_a_kept_connection_have_their_headers_counted_anew(opened: O
         for _ in range(5):
             client.send(request)
             client.read_until(b"\r\n\r\n")
-        client.send(get("/health"))
-        assert [answer.status for answer in client.answers()] == [200]
+        client.socket.close()
 
 
 def test_a_large_body_is_no_header(front: Front, backend: FakeBackend) -> None:
@@ -105,71 +102,49 @@ def test_a_large_body_is_no_header(front: Front, backend: FakeBackend) -> None:
     assert front.ask(head, *parts, b"0\r\nx-checksum: 1\r\n\r\n").status == 200
 
 
-# Time. The clock stands but for what a test says.
-
-LIMIT_S = 1000
-
-
-@pytest.fixture
-def timed(opened: Opener) -> Iterator[Front]:
-    with opened(header_s=LIMIT_S, body_s=LIMIT_S) as front:
-        yield front
-
-
-@pytest.mark.parametrize("start", [b"", b"G", b"GET /health HTTP/1.1\r\nx: "])
-def test_headers_that_are_not_whole_in_time_are_given_up(timed: Front, start: bytes) -> None:
-    client = timed.connect(start)
-    timed.wait_for(Phase.HEADERS)
-    timed.later(LIMIT_S - 1)
-    timed.wait_for(Phase.HEADERS)
-    timed.later(2)
-    (answer,) = client.answers()
-    check_refused(answer, 408, "the headers took longer than 1000 s")
-    assert timed.metric('http_refused_total{reason="header_s"}') == 1
-
-
-def test_a_body_that_is_not_whole_in_time_is_given_up(timed: Front) -> None:
-    client = timed.connect(PENDING + b"content-length: 10\r\n\r\n{")
-    timed.wait_for(Phase.BODY)
-    timed.later(LIMIT_S - 1)
-    timed.wait_for(Phase.BODY)
-    timed.later(2)
-    (answer,) = client.answers()
-    check_refused(answer, 408, "the body took longer than 1000 s")
-    assert answer.headers["x-request-id"]
-    assert timed.metric('requests_failed_total{status="408"}') == 1
-
-
+@pytest.mark.parametrize("more", [b"", b"G"], ids=["nothing more", "a byte now and then"])
 @pytest.mark.parametrize(
     ("start", "phase"),
-    [(b"GET /health HTTP/1.1\r\nx: ", Phase.HEADERS), (PENDING + b"content-length: 9\r\n\r\n{", Phase.BODY)],
+    [
+        (b"", Phase.HEADERS),
+        (b"GET /health HTTP/1.1\r\nx: ", Phase.HEADERS),
+        (PENDING + b"content-length: 9\r\n\r\n{", Phase.BODY),
+    ],
 )
-def test_a_byte_now_and_then_extends_nothing(timed: Front, start: bytes, phase: Phase) -> None:
-    client = timed.connect(start)
-    timed.wait_for(phase)
-    [connection] = timed.app.state.traffic.connections()
-    timed.later(LIMIT_S - 1)
-    before = connection._unseen, connection.body_bytes
-    client.send(b"a")
-    timed.wait_until(lambda: (connection._unseen, connection.body_bytes) != before)
-    timed.later(2)
+def test_what_is_not_whole_in_time_is_given_up(front: Front, start: bytes, phase: Phase, more: bytes) -> None:
+    client = front.connect(start)
+    front.wait_for(phase)
+    [connection] = front.app.state.traffic.connections()
+    front.later(LIMIT_S - 1)
+    front.wait_for(phase)
+    if more:
+        before = connection._unseen, connection.body_bytes
+        client.send(more)
+        front.wait_until(lambda: (connection._unseen, connection.body_bytes) != before)
+    front.later(2)
     (answer,) = client.answers()
-    assert answer.status == 408
+    if phase is Phase.BODY:
+        check_refused(answer, 408, "the body took longer than 1000 s")
+        assert answer.headers["x-request-id"]
+        assert front.metric('requests_failed_total{status="408"}') == 1
+    else:
+        check_refused(answer, 408, "the headers took longer than 1000 s")
+        assert front.metric('http_refused_total{reason="header_s"}') == 1
 
 
-def test_an_answer_may_take_any_time_and_a_kept_connection_be_idle(timed: Front, backend: FakeBackend) -> None:
+def test_an_answer_may_take_any_time_and_a_kept_connection_be_idle(front: Front, backend: FakeBackend) -> None:
     backend.script = lambda _: [*says([97], finish=None), HANG]
-    streaming = timed.connect(post(COMPLETIONS, FIELDS[COMPLETIONS] | {"stream": True}))
+    streaming = front.connect(post(COMPLETIONS, FIELDS[COMPLETIONS] | {"stream": True}))
     streaming.read_until(b"data: ")
-    timed.later(10 * LIMIT_S)
-    idle = timed.connect(get("/health", close=False))
+    front.later(10 * LIMIT_S)
+    idle = front.connect(get("/health", close=False))
     idle.read_until(b"\r\n\r\n")
-    timed.later(59)
+    front.later(59)
     idle.send(get("/health", close=False))
     assert b"200 OK" in idle.read_until(b"\r\n\r\n")
-    timed.wait_for(Phase.IDLE)
-    timed.wait_for(Phase.ANSWER)
-    timed.later(61)
+    front.wait_for(Phase.IDLE)
+    front.wait_for(Phase.ANSWER)
+    front.later(61)
     assert idle.read() == b""
     streaming.socket.close()
     backend.wait_cancelled(1)
@@ -182,9 +157,6 @@ def test_a_client_that_sends_on_after_its_last_answer_is_cut_off(opened: Opener)
         front.later(3)
         front.wait_for(Phase.LINGER, 0)
         client.socket.close()
-
-
-# What is no HTTP.
 
 
 @pytest.mark.parametrize(
@@ -206,11 +178,6 @@ def test_what_is_no_http_is_400_without_a_word_in_the_log(
         check_refused(front.ask(said), 400, "this is not HTTP: ")
         assert front.metric('http_refused_total{reason="malformed"}') == 1
     assert not caplog.records
-
-
-def test_what_follows_an_answer_under_way_does_not_break_it(front: Front, backend: FakeBackend) -> None:
-    (answer,) = front.connect(post(COMPLETIONS, FIELDS[COMPLETIONS], close=False) + b"\x00\x00\r\n").answers()
-    assert answer.status == 200 and json.loads(answer.body)["choices"]
 
 
 OFFERS = ("upgrade: h2c", "connection: upgrade, http2-settings", "http2-settings: AAMAAABk")
@@ -238,11 +205,6 @@ def test_a_client_that_would_rather_speak_http_2_is_served(
     assert [job.tokens for job in backend.jobs]
 
 
-def test_an_offered_protocol_is_not_spoken(front: Front) -> None:
-    request = get("/health", "upgrade: websocket", "connection: upgrade", close=False)
-    assert front.ask(request + b"\x81\x85frame").status == 200
-
-
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity"])
 def test_a_transfer_coding_that_is_not_undone_is_said(front: Front, coding: str) -> None:
     answer = front.ask(PENDING + f"transfer-encoding: {coding}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
@@ -257,6 +219,9 @@ def test_requests_wait_for_the_answers_before_theirs_but_not_any_number(front: F
     answers = front.connect(b"".join([get("/health", close=False)] * 1000)).answers()
     assert [answer.status for answer in answers] == [200] * 17
     assert front.metric('http_refused_total{reason="pipelined"}') == 1
+    offered = get("/health", "upgrade: websocket", "connection: upgrade", close=False)
+    for first, noise in ((requests[0], b"\x00\x00\r\n"), (offered, b"\x81\x85frame")):
+        assert front.ask(first + noise).status == 200, "what follows an answer under way does not break it"
 
 
 @pytest.mark.parametrize("kept", [[], ["connection: keep-alive"]])
@@ -279,9 +244,6 @@ def test_http_1_0_is_not_told_to_go_on(front: Front) -> None:
         asked = post(COMPLETIONS, FIELDS[COMPLETIONS], "expect: 100-continue", version=version)
         client = front.connect(asked.replace(b"host: test\r\n", b""))
         assert [answer.status for answer in client.answers()] == [*interim, 200]
-
-
-# Bodies.
 
 
 def test_the_rest_of_a_body_that_is_refused_does_not_cost_the_answer(opened: Opener) -> None:
@@ -313,9 +275,6 @@ def test_of_too_many_large_bodies_the_oldest_ends(opened: Opener) -> None:
 
 def wait_for_bytes(front: Front, at_least: int) -> None:
     front.wait_until(lambda: front.app.state.traffic.body_bytes >= at_least)
-
-
-# Connections.
 
 
 def test_whoever_serves_nothing_makes_room(opened: Opener, backend: FakeBackend) -> None:
@@ -351,25 +310,23 @@ def test_when_all_are_answered_a_new_one_is_told_to_come_back(opened: Opener, ba
         front.wait_until(lambda: front.app.state.traffic.num_connections == 0)
 
 
-# Ends.
-
 STOPPING = "the server is stopping; send the request again"
 
 
-@pytest.mark.parametrize("how", ["the time is over", "a second signal"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["the time is over", "a second signal"])
 @pytest.mark.parametrize("path", FIELDS)
 def test_a_stream_that_outlasts_the_server_ends_in_its_own_form(
-    opened: Opener, backend: FakeBackend, path: str, how: str, caplog: pytest.LogCaptureFixture
+    opened: Opener, backend: FakeBackend, path: str, at_once: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.script = lambda _: [*says([97], finish=None), HANG]
-    with opened(drain_s=0.1 if how == "the time is over" else 60) as front:
+    with opened(drain_s=60 if at_once else 0.1) as front:
         client = front.connect(post(path, FIELDS[path] | {"stream": True}, close=False))
         begun = client.read_until(b"data: ")
         front.stop()
-        if how == "a second signal":
+        if at_once:
             front.end_now()
-        answer = Answers(begun + client.read())
-    *_, last, rest = answer.text.split("\n\n")
+        (answer,) = client.answers(begun)
+    *events, last, rest = answer.body.decode().split("\n\n")
     assert rest == ""
     if path == RESPONSES:
         kind, data = last.split("\n")
@@ -377,20 +334,8 @@ def test_a_stream_that_outlasts_the_server_ends_in_its_own_form(
         assert kind == "event: response.failed" and failed["response"]["error"]["message"] == STOPPING
     else:
         assert last == "data: [DONE]"
-        event = answer.text.split("\n\n")[-3]
-        assert json.loads(event.removeprefix("data: "))["error"]["message"] == STOPPING
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["message"] == STOPPING
     assert not caplog.records
-
-
-class Answers:
-    """The text of one chunked answer, which must be whole."""
-
-    def __init__(self, read: bytes) -> None:
-        assert read.endswith(b"\r\n0\r\n\r\n"), read[-100:]
-        body, self.text = read.split(b"\r\n\r\n", 1)[1], ""
-        while body:
-            size, body = body.split(b"\r\n", 1)
-            self.text, body = self.text + body[: int(size, 16)].decode(), body[int(size, 16) + 2 :]
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -411,76 +356,65 @@ def test_a_plain_answer_that_outlasts_the_server_is_503(
     assert len(backend.cancelled) == 1 and not caplog.records
 
 
-def test_a_client_that_does_not_read_does_not_keep_the_server(opened: Opener, backend: FakeBackend) -> None:
-    backend.script = lambda _: [*says([97] * 200, finish=None, per_batch=1), HANG] * 200
-    with opened(drain_s=0.1) as front:
-        client = front.connect(post(CHAT, FIELDS[CHAT] | {"stream": True, "n": 8}, close=False))
-        client.read_until(b"data: ")
-        front.stop()
-    client.socket.close()
+def asked_with_a_small_buffer(front: Front, request: bytes) -> tuple[Any, Any]:
+    """The client, and the server's connection to it, once its answer is written no further."""
+    client = front.connect()
+    front.wait_for(Phase.HEADERS)
+    [connection] = front.app.state.traffic.connections()
+    accepted = connection.transport.get_extra_info("socket")
+    front.call(lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB))
+    client.send(request)
+    front.wait_until(lambda: connection.flow.write_paused)
+    return client, connection
 
 
-def test_a_stream_that_is_not_read_does_not_keep_its_place(timed: Front, backend: FakeBackend) -> None:
-    """A hundred of them would leave no connection to anybody else, for ever."""
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stream_that_is_not_read_keeps_neither_its_place_nor_the_server(
+    opened: Opener, backend: FakeBackend, stops: bool
+) -> None:
     backend.script = lambda _: [*says([97] * 1000, finish=None, per_batch=1), HANG]
-    client = timed.connect()
-    timed.wait_for(Phase.HEADERS)
-    [connection] = timed.app.state.traffic.connections()
-    accepted = connection.transport.get_extra_info("socket")
-    timed.call(lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB))
-    client.send(post(CHAT, FIELDS[CHAT] | {"stream": True, "n": 8}, close=False))
-    timed.wait_until(lambda: connection.flow.write_paused)
-    timed.later(STALL_S - 1)
-    assert timed.app.state.traffic.connections() == [connection]
-    timed.later(2)
-    timed.wait_until(lambda: not timed.app.state.traffic.num_connections)
+    with opened(drain_s=0.1) as front:
+        request = post(CHAT, FIELDS[CHAT] | {"stream": True, "n": 8}, close=False)
+        client, connection = asked_with_a_small_buffer(front, request)
+        if stops:
+            front.stop()
+        else:
+            front.later(STALL_S - 1)
+            assert front.app.state.traffic.connections() == [connection]
+            front.later(2)
+            front.wait_until(lambda: not front.app.state.traffic.num_connections)
+            assert front.metric('http_refused_total{reason="unread"}') == 1
+            front.wait_until(lambda: len(backend.cancelled) == 8)
     client.socket.close()
-    assert timed.metric('http_refused_total{reason="unread"}') == 1
-    timed.wait_until(lambda: len(backend.cancelled) == 8)
 
 
-def test_a_whole_answer_is_under_way_until_it_is_taken(timed: Front, backend: FakeBackend) -> None:
+def test_a_whole_answer_is_under_way_until_it_is_taken(front: Front) -> None:
     """One that is written and not yet read is no idle connection, which would be the first to make room."""
-    backend.script = lambda _: says([97] * 200)
-    client = timed.connect()
-    timed.wait_for(Phase.HEADERS)
-    [connection] = timed.app.state.traffic.connections()
-    accepted = connection.transport.get_extra_info("socket")
-    timed.call(lambda: accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * KIB))
-    client.send(post("/tokenize", {"prompt": "x" * 300_000, "return_token_strs": True}, close=False))
-    timed.wait_until(lambda: connection.flow.write_paused)
-    timed.wait_until(lambda: connection.cycle.response_complete)
+    asked = {"prompt": "x" * 300_000, "return_token_strs": True}
+    client, connection = asked_with_a_small_buffer(front, post("/tokenize", asked, close=False))
+    front.wait_until(lambda: connection.cycle.response_complete)
     assert connection.phase is Phase.ANSWER
     assert len(client.read_until(b'"]}')) > 1_000_000
-    timed.wait_until(lambda: connection.phase is Phase.IDLE)
+    front.wait_until(lambda: connection.phase is Phase.IDLE)
     client.socket.close()
-
-
-class Slow:
-    """A connection whose client takes something now and then."""
-
-    phase, body_bytes, unsent_bytes, aborted = Phase.ANSWER, 0, 4 * STALL_BYTES, False
-
-    def abort(self) -> None:
-        self.aborted = True
 
 
 def test_who_reads_slowly_is_waited_for() -> None:
+    slow: Any = mock.Mock(phase=Phase.ANSWER, body_bytes=0, unsent_bytes=4 * STALL_BYTES)
     now = [0.0]
-    traffic, slow = Traffic(HttpLimits(), lambda: now[0]), cast(Any, Slow())
+    traffic = Traffic(HttpLimits(), lambda: now[0])
     traffic.enter(slow, Phase.ANSWER)
     traffic.stall(slow)
     for left in (3, 2, 1, 1):
-        assert not slow.aborted
+        slow.abort.assert_not_called()
         now[0] += STALL_S
         slow.unsent_bytes = left * STALL_BYTES
         traffic.sweep()
-    assert slow.aborted
-    slow.aborted = False
-    traffic.flow(slow)
+    slow.abort.assert_called_once()
+    traffic.unstall(slow)
     now[0] += STALL_S
     traffic.sweep()
-    assert not slow.aborted, "it is through"
+    slow.abort.assert_called_once()  # it is through
 
 
 def test_answers_that_end_in_time_are_whole(opened: Opener, backend: FakeBackend) -> None:

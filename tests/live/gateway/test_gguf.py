@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -56,6 +56,9 @@ SPECIALS = ["<|end|>", "<|start|>", "<|ask|>"]
 THINK, WHOLE = "<think>", "Ġunreachable"
 
 
+Loader = Callable[..., GatewayTokenizer]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -63,14 +66,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+@pytest.fixture
+def load(folder: Path, path: Path) -> Loader:
+    """Writes a vocabulary to `path` with further metadata, and loads the tokenizer of that file."""
+
+    def load(vocabulary: Trained | Scored, **keys: Any) -> GatewayTokenizer:
+        return GatewayTokenizer.load(write_gguf(path, folder, metadata=vocabulary.metadata(**keys)))
+
+    return load
+
+
 # ---- byte-level BPE
 
 
 class Trained:
-    """Merges that a split of texts leads to, with the special tokens first. At the end a word that no merges
-    lead to, a token that is shown, and one that only fills up."""
+    """A byte-level vocabulary with the merges that a split of texts leads to.
 
-    def __init__(self, split: pre_tokenizers.PreTokenizer | None) -> None:
+    Special tokens come first; at the end a word that no merges lead to, a token that is shown, and a filler.
+    """
+
+    def __init__(self, split: pre_tokenizers.PreTokenizer | None = None) -> None:
         tokenizer = Tokenizer(models.BPE())
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of] if split else [bytes_of])
@@ -84,10 +104,13 @@ class Trained:
         self.kinds = [CONTROL] * len(SPECIALS) + [NORMAL] * (len(vocabulary) - len(SPECIALS))
         self.kinds += [NORMAL, USER_DEFINED, UNUSED]
 
-    def file(self, path: Path, folder: Path, pre: str | None, **keys: Any) -> Path:
+    def metadata(
+        self, pre: str | None = "gpt-2", more: dict[str, Any] | None = None, **keys: Any
+    ) -> dict[str, Any]:
+        """`keys`: of the tokenizer; `more`: others, by their whole names."""
         ids = {"bos_token_id": 1, "eos_token_id": 0, "chat_template": TEMPLATE}
-        metadata = vocabulary_keys("gpt2", self.tokens, self.kinds, merges=self.merges, pre=pre, **(ids | keys))
-        return write_gguf(path, folder, metadata=metadata)
+        written = vocabulary_keys("gpt2", self.tokens, self.kinds, merges=self.merges, pre=pre, **(ids | keys))
+        return written | (more or {})
 
     def published(self, split: list[pre_tokenizers.PreTokenizer], **options: Any) -> Tokenizer:
         """As authors write a `tokenizer.json`."""
@@ -127,38 +150,26 @@ PUBLISHED: dict[str, tuple[list[pre_tokenizers.PreTokenizer], dict[str, Any]]] =
 }
 
 
-def mixed(texts: Sequence[str]) -> list[str]:
-    return [*texts, f"{SPECIALS[1]}user\n{texts[0]}{SPECIALS[0]} {THINK}x{THINK}", "<|star", "[PAD1]"]
-
-
 @pytest.mark.parametrize("pre", PUBLISHED)
 @pytest.mark.parametrize("trained_with", ["its own", "none"])
 def test_tokens_are_those_of_the_published_tokenizers(
-    folder: Path, tmp_path: Path, pre: str, trained_with: str
+    load: Loader, path: Path, pre: str, trained_with: str
 ) -> None:
-    """Also with merges across all that a split separates, which show each wrong split."""
+    """Also with merges across all that a split separates, which show each wrong split; and those of transformers,
+    where it knows the name of the split."""
     split, options = PUBLISHED[pre]
     trained = Trained(split[0] if trained_with == "its own" and len(split) > 1 else None)
-    ours = GatewayTokenizer.load(trained.file(tmp_path / "model.gguf", folder, pre, add_bos_token=False))
+    ours = load(trained, pre=pre, add_bos_token=False)
     published = trained.published(split, **options)
     if pre in ("qwen2", "command-r"):
         published.normalizer = normalizers.NFC()
-    for text in mixed(TEXTS):
+    theirs = transformers_tokenizer(path) if pre in ("gpt-2", "llama-bpe", "qwen2") else None
+    for text in [*TEXTS, f"{SPECIALS[1]}user\n{TEXTS[0]}{SPECIALS[0]} {THINK}x{THINK}", "<|star", "[PAD1]"]:
         expected = published.encode(text).ids
         assert ours.encode_text(text) == expected, text
         assert ours.decode(expected) == published.decode(expected)
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
-def test_tokens_are_those_of_transformers(folder: Path, tmp_path: Path, pre: str) -> None:
-    """Which knows no other names of splits, and neither NFC nor words that are not put together."""
-    split, _ = PUBLISHED[pre]
-    path = Trained(split[0] if len(split) > 1 else None).file(
-        tmp_path / "model.gguf", folder, pre, add_bos_token=False
-    )
-    ours, theirs = GatewayTokenizer.load(path), transformers_tokenizer(path)
-    for text in mixed([text for text in TEXTS if text.isascii()]):
-        assert ours.encode_text(text) == theirs.encode(text, add_special_tokens=False).ids, text
+        if theirs and text.isascii():  # it knows neither NFC nor words that are not put together
+            assert theirs.encode(text, add_special_tokens=False).ids == expected, text
 
 
 def transformers_tokenizer(path: Path) -> Tokenizer:
@@ -167,7 +178,7 @@ def transformers_tokenizer(path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pre", ["default", None])
-def test_the_default_split(folder: Path, tmp_path: Path, pre: str | None) -> None:
+def test_the_default_split(load: Loader, pre: str | None) -> None:
     """llama.cpp's, where a file names none: each pattern cuts what those before it left."""
     patterns = [
         r"[\p{P}\$\+<=>\^~\|]+",
@@ -175,15 +186,12 @@ def test_the_default_split(folder: Path, tmp_path: Path, pre: str | None) -> Non
         r"\p{N}+",
         "[0-9][0-9][0-9]",
     ]
-    trained = Trained(None)
-    ours = GatewayTokenizer.load(trained.file(tmp_path / "model.gguf", folder, pre))
-    plain = trained.published([_BYTES])
+    ours, plain = load(Trained(), pre=pre), Trained().published([_BYTES])
     for text in TEXTS:
         pieces = [text]
         for pattern in patterns:
             pieces = [part for piece in pieces for part in cut(pattern, piece)]
-        expected = [token for piece in pieces for token in plain.encode(piece).ids]
-        assert ours.encode_text(text) == expected, text
+        assert ours.encode_text(text) == [token for piece in pieces for token in plain.encode(piece).ids], text
 
 
 def cut(pattern: str, text: str) -> list[str]:
@@ -206,31 +214,22 @@ class Scored:
         pieces = sorted((token for token in vocabulary if len(token) > 1), key=vocabulary.__getitem__)
         pieces.remove("<unk>")
         characters = sorted(token for token in vocabulary if len(token) == 1)
-        self.tokens = [
-            "<unk>",
-            "<s>",
-            "</s>",
-            *(f"<0x{byte:02X}>" for byte in range(256)),
-            *pieces,
-            *characters,
-        ]
-        self.kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) + len(characters))]
-        self.scores = [0.0] * 259 + [-float(at) for at in range(len(pieces))] + [-1e4] * len(characters)
-        self.tokens += [THINK]
-        self.kinds += [USER_DEFINED]
-        self.scores += [-1e3]
+        in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+        self.tokens = ["<unk>", "<s>", "</s>", *in_bytes, *pieces, *characters, THINK]
+        words = [NORMAL] * (len(pieces) + len(characters))
+        self.kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *words, USER_DEFINED]
+        falling = [-float(at) for at in range(len(pieces))]
+        self.scores = [0.0] * 259 + falling + [-1e4] * len(characters) + [-1e3]
 
-    def file(self, path: Path, folder: Path, **keys: Any) -> Path:
+    def metadata(self, **keys: Any) -> dict[str, Any]:
         ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "scores": self.scores}
-        return write_gguf(
-            path, folder, metadata=vocabulary_keys("llama", self.tokens, self.kinds, **(ids | keys))
-        )
+        return vocabulary_keys("llama", self.tokens, self.kinds, **(ids | keys))
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_is_that_of_transformers(folder: Path, tmp_path: Path, prefix: bool) -> None:
-    path = Scored().file(tmp_path / "model.gguf", folder, add_space_prefix=prefix)
-    ours, theirs = GatewayTokenizer.load(path), transformers_tokenizer(path)
+def test_sentencepiece_is_that_of_transformers(load: Loader, path: Path, prefix: bool) -> None:
+    scored = Scored()
+    ours, theirs = load(scored, add_space_prefix=prefix), transformers_tokenizer(path)
     theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
     for text in TEXTS:
         if text.startswith(" ") and prefix:
@@ -238,39 +237,27 @@ def test_sentencepiece_is_that_of_transformers(folder: Path, tmp_path: Path, pre
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode_text(text) == [1, *expected], text
         assert ours.decode(expected) == text
+    merges = json.loads(open_files(path).required("tokenizer.json"))["model"]["merges"]
+    assert [tuple(pair) for pair in merges] == get_merges({"tokens": scored.tokens, "scores": scored.scores})
+    ids = ours.encode_text("𓀀")  # no token
+    assert [ours.token_bytes(token) for token in ids[-4:]] == [bytes([byte]) for byte in "𓀀".encode()]
 
 
-def test_sentencepiece_puts_a_space_after_each_special_token(folder: Path, tmp_path: Path) -> None:
+def test_sentencepiece_puts_a_space_after_each_special_token(load: Loader) -> None:
     """As llama.cpp and the published tokenizer of Llama 2."""
     scored = Scored()
-    ours = GatewayTokenizer.load(scored.file(tmp_path / "model.gguf", folder))
+    ours = load(scored)
     space, the, think = (scored.tokens.index(token) for token in ("▁", "▁the", THINK))
     assert ours.encode_text("the</s>the  <think>the") == [1, the, 2, the, space, space, think, the]
     assert ours.encode_text(" the") == [1, space, the]
 
 
-def test_merges_of_scores_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
-    scored = Scored()
-    text = open_files(scored.file(tmp_path / "model.gguf", folder)).required("tokenizer.json")
-    theirs = get_merges({"tokens": scored.tokens, "scores": scored.scores})
-    assert [tuple(pair) for pair in json.loads(text)["model"]["merges"]] == theirs
-
-
-def test_bytes_stand_for_characters_that_are_no_tokens(folder: Path, tmp_path: Path) -> None:
-    ours = GatewayTokenizer.load(Scored().file(tmp_path / "model.gguf", folder))
-    ids = ours.encode_text("𓀀")
-    assert [ours.token_bytes(token) for token in ids[-4:]] == [bytes([byte]) for byte in "𓀀".encode()]
-
-
 # ---- special tokens, template, generation
 
 
-def test_special_tokens_template_and_what_ends_an_answer(folder: Path, tmp_path: Path) -> None:
-    trained = Trained(None)
-    path = trained.file(
-        tmp_path / "a.gguf", folder, "gpt-2", eot_token_id=2, add_bos_token=True, add_eos_token=True
-    )
-    ours = GatewayTokenizer.load(path)
+def test_special_tokens_template_and_what_ends_an_answer(load: Loader) -> None:
+    trained = Trained()
+    ours = load(trained, eot_token_id=2, add_bos_token=True, add_eos_token=True)
     assert ours.encode_text("a") == [1, trained.tokens.index("a"), 0]
     chat = ours.encode_chat([{"role": "user", "content": "a"}])
     assert ours.decode(chat) == "[user]a[answer]" and chat.count(0) == 1 and chat[0] != 1
@@ -278,18 +265,14 @@ def test_special_tokens_template_and_what_ends_an_answer(folder: Path, tmp_path:
     assert (ours.generation.temperature, ours.generation.top_k) == (1.0, 0)
 
 
-def with_tokens(
-    path: Path, folder: Path, texts: dict[str, int], **keys: Any
-) -> tuple[GatewayTokenizer, list[int]]:
-    """Of a file with more tokens of some kinds, and their ids."""
-    trained = Trained(None)
+def with_tokens(load: Loader, texts: dict[str, int], **keys: Any) -> tuple[GatewayTokenizer, list[int]]:
+    """A tokenizer with more tokens of some kinds, and their ids."""
+    trained = Trained()
     first = len(trained.tokens)
     trained.tokens += texts
     trained.kinds += texts.values()
-    ids = {"eos_token_id": None, "bos_token_id": 1} | keys
-    return GatewayTokenizer.load(trained.file(path, folder, "gpt-2", **ids)), list(
-        range(first, first + len(texts))
-    )
+    ours = load(trained, **({"eos_token_id": None} | keys))
+    return ours, list(range(first, first + len(texts)))
 
 
 @pytest.mark.parametrize(
@@ -305,11 +288,9 @@ def with_tokens(
     ],
 )
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
-def test_an_end_is_known_by_its_text(
-    folder: Path, tmp_path: Path, texts: list[str], ends: list[int], kind: int
-) -> None:
+def test_an_end_is_known_by_its_text(load: Loader, texts: list[str], ends: list[int], kind: int) -> None:
     """As llama.cpp knows it, whatever kind of token the file calls it: it is whole in prompts and never shown."""
-    ours, ids = with_tokens(tmp_path / "a.gguf", folder, dict.fromkeys(texts, kind))
+    ours, ids = with_tokens(load, dict.fromkeys(texts, kind))
     found = {ids[at] for at in ends}
     assert set(ours.generation.eos) - {0} == found  # the vocabulary's own <|end|> is one, too
     for text, token in zip(texts, ids, strict=True):
@@ -322,31 +303,24 @@ def test_an_end_is_known_by_its_text(
     [(["<|return|>"], True), (["<|return|>", "<|call|>"], False), (["<|flush|>", "<|calls|>"], False)],
 )
 def test_the_end_of_a_message_is_no_end_where_there_are_ends_of_turns(
-    folder: Path, tmp_path: Path, others: list[str], ends: bool
+    load: Loader, others: list[str], ends: bool
 ) -> None:
-    ours, ids = with_tokens(tmp_path / "a.gguf", folder, dict.fromkeys(others, CONTROL))
+    ours, ids = with_tokens(load, dict.fromkeys(others, CONTROL))
     assert set(ours.generation.eos) == {*ids, 0} - (set() if ends else {0})
 
 
-def test_keys_name_ends_of_any_text(folder: Path, tmp_path: Path) -> None:
-    texts = {f"<{name}>": CONTROL for name in "abcdef"}
-    first = len(Trained(None).tokens)
+def test_keys_name_ends_of_any_text(load: Loader) -> None:
+    first = len(Trained().tokens)
     keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-    ours, ids = with_tokens(
-        tmp_path / "a.gguf", folder, texts, **{f"{key}_token_id": first + at for at, key in enumerate(keys)}
-    )
+    named = {f"{key}_token_id": first + at for at, key in enumerate(keys)}
+    ours, ids = with_tokens(load, {f"<{name}>": CONTROL for name in "abcdef"}, **named)
     assert set(ours.generation.eos) == {*ids, 0}
 
 
-def test_a_template_of_its_own_for_tools(folder: Path, tmp_path: Path) -> None:
-    trained = Trained(None)
-    metadata = vocabulary_keys(
-        "gpt2", trained.tokens, trained.kinds, merges=trained.merges, chat_template="plain"
-    )
+def test_a_template_of_its_own_for_tools(load: Loader) -> None:
     more = {"tokenizer.chat_templates": ["tool_use", "rag"], "tokenizer.chat_template.rag": "r"}
     more["tokenizer.chat_template.tool_use"] = "{{ tools | length }} tools"
-    path = write_gguf(tmp_path / "a.gguf", folder, metadata=metadata | more)
-    ours = GatewayTokenizer.load(path)
+    ours = load(Trained(), chat_template="plain", more=more)
     message = {"role": "user", "content": "x"}
     assert ours.render([message]) == "plain" and ours.render([message], tools=[{}, {}]) == "2 tools"
 
@@ -355,26 +329,19 @@ def test_a_template_of_its_own_for_tools(folder: Path, tmp_path: Path) -> None:
     ("pre", "begins"),
     [("tekken", True), ("dbrx", False), ("llama-bpe", True), ("qwen2", False), ("smollm", False)],
 )
-def test_whether_texts_begin_with_bos_where_the_file_does_not_say(
-    folder: Path, tmp_path: Path, pre: str, begins: bool
-) -> None:
-    ours = GatewayTokenizer.load(Trained(None).file(tmp_path / "a.gguf", folder, pre))
-    assert (ours.encode_text("a")[0] == 1) == begins
+def test_whether_texts_begin_with_bos_where_the_file_does_not_say(load: Loader, pre: str, begins: bool) -> None:
+    assert (load(Trained(), pre=pre).encode_text("a")[0] == 1) == begins
 
 
-def test_the_author_s_sampling(folder: Path, tmp_path: Path) -> None:
+def test_the_author_s_sampling(load: Loader) -> None:
     keys = {"temp": 0.5, "top_p": 0.75, "top_k": 20, "penalty_repeat": 1.25}
-    sampling = {f"general.sampling.{key}": value for key, value in keys.items()}
-    trained = Trained(None)
-    metadata = vocabulary_keys("gpt2", trained.tokens, trained.kinds, merges=trained.merges, eos_token_id=0)
-    ours = GatewayTokenizer.load(write_gguf(tmp_path / "a.gguf", folder, metadata=metadata | sampling))
-    found = ours.generation
+    found = load(Trained(), more={f"general.sampling.{key}": value for key, value in keys.items()}).generation
     assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (0.5, 0.75, 20, 1.25)
 
 
-def test_tokens_that_only_fill_up_are_none(folder: Path, tmp_path: Path) -> None:
-    trained = Trained(None)
-    ours = GatewayTokenizer.load(trained.file(tmp_path / "a.gguf", folder, "gpt-2"))
+def test_tokens_that_only_fill_up_are_none(load: Loader) -> None:
+    trained = Trained()
+    ours = load(trained)
     assert ours.token_bytes(trained.tokens.index("[PAD1]")) == b""
     assert ours.token_bytes(trained.tokens.index(THINK)) == THINK.encode()
 
@@ -385,33 +352,27 @@ def test_tokens_that_only_fill_up_are_none(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"model": "t5"}, "GGUF tokenizer 't5' is not supported; supported: gpt2, llama"),
-        ({"model": None}, "the file has no tokenizer"),
-        ({"pre": "gemma4"}, "the split 'gemma4' of the GGUF tokenizer is not one of those of docs/configuration.md"),
-        ({"merges": None}, "'tokenizer.ggml.merges' is missing"),
-        ({"merges": ["a nothing"]}, "its tokenizer cannot be read"),
-        ({"tokens": None}, "'tokenizer.ggml.tokens' is missing"),
-        ({"token_type": [1]}, "tokens have 1 types"),
-        ({"eos_token_id": 9_999}, "'tokenizer.ggml.eos_token_id' is 9999"),
+        ({"ggml.model": "t5"}, "GGUF tokenizer 't5' is not supported; supported: gpt2, llama"),
+        ({"ggml.model": None}, "the file has no tokenizer"),
+        ({"ggml.pre": "gemma4"}, "the split 'gemma4' of the GGUF tokenizer is not one of those of"),
+        ({"ggml.merges": None}, "'tokenizer.ggml.merges' is missing"),
+        ({"ggml.merges": ["a nothing"]}, "its tokenizer cannot be read"),
+        ({"ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
+        ({"ggml.token_type": [1]}, "tokens have 1 types"),
+        ({"ggml.eos_token_id": 9_999}, "'tokenizer.ggml.eos_token_id' is 9999"),
         ({"chat_template": "{% if %}"}, "the chat template cannot be read"),
     ],
 )  # fmt: skip
-def test_refusals(folder: Path, tmp_path: Path, keys: dict[str, Any], says: str) -> None:
-    trained = Trained(None)
-    named = {
-        f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": keys[key] for key in keys
-    }
-    metadata = vocabulary_keys("gpt2", trained.tokens, trained.kinds, merges=trained.merges, pre="gpt-2")
-    path = write_gguf(tmp_path / "a.gguf", folder, metadata=metadata | named)
+def test_refusals(load: Loader, path: Path, keys: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError) as caught:
-        GatewayTokenizer.load(path)
+        load(Trained(), more={f"tokenizer.{key}": value for key, value in keys.items()})
     assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_damaged_header_is_read_or_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_header_is_read_or_refused(load: Loader, path: Path) -> None:
     """Whatever bytes it has: nothing else is raised, and nothing is made as large as a number in it says."""
-    path = Trained(None).file(tmp_path / "a.gguf", folder, "smollm")
-    whole, damaged = path.read_bytes(), tmp_path / "damaged.gguf"
+    load(Trained(), pre="smollm")
+    whole, damaged = path.read_bytes(), path.with_name("damaged.gguf")
     start = min(info.start for info in read_header(path).tensors.values())
     draw, refusals = Random(1), list[str]()
     for _ in range(120):

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pydantic
 import pytest
 from openai import OpenAI
 from openai.types import chat, responses
 from pydantic import BaseModel
 
-from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.fields import field_names
 from isthmus.live.gateway.messages import PARTS, AssistantMessage, CalledFunction, Message, ToolCall
 from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem
 from isthmus.live.gateway.responses.wire import OutputCall, OutputMessage, OutputText
-from isthmus.live.gateway.wire import ChatMessage, WrittenCall, WrittenFunction
+from isthmus.live.gateway.wire import (
+    ChatMessage,
+    WrittenCall,
+    WrittenFunction,
+)
 
 from . import folder
 from .fake import CARD, FakeBackend, says
 from .inprocess import Poster
-from .server import serving
 
 read: Any = pydantic.TypeAdapter(Message).validate_python
-
-
-def refused(**fields: object) -> str:
-    with pytest.raises(pydantic.ValidationError) as caught:
-        read({"role": "user", "content": "hi"} | fields)
-    return str(caught.value)
-
-
-def shown(message: Any) -> dict[str, Any]:
-    """What a template may show of it."""
-    return {name: value for name, value in message.for_template().items() if value is not None}
-
-
-def test_names_reach_the_template() -> None:
-    message = read({"role": "user", "content": "x", "name": "ann"})
-    assert shown(message) == {"role": "user", "content": "x", "name": "ann"}
 
 
 CALL: dict[str, Any] = {
@@ -50,58 +34,56 @@ CALL: dict[str, Any] = {
 }
 
 
-def test_calls_and_results() -> None:
-    message = read({"role": "assistant", "tool_calls": [CALL], "content": None})
-    called = {"name": "f", "arguments": {"a": [1]}}
-    assert shown(message) == {"role": "assistant", "tool_calls": [CALL | {"function": called}]}
-    assert "content" in message.for_template()
-    result = read({"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]})
-    assert shown(result)["content"] == [{"type": "text", "text": "5"}]
-    assert "content" not in shown(read({"role": "tool", "tool_call_id": "call_1", "content": None}))
-
-
-def test_an_assistant_may_have_said_nothing() -> None:
-    assert read({"role": "assistant"}).for_template()["content"] is None
-
-
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_reaches_the_template_by_its_names(name: str) -> None:
-    message = shown(read({"role": "assistant", "content": "x", name: "hm"}))
-    assert (message["reasoning_content"], message["thinking"]) == ("hm", "hm")
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": "x", "name": "ann"}, {"role": "user", "content": "x", "name": "ann"}),
+        (
+            {"role": "assistant", "tool_calls": [CALL], "content": None},
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"a": [1]}}}]},
+        ),
+        (
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+        ),
+        (
+            {"role": "tool", "tool_call_id": "call_1", "content": None},
+            {"role": "tool", "tool_call_id": "call_1"},
+        ),
+        *(
+            (
+                {"role": "assistant", "content": "x", name: "hm"},
+                {"role": "assistant", "content": "x", "reasoning_content": "hm", "thinking": "hm"},
+            )
+            for name in ("reasoning", "reasoning_content")
+        ),
+    ],
+)
+def test_messages_as_templates_get_them(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    shown = read(message).for_template()
+    assert {name: value for name, value in shown.items() if value is not None} == expected
+    assert message["role"] != "assistant" or "content" in shown
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 900 + "]" * 900 + "}"])
 def test_arguments_that_no_prompt_can_hold(post: Poster, arguments: str) -> None:
-    """What is nested too deep is refused, at whatever depth that is."""
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-    response = post.chat(messages=[*said, {"role": "tool", "content": "1", "tool_call_id": "a"}])
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}, RESULT]
+    response = post.chat(messages=said)
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
         assert response.json()["error"]["param"] == "messages"
 
 
-NOW_CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
-NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
 
 
 @pytest.fixture
 def backend() -> FakeBackend:
-    """One that reads longer prompts, says something and calls a function."""
+    """Says something and calls a function."""
     text = 'Let me see.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    backend = FakeBackend(lambda _: says([*folder.byte_tokens(text), folder.EOS], per_batch=3))
-    backend.card = msgspec.structs.replace(CARD, max_length=4096)
-    return backend
-
-
-@pytest.fixture
-def client(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI]:
-    with (
-        serving(create_app(backend, tokenizer)) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
+    return FakeBackend(lambda _: says([*folder.byte_tokens(text), folder.EOS], per_batch=3))
 
 
 @pytest.mark.parametrize(
@@ -135,10 +117,7 @@ def test_an_answer_to_chat_comes_back(client: OpenAI, backend: FakeBackend, form
     result = RESULT | {"tool_call_id": message.tool_calls[0].id}
     sent = message if form == "object" else getattr(message, form)()
     client.chat.completions.create(messages=[*asked, sent, result], **options)
-    call = NOW_CALL | {"id": message.tool_calls[0].id}
+    call = {"id": message.tool_calls[0].id, "type": "function", "function": {"name": "now", "arguments": "{}"}}
     plain: Any = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
     client.chat.completions.create(messages=[*asked, plain, result], **options)
     assert backend.jobs[-2].tokens == backend.jobs[-1].tokens
-
-
-# What the clients of other servers keep of an answer.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from openai import OpenAI
@@ -19,10 +18,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response, ResponseCompletedEvent
 
-from isthmus.live.gateway import GatewayTokenizer, create_app
-
 from .fake import CARD, FakeBackend, fitting
-from .server import serving
 
 OF_THE_CLIENT = {"extra_headers", "extra_query", "extra_body", "timeout"}
 """Parameters that say how a request is sent."""
@@ -39,32 +35,9 @@ ANSWERED, REFUSED = (
 )
 
 
-def _parameters(create: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(create).parameters) - OF_THE_CLIENT
-
-
-def _call(create: Callable[..., Any], **fields: Any) -> None:
-    """Sends the request and reads the whole answer."""
-    answer = create(**fields)
-    if isinstance(answer, Response):
-        assert answer.status == "completed"
-    elif fields.get("stream"):
-        *_, last = answer
-        assert isinstance(last, ChatCompletionChunk | Completion | ResponseCompletedEvent)
-    else:
-        assert len(answer.choices) >= fields.get("n", 1)
-
-
-@pytest.fixture(scope="module")
-def client(tokenizer: GatewayTokenizer) -> Iterator[OpenAI]:
-    """Of a server with room for tools in a prompt."""
-    backend = FakeBackend(fitting)
-    backend.card = msgspec.structs.replace(CARD, max_length=4096)
-    with (
-        serving(create_app(backend, tokenizer)) as url,
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend(fitting)
 
 
 @pytest.fixture
@@ -79,13 +52,21 @@ def creates(client: OpenAI) -> dict[str, tuple[Callable[..., Any], dict[str, Any
 
 def test_every_parameter_has_its_place(creates: Any) -> None:
     for kind, (create, _) in creates.items():
-        assert _parameters(create) == TABLE[kind]["answered"].keys() | TABLE[kind]["refused"].keys()
+        parameters = inspect.signature(create).parameters.keys() - OF_THE_CLIENT
+        assert parameters == TABLE[kind]["answered"].keys() | TABLE[kind]["refused"].keys()
 
 
 @pytest.mark.parametrize(("kind", "name", "fields"), ANSWERED)
 def test_answered(creates: Any, kind: str, name: str, fields: dict[str, Any]) -> None:
     create, needed = creates[kind]
-    _call(create, **{"model": CARD.name} | needed | fields)
+    answer = create(**{"model": CARD.name} | needed | fields)
+    if isinstance(answer, Response):
+        assert answer.status == "completed"
+    elif fields.get("stream"):
+        *_, last = answer
+        assert isinstance(last, ChatCompletionChunk | Completion | ResponseCompletedEvent)
+    else:
+        assert len(answer.choices) >= fields.get("n", 1)
 
 
 @pytest.mark.parametrize(("kind", "name", "fields"), REFUSED)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,13 @@ from isthmus.live.gateway.tenants import Traffic
 from tests.schemas import breaking
 
 from . import folder
-from .fake import FakeBackend, says
+from .fake import FakeBackend
 
 CARD = ModelCard("acme/tiny", 1500, 300, 0)
 SETTINGS = GatewaySettings(keys=(ApiKey("ann", b"k" * 32),), long_body_bytes=2000, prepare_s=0.5)
 TERMS = RequestTerms(priority=3, ttft_ms=100, tenant="ann")
 MESSAGES = [{"role": "user", "content": "hi"}]
 CRASH = breaking()
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": CRASH}}}
 
 
 @pytest.fixture(scope="module")
@@ -67,121 +67,79 @@ def refused(preparing: Preparing, name: str, body: dict[str, Any] | bytes) -> Re
 
 
 LONG = {"metadata": {"note": "x" * 3000}}
-GRAMMAR = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
-}
-SAME = {
-    "a long chat": ("chat", {"messages": MESSAGES, "seed": 5, "stop": ["a"], "stream": True} | LONG),
-    "with a grammar": ("chat", {"messages": MESSAGES, "seed": 5, "n": 3} | GRAMMAR),
-    "with tools": (
-        "chat",
-        {"messages": MESSAGES, "seed": 5, "tools": [{"type": "function", "function": {"name": "f"}}]},
-    ),
-    "a forced call": (
-        "chat",
-        {
-            "messages": MESSAGES,
-            "seed": 5,
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-            "tool_choice": "required",
-        },
-    ),
-    "integers of any length": (
-        "chat",
-        {
-            "messages": MESSAGES,
-            "seed": 5,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": "f", "parameters": {"minimum": -(2**63) - 1, "a": 10**40}},
-                }
-            ],
-        },
-    ),
-    "completions": (
-        "completion",
-        {"prompt": ["a", "bc"], "n": 2, "seed": 5, "echo": True, "logprobs": 1} | LONG,
-    ),
-    "a response": (
-        "response",
-        {
-            "input": "hi",
-            "instructions": "be kind",
-            "seed": 5,
-            "max_output_tokens": 7,
-            "tools": [{"type": "mcp"}],
-        }
-        | LONG,
-    ),
-    "a response with a schema": (
-        "response",
-        {"input": "hi", "seed": 5, "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
-    ),
-    "tokens": ("tokenize", {"prompt": "x" * 2500, "return_token_strs": True}),
-    "text": ("detokenize", {"tokens": [97] * 1000}),
-}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+GRAMMAR = {"messages": MESSAGES, "response_format": SCHEMA}
+LARGE = {"minimum": -(2**63) - 1, "a": 10**40}
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_worker_prepares_as_this_process_does(name: str, here: Preparing, apart: Preparing) -> None:
-    endpoint, body = SAME[name]
-    expected = prepared(here, endpoint, body)
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+def in_responses(schema: Any) -> dict[str, Any]:
+    return {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}}
+
+
+SAME = [
+    ("chat", {"messages": MESSAGES, "stop": ["a"], "stream": True} | LONG),
+    ("chat", GRAMMAR | {"n": 3}),
+    ("chat", tool()),
+    ("chat", tool(parameters={"type": "object"}) | {"tool_choice": "required"}),
+    ("chat", tool(parameters=LARGE)),
+    ("completion", {"prompt": ["a", "bc"], "n": 2, "echo": True, "logprobs": 1} | LONG),
+    (
+        "response",
+        {"input": "hi", "instructions": "be kind", "max_output_tokens": 7, "tools": [{"type": "mcp"}]} | LONG,
+    ),
+    ("response", in_responses({})),
+    ("tokenize", {"prompt": "x" * 2500, "return_token_strs": True}),
+    ("detokenize", {"tokens": [97] * 1000}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), SAME)
+def test_a_worker_prepares_as_this_process_does(
+    name: str, body: dict[str, Any], here: Preparing, apart: Preparing
+) -> None:
+    seeded = body if "tokenize" in name else body | {"seed": 5}
+    expected = prepared(here, name, seeded)
     with unable_here(apart):
-        found = prepared(apart, endpoint, body)
+        found = prepared(apart, name, seeded)
     if not isinstance(expected, bytes):
         expected = replace(expected, created_s=found.created_s)
     assert found == expected
 
 
-REFUSED = {
-    "chat": [{"messages": "x"} | LONG, {"messages": MESSAGES, "model": "other"} | LONG, {"messages": MESSAGES * 300}],
-    "completion": [{"prompt": "x" * 3000}, {"prompt": "x", "guided_regex": "("}, b"{" + b" " * 3000],
-    "response": [{"input": "x" * 3000}, {"input": "x", "text": {"format": {"type": "json_schema", "name": "a",
-                 "schema": {"type": "no such type"}}}}],
-    "detokenize": [{"tokens": [300] * 1000}],
-}  # fmt: skip
+REFUSED = [
+    ("chat", {"messages": "x"} | LONG),
+    ("chat", {"messages": MESSAGES, "model": "other"} | LONG),
+    ("chat", {"messages": MESSAGES * 300}),
+    ("completion", {"prompt": "x", "guided_regex": "("}),
+    ("completion", b"{" + b" " * 3000),
+    ("response", {"input": "x" * 3000}),
+    ("response", in_responses({"type": "no such type"})),
+    ("detokenize", {"tokens": [300] * 1000}),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_worker_refuses_as_this_process_does(name: str, here: Preparing, apart: Preparing) -> None:
-    for body in REFUSED[name]:
-        expected, found = refused(here, name, body), refused(apart, name, body)
-        assert (str(found), found.param, found.code, found.http_status) == (
-            str(expected), expected.param, expected.code, expected.http_status,
-        )  # fmt: skip
+@pytest.mark.parametrize(("name", "body"), REFUSED)
+def test_a_worker_refuses_as_this_process_does(name: str, body: Any, here: Preparing, apart: Preparing) -> None:
+    errors = [refused(preparing, name, body) for preparing in (here, apart)]
+    assert len({(str(error), error.param, error.code, error.http_status) for error in errors}) == 1
 
 
 @pytest.mark.parametrize(
     ("name", "body", "param"),
     [
         (
-            "chat",
-            {
-                "messages": MESSAGES,
-                "response_format": {"type": "json_schema", "json_schema": {"schema": CRASH}},
-            },
-            "response_format.json_schema.schema",
-        ),
-        ("chat", {"messages": MESSAGES, "guided_json": {"items": False} | CRASH}, "guided_json"),
-        ("completion", {"prompt": "x", "structured_outputs": {"json": CRASH}}, "structured_outputs.json"),
-        (
             "completion",
             {"prompt": "x", "guided_grammar": f"start: %json {json.dumps(CRASH)}"},
             "guided_grammar",
         ),
-        (
-            "response",
-            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": CRASH}}},
-            "text.format.schema",
-        ),
+        ("response", in_responses(CRASH), "text.format.schema"),
         (
             "chat",
-            {
-                "messages": MESSAGES,
-                "tools": [{"type": "function", "function": FUNCTION}],
-                "tool_choice": "required",
-            },
+            tool(parameters={"type": "object", "properties": {"a": CRASH}}) | {"tool_choice": "required"},
             "tools[0].function.parameters",
         ),
     ],
@@ -191,47 +149,60 @@ def test_a_grammar_that_breaks_its_library_is_refused_by_name(
 ) -> None:
     deaths = apart.num_deaths
     error = refused(apart, name, body)
-    assert error.param == param and error.http_status == 400
-    assert f"'{param}' cannot be followed: " in str(error) and "the library of grammars fails on it" in str(
+    assert (error.param, error.http_status, apart.num_deaths) == (param, 400, deaths + 1)
+    assert str(error).startswith(f"'{param}' cannot be followed: ") and "the library of grammars fails" in str(
         error
     )
-    assert apart.num_deaths == deaths + 1
-    assert prepared(apart, "chat", {"messages": MESSAGES} | GRAMMAR).jobs
+    assert prepared(apart, "chat", GRAMMAR).jobs
+    metrics = Meter(FakeBackend(lambda _: ()), apart, Traffic(SETTINGS.http)).render().decode()
+    assert f"isthmus_preparing_deaths_total {deaths + 1}.0" in metrics
+    assert "isthmus_requests_preparing 0.0" in metrics
 
 
-def test_what_takes_too_long_is_refused(apart: Preparing) -> None:
-    """More messages than half a second is enough for."""
-    settings = replace(SETTINGS, prepare_s=0.05)
-    hasty = replace_settings(apart, settings)
-    error = refused(hasty, "chat", {"messages": MESSAGES * 100_000})
+def test_what_takes_too_long_is_refused(with_settings: WithSettings) -> None:
+    error = refused(with_settings(prepare_s=0.05), "chat", {"messages": MESSAGES * 100_000})
     assert "limits.prepare_s" in str(error) and error.param is None
-    hasty.close()
 
 
-def replace_settings(preparing: Preparing, settings: GatewaySettings) -> Preparing:
-    model = Path(preparing.setup.model)
-    return Preparing(CARD, GatewayTokenizer.load(model), settings, model)
+WithSettings = Callable[..., Preparing]
 
 
-def test_so_many_are_read_at_once_and_no_more(apart: Preparing) -> None:
-    few = replace_settings(apart, replace(SETTINGS, max_preparing=2))
-    body = json.dumps({"messages": MESSAGES} | GRAMMAR).encode()
+@pytest.fixture
+def with_settings(model: Path) -> Iterator[WithSettings]:
+    """Makes workers with other settings."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**changes: Any) -> Preparing:
+            made = Preparing(CARD, GatewayTokenizer.load(model), replace(SETTINGS, **changes), model)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def gathered(preparing: Preparing, name: str, body: dict[str, Any]) -> list[Any]:
+    """Four times the same, all at once."""
+    content = json.dumps(body).encode()
 
     async def ask_all() -> list[Any]:
-        return await asyncio.gather(
-            *[few("chat", body, str(number), TERMS, stays) for number in range(4)], return_exceptions=True
-        )
+        asked = [preparing(name, content, str(number), TERMS, stays) for number in range(4)]
+        return await asyncio.gather(*asked, return_exceptions=True)
 
-    found = asyncio.run(ask_all())
-    few.close()
-    refusals = [each for each in found if isinstance(each, OverloadedError)]
+    return asyncio.run(ask_all())
+
+
+def test_so_many_are_read_at_once_and_no_more(with_settings: WithSettings) -> None:
+    few = with_settings(max_preparing=2)
+    refusals = [each for each in gathered(few, "chat", GRAMMAR) if isinstance(each, OverloadedError)]
     assert len(refusals) == 2 and refusals[0].retry_after_s == 1 and "limits.preparing" in str(refusals[0])
     assert few.num_waiting == 0
 
 
-def test_who_goes_away_takes_nobodys_place(apart: Preparing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_goes_away_takes_nobodys_place(
+    with_settings: WithSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client costs a worker's time only if it waits for it, or the work has begun."""
-    single = replace_settings(apart, replace(SETTINGS, num_preparers=1))
+    single = with_settings(num_preparers=1)
     long, short = (json.dumps({"prompt": "a " * count}).encode() for count in (50_000, 2_000))
     begun, prepare = list[str](), Preparing._prepare
 
@@ -251,59 +222,32 @@ def test_who_goes_away_takes_nobodys_place(apart: Preparing, monkeypatch: pytest
 
     monkeypatch.setattr(Preparing, "_prepare", watched)
     asyncio.run(ask_all())
-    single.close()
     assert begun in (["there"], ["gone 0", "there"])
 
 
-def test_bodies_that_wait_have_a_limit_in_bytes(apart: Preparing) -> None:
-    body = json.dumps({"prompt": "a " * 2_000}).encode()
-    small = replace_settings(apart, replace(SETTINGS, http=HttpLimits(bodies=2 * len(body))))
-
-    async def ask_all() -> list[Any]:
-        asked = [small("tokenize", body, str(number), TERMS, stays) for number in range(4)]
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    found = asyncio.run(ask_all())
+def test_bodies_that_wait_have_a_limit_in_bytes(with_settings: WithSettings) -> None:
+    body = {"prompt": "a " * 2_000}
+    small = with_settings(http=HttpLimits(bodies=2 * len(json.dumps(body))))
+    found = gathered(small, "tokenize", body)
     assert [type(each) for each in found] == [bytes, bytes, OverloadedError, OverloadedError]
     assert "limits.bodies" in str(found[-1])
     assert prepared(small, "tokenize", body), "they make room again"
-    small.close()
 
 
-def test_small_bodies_are_prepared_here(apart: Preparing) -> None:
+def test_small_bodies_are_prepared_here_and_workers_know_no_keys(apart: Preparing) -> None:
     with unable_here(apart), pytest.raises(AssertionError, match="not here"):
         prepared(apart, "chat", {"messages": MESSAGES})
-
-
-def test_workers_know_no_keys(apart: Preparing) -> None:
     assert apart.setup.settings.keys == ()
 
 
-class unable_here:
+@contextlib.contextmanager
+def unable_here(preparing: Preparing) -> Iterator[None]:
     """Inside, this process prepares nothing."""
 
-    def __init__(self, preparing: Preparing) -> None:
-        self._preparing = preparing
+    def fail(*_: Any) -> Any:
+        raise AssertionError("not here")
 
-    def __enter__(self) -> None:
-        def fail(*_: Any) -> Any:
-            raise AssertionError("not here")
-
-        self._before = self._preparing._preparations
-        self._preparing._preparations = {
-            name: Preparation(each.read, fail) for name, each in self._before.items()
-        }
-
-    def __exit__(self, *_: object) -> None:
-        self._preparing._preparations = self._before
-
-
-def test_metrics_count_workers_that_died(model: Path) -> None:
-    preparing = Preparing(CARD, GatewayTokenizer.load(model), SETTINGS, model)
-    crash = {"type": "json_schema", "json_schema": {"name": "a", "schema": CRASH}}
-    refused(preparing, "chat", {"messages": MESSAGES, "response_format": crash})
-    metrics = (
-        Meter(FakeBackend(lambda _: says([folder.EOS])), preparing, Traffic(SETTINGS.http)).render().decode()
-    )
-    assert "isthmus_preparing_deaths_total 1.0" in metrics and "isthmus_requests_preparing 0.0" in metrics
-    preparing.close()
+    before = preparing._preparations
+    preparing._preparations = {name: Preparation(each.read, fail) for name, each in before.items()}
+    yield
+    preparing._preparations = before

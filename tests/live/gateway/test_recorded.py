@@ -20,8 +20,7 @@ from isthmus.live.gateway import GatewayTokenizer, create_app
 
 from .exchanges import exchanges, outcome, script
 from .fake import CARD, FakeBackend, fitting
-from .inprocess import Poster
-from .responses.events import read_events
+from .inprocess import Poster, response_events
 
 SENT, KNOWN = exchanges(wires=False), exchanges(wires=True)
 HELLO = {"text": "hello", "end": "stop"}
@@ -88,7 +87,7 @@ def fits_openai_s_types(path: str, response: Any) -> None:
     if not response.headers["content-type"].startswith("text/event-stream"):
         whole.model_validate(response.json())
     elif piece is None:
-        read_events(response)
+        response_events(response)
     else:
         *events, done, rest = response.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")

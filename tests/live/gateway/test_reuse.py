@@ -12,13 +12,13 @@ import pytest
 
 from isthmus.core.errors import RequestError, UnavailableError
 from isthmus.core.types import Reuse, Reused
-from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.live.gateway import GatewaySettings
 from isthmus.live.gateway.headers import RequestTerms, reuse_of
 from isthmus.live.gateway.settings import ApiKey
 
 from . import folder
 from .fake import CARD, FakeBackend, Step, fitting, says
-from .inprocess import Poster, events_of
+from .inprocess import Poster, Served, events_of
 
 HEADER = "x-isthmus-reuse"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
 }
 KEYS = tuple(ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("acme", "globex"))
-SETTINGS = GatewaySettings(keys=KEYS, reuse=Reuse.CHUNKS, tenant_reuse={"acme": Reuse.SEMANTIC})
+SETTINGS: Any = {"keys": KEYS, "reuse": Reuse.CHUNKS, "tenant_reuse": {"acme": Reuse.SEMANTIC}}
 FIXED = msgspec.structs.replace(CARD, no_reuse="Mamba has recurrent layers")
 EXACT, CHUNKS, SEMANTIC = Reuse
 
@@ -38,19 +38,6 @@ def ask(post: Poster, path: str, reuse: str | None = None, key: str = "", **fiel
     if key:
         headers["Authorization"] = f"Bearer sk-{key}"
     return post.request("POST", path, json=BODIES[path] | fields, headers=headers)
-
-
-def complete(post: Poster, reuse: str | None = None, **fields: Any) -> httpx.Response:
-    return ask(post, "/v1/completions", reuse, **fields)
-
-
-def details(response: httpx.Response) -> dict[str, int]:
-    assert response.status_code == 200, response.text
-    found: dict[str, int] = response.json()["usage"]["prompt_tokens_details"]
-    return found
-
-
-# Who asks.
 
 
 @pytest.mark.parametrize(
@@ -67,37 +54,36 @@ def details(response: httpx.Response) -> dict[str, int]:
 def test_the_header_goes_before_the_tenant_and_the_tenant_before_the_default(
     terms: RequestTerms, expected: Reuse
 ) -> None:
-    assert reuse_of(terms, "", SETTINGS, CARD) is expected
+    assert reuse_of(terms, "", GatewaySettings(**SETTINGS), CARD) is expected
     assert reuse_of(terms, "", GatewaySettings(), CARD) is (terms.reuse or EXACT)
 
 
-def test_a_tenant_is_known_by_its_key(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
-    post = Poster(create_app(backend, tokenizer, SETTINGS))
+def test_a_tenant_is_known_by_its_key(backend: FakeBackend, served: Served) -> None:
+    """And told of what its own setting did."""
+    backend.script = lambda _: hello()
+    post = served(**SETTINGS)
     for key, reuse in (("acme", None), ("globex", None), ("acme", "exact"), ("globex", "semantic")):
-        assert ask(post, "/v1/completions", reuse, key, user="acme").status_code == 200
+        answered = ask(post, "/v1/completions", reuse, key, user="acme", prompt=PROMPT)
+        told = answered.json()["usage"]["prompt_tokens_details"]
+        assert told == {"cached_tokens": 1} | ({} if reuse == "exact" else SUMS)
     assert [job.reuse for job in backend.jobs] == [SEMANTIC, CHUNKS, EXACT, SEMANTIC]
-
-
-# Who is refused, and who gets less than the setting says.
 
 
 @pytest.mark.parametrize("reuse", [CHUNKS, SEMANTIC])
 def test_a_model_that_cannot_refuses_the_header_and_overrides_settings(reuse: Reuse) -> None:
     with pytest.raises(RequestError) as caught:
         reuse_of(RequestTerms(reuse=reuse), "", GatewaySettings(), FIXED)
-    assert (
-        str(caught.value) == "the header 'x-isthmus-reuse' can only be exact here: Mamba has recurrent layers"
-    )
-    assert caught.value.param == HEADER
+    message = "the header 'x-isthmus-reuse' can only be exact here: Mamba has recurrent layers"
+    assert (str(caught.value), caught.value.param) == (message, HEADER)
     settings = GatewaySettings(reuse=reuse, tenant_reuse={"acme": reuse})
     for terms in (RequestTerms(), RequestTerms(tenant="acme"), RequestTerms(reuse=EXACT)):
         assert reuse_of(terms, "", settings, FIXED) is EXACT
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_refused_over_http(backend: FakeBackend, tokenizer: GatewayTokenizer, path: str) -> None:
+def test_refused_over_http(backend: FakeBackend, served: Served, path: str) -> None:
     backend.card = FIXED
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    post = served(reuse=SEMANTIC)
     refused = ask(post, path, "semantic")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER)
     assert FIXED.no_reuse in refused.json()["error"]["message"] and not backend.jobs
@@ -116,32 +102,28 @@ def test_refused_over_http(backend: FakeBackend, tokenizer: GatewayTokenizer, pa
     ],
 )
 def test_prompts_that_are_scored_are_exact(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, path: str, fields: dict[str, Any], named: str
+    backend: FakeBackend, served: Served, path: str, fields: dict[str, Any], named: str
 ) -> None:
     backend.script = fitting
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(reuse=SEMANTIC)))
+    post = served(reuse=SEMANTIC)
     refused = ask(post, path, "chunks", **fields)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == (
-        f"{named} and the header 'x-isthmus-reuse: chunks' contradict each other, since a prompt that is scored is "
-        "computed whole: give one"
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, HEADER)
+    assert error["message"].startswith(
+        f"{named} and the header 'x-isthmus-reuse: chunks' contradict each other"
     )
-    assert refused.json()["error"]["param"] == HEADER
     for reuse in (None, "exact"):
         answered = ask(post, path, reuse, **fields)
         assert answered.status_code == 200 and "moved_tokens" not in answered.text
     assert [job.reuse for job in backend.jobs] == [EXACT, EXACT]
 
 
-# What is waited for.
-
-
 def test_the_backend_is_ready_before_any_job_and_only_where_it_matters(
     post: Poster, backend: FakeBackend
 ) -> None:
-    assert complete(post).status_code == complete(post, "exact").status_code == 200
-    assert backend.waits_before_reuse == []
-    assert complete(post, "semantic", n=3).status_code == complete(post, "chunks").status_code == 200
+    asked: list[tuple[str | None, int]] = [(None, 1), ("exact", 1), ("semantic", 3), ("chunks", 1)]
+    for reuse, num_choices in asked:
+        assert ask(post, "/v1/completions", reuse, n=num_choices).status_code == 200
     assert backend.waits_before_reuse == [2, 5], "once a request, before its jobs"
 
 
@@ -152,66 +134,48 @@ def test_a_backend_that_cannot_get_ready_is_503(
 ) -> None:
     backend.not_ready = UnavailableError("no node is here that could say")
     failed = ask(post, path, "semantic", stream=stream)
-    assert failed.status_code == 503
-    assert failed.json()["error"] == {
-        "message": "no node is here that could say",
-        "type": "server_error",
-        "param": None,
-        "code": "unavailable",
-    }
+    error = failed.json()["error"]
+    assert (failed.status_code, error["code"], error["message"]) == (503, "unavailable", str(backend.not_ready))
     assert not backend.jobs
-    assert 'isthmus_requests_failed_total{status="503"} 1.0' in post.get("/metrics").text
-    assert "isthmus_num_requests_running 0.0" in post.get("/metrics").text
+    metrics = post.get("/metrics").text
+    assert 'isthmus_requests_failed_total{status="503"} 1.0' in metrics
+    assert "isthmus_num_requests_running 0.0" in metrics
     assert ask(post, path).status_code == 200
 
-
-# What the answer says.
 
 MOVED = Reused(exact=1, moved=2, similar=3, recomputed=4)
 PROMPT = list(range(3, 13))
 SUMS = {"exact_tokens": 1, "moved_tokens": 2, "similar_tokens": 3, "recomputed_tokens": 4}
 
 
-def hello(*, cached: int = 1, reused: Reused | None = MOVED) -> list[Step]:
-    return says([*folder.byte_tokens("hello"), folder.EOS], cached_tokens=cached, reused=reused)
-
-
-def test_a_tenants_setting_is_told_of_too(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
-    backend.script = lambda _: hello()
-    post = Poster(create_app(backend, tokenizer, SETTINGS))
-    assert details(ask(post, "/v1/completions", None, "acme", prompt=PROMPT)) == {"cached_tokens": 1, **SUMS}
-    assert details(ask(post, "/v1/completions", "exact", "acme", prompt=PROMPT)) == {"cached_tokens": 1}
+def hello(*, reused: Reused | None = MOVED) -> list[Step]:
+    return says([*folder.byte_tokens("hello"), folder.EOS], cached_tokens=1, reused=reused)
 
 
 def test_before_the_first_token_all_is_to_be_computed(post: Poster, backend: FakeBackend) -> None:
     """Of a second prompt that has not begun when the first is told of."""
     backend.script = lambda job: hello() if len(job.tokens) == len(PROMPT) else [[], *hello(reused=None)]
     options = {"include_usage": True, "continuous_usage_stats": True}
-    response = complete(post, "chunks", prompt=[PROMPT, PROMPT[:4]], stream=True, stream_options=options)
-    first, *_, last = events_of(response)
+    asked = {"prompt": [PROMPT, PROMPT[:4]], "stream": True, "stream_options": options}
+    first, *_, last = events_of(ask(post, "/v1/completions", "chunks", **asked))
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 1, **SUMS, "recomputed_tokens": 8}
     assert json.dumps(SUMS | {"exact_tokens": 2, "recomputed_tokens": 7})[1:-1] in json.dumps(last)
 
 
-# What else tells of it.
-
-
 def test_tokens_are_counted_with_their_prompts(post: Poster, backend: FakeBackend) -> None:
     backend.script = lambda _: hello()
-    complete(post, "semantic", prompt=PROMPT, n=3)
+    ask(post, "/v1/completions", "semantic", prompt=PROMPT, n=3)
     backend.script = lambda _: hello(reused=None)
-    complete(post, prompt=PROMPT)
+    ask(post, "/v1/completions", prompt=PROMPT)
     told = post.get("/metrics").text
     for name, count in (("", 20), ("_cached", 2), ("_moved", 2), ("_similar", 3)):
         assert f"isthmus_prompt_tokens{name}_total {count}.0" in told
 
 
 @pytest.mark.parametrize(("card", "words"), [(CARD, ["exact", "chunks", "semantic"]), (FIXED, ["exact"])])
-def test_the_document_has_the_header(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, card: Any, words: list[str]
-) -> None:
+def test_the_document_has_the_header(backend: FakeBackend, served: Served, card: Any, words: list[str]) -> None:
     backend.card = card
-    document = Poster(create_app(backend, tokenizer)).get("/openapi.json").json()
+    document = served().get("/openapi.json").json()
     for path in BODIES:
         [header] = [each for each in document["paths"][path]["post"]["parameters"] if each["name"] == HEADER]
         assert header["in"] == "header" and header["schema"]["enum"] == words

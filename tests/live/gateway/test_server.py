@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -9,8 +10,9 @@ import socket
 import ssl
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,18 @@ from .fake import FakeBackend
 from .server import START_TIMEOUT_S, Client, Front, fronted, get, post, trusting
 
 
-def served(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, certificate: Certificate, **limits: int
-) -> AbstractContextManager[Front]:
-    settings = GatewaySettings(http=HttpLimits(**{"header_s": 1000, **limits}))
-    return fronted(create_app(backend, tokenizer, settings), certificate)
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_certificate(tmp_path_factory.mktemp("one"), "one")
+
+
+@pytest.fixture
+def served(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[Callable[[Certificate], Front]]:
+    """Starts a server with this certificate and room for four connections."""
+    with contextlib.ExitStack() as stack:
+        settings = GatewaySettings(http=HttpLimits(header_s=1000, connections=4))
+        app = create_app(backend, tokenizer, settings)
+        yield lambda certificate: stack.enter_context(fronted(app, certificate))
 
 
 def dial(front: Front, authority: str) -> Client:
@@ -50,55 +59,45 @@ def shown_by(front: Front) -> bytes:
         return found
 
 
-def test_https_answers_streams_and_refuses_as_http_does(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, tmp_path: Path
-) -> None:
-    files = make_certificate(tmp_path, "one")
+def test_https_answers_streams_and_refuses_as_http_does(served: Any, one: dict[str, str]) -> None:
     asked = {"model": "acme/tiny", "prompt": "hi", "stream": True}
-    with served(backend, tokenizer, Certificate(files["certificate"], files["key"])) as front:
-        client = dial(front, files["authority"])
-        assert isinstance(client.socket, ssl.SSLSocket) and client.socket.version() == "TLSv1.3"
-        client.send(post("/v1/completions", asked))
-        (answer,) = client.answers()
-        assert answer.status == 200 and answer.body.endswith(b"data: [DONE]\n\n")
-        client = dial(front, files["authority"])
-        client.send(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000)
-        assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
-        client.socket.close()
+    front = served(Certificate(one["certificate"], one["key"]))
+    client = dial(front, one["authority"])
+    assert isinstance(client.socket, ssl.SSLSocket) and client.socket.version() == "TLSv1.3"
+    client.send(post("/v1/completions", asked))
+    (answer,) = client.answers()
+    assert answer.status == 200 and answer.body.endswith(b"data: [DONE]\n\n")
+    client = dial(front, one["authority"])
+    client.send(b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000)
+    assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+    client.socket.close()
 
 
-def test_what_is_no_handshake_is_counted_and_ended(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_is_no_handshake_is_ended_or_makes_room(
+    served: Any, one: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = make_certificate(tmp_path, "one")
-    with served(backend, tokenizer, Certificate(files["certificate"], files["key"])) as front:
-        noise = front.connect(b"GET /health HTTP/1.1\r\n\r\n")
-        assert noise.is_cut_off()
-        silent = front.connect()
-        front.wait_for(Phase.HEADERS)
-        front.later(1001)
-        assert silent.is_cut_off()
-        front.wait_for(Phase.HEADERS, 0)
+    front = served(Certificate(one["certificate"], one["key"]))
+    assert front.connect(b"GET /health HTTP/1.1\r\n\r\n").is_cut_off()
+    halves = [front.connect(b"\x16\x03\x01") for _ in range(30)]
+    client = dial(front, one["authority"])
+    client.send(get("/health"))
+    assert [answer.status for answer in client.answers()] == [200]
+    assert halves[0].is_cut_off()
+    for half in halves[1:]:
+        half.socket.close()
+    front.wait_until(lambda: not front.app.state.traffic.num_connections)
+    silent = front.connect()
+    front.wait_for(Phase.HEADERS)
+    front.later(1001)
+    assert silent.is_cut_off()
+    front.wait_for(Phase.HEADERS, 0)
     assert not caplog.records
 
 
-def test_half_handshakes_make_room(backend: FakeBackend, tokenizer: GatewayTokenizer, tmp_path: Path) -> None:
-    files = make_certificate(tmp_path, "one")
-    certificate = Certificate(files["certificate"], files["key"])
-    with served(backend, tokenizer, certificate, connections=4) as front:
-        halves = [front.connect(b"\x16\x03\x01") for _ in range(30)]
-        client = dial(front, files["authority"])
-        client.send(get("/health"))
-        assert [answer.status for answer in client.answers()] == [200]
-        assert halves[0].is_cut_off()
-        for half in halves[1:]:
-            half.socket.close()
-
-
 def test_new_files_are_shown_without_a_restart(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    served: Any, one: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, two = make_certificate(tmp_path, "one"), make_certificate(tmp_path, "two")
+    two = make_certificate(tmp_path, "two")
     shown, key = tmp_path / "shown.pem", tmp_path / "key.pem"
 
     def put(source: str, target: Path) -> None:
@@ -107,27 +106,26 @@ def test_new_files_are_shown_without_a_restart(
 
     put(one["certificate"], shown), put(one["key"], key)
     certificate = Certificate(str(shown), str(key))
-    first = der(one["certificate"])
-    with served(backend, tokenizer, certificate) as front:
-        assert shown_by(front) == first
-        kept = dial(front, one["authority"])
-        put(two["certificate"], shown)  # the key is still the other's
-        front.call(lambda: certificate.renew(certificate._looked_s + LOOK_S))
-        assert shown_by(front) == first
-        assert "stays the earlier one" in caplog.text and str(shown) in caplog.text
-        put(two["key"], key)
-        front.call(lambda: certificate.renew(certificate._looked_s + LOOK_S))
-        assert shown_by(front) == der(two["certificate"])
-        kept.send(get("/health"))
-        assert [answer.status for answer in kept.answers()] == [200]
+    first, front = der(one["certificate"]), served(certificate)
+    assert shown_by(front) == first
+    kept = dial(front, one["authority"])
+    put(two["certificate"], shown)  # the key is still the other's
+    front.call(lambda: certificate.renew(certificate._looked_s + LOOK_S))
+    assert shown_by(front) == first
+    assert "stays the earlier one" in caplog.text and str(shown) in caplog.text
+    put(two["key"], key)
+    front.call(lambda: certificate.renew(certificate._looked_s + LOOK_S))
+    assert shown_by(front) == der(two["certificate"])
+    kept.send(get("/health"))
+    assert [answer.status for answer in kept.answers()] == [200]
 
 
 def der(path: str) -> bytes:
     return ssl.PEM_cert_to_DER_cert(Path(path).read_text())
 
 
-def test_files_that_cannot_be_used_are_one_clear_line(tmp_path: Path) -> None:
-    one, two = make_certificate(tmp_path, "one"), make_certificate(tmp_path, "two")
+def test_files_that_cannot_be_used_are_one_clear_line(tmp_path: Path, one: dict[str, str]) -> None:
+    two = make_certificate(tmp_path, "two")
     (tmp_path / "empty").write_text("")
     locked = str(tmp_path / "locked")
     subprocess.run(

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.types import NodeId, Role
 from isthmus.live.cluster.links import Offload
-from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.status import cluster_status
 from isthmus.live.store import StoreStat, TierStat
 
-from .fake import HANG, FakeBackend, FakeLink
-from .inprocess import Connection, Poster
+from .fake import FakeBackend
+from .inprocess import Poster
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=4)  # 1,024 bytes a block
 STAT = StoreStat(
@@ -44,12 +40,22 @@ BASE = {
     "kv_bytes_out_total": 0,
     "seal_mismatches_total": 0,
 }
-LINK = FakeLink("west", "east", True, 125_000_000, 9000, 62_500_000, 40, 20_500_000)
+BETWEEN = {"source": "west", "target": "east", "up": True}
+BANDWIDTH = {
+    "rated_bytes_per_s": 125_000_000,
+    "sent_bytes": 9000,
+    "bytes_per_s": 62_500_000,
+    "queued_bytes": 40,
+}
+LINK: Any = SimpleNamespace(**BETWEEN, **BANDWIDTH, rtt_ns=20_500_000)
 CACHE = {"kv_bytes_fetched_total": 100, "kv_bytes_borrowed_total": 200, "kv_bytes_given_total": 300}
+TRANSFERS = (
+    *("handover_bytes_in", "handover_bytes_out"),
+    *("fetched_bytes", "borrowed_bytes", "given_bytes", "seal_mismatches"),
+)
 
 
 def report(backend: FakeBackend, node: str, role: Role, **gauges: float) -> None:
-    """A node joins and reports."""
     backend.members[NodeId(node)] = role, LAYOUT, ""
     for name, value in (BASE | gauges).items():
         backend.node_gauges.setdefault(name, {})[node] = value
@@ -80,8 +86,11 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
     report(backend, "mixed-0", Role.MIXED, prefix_cache_queries_total=200, prefix_cache_hits_total=50)
     backend.node_gauges["kv_bytes_out_total"]["prefill-0.1"] = 7  # a later stage of a group is no node
     backend.refused = {"prefill": 3}
+    backend.multiplied = {NodeId("mixed-0"): ("8x8 float32: native",), NodeId("mixed-1"): ("not reported yet",)}
+    backend.remarked = {NodeId("mixed-0"): "without seals"}
     found = status(post)
     assert found["hit_rate"] == 0.25 and found["requests_refused"] == {"prefill": 3}
+    prefix = {"queried_tokens": 200, "hit_tokens": 50, "hit_rate": 0.25, "evicted_blocks": 11}
     assert found["nodes"] == [
         {
             "node": "mixed-0",
@@ -90,42 +99,14 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
             "requests_waiting": 1,
             "preemptions": 5,
             "kv_memory": {"capacity_bytes": 65536, "used_bytes": 16384, "cached_bytes": 20480},
-            "prefix_cache": {
-                "queried_tokens": 200,
-                "hit_tokens": 50,
-                "hit_rate": 0.25,
-                "evicted_blocks": 11,
-            },
-            "transfers": {
-                "handover_bytes_in": 0,
-                "handover_bytes_out": 0,
-                "fetched_bytes": 0,
-                "borrowed_bytes": 0,
-                "given_bytes": 0,
-                "seal_mismatches": 0,
-            },
+            "prefix_cache": prefix,
+            "transfers": dict.fromkeys(TRANSFERS, 0),
             "cache": None,
             "cluster": "",
-            "products": [],
-            "remark": "",
+            "products": ["8x8 float32: native"],
+            "remark": "without seals",
         }
     ]
-
-
-def test_how_each_node_multiplies(post: Poster, backend: FakeBackend) -> None:
-    for node in ("mixed-0", "mixed-1"):
-        report(backend, node, Role.MIXED)
-    backend.multiplied = {NodeId("mixed-1"): ("8x8 float32: native", "9x9 float32: native")}
-    backend.multiplied[NodeId("mixed-2")] = ("8x8 float32: native",)  # has not reported yet
-    found = {node["node"]: node["products"] for node in status(post)["nodes"]}
-    assert found == {"mixed-0": [], "mixed-1": ["8x8 float32: native", "9x9 float32: native"]}
-
-
-def test_what_to_know_of_a_node(post: Poster, backend: FakeBackend) -> None:
-    for node in ("mixed-0", "mixed-1"):
-        report(backend, node, Role.MIXED)
-    backend.remarked = {NodeId("mixed-1"): "without seals"}
-    assert [node["remark"] for node in status(post)["nodes"]] == ["", "without seals"]
 
 
 def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:
@@ -133,14 +114,8 @@ def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:
     report(backend, "prefill-0", Role.PREFILL, prefix_cache_queries_total=2400, prefix_cache_hits_total=600)
     report(backend, "mixed-0", Role.MIXED, prefix_cache_queries_total=800, **STAT.gauges(), **CACHE)
     node = status(post)["nodes"][1]
-    assert node["transfers"] | {"seal_mismatches": 0} == {
-        "handover_bytes_in": 0,
-        "handover_bytes_out": 0,
-        "fetched_bytes": 100,
-        "borrowed_bytes": 200,
-        "given_bytes": 300,
-        "seal_mismatches": 0,
-    }
+    kept = {"fetched_bytes": 100, "borrowed_bytes": 200, "given_bytes": 300}
+    assert node["transfers"] == dict.fromkeys(TRANSFERS, 0) | kept
     memory, disk = node["cache"].pop("tiers")
     assert memory == {
         "tier": "memory",
@@ -154,15 +129,8 @@ def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:
         "bytes_out": 30720,
     }
     assert disk["tier"] == "disk" and disk["hit_rate"] == 10 * 16 / 3200 and disk["evictions"] == 1
-    assert node["cache"] == {
-        "pinned_blocks": 3,
-        "write_queue_blocks": 6,
-        "degraded": True,
-        "io_errors": 9,
-        "lost_blocks": 7,
-        "seal_mismatches": 8,
-        "misses": 2,
-    }
+    counts = {"pinned_blocks": 3, "write_queue_blocks": 6, "io_errors": 9, "lost_blocks": 7, "misses": 2}
+    assert node["cache"] == counts | {"degraded": True, "seal_mismatches": 8}
 
 
 def test_without_an_ssd_there_is_one_tier(backend: FakeBackend) -> None:
@@ -180,53 +148,16 @@ def test_nodes_are_in_order_once_they_reported(backend: FakeBackend) -> None:
     assert [node.node for node in cluster_status(backend, 0).nodes] == ["prefill-9", "prefill-10", "decode-0"]
 
 
-def test_answers_under_way(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
-    backend.script = lambda _: [HANG]
-    app = create_app(backend, tokenizer)
-
-    async def scenario() -> None:
-        connection = Connection(app, "/v1/completions", {"model": "acme/tiny", "prompt": [1], "n": 3})
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            group.create_task(connection.serve())
-            while len(backend.jobs) < 3:
-                await asyncio.sleep(0)
-            assert (await asyncio.to_thread(status, Poster(app)))["requests_running"] == 3
-            connection.disconnect()
-
-    asyncio.run(scenario())
-    assert status(Poster(app))["requests_running"] == 0
-
-
-@pytest.mark.parametrize("method", ["POST", "DELETE"])
-def test_it_can_only_be_read(post: Poster, method: str) -> None:
-    assert post.request(method, "/status").status_code == 405
-
-
 def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
     report(backend, "west-prefill-0", Role.PREFILL)
     backend.members[NodeId("west-prefill-0")] = Role.PREFILL, LAYOUT, "west"
     backend.offloaded = Offload(1500, "fixed", changes=2, requests=7, conversions=1, links=[LINK])
     found = status(post)
     assert found["nodes"][0]["cluster"] == "west"
-    assert found["offload"] == {
-        "threshold": 1500,
-        "reason": "fixed",
-        "changes": 2,
-        "requests": 7,
-        "conversions": 1,
-        "links": [
-            {
-                "source": "west",
-                "target": "east",
-                "up": True,
-                "sent_bytes": 9000,
-                "gbps": 0.5,
-                "rated_gbps": 1.0,
-                "queued_bytes": 40,
-                "rtt_ms": 20.5,
-            }
-        ],
-    }
-    backend.offloaded = Offload(links=[replace(LINK, rtt_ns=0)])
+    bandwidth = {"sent_bytes": 9000, "gbps": 0.5, "rated_gbps": 1.0, "queued_bytes": 40, "rtt_ms": 20.5}
+    link = {"source": "west", "target": "east", "up": True} | bandwidth
+    counts = {"changes": 2, "requests": 7, "conversions": 1}
+    assert found["offload"] == {"threshold": 1500, "reason": "fixed", "links": [link]} | counts
+    backend.offloaded = Offload(links=[SimpleNamespace(**BETWEEN, **BANDWIDTH, rtt_ns=0)])
     found = status(post)
     assert found["offload"]["threshold"] is None and found["offload"]["links"][0]["rtt_ms"] is None

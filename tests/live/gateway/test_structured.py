@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from isthmus.core.errors import RequestError
 from isthmus.live.gateway import GatewayTokenizer
 from isthmus.live.gateway.fields import parse_body
-from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
+from isthmus.live.gateway.requests import CompletionRequest
 from isthmus.live.gateway.structured import check_grammar, grammar_of
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS
 
 from .fake import FakeBackend
+from .grammars import follows
 from .inprocess import Poster
-
-AGE = {
-    "type": "object",
-    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["age"],
-    "additionalProperties": False,
-}
 
 
 def parse(**fields: Any) -> CompletionRequest:
@@ -37,73 +32,16 @@ def tokens(tokenizer: GatewayTokenizer) -> LLTokenizer:
     return tokenizer.for_grammars
 
 
-def follows(tokens: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether `text` is a whole answer."""
-    matcher = LLMatcher(tokens, grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = tokens.tokenize_str(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+FORMS = json.loads((Path(__file__).parent / "tables" / "structured.json").read_text())
 
 
-SCHEMAS = {
-    "response_format.json_schema.schema": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": AGE}}
-    },
-    "structured_outputs.json": {"structured_outputs": {"json": AGE}},
-    "guided_json": {"guided_json": AGE},
-    "json_schema": {"json_schema": json.dumps(AGE)},
-}
-LETTERS = {
-    "structured_outputs.regex": {"structured_outputs": {"regex": "a|bc"}},
-    "structured_outputs.choice": {"structured_outputs": {"choice": ["a", "bc"]}},
-    "structured_outputs.grammar": {"structured_outputs": {"grammar": 'start: "a" | "bc"'}},
-    "guided_regex": {"guided_regex": "a|bc"},
-    "guided_choice": {"guided_choice": ["a", "bc"]},
-    "guided_grammar": {"guided_grammar": 'root ::= "a" | "bc"'},
-    "regex": {"regex": "a|bc"},
-    "ebnf": {"ebnf": 'root ::= "a" | "bc"'},
-}
-
-
-@pytest.mark.parametrize("param", SCHEMAS)
-def test_schemas(param: str, tokens: LLTokenizer) -> None:
-    grammar, found = grammar_of(parse(**SCHEMAS[param]))
-    assert found == param
-    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
-    for text in ('{"age":7}', '{"age": 7}', '{\n  "age": 99\n}'):
-        assert follows(tokens, grammar, text)
-    for text in ('{"age": 100}', "{}", '{"age": 7, "b": 1}', '{"age":' + " " * 40 + "7}", "7"):
-        assert not follows(tokens, grammar, text)
-
-
-@pytest.mark.parametrize("param", LETTERS)
-def test_words(param: str, tokens: LLTokenizer) -> None:
-    grammar, found = grammar_of(parse(**LETTERS[param]))
-    assert found == param
-    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
-    assert [text for text in ("a", "b", "bc", "abc", "") if follows(tokens, grammar, text)] == ["a", "bc"]
-
-
-def test_choices_are_taken_as_they_are(tokens: LLTokenizer) -> None:
-    choices = ['say "x"', "a\nb", "\\d", "grüß 😀", "start: /x/"]
-    grammar, _ = grammar_of(parse(guided_choice=choices))
-    assert all(follows(tokens, grammar, choice) for choice in choices)
-    assert not follows(tokens, grammar, "5")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
-)
-def test_any_object(fields: dict[str, Any], tokens: LLTokenizer) -> None:
-    grammar, _ = grammar_of(parse(**fields))
-    assert follows(tokens, grammar, '{"a": [1, {"b": null}]}')
-    assert not follows(tokens, grammar, "[1]")
-
-
-def test_no_white_space(tokens: LLTokenizer) -> None:
-    grammar, _ = grammar_of(parse(structured_outputs={"json": AGE, "disable_any_whitespace": True}))
-    assert follows(tokens, grammar, '{"age":7}')
-    assert not follows(tokens, grammar, '{"age": 7}')
+@pytest.mark.parametrize("row", FORMS, ids=lambda row: row["field"])
+def test_a_grammar_of_each_form(row: dict[str, Any], tokens: LLTokenizer) -> None:
+    """tables/structured.json: the field of a body that constrains the answer, and answers that fit or do not."""
+    grammar, field = grammar_of(parse(**row["body"]))
+    assert field == row["field"]
+    check_grammar(grammar, field, tokens, GRAMMAR_LIMITS)
+    assert [text for text in row["right"] + row["wrong"] if follows(tokens, grammar, text)] == row["right"]
 
 
 def test_nothing_asked() -> None:
@@ -119,16 +57,9 @@ def test_two_that_contradict_each_other() -> None:
 
 
 def test_jobs_carry_it(post: Poster, backend: FakeBackend) -> None:
-    assert post.chat(response_format={"type": "json_object"}, n=2).status_code == 200
-    assert {job.sampling.grammar for job in backend.jobs} == {
-        grammar_of(
-            parse_body(
-                ChatRequest,
-                b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
-                100,
-            )
-        )[0]
-    }
+    fields = {"response_format": {"type": "json_object"}}
+    assert post.chat(n=2, **fields).status_code == 200
+    assert {job.sampling.grammar for job in backend.jobs} == {grammar_of(parse(**fields))[0]}
 
 
 @pytest.mark.parametrize(

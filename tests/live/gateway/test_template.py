@@ -23,34 +23,6 @@ def render(source: str, *messages: dict[str, str], **special_tokens: str) -> str
     return ChatTemplate(source, special_tokens).render(messages)
 
 
-def test_blocks_leave_no_blank_lines() -> None:
-    source = "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}"
-    assert render(source, {"content": "a"}, {"content": "b"}) == "a\nb\n"
-
-
-def test_what_a_template_finds() -> None:
-    source = "{{ bos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}"
-    assert render(source, bos_token="<s>") == "<s>TrueTrueTrue"
-
-
-def test_loop_controls() -> None:
-    source = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
-    assert render(source, {"content": "a"}, {"content": "b"}) == "a"
-
-
-def test_generation_blocks_are_plain_text() -> None:
-    assert render("a{% generation %}b{% endgeneration %}c") == "abc"
-
-
-def test_tojson_escapes_no_html() -> None:
-    assert render("{{ messages | tojson }}", {"content": "<é'>"}) == """[{"content": "<é'>"}]"""
-    assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
-
-
-def test_the_date() -> None:
-    assert re.fullmatch(r"\d{4}", render("{{ strftime_now('%Y') }}"))
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -94,6 +66,14 @@ def _call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 _EVERY = chat_templates.ALL | chat_templates.PARTS
+SMALL = {
+    "no blank lines": "{% for m in messages %}\n  {% if 1 %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation blocks": "a{% generation %}b{% endgeneration %}c",
+    "JSON": "{{ messages | tojson }}{{ {'a': 1} | tojson(indent=2) }}",
+    "the date": "{{ strftime_now('%Y') }}",
+    "names": "{{ bos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}",
+}
 PARIS = _call("get_weather", city="Paris é", days=2, units={"t": ["C"]})
 PLAIN = [
     {"role": "system", "content": "Be brief. "},
@@ -117,7 +97,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @functools.cache
-def transformers_tokenizer(source: str) -> Any:
+def _theirs(source: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -125,22 +105,25 @@ def transformers_tokenizer(source: str) -> Any:
     )
 
 
+def _ours(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
+
+
 def _both(source: str, messages: Any, tools: Any = None, **options: Any) -> tuple[str, str]:
-    """What transformers renders, and what we do."""
-    theirs = transformers_tokenizer(source).apply_chat_template(
-        messages, tools=tools, tokenize=False, **options
+    """The prompts that transformers and ours render."""
+    theirs = _theirs(source).apply_chat_template(
+        messages, tools=tools, tokenize=False, **{"add_generation_prompt": False} | options
     )
     named = {"add_generation_prompt", "continue_final_message", "documents"}
-    own = {name: value for name, value in options.items() if name in named}
+    own = {"add_generation_prompt": False} | {name: value for name, value in options.items() if name in named}
     extra = {name: value for name, value in options.items() if name not in named}
-    template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
-    return theirs, template.render(messages, tools=tools, chat_template_kwargs=extra, **own)
+    return theirs, _ours(source).render(messages, tools=tools, chat_template_kwargs=extra, **own)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", chat_templates.ALL)
+@pytest.mark.parametrize("name", [*chat_templates.ALL, *SMALL])
 def test_as_transformers_renders(name: str, options: dict[str, Any]) -> None:
-    theirs, ours = _both(chat_templates.ALL[name], PLAIN, **options)
+    theirs, ours = _both((_EVERY | SMALL)[name], PLAIN, **options)
     assert ours == theirs
 
 
@@ -162,32 +145,33 @@ def test_a_last_message_is_continued_as_transformers_does(name: str, ending: str
     assert ours.rstrip().endswith("I am")
 
 
-@pytest.mark.parametrize("more", [{"content": None}, {"content": []}, {"content": "so", "tool_calls": [PARIS]}])
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        *(
+            (last, "with content to continue, and without 'tool_calls'")
+            for last in ({"content": None}, {"content": []}, {"content": "so", "tool_calls": [PARIS]})
+        ),
+        ({"content": "hidden"}, "does not show the last message whole"),
+    ],
+)
 @pytest.mark.parametrize("source", [chat_templates.QWEN25, chat_templates.SMOLLM2])
-def test_a_message_without_content_or_with_calls_is_not_continued(source: str, more: dict[str, Any]) -> None:
-    last = {"role": "assistant"} | more
-    with pytest.raises(RequestError, match="with content to continue, and without 'tool_calls'") as caught:
-        ChatTemplate(source, {}).render(
-            [*PLAIN, last], add_generation_prompt=False, continue_final_message=True
-        )
+def test_a_message_without_content_or_with_calls_is_not_continued(
+    source: str, last: dict[str, Any], reason: str
+) -> None:
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    hiding = "{{ messages | length }}" if "whole" in reason else source
+    with pytest.raises(RequestError, match=reason) as caught:
+        ChatTemplate(hiding, {}).render([*PLAIN, {"role": "assistant"} | last], **options)
     assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize("name", ["guard", "gemma3", "smollm2"])
 def test_parts_are_continued_at_their_end(name: str) -> None:
-    source = _EVERY[name]
     said = [PLAIN[1], {"role": "assistant", "content": _parts("So it ", "is ")}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
-    as_read = [_joined(message) for message in said] if name == "smollm2" else [_as_parts(m) for m in said]
-    theirs, _ = _both(source, as_read, **options)
-    template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
-    assert template.render(said, **options) == theirs
-
-
-def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
-    template = ChatTemplate("{{ messages | length }}", {})
-    with pytest.raises(RequestError, match="does not show the last message whole"):
-        template.render(PLAIN, add_generation_prompt=False, continue_final_message=True)
+    theirs, _ = _both(_EVERY[name], list(map(_joined if name == "smollm2" else _as_parts, said)), **options)
+    assert _ours(_EVERY[name]).render(said, **options) == theirs
 
 
 def _parts(*texts: str) -> list[dict[str, str]]:
@@ -228,9 +212,7 @@ def test_a_template_is_given_the_contents_that_it_reads(name: str) -> None:
         case _:
             read = [_joined(message) for message in messages]
     theirs, _ = _both(source, read)
-    ours = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"}).render(
-        messages, add_generation_prompt=False
-    )
+    ours = _ours(source).render(messages, add_generation_prompt=False)
     assert ours == theirs
     assert "two" in ours and "three" in ours and "type" not in ours
 
@@ -241,17 +223,12 @@ def test_results_of_tools_in_parts(name: str) -> None:
         message | ({"content": _parts("2", "1")} if message["role"] == "tool" else {}) for message in CALLED
     ]
     joined = [_joined(message) if message["content"] else message for message in called]
-    template = ChatTemplate(chat_templates.ALL[name], {"bos_token": "<bos>", "eos_token": "<eos>"})
+    template = _ours(_EVERY[name])
     assert template.render(called, tools=[WEATHER]) == template.render(joined, tools=[WEATHER])
-
-
-def test_results_of_tools_as_a_template_reads_them() -> None:
-    source = (
-        "{% for m in messages if m.role == 'tool' %}{% for part in m.content %}({{ part.text }}){% endfor %}"
+    source = "{% for m in messages if m.role == 'tool' %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endfor %}"
+    assert (
+        ChatTemplate("{{ tools is defined }}" + source, {}).render([*called[:3], CALLED[2]]) == "True(2)(1)(21)"
     )
-    template = ChatTemplate("{{ tools is defined }}" + source + "{% endfor %}", {})
-    result = CALLED[2] | {"content": _parts("2", "1")}
-    assert template.render([*CALLED[:2], result, CALLED[2]]) == "True(2)(1)(21)"
 
 
 @pytest.mark.parametrize(
@@ -282,10 +259,11 @@ def test_contents_that_a_template_reads_otherwise_beside_tools() -> None:
 
 def test_results_that_a_template_shows_as_objects_are_not_cut_into_letters() -> None:
     """As Command A does."""
-    parts = "{% for p in m.content %}{{ p | tojson }};{% endfor %}"
-    source = f"{{{{ tools }}}}{{% for m in messages if m.role == 'tool' %}}{parts}{{% endfor %}}"
-    shown = ChatTemplate(source, {}).render(CALLED)
-    assert shown == 'None{"type": "text", "text": "21"};'
+    source = "{{ tools }}{% for m in messages if m.role == 'tool' %}{% for p in m.content %}{{ p | tojson }};"
+    assert (
+        ChatTemplate(source + "{% endfor %}{% endfor %}", {}).render(CALLED)
+        == 'None{"type": "text", "text": "21"};'
+    )
 
 
 def test_arguments_are_text_to_a_template_that_refuses_objects() -> None:
@@ -313,44 +291,31 @@ def test_whether_a_template_shows_what_users_say() -> None:
     assert not ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", {}).shows_users
 
 
-ASKING = """\
-{{ tools is none }}{% for m in messages %}[{{ m.role }}]{% if m.content is none %}null{% elif m.content is string %}text
-{%- elif m.content is iterable or m.content is sequence %}parts{% endif %}{{ m.content == none }}{{ m.content != none }}
-{%- if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}
-{{- messages | tojson }}{{ messages[1] | tojson }}{{ messages[1].content | tojson }}{{ messages }}"""
-
-
 def test_content_that_is_null_is_null_to_templates_that_ask() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    source = """{{ tools is none }}{% for m in messages %}[{{ m.role }}]
+{%- if m.content is none %}null{% elif m.content is string %}text{% elif m.content is iterable %}parts{% endif %}
+{{- m.content == none }}{{ m.content != none }}{% if m.content is not none %}{{ m.content }}{% endif %}{% endfor %}
+{{- messages | tojson }}{{ messages[1] | tojson }}{{ messages[1].content | tojson }}{{ messages }}"""
     # Tokenizers of transformers leave it out before they render, whatever the template asks.
-    [theirs], _ = render_jinja_template([CALLED], chat_template=ASKING)
-    assert ChatTemplate(ASKING, {}).render(CALLED) == theirs
+    [theirs], _ = render_jinja_template([CALLED], chat_template=source)
+    assert ChatTemplate(source, {}).render(CALLED) == theirs
     assert "[assistant]nullTrueFalse" in theirs
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        "{{ c }}",
-        "{{ 'a' + c }}",
-        "{{ c ~ 'a' }}",
-        "{{ c | string }}",
-        "{{ c | trim }}",
-        "{% for p in c %}{{ p }}{% endfor %}",
-    ],
-)
-def test_content_that_is_null_is_no_text_to_templates_that_do_not_ask(shown: str) -> None:
-    source = f"{{{{ tools }}}}{{% for m in messages %}}{{% set c = m.content %}}{shown}{{% endfor %}}"
-    assert "None" not in ChatTemplate(source, {}).render(CALLED, tools=[WEATHER])
+def test_content_that_is_null_is_no_text_to_templates_that_do_not_ask() -> None:
+    looped = "{% for p in c %}{{ p }}{% endfor %}"
+    for shown in ("{{ c }}", "{{ 'a' + c }}", "{{ c ~ 'a' }}", "{{ c | string }}", "{{ c | trim }}", looped):
+        source = f"{{{{ tools }}}}{{% for m in messages %}}{{% set c = m.content %}}{shown}{{% endfor %}}"
+        assert "None" not in ChatTemplate(source, {}).render(CALLED, tools=[WEATHER]), shown
 
 
 @pytest.mark.parametrize("name", [*chat_templates.ALL, "gemma3"])
 def test_no_prompt_says_none(name: str) -> None:
     said = CALLED if name != "gemma3" else [PLAIN[1], {"role": "assistant", "content": None}, PLAIN[3]]
-    template = ChatTemplate(_EVERY[name], {"bos_token": "<bos>", "eos_token": "<eos>"})
     for tools in (None, [WEATHER]):
-        assert "None" not in template.render(said, tools=tools)
+        assert "None" not in _ours(_EVERY[name]).render(said, tools=tools)
 
 
 @pytest.mark.parametrize("name", ["tools", "messages", "add_generation_prompt"])
@@ -362,46 +327,32 @@ def test_template_arguments_that_are_fields_are_refused(name: str) -> None:
 
 def test_tools_in_words_for_a_template_that_knows_none() -> None:
     template = ChatTemplate(chat_templates.SMOLLM2, {})
-    assert template.tool_source is None
+    assert template.tool_source is None and "You can call functions" not in template.render(CALLED)
     results = [*CALLED[:3], {**CALLED[2], "content": "22"}, *CALLED[3:]]
     text = template.render([PLAIN[0], *results], tools=[WEATHER])
     system, user, assistant, tool, answer, *_ = text.split("<|im_start|>")[1:]
     assert system.startswith("system\nBe brief. \n\n") and json.dumps(WEATHER) in system
     assert user == "user\nweather?<|im_end|>\n"
-    written = json.dumps(PARIS["function"], ensure_ascii=False)
-    assert assistant == f"assistant\n<tool_call>\n{written}\n</tool_call><|im_end|>\n"
+    written = f"<tool_call>\n{json.dumps(PARIS['function'], ensure_ascii=False)}\n</tool_call><|im_end|>\n"
+    assert assistant == "assistant\n" + written
     responses = "\n".join(f"<tool_response>\n{degrees}\n</tool_response>" for degrees in (21, 22))
     assert tool == f"user\n{responses}<|im_end|>\n"
     assert answer == "assistant\nIt is 21.<|im_end|>\n"
-
-
-def test_words_without_a_system_message_and_beside_calls() -> None:
-    template = ChatTemplate(chat_templates.SMOLLM2, {})
     text = template.render([*CALLED[:1], {**CALLED[1], "content": "Let me see."}], tools=[WEATHER])
     assert text.startswith("<|im_start|>system\nYou can call functions")
-    assert "<|im_start|>assistant\nLet me see.\n<tool_call>\n" in text
-    assert "You can call functions" not in template.render(CALLED)
+    assert f"<|im_start|>assistant\nLet me see.\n{written}" in text
 
 
 def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
-    named = [
-        {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "{{ tools | length if tools }} tools"},
-    ]
-    folder.write(tmp_path, tokenizer_config={"chat_template": named})
-    template = load_template(open_files(tmp_path))
-    assert template is not None
-    assert template.render(PLAIN) == "plain"
+    """Without a default only conversations with tools are rendered, as transformers refuses others."""
+    tool_use = "{{ tools | length if tools }} tools"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": tool_use}]
+    template = load_template(open_files(folder.write(tmp_path, tokenizer_config={"chat_template": named})))
+    assert template is not None and template.tool_source == tool_use
+    assert (template.render(PLAIN), template.render(CALLED)) == ("plain", " tools")
     assert template.render(PLAIN, tools=[WEATHER]) == "1 tools"
-    assert template.render(CALLED) == " tools"
-    assert template.tool_source == "{{ tools | length if tools }} tools"
-
-
-def test_without_a_default_only_tools_are_rendered(tmp_path: Path) -> None:
-    """As transformers refuses it."""
-    named = {"rag": "r", "tool_use": "{{ tools | length }} tools", "it's": ""}
-    folder.write(tmp_path, tokenizer_config={"chat_template": named})
-    template = load_template(open_files(tmp_path))
+    others = {"rag": "r", "tool_use": tool_use, "it's": ""}
+    template = load_template(open_files(folder.write(tmp_path, tokenizer_config={"chat_template": others})))
     assert template is not None and template.render(PLAIN, tools=[WEATHER]) == "1 tools"
     with pytest.raises(
         RequestError, match="none of its templates is the default; there are it's, rag, tool_use"
@@ -420,17 +371,12 @@ def test_ids_that_a_template_finds_too_long_become_short_ones() -> None:
 
 def test_results_in_a_row_are_one_message() -> None:
     user, results = {"role": "user", "content": "?"}, [{"role": "tool", "content": str(k)} for k in range(3)]
-    first, last = "<tool_response>\n0\n</tool_response>", "<tool_response>\n2\n</tool_response>"
+    first, second, last = (f"<tool_response>\n{k}\n</tool_response>" for k in range(3))
     written = in_words([*results[:2], user, results[2]], None)
-    assert [message["role"] for message in written] == ["user", "user", "user"]
-    assert written[0]["content"] == f"{first}\n{first.replace('0', '1')}"
-    assert written[1:] == [user, {"role": "user", "content": last}]
-
-
-def test_the_time_grows_with_the_results() -> None:
-    results = [{"role": "tool", "content": "x" * 1_000}] * 40_000
+    contents = [f"{first}\n{second}", "?", last]
+    assert written == [{"role": "user", "content": content} for content in contents]
     started = time.process_time()
-    [message] = in_words(results, None)
+    [message] = in_words([{"role": "tool", "content": "x" * 1_000}] * 40_000, None)
     # A tenth of a second. With the square of their number it would be minutes.
     assert time.process_time() - started < 10
     assert len(message["content"]) > 40_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,39 +30,22 @@ def test_the_byte_alphabet_is_the_library_s() -> None:
         assert bytes(BYTE_OF_CHAR[char] for char in spelled) == text.encode()
 
 
-def test_text_gets_the_model_s_special_tokens(tokenizer: GatewayTokenizer) -> None:
+def test_special_tokens(tokenizer: GatewayTokenizer) -> None:
     assert tokenizer.encode_text("the") == [folder.BOS, ord("t"), folder.HE]
-
-
-def test_chat_gets_only_those_of_the_template(tokenizer: GatewayTokenizer) -> None:
-    tokens = tokenizer.encode_chat([{"role": "user", "content": "x"}])
-    assert tokens == [folder.BOS, *folder.byte_tokens("<user>x\n<assistant>")]
-
-
-def test_decode_leaves_special_tokens_out(tokenizer: GatewayTokenizer) -> None:
+    chat = tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    assert chat == [folder.BOS, *folder.byte_tokens("<user>x\n<assistant>")]
     assert tokenizer.decode([folder.BOS, folder.HE, ord("y"), folder.EOS]) == "hey"
-
-
-def test_token_bytes(tokenizer: GatewayTokenizer) -> None:
-    assert tokenizer.token_bytes(folder.HE) == b"he"
-    assert tokenizer.token_bytes(0xE2) == b"\xe2"
-    assert tokenizer.token_bytes(folder.EOS) == b"<eos>"
-    assert tokenizer.token_bytes(folder.PADDING) == b""
+    shown = [tokenizer.token_bytes(token) for token in (folder.HE, 0xE2, folder.EOS, folder.PADDING)]
+    assert shown == [b"he", b"\xe2", b"<eos>", b""]
 
 
 def test_token_bytes_of_sentencepiece() -> None:
-    tokenizer = sentencepiece()
-    assert tokenizer.token_bytes(1) == b" Hello"
-    assert tokenizer.token_bytes(5 + 0xE2) == b"\xe2"
-
-
-def test_token_bytes_of_words_that_were_added() -> None:
     built = sentencepiece()._tokenizer
     built.add_tokens(["▁▁▁"])
     added = built.token_to_id("▁▁▁")
     tokenizer = GatewayTokenizer(built, None, GenerationDefaults())
     assert tokenizer.decode([3, added]) == "lo   "
-    assert tokenizer.token_bytes(added) == b"   "
+    assert [tokenizer.token_bytes(token) for token in (added, 1, 5 + 0xE2)] == [b"   ", b" Hello", b"\xe2"]
 
 
 @given(st.lists(st.sampled_from("ab é東😀\ufffd"), max_size=20).map("".join))
@@ -81,15 +65,25 @@ def test_offsets_of_tokens_that_the_text_spells_otherwise() -> None:
     assert BYTE_LEVEL.offsets([0xFF, 0x61, 10**6, 0x62, 0xE2], "\ufffdab") == (0, 1, 2, 2, 3)
 
 
-def test_no_tokenizer_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", None, r"tokenizer\.json: no such file"),
+        ("tokenizer.json", "{}", r"tokenizer\.json: not a tokenizer"),
+        *(
+            ("tokenizer_config.json", content, "tokenizer_config.json")
+            for content in ("[1]", "{", json.dumps({"chat_template": 5}))
+        ),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, content: str | None, says: str) -> None:
+    (folder.write(tmp_path) / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=says) as caught:
         GatewayTokenizer.load(tmp_path)
-
-
-def test_a_broken_tokenizer_file(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
-        GatewayTokenizer.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_folder_without_template(tmp_path: Path) -> None:
@@ -105,16 +99,6 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     folder.write(tmp_path)
     built.save(str(tmp_path / "tokenizer.json"))
     assert len(GatewayTokenizer.load(tmp_path).encode_text("abcdef")) == 7
-
-
-@pytest.mark.parametrize(
-    "content", ["[1]", "{", json.dumps({"chat_template": 5}), '{"chat_template": "{% if %}"}']
-)
-def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
-    folder.write(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ModelError, match=str(tmp_path)):
-        GatewayTokenizer.load(tmp_path)
 
 
 @given(text=st.text(max_size=200))
@@ -133,23 +117,13 @@ def load(folder: Path, **generation: object) -> GenerationDefaults:
     return load_generation(open_files(folder))
 
 
-def test_sampling_defaults_of_a_sampling_model(tmp_path: Path) -> None:
-    defaults = load(tmp_path, do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
-    assert defaults == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
-
-
-@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
-def test_other_models_get_openai_s(tmp_path: Path, do_sample: dict[str, object]) -> None:
-    assert load(tmp_path, temperature=0.6, top_p=0.9, top_k=5, **do_sample) == GenerationDefaults()
-
-
-@pytest.mark.parametrize("do_sample", [True, False])
-def test_a_penalty_of_repetition_holds_for_greedy_models_too(tmp_path: Path, do_sample: bool) -> None:
-    assert load(tmp_path, repetition_penalty=1.1, do_sample=do_sample).repetition_penalty == 1.1
-
-
-def test_no_files(tmp_path: Path) -> None:
-    assert load_generation(open_files(tmp_path)) == GenerationDefaults()
+@pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize("do_sample", [True, False, None])
+def test_sampling_defaults(tmp_path: Path, do_sample: bool | None, penalty: dict[str, float]) -> None:
+    """The model's own if it samples, OpenAI's if not; the penalty holds for greedy models too."""
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    expected = GenerationDefaults(**(own if do_sample else {}), **penalty)
+    assert load(tmp_path, do_sample=do_sample, **own, **penalty) == expected
 
 
 def test_an_end_that_is_ignored_is_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,16 +133,12 @@ def test_an_end_that_is_ignored_is_said_in_one_line(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "value"),
     [
-        {"temperature": "hot"},
-        {"top_p": True},
-        {"top_k": -1},
-        {"eos_token_id": "x"},
-        {"eos_token_id": [True]},
-        {"repetition_penalty": 0},
+        *(("temperature", "hot"), ("top_p", True), ("top_k", -1)),
+        *(("eos_token_id", "x"), ("eos_token_id", [True]), ("repetition_penalty", 0)),
     ],
 )
-def test_wrong_values_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=rf"generation_config\.json: {next(iter(wrong))}"):
-        load(tmp_path, do_sample=True, **wrong)
+def test_wrong_values_are_named(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {name}"):
+        load(tmp_path, do_sample=True, **{name: value})

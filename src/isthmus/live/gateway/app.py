@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from isthmus.live.gateway.responses.body import ResponsesRequest
 from isthmus.live.gateway.responses.wire import ResponsesDialect, ResponsesReply
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.status import Status, cluster_status
-from isthmus.live.gateway.tenants import Quotas, TenantGate, Traffic
+from isthmus.live.gateway.tenants import TenantGate, Traffic
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 
@@ -42,8 +42,8 @@ def create_app(
     settings: GatewaySettings | None = None,
     preparing: Preparing | None = None,
 ) -> Starlette:
-    """An ASGI app that serves `backend`. `settings` None: the defaults. `preparing`: what becomes of bodies, None: all
-    of it in this process. Raises ConfigError where the settings do not fit the model."""
+    """The ASGI app that serves `backend`. `settings` None: the defaults; `preparing` None: every body is prepared in
+    this process. Raises ConfigError where the settings do not fit the model."""
     settings = settings or GatewaySettings()
     traffic = Traffic(settings.http)
     preparing = preparing or Preparing(backend.card, tokenizer, settings)
@@ -52,7 +52,7 @@ def create_app(
 
     @cache
     def description() -> bytes:
-        """Made when first asked for, since it takes longer than all else here."""
+        """The OpenAPI document; made on first request, since it takes longer than the rest of the start."""
         return document(operations, backend.card, keys=bool(settings.keys))
 
     async def described(request: Request) -> Response:
@@ -74,12 +74,12 @@ def create_app(
         exception_handlers=_handlers(refuse),
     )
     app.state.preparing = preparing
-    app.state.traffic = traffic  # the server's: what it serves this app on
+    app.state.traffic = traffic  # for `serve_http`
     return app
 
 
 class _App(Starlette):
-    """`outermost`: middleware around all that Starlette has, so that answers that tell of bugs go through it, too."""
+    """A Starlette app with `outermost` middleware around everything, so that it also sees answers to bugs."""
 
     def __init__(self, outermost: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
         super().__init__(**options)
@@ -90,7 +90,7 @@ class _App(Starlette):
 
 
 def _origins(settings: GatewaySettings) -> tuple[str, ...] | None:
-    """Where keys are asked for, any page may ask: no browser adds a key by itself, as it does cookies."""
+    """With API keys any page may ask: no browser adds a key by itself, as it does cookies."""
     return (ANY,) if settings.origins is None and settings.keys else settings.origins
 
 
@@ -100,7 +100,7 @@ def _guard(
     meter: Meter,
     refuse: Callable[[Exception], Response],
 ) -> list[Middleware]:
-    """What asks for a key, if there are any, and what tenants' limits ask, if they have any."""
+    """Middleware that asks for API keys and keeps tenants' limits, if there are any."""
     opened = {each.path for each in operations if each.open}
     if not settings.keys:
         return []
@@ -108,44 +108,26 @@ def _guard(
     limits = [settings.tenant_default, *settings.tenant_limits.values()]
     if not (settings.names_tenants or any(each.is_limited for each in limits)):
         return [guard]
-    quotas = Quotas(settings.tenant_limits, settings.tenant_default)
-    return [guard, Middleware(TenantGate, quotas=quotas, meter=meter.tenants, refuse=refuse)]
+    return [guard, Middleware(TenantGate, settings=settings, meter=meter.tenants, refuse=refuse)]
 
 
 def _operations(
     backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings, meter: Meter, preparing: Preparing
 ) -> list[Operation]:
-    """All that is served: the routes, and what the document says of them."""
+    """All routes, with their part of the OpenAPI document."""
     service = Service(backend, tokenizer, settings, meter, preparing)
     chat = GenerationEndpoint(service, "chat", ChatDialect)
     completion = GenerationEndpoint(service, "completion", CompletionDialect)
     response = GenerationEndpoint(service, "response", ResponsesDialect)
     tokenize, detokenize = JsonEndpoint(service, "tokenize"), JsonEndpoint(service, "detokenize")
     pages = _Pages(backend, meter)
+    streamed, kept_nowhere = partial(Operation, streams=True), "Answer a conversation, of which nothing is kept"
     return [
-        Operation(
-            "/v1/chat/completions", chat, "Answer messages", body=ChatRequest, reply=ChatReply, streams=True
-        ),
-        Operation(
-            "/v1/completions",
-            completion,
-            "Continue a prompt",
-            body=CompletionRequest,
-            reply=CompletionReply,
-            streams=True,
-        ),
-        Operation(
-            "/v1/responses",
-            response,
-            "Answer a conversation, of which nothing is kept",
-            body=ResponsesRequest,
-            reply=ResponsesReply,
-            streams=True,
-        ),
-        Operation(
-            "/tokenize", tokenize, "Tokens of a text or of messages", body=TokenizeRequest, reply=TokenizeReply
-        ),
-        Operation("/detokenize", detokenize, "Text of tokens", body=DetokenizeRequest, reply=DetokenizeReply),
+        streamed("/v1/chat/completions", chat, "Answer messages", ChatRequest, ChatReply),
+        streamed("/v1/completions", completion, "Continue a prompt", CompletionRequest, CompletionReply),
+        streamed("/v1/responses", response, kept_nowhere, ResponsesRequest, ResponsesReply),
+        Operation("/tokenize", tokenize, "Tokens of a text or of messages", TokenizeRequest, TokenizeReply),
+        Operation("/detokenize", detokenize, "Text of tokens", DetokenizeRequest, DetokenizeReply),
         Operation("/v1/models", pages.models, "The served model, in a list", reply=ModelList),
         Operation("/v1/models/{name:path}", pages.model, "The served model", reply=ModelEntry),
         Operation("/version", pages.version, "Of this server", reply=Version),
@@ -157,7 +139,7 @@ def _operations(
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """`max_model_len`: prompt and answer together, in tokens."""
+    """`max_model_len`: of prompt and answer together, in tokens."""
 
     id: str
     created: int
@@ -178,7 +160,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class _Pages:
-    """The endpoints that answer from what is known already."""
+    """Endpoints that answer from the present state."""
 
     def __init__(self, backend: Backend, meter: Meter) -> None:
         self._backend = backend
@@ -220,7 +202,8 @@ def _json(content: msgspec.Struct) -> Response:
 
 
 def _handlers(refuse: Callable[[Exception], Response]) -> dict[Any, Any]:
-    """How errors that no endpoint answered become answers. Starlette raises a bug's again, for the server's log."""
+    """Exception handlers for errors that no endpoint answered. Starlette raises a bug's error again, for the server's
+    log."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         return refuse(error)

@@ -1,4 +1,4 @@
-"""What the gateway asks of a cluster. The real one is the cluster's client handle; tests bring a fake."""
+"""The interface between the gateway and a cluster; the head implements it, tests bring a fake."""
 
 from __future__ import annotations
 
@@ -21,38 +21,25 @@ class TokenStream(Protocol):
 
 
 class BlockShape(Protocol):
-    """How large a KV block is on one node."""
+    """The size of a KV block, in tokens and bytes."""
 
     @property
-    def block_size(self) -> int:
-        """In tokens."""
-        ...
+    def block_size(self) -> int: ...
 
     @property
     def block_bytes(self) -> int: ...
 
 
 class GatewayLink(Protocol):
-    """One direction of a link between clusters. `sent_bytes` since the gateway started; the rate and what waits for the
-    link, of late; `rtt_ns` 0 when it is not known."""
+    """One direction of a link between clusters. `sent_bytes` counts since the gateway started; `bytes_per_s` and
+    `queued_bytes` are recent; `rtt_ns` is 0 while unknown."""
 
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def up(self) -> bool: ...
-
-    @property
-    def rated_bytes_per_s(self) -> int: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def bytes_per_s(self) -> int: ...
+    source: str
+    target: str
+    up: bool
+    rated_bytes_per_s: int
+    sent_bytes: int
+    bytes_per_s: int
 
     @property
     def queued_bytes(self) -> int: ...
@@ -62,23 +49,15 @@ class GatewayLink(Protocol):
 
 
 class OffloadView(Protocol):
-    """`threshold`: prompts with more uncached tokens are prefilled in another cluster, None: no prompt is; `reason`: of
-    its latest change; `changes`; `requests` sent to another cluster; `conversions` of nodes to another role."""
+    """Prefill offload between clusters. `threshold`: prompts with more uncached tokens are prefilled in another
+    cluster (None: none are); `reason`: of its latest change; `requests`: sent to another cluster; `conversions`:
+    nodes that changed their role."""
 
-    @property
-    def threshold(self) -> int | None: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def changes(self) -> int: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def conversions(self) -> int: ...
+    threshold: int | None
+    reason: str
+    changes: int
+    requests: int
+    conversions: int
 
     @property
     def links(self) -> Sequence[GatewayLink]: ...
@@ -87,12 +66,12 @@ class OffloadView(Protocol):
 class Backend(Protocol):
     @property
     def card(self) -> ModelCard:
-        """The served model. Does not change while the gateway runs."""
+        """The served model; constant while the gateway runs."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """At least one prefill and decode pair, or one mixed node, is ready."""
+        """Whether a prefill and decode pair, or one mixed node, is ready."""
         ...
 
     def submit(self, job: Job) -> TokenStream:
@@ -100,12 +79,12 @@ class Backend(Protocol):
         ...
 
     async def ready_to_reuse(self) -> None:
-        """To be awaited before jobs that may be computed with more than their own prefix: returns when prompts can be
-        told apart by what they mean. The first time that may take as long as reading the model's embeddings."""
+        """Waits until prompts can be compared by meaning; awaited before jobs whose `reuse` is not exact. The first
+        call may take as long as reading the model's embeddings. Raises UnavailableError."""
         ...
 
     async def poll(self) -> None:
-        """Returns when each node has said how it is now, so that `gauges` knows; or soon, if one does not answer."""
+        """Asks each node for fresh gauges; returns soon even if one does not answer."""
         ...
 
     def gauges(self) -> dict[str, dict[str, float]]:
@@ -113,23 +92,23 @@ class Backend(Protocol):
         ...
 
     def nodes(self) -> Mapping[NodeId, tuple[Role, BlockShape, str]]:
-        """Role, block shape and cluster ("" if there is only one) of the nodes that are in, in the order they joined.
-        One is here a moment before it has gauges."""
+        """Role, block shape and cluster ("" if there is only one) of the joined nodes, in the order they joined. A node
+        appears a moment before its gauges."""
         ...
 
     def products(self) -> Mapping[NodeId, Sequence[str]]:
-        """How the engine of each of these nodes multiplies: "SHAPE: which product for how many rows", a line for each
-        shape of weights that was timed."""
+        """The matrix-product kernels that each node's engine chose: "SHAPE: which product for how many rows", one
+        line for each shape of weights that was timed."""
         ...
 
     def remarks(self) -> Mapping[NodeId, str]:
-        """What people are to know of some of these nodes: a promise that their engine cannot keep."""
+        """Warnings for operators about some nodes: a promise that their engine cannot keep."""
         ...
 
     def offload(self) -> OffloadView | None:
-        """What passes between clusters; None where no link joins any."""
+        """State of the links between clusters; None where there are none."""
         ...
 
     def refusals(self) -> dict[str, int]:
-        """Jobs turned away so far, by the stage that could not take them. May be empty."""
+        """Jobs refused so far, by the stage that was full. May be empty."""
         ...

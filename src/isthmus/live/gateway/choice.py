@@ -1,4 +1,4 @@
-"""One choice of an answer: its stream of tokens, and the text they become."""
+"""One choice of an answer: its stream of tokens becomes text, scores and tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isthmus.live.gateway.tools.parser import Finding, merged
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Log-probabilities of one output token. `offset`: characters of text before it."""
+    """Log-probabilities of one output token. `offset`: characters of the answer's text before it."""
 
     token: int
     logprobs: TokenLogprobs
@@ -23,8 +23,8 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct):
-    """What one batch of tokens adds to a choice. `finish` is set on the last delta only. `found`: the text again, told
-    apart into content and calls; None where no call is looked for."""
+    """The addition of one batch of tokens to a choice. `finish`: on the last delta only; `found`: the same text split
+    into content and calls, None where no call is looked for."""
 
     text: str
     tokens: list[int]
@@ -35,8 +35,9 @@ class Delta(msgspec.Struct):
 
 
 class Choice:
-    """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too;
-    `silent`: the first token ends it and is not part of it. `reader`: of calls, where there may be some."""
+    """`index`: within the answer; `stream`: the tokens of `job`; `shows_end`: the token that ends the answer is text
+    too; `silent`: only the echoed prompt is wanted, so the first token ends the answer and is dropped; `reader`: of
+    tool calls, if there may be some."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
-        self.reused = Reused(0, 0, 0, len(job.tokens))  # where the KV of its prompt came from
+        self.reused = Reused(0, 0, 0, len(job.tokens))  # origin of the prompt's KV
         self.finish: FinishReason | None = None
         self._num_chars = 0
         self._detokenizer = detokenizer
@@ -64,15 +65,15 @@ class Choice:
         self._shows_end, self._silent = shows_end, silent
 
     def push(self, batch: Sequence[Generated]) -> Delta:
-        """Takes the next tokens. Those behind the end of a stop string are ignored and not counted.
+        """Takes the next tokens; those after a stop string are neither shown nor counted.
 
-        Raises ProtocolError when log-probabilities were asked for and are missing.
+        Raises ProtocolError when requested log-probabilities are missing.
         """
         delta = Delta("", [], [])
         for generated in batch:
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
-            if generated.index == 0:  # a further attempt finds the answer so far in its cache, too
+            if generated.index == 0:  # a later attempt finds the answer so far in its cache, too
                 self.reused = generated.reused or self._all_exact()
             if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
                 delta.prompt_scores = self._prompt_scores(generated)
@@ -94,12 +95,12 @@ class Choice:
 
     @property
     def stopped(self) -> bool:
-        """It ended at a stop string, of which the cluster knows nothing."""
+        """Whether a stop string ended the answer; the cluster does not know of it and must be told."""
         return self._stops.matched
 
     @property
     def ended_with_calls(self) -> bool:
-        """The model ended its answer after calls. A client's stop string ends an answer as ever."""
+        """Whether the finish reason is `tool_calls`: the model ended the answer itself, after calls."""
         called = self._reader is not None and self._reader.num_calls > 0
         return called and self.finish is FinishReason.STOP and not self.stopped
 
@@ -107,7 +108,7 @@ class Choice:
         return Reused(self.cached_tokens, 0, 0, len(self.job.tokens) - self.cached_tokens)
 
     def _text(self, generated: Generated) -> str:
-        # A token that ends the answer, as eos does, is counted but gives no text.
+        # The end token is counted but gives no text.
         ends = generated.finish is FinishReason.STOP and not self._shows_end
         piece = "" if ends else self._detokenizer.push(generated.token)
         if generated.finish is not None:
@@ -129,7 +130,7 @@ class Choice:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of a choice as one, for the answer that is not streamed."""
+    """One delta of all deltas of a choice, for an answer that is not streamed."""
     return Delta(
         text="".join(delta.text for delta in deltas),
         tokens=[token for delta in deltas for token in delta.tokens],

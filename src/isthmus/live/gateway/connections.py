@@ -1,7 +1,5 @@
-"""HTTP connections: what a client may send and how long it may take, before any of it reaches the app.
-
-uvicorn's protocol parses and writes; here its input is bounded, and every answer ends once.
-"""
+"""HTTP connections: uvicorn's protocol parses and writes; here its input is bounded in size and time before any of it
+reaches the app, and every answer ends exactly once."""
 
 from __future__ import annotations
 
@@ -34,23 +32,23 @@ MAX_PIPELINED = 16
 
 
 class _EndOfInputError(Exception):
-    """Raised in a callback of the parser, so that it reads no further."""
+    """Raised in a callback of the parser to stop it."""
 
 
 class HttpExchange(RequestResponseCycle):
-    """One request and its answer. `error`: why its body will never be whole, None for as long as it may be."""
+    """One request and its answer. `error`: the reason why its body will never be complete, None while it may be."""
 
     error: IsthmusError | None = None
-    _sized = True  # the answer says how long it is, or is cut into chunks that do
+    _sized = True  # the answer has a length, or chunks
 
     def fail(self, error: IsthmusError) -> None:
-        """The app gets `error` in place of the rest of the body."""
+        """Gives the app `error` in place of the rest of the body."""
         self.error = error
         self.body = bytearray()
         self.message_event.set()
 
     async def receive(self) -> Any:
-        """Raises what `fail` was given."""
+        """Raises the error given to `fail`."""
         message = await super().receive() if self.error is None else None
         if self.error is not None:
             raise self.error
@@ -77,7 +75,7 @@ class HttpExchange(RequestResponseCycle):
             self.keep_alive = True  # the connection closes itself, after the rest of the body
 
     async def run_asgi(self, app: Any) -> None:
-        """Every way out of the app ends the answer, once."""
+        """Runs the app; ends the answer once, whichever way the app returns."""
         error: BaseException | None = None
         try:
             await app(self.scope, self.receive, self.send)
@@ -91,7 +89,7 @@ class HttpExchange(RequestResponseCycle):
                 self.transport.close()
             else:
                 await self._send_problem(error or RuntimeError("the app gave no answer"))
-        self.on_response = _nothing  # it may be called from here on only by mistake
+        self.on_response = _nothing
 
     async def _send_problem(self, error: BaseException) -> None:
         body = problem_json(error)
@@ -104,8 +102,8 @@ def _problem_headers(error: BaseException, body: bytes) -> list[tuple[bytes, byt
     return [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *problem_headers(error)]
 
 
-def _whole(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The answer to what never became a request."""
+def _error_response(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The answer to input that never became a request."""
     body = problem_json(error)
     headers = [*default_headers, *_problem_headers(error, body), (b"connection", b"close")]
     lines = [name + b": " + value + b"\r\n" for name, value in headers]
@@ -114,7 +112,7 @@ def _whole(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> b
 
 def _new_parser(connection: Connection) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(connection)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows the last request is dropped
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # bytes after the last request are dropped
     return parser
 
 
@@ -122,14 +120,14 @@ def _nothing() -> None: ...
 
 
 class Opening(NamedTuple):
-    """A handshake under way."""
+    """A TLS handshake under way."""
 
     task: asyncio.Task[None]
     accepted: socket.socket
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection, from its acceptance on."""
+    """One client's connection, from its acceptance on. `body_bytes`: of request bodies that are not complete."""
 
     cycle: HttpExchange
 
@@ -140,14 +138,14 @@ class Connection(HttpToolsProtocol):
         self._has_room = traffic.make_room()
         self._traffic = traffic
         self._max_unseen, self._max_headers = traffic.limits.header_bytes, traffic.limits.headers
-        self._unseen = 0  # bytes given to the parser since it last gave something whole
-        self._partial = True  # a request has begun and is not whole, or the first is awaited
+        self._unseen = 0  # bytes given to the parser since it last returned something complete
+        self._partial = True  # a request is incomplete, or the first is awaited
         self._in_headers = True
-        self._collected = bytearray()  # of a body, until the app gets it
-        self._deaf = False  # nothing more is read
-        self._given_up = False  # before it was made
-        self._declining = False  # the parser reads a head of our own
-        self._answering: HttpExchange | None = None  # of those that came, the first without an answer
+        self._collected = bytearray()  # body bytes for the app
+        self._ignores_input = False  # nothing more is read
+        self._given_up = False  # before the connection was made
+        self._declining = False  # the parser reads the made-up head
+        self._answering: HttpExchange | None = None  # the earliest unanswered request
         traffic.enter(self, Phase.HEADERS)
 
     # From the transport.
@@ -159,7 +157,7 @@ class Connection(HttpToolsProtocol):
             transport.abort()
         elif not self._has_room:
             error = UnavailableError("every connection is being answered (limits.connections)")
-            transport.write(_whole(error, self.server_state.default_headers))
+            transport.write(_error_response(error, self.server_state.default_headers))
             self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -177,28 +175,29 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._traffic.flow(self)
-        self._settle()
+        self._traffic.unstall(self)
+        self._update_phase()
 
     @property
     def unsent_bytes(self) -> int:
+        """Bytes of answers that the client has not taken."""
         return self.transport.get_write_buffer_size()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
         try:
             self._feed(data)
-            self._settle()
+            self._update_phase()
         except httptools.HttpParserError as error:
-            if not self._deaf:
+            if not self._ignores_input:
                 self.refuse("malformed", RequestError(f"this is not HTTP: {' '.join(str(error).split())}"))
         except _EndOfInputError:
             pass  # it was refused
 
-    def _settle(self) -> None:
-        """Comes to the phase that the parser, the app and the client have brought about. An answer is under way until
-        the client has taken it."""
+    def _update_phase(self) -> None:
+        """Enters the phase that parser, app and client have brought about. An answer is under way until the client
+        has taken it."""
         exchange = self._answering
         if self.flow is not None and self.flow.write_paused and self.phase is Phase.ANSWER:
             return
@@ -210,8 +209,8 @@ class Connection(HttpToolsProtocol):
             self._traffic.enter(self, phase)
 
     def _feed(self, data: bytes) -> None:
-        """Stops where too much is no part of anything whole: the parser joins the pieces of a header anew with each,
-        which takes the square of its length. That goes for headers behind a body, too."""
+        """Parses `data`, and refuses a header without an end: the parser joins its pieces anew with each, in
+        quadratic time. That holds for trailers, too."""
         while data:
             room = self._max_unseen - self._unseen
             if room <= 0:
@@ -223,12 +222,11 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as offered:
                 self._decline()
                 data = part[offered.args[0] :] + data
-            self._pass_on()
+            self._deliver_body()
 
     def _decline(self) -> None:
-        """Nothing is switched to: the request is served as if it had not asked (RFC 9110, 7.8). Its parser takes what
-        follows for the other protocol, so that another one reads on, behind a head that only says how long the body is.
-        """
+        """Serves a request that offers another protocol as if it had not (RFC 9110, 7.8). Its parser would take the
+        rest for that protocol, so a new one reads on, after a made-up head that only frames the body."""
         framing = (b"content-length", b"transfer-encoding")
         lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] in framing]
         self.parser = _new_parser(self)
@@ -237,7 +235,7 @@ class Connection(HttpToolsProtocol):
         self._declining = False
 
     def _stop(self, reason: str, error: IsthmusError) -> NoReturn:
-        """Refuses, and ends what the parser is at."""
+        """Refuses, and stops the parser."""
         self.refuse(reason, error)
         raise _EndOfInputError
 
@@ -254,17 +252,15 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # behind the body, where nobody asks for any, or known already
+            return  # a trailer, or declined
         if len(self.headers) >= self._max_headers:
             self._stop("headers", HttpError(431, f"there are more than {self._max_headers} headers"))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = self.parser.get_http_version() != "1.0"  # which knows no such answer
+            self.expect_100_continue = self.parser.get_http_version() != "1.0"  # which has no interim answers
         if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-            self._stop(
-                "malformed",
-                HttpError(501, "of transfer codings only 'chunked' is known: send the body as it is"),
-            )
+            error = HttpError(501, "of transfer codings only 'chunked' is known: send the body as it is")
+            self._stop("malformed", error)
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -279,21 +275,19 @@ class Connection(HttpToolsProtocol):
         path = url.path.decode("ascii")
         scope["raw_path"], scope["query_string"] = url.path, url.query or b""
         scope["path"] = urllib.parse.unquote(path) if "%" in path else path
-        before, self.cycle = (
-            self.cycle,
-            HttpExchange(
-                scope=scope,
-                transport=self.transport,
-                flow=self.flow,
-                logger=self.logger,
-                access_logger=self.access_logger,
-                access_log=False,
-                default_headers=self.server_state.default_headers,
-                message_event=asyncio.Event(),
-                expect_100_continue=self.expect_100_continue,
-                keep_alive=http_version != "1.0" and self.parser.should_keep_alive(),
-                on_response=self.on_response_complete,
-            ),
+        before = self.cycle
+        self.cycle = HttpExchange(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=http_version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
         )
         if before is None or before.response_complete:
             self._begin(self.cycle, self.app)
@@ -304,27 +298,27 @@ class Connection(HttpToolsProtocol):
         self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
-        """Only collects: in chunks of one byte it is called ten thousand times for what came at once."""
+        """Only collects: for chunks of one byte this is called ten thousand times for one read."""
         self._unseen = 0
         self._collected += body
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body comes
-        self._pass_on()
+            return  # its body is still to come
+        self._deliver_body()
         self._unseen, self._partial = 0, False
         self._release_body()
         super().on_message_complete()
 
-    def _pass_on(self) -> None:
-        """Gives the app what was collected of a body."""
+    def _deliver_body(self) -> None:
+        """Gives the app the collected bytes of a body."""
         body, self._collected = self._collected, bytearray()
         if not body or self.cycle.response_complete:
             return
         super().on_body(body)  # type: ignore[arg-type]
         self.body_bytes += len(body)
         self._traffic.take_body(len(body))
-        if self._deaf:  # it was this one that was too much
+        if self._ignores_input:  # this body was refused
             raise _EndOfInputError
 
     # Answers.
@@ -337,7 +331,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         assert self._answering is not None
-        if self._answering.more_body or (self._deaf and not self.pipeline):
+        if self._answering.more_body or (self._ignores_input and not self.pipeline):
             self._linger()
             return
         if self._traffic.stopping and not self.pipeline:
@@ -348,20 +342,22 @@ class Connection(HttpToolsProtocol):
             exchange, app = self.pipeline.pop()
             assert isinstance(exchange, HttpExchange)
             self._begin(exchange, app)
-        self._settle()
+        self._update_phase()
 
     def refuse(self, reason: str, error: IsthmusError) -> None:
+        """Reads no more of this client and answers `error`; an answer under way goes on, and is the last."""
         self._traffic.refused[reason] += 1
-        self._deaf = True
+        self._ignores_input = True
         self._release_body()
-        self._settle()
+        self._update_phase()
         if self.phase is Phase.BODY:
             self.cycle.fail(error)
         elif self.phase is not Phase.ANSWER and not self.transport.is_closing():
-            self.transport.write(_whole(error, self.server_state.default_headers))
+            self.transport.write(_error_response(error, self.server_state.default_headers))
             self._linger()
 
     def too_late(self) -> None:
+        """Ends the connection in its phase, whose deadline has passed."""
         limits = self._traffic.limits
         if self.transport is None or self.phase is Phase.LINGER or self.transport.is_closing():
             self.abort()
@@ -369,18 +365,20 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         elif self.phase is Phase.HEADERS:
             self.refuse("header_s", HttpError(408, f"the headers took longer than {limits.header_s:g} s"))
-        elif not self._deaf:
+        elif not self._ignores_input:
             self.refuse("body_s", HttpError(408, f"the body took longer than {limits.body_s:g} s"))
 
     def drop(self) -> None:
-        if self.phase is Phase.BODY and not self._deaf:
+        """Makes room for another client."""
+        if self.phase is Phase.BODY and not self._ignores_input:
             self.cycle.fail(UnavailableError("too many clients are connected (limits.connections)"))
-            self._deaf = True
+            self._ignores_input = True
             self._release_body()
         else:
             self.abort()
 
     def shutdown(self) -> None:
+        """Ends the connection after the answer under way, if any; takes no further request."""
         if self.transport is None:
             self.abort()
         elif self.phase in (Phase.IDLE, Phase.HEADERS):
@@ -389,11 +387,12 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def end(self) -> None:
+        """`shutdown`, and forgets pipelined requests."""
         self.pipeline.clear()
         self.shutdown()
 
     def _linger(self) -> None:
-        self._deaf = True
+        self._ignores_input = True
         self._release_body()
         self._traffic.enter(self, Phase.LINGER)
         self.flow.resume_reading()
@@ -401,6 +400,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def abort(self) -> None:
+        """Closes the connection at once."""
         self._traffic.leave(self)
         if self.transport is not None:
             self.transport.abort()

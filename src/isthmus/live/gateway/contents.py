@@ -1,8 +1,8 @@
-"""What messages say, in the form that a chat template reads: one text, or a list of parts.
+"""Message contents in the form that a chat template reads: one text, or a list of parts.
 
-Templates of most models put texts together; those of models that also see images, and of their kin, go through parts
-and show nothing of a text; some do either, or another thing for another role. Which form a template reads is found by
-trying: it is rendered with a word that nobody else says, and what it reads is what it shows.
+Templates of most models join texts; those of vision models iterate over parts and may show nothing of a text; some do
+either, or differ by role. The form is found by rendering a probe word and looking for it in the prompt. Also
+conversations with tools in plain messages.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from isthmus.core.errors import RequestError
 
 TemplateMessage = Mapping[str, Any]
 MessageContent = str | list[dict[str, str]]
-"""A text, or parts of one: `{"type": "text", "text": ...}`."""
+"""A text, or parts: `{"type": "text", "text": ...}`."""
 Render = Callable[[Sequence[TemplateMessage], Sequence[Mapping[str, Any]] | None], str]
-"""Messages and tools, as a template shows them. Raises RequestError where it refuses."""
+"""Renders messages and tools with a template. Raises RequestError where the template refuses."""
 
 _WORDS = ("isthmusprobea", "isthmusprobeb")
 _NOT, _AS_OBJECT, _AS_TEXT = range(3)
-"""How a template shows a content: not at all, as the object that a part is, or as what it says."""
+"""A template shows a content not at all, as the part's JSON object, or as its text."""
 _OBJECT = re.compile(rf"text\\*['\"]\s*:\s*\\*['\"]{_WORDS[0]}")
 _CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": {}}}
 _TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"properties": {}}}}
 
 
-class Nothing(str):
-    """The content of a message that has none: null to a template that asks, and no text to one that does
-    not, which would show the word None."""
+class NullContent(str):
+    """The content of a message without content: null to a template that asks, and an empty text to one that does not,
+    which would otherwise show the word None."""
 
     __slots__ = ()
 
@@ -48,34 +48,33 @@ class Nothing(str):
         return "None"
 
 
-NOTHING = Nothing()
+NULL_CONTENT = NullContent()
 
 
 def as_text(content: MessageContent | None) -> str:
-    """Parts are lines."""
+    """A content as text; parts become lines."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content or ())
 
 
 def with_text(message: TemplateMessage) -> TemplateMessage:
-    """A message that says nothing with a text that is empty; others as they are."""
-    return {**message, "content": ""} if isinstance(message.get("content"), Nothing) else message
+    """The message with an empty text for NullContent."""
+    return {**message, "content": ""} if isinstance(message.get("content"), NullContent) else message
 
 
 class Contents:
-    """Of one template."""
+    """The forms of content that one template reads, by role."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._known: dict[tuple[str, str, bool], int] = {}
 
     def shaped(self, message: TemplateMessage, *, tools: bool) -> TemplateMessage:
-        """The message with its content in a form that the template reads in messages of this role; as it is if it reads
-        none, and parts as a text. `tools`: beside some, which templates may put into a message that they read otherwise
-        without."""
+        """The message with its content in the form that the template shows best for this role; parts become a text
+        where it shows none. `tools`: the conversation has tools, beside which templates may read another form."""
         content, role = message.get("content"), message.get("role")
-        if not isinstance(role, str) or content is None or isinstance(content, Nothing):
+        if not isinstance(role, str) or content is None or isinstance(content, NullContent):
             return message
         text = as_text(content)
         forms: list[tuple[str, MessageContent]] = [("text", text), ("part", [_part(text)])]
@@ -86,10 +85,9 @@ class Contents:
         return message if found is content else {**message, "content": found}
 
     def shows(self, role: str) -> bool:
-        """What messages of this role say, in whichever form."""
-        return any(
-            self._shown(role, kind, tools) for kind in ("text", "part", "parts") for tools in (False, True)
-        )
+        """Whether the template shows contents of this role, in any form."""
+        kinds = ("text", "part", "parts")
+        return any(self._shown(role, kind, tools) for kind in kinds for tools in (False, True))
 
     def _shown(self, role: str, kind: str, tools: bool) -> int:
         """How the template shows a `kind` of content: `text`, `part` (a list of one), `parts`."""
@@ -98,7 +96,7 @@ class Contents:
             content: MessageContent = [_part(word) for word in _WORDS[: 1 if kind == "part" else 2]]
             words = _WORDS if kind == "parts" else _WORDS[:1]
             found = list[int]()
-            for beside in (tools, not tools):  # some want tools, and some refuse them
+            for beside in (tools, not tools):  # some templates require tools, and some refuse them
                 said = self._conversations(role, _WORDS[0] if kind == "text" else content, beside)
                 found = found or [
                     self._shows(words, prompt)
@@ -123,8 +121,8 @@ class Contents:
     def _conversations(
         self, role: str, content: MessageContent, tools: bool
     ) -> Iterator[list[TemplateMessage]]:
-        """As templates want it in which roles take turns; some begin behind a system message, and some end with what a
-        user says."""
+        """Probe conversations: templates want roles to take turns; some require a system message first, some a user's
+        message last."""
         said = {"role": role, "content": content}
         if role == "user":
             yield [said]
@@ -134,7 +132,7 @@ class Contents:
         if role == "assistant":
             yield [asked, said, asked]
         elif role == "tool":
-            called = {"role": "assistant", "content": NOTHING, "tool_calls": [_CALL]}
+            called = {"role": "assistant", "content": NULL_CONTENT, "tool_calls": [_CALL]}
             answered = [asked, called, said | {"tool_call_id": _CALL["id"], "name": "probe"}]
             yield answered
             yield [*answered, asked]
@@ -161,8 +159,8 @@ To call a function, write a JSON object with its name and its arguments within <
 def in_words(
     messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
 ) -> list[dict[str, Any]]:
-    """The same conversation with the roles system, user and assistant alone. `tools`: definitions as clients send
-    them; `role`: who says them, `system`, or the first `user`; the arguments of past calls are objects."""
+    """The conversation with the roles system, user and assistant alone, tools and calls put in words (Hermes form).
+    `tools`: definitions as clients send them; `role`: whose message introduces them, `system` or the first `user`."""
     written: list[dict[str, Any]] = []
     for are_results, some in groupby(messages, lambda message: message.get("role") == "tool"):
         if are_results:
@@ -173,7 +171,7 @@ def in_words(
 
 
 def with_short_ids(message: TemplateMessage) -> dict[str, Any]:
-    """The message with ids of calls as Mistral's templates want them: nine letters and digits."""
+    """The message with call ids as Mistral's templates require them: nine letters and digits."""
     short = dict(message)
     if calls := message.get("tool_calls"):
         short["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
@@ -183,7 +181,7 @@ def with_short_ids(message: TemplateMessage) -> dict[str, Any]:
 
 
 def with_written_arguments(message: TemplateMessage) -> TemplateMessage:
-    """The message with the arguments of its calls as text; others as they are."""
+    """The message with the arguments of its calls as JSON text."""
     if not (calls := message.get("tool_calls")):
         return message
     written = [

@@ -1,17 +1,15 @@
 """Token ids to text, one token at a time.
 
-The pieces, put together, are exactly `decode(prompt + answer)` less `decode(prompt)`: a token is decoded together with
-the tokens just before it, at first the prompt's last, and what it adds is the difference. A decoder that strips the
-text's first space (SentencePiece) strips the prompt's, and an answer's stays. Text that ends in U+FFFD is held back,
-because the next token may complete the character.
+The pieces joined are exactly `decode(prompt + answer)` without `decode(prompt)`: each token is decoded together with
+the tokens just before it (at first the last of the prompt), and its text is the difference. So a decoder that strips
+the first space of a text (SentencePiece) strips the prompt's. Text that ends in U+FFFD is held back, because the next
+token may complete the character; a character that begins in the prompt belongs to the answer.
 
-    tokens   t0 t1 t2 | t3 t4 | t5     window = t3 t4 t5: the last settled piece, then what is not settled yet
+    tokens   t0 t1 t2 | t3 t4 | t5     window = t3 t4 t5: the last settled piece, then unsettled tokens
     text     ---------|-------|        shown  = characters of decode(window) that were given out
 
-A character whose first bytes are the prompt's and whose last the answer's is the answer's.
-
 One limit: a tokenizer with byte fallback (SentencePiece) decodes a run of byte tokens as a whole, so an invalid
-byte (or a real U+FFFD) among them would change text that was already given out. It is not taken back.
+byte (or a real U+FFFD) among them would change text that was already given out. That text stays.
 """
 
 from __future__ import annotations
@@ -20,87 +18,53 @@ from collections.abc import Callable, Sequence
 
 
 class StopMatcher:
-    """Holds text back while it may be the beginning of a stop string. `stops`: non-empty strings. `shown`: the answer
-    ends behind the stop string, not before it."""
+    """Holds text back while it may be the beginning of a stop string. `stops`: non-empty strings; `shown`: the stop
+    string is part of the answer."""
 
     def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
-        # Longest first, so that the first found at a character is the one that starts earliest.
-        self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._shown = shown
         self.matched = False
 
     def push(self, text: str) -> str:
-        """The text that can be shown now. After a match nothing more is shown."""
-        if not self._automata:
+        """The text that can be shown now; none after a match."""
+        if not self._stops:
             return text
         if self.matched or not text:
             return ""
         buffer = self._held + text
-        for position, char in enumerate(text, start=len(self._held) + 1):
-            for automaton in self._automata:
-                automaton.step(char)
-            complete = next((a for a in self._automata if a.complete), None)
-            if complete is not None:
-                self.matched = True
-                self._held = ""
-                return buffer[: position if self._shown else position - len(complete.stop)]
-        keep = max(automaton.length for automaton in self._automata)
-        self._held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
+        found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if found:
+            end, start = min(found)  # the stop complete first; of two that end together, the longer
+            self.matched, self._held = True, ""
+            return buffer[: end if self._shown else start]
+        begin = max(0, len(buffer) - self._longest + 1)
+        while begin < len(buffer) and not any(stop.startswith(buffer[begin:]) for stop in self._stops):
+            begin += 1
+        self._held = buffer[begin:]
+        return buffer[:begin]
 
     def flush(self) -> str:
-        """What is held back, at the end of the answer: it was no stop string after all."""
+        """The held text, at the end of the answer: it was no stop string."""
         held, self._held = self._held, ""
         return held
 
 
-class _Automaton:
-    """Knuth-Morris-Pratt: `length` characters of `stop` are the end of the text read so far."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self._fallback = _borders(stop)
-
-    @property
-    def complete(self) -> bool:
-        return self.length == len(self.stop)
-
-    def step(self, char: str) -> None:
-        """Reads one character. Must not be called once complete."""
-        while self.length and self.stop[self.length] != char:
-            self.length = self._fallback[self.length - 1]
-        if self.stop[self.length] == char:
-            self.length += 1
-
-
-def _borders(word: str) -> list[int]:
-    """For each prefix of `word`: length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(word)
-    length = 0
-    for i in range(1, len(word)):
-        while length and word[length] != word[i]:
-            length = borders[length - 1]
-        if word[length] == word[i]:
-            length += 1
-        borders[i] = length
-    return borders
-
-
 UNFINISHED = "\ufffd"
-# A UTF-8 character has at most four bytes and a token at least one, so a character that four tokens could not
-# complete never will be.
+# A UTF-8 character has at most four bytes, so four tokens that do not complete one never will.
 MAX_PENDING = 4
-# Cutting the window costs one more decode, so it is done seldom.
+# Cutting the window costs one more decode.
 MAX_WINDOW = 8
 
 
 class Detokenizer:
     """`decode` turns a short list of ids into text.
 
-    `visible[token]` is 0 for ids that never give text (special, or no token at all); ids past its end neither.
-    `before`: visible tokens at the end of the prompt, from the beginning of a character on; `open`: they end amid one.
+    `visible[token]` is 0 for ids that never give text (special tokens, no token at all), as are ids past its end.
+    `before`: the last visible tokens of the prompt, starting at a character boundary; `open`: they end inside a
+    character.
     """
 
     def __init__(
@@ -124,7 +88,7 @@ class Detokenizer:
             self._shown, self._settled = len(decode(self._window)), len(before)
 
     def push(self, token: int) -> str:
-        """The text that `token` settles; often its own, sometimes none, sometimes also that of earlier ones."""
+        """The text that `token` settles: often its own, sometimes none, sometimes also that of earlier tokens."""
         if token >= len(self._visible) or not self._visible[token]:
             return ""
         self._window.append(token)
@@ -139,21 +103,21 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
+        """The held text, at the end of the answer."""
         text = self._decode(self._window) if self._window else ""
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
         return piece
 
     def _settle(self) -> None:
-        """All text of the window is out. Drops old tokens, but only whole settled pieces of them."""
+        """Marks the window as shown; drops old tokens, but only whole settled pieces."""
         if len(self._window) >= MAX_WINDOW:
             del self._window[: self._settled]
             self._shown = len(self._decode(self._window))
         self._settled = len(self._window)
 
     def _give_up(self, text: str) -> str:
-        """Bytes that are no UTF-8: gives out what no later token can make a character of.
+        """Invalid UTF-8: shows everything that no later token can complete.
 
         That is all but the last U+FFFD of `text`, whose bytes lie in the tokens that stay.
         """

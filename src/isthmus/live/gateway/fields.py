@@ -1,8 +1,5 @@
-"""Building blocks of the request models: each field says in words what it expects, and as JSON Schema what it takes.
-
-The words are the field's description, and a refused value is answered with them (refusals.py). Every field may
-be absent or null, which mean the same. The schema goes into the OpenAPI document (openapi.py).
-"""
+"""Building blocks of the request models, and the parser of bodies. Each field has a description in words, which
+refusals quote, and a JSON schema for the OpenAPI document. Every field may be absent or null, which mean the same."""
 
 from __future__ import annotations
 
@@ -41,24 +38,24 @@ MAX_SEED = 2**63 - 1
 MAX_INT = 2**31 - 1
 NULL = {"type": "null"}
 TOKEN = {"type": "integer", "minimum": 0, "format": "token-id"}
-"""Of the formats `token-id`, `num-tokens` and `model-name` the document gives the served model's own bounds."""
+"""The document replaces the formats `token-id`, `num-tokens` and `model-name` by bounds of the served model."""
 
 
 @cache
 def field_names(kind: type[BaseModel]) -> dict[str, Any]:
-    """The fields of a model by the names that JSON has."""
+    """The fields of a model by their JSON names."""
     return {info.alias or name: info for name, info in kind.model_fields.items()}
 
 
 class Strict(BaseModel):
-    """Types as JSON has them: 1.0 is the integer 1, `"1"` is not; no NaN; and no field that is not declared."""
+    """JSON's types: 1.0 is the integer 1, `"1"` is not; no NaN; no undeclared field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
-        """Stops at the first unknown field. "forbid" lists them all, which takes seconds for a hostile body."""
+        """Stops at the first unknown field; pydantic's "forbid" lists all, which takes seconds for a hostile body."""
         if not isinstance(value, dict):
             return value
         known = field_names(cls)
@@ -69,17 +66,13 @@ class Strict(BaseModel):
 
 
 def whole(value: Any) -> Any:
-    """The integer that a number without a fraction is; anything else as it is."""
+    """A number without a fraction as an integer; any other value as it is."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A value that `check` reads: what it returns is the field's value. `schema`: what JSON it takes. Where it is
-    `nullable`, null is not checked.
-
-    `check` raises `refuse(...)`.
-    """
+    """A value that `check` parses, raising `refuse(...)`. `schema`: of its JSON; null is not checked if `nullable`."""
 
     check: Callable[[Any], Any]
     schema: JsonSchemaValue
@@ -127,24 +120,24 @@ free_object = _always("an object")
 
 
 def refuse(message: str) -> PydanticCustomError:
-    """An error whose message is already complete. Braces are for pydantic, so they are passed as context."""
+    """An error with a complete message, passed as context since pydantic formats braces."""
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 def only(*allowed: Any) -> Checked:
-    """A field of other servers of which just these values are served; null always is."""
+    """A field of other servers that is served only with these values, or null."""
     words = " or ".join(json.dumps(value) for value in allowed)
 
     def check(value: Any) -> Any:
-        if not any(_same(value, each) for each in allowed):
+        if not any(_equal(value, each) for each in allowed):
             raise refuse(f"is supported only as {words}")
         return value
 
     return Checked(check, {"enum": list(allowed)})
 
 
-def _same(value: Any, allowed: Any) -> bool:
-    """1.0 is 1, as in JSON Schema; true is not."""
+def _equal(value: Any, allowed: Any) -> bool:
+    """Equality as in JSON Schema: 1.0 is 1, true is not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
@@ -153,18 +146,18 @@ def _refuse_any(value: Any) -> Any:
 
 
 Refused = Checked(_refuse_any, NULL)
-Unread = Checked(lambda value: None, {}, nullable=False)
-"""What others keep for themselves in a request, and no answer would be another without: anything, which is dropped."""
+Ignored = Checked(lambda value: None, {}, nullable=False)
+"""A field without effect on any answer: anything is accepted and dropped."""
 
 
 class Marked(Strict):
-    """What clients and other servers write beside anything that is sent again and again: up to where a server is to
-    cache, and what was known of it when it was part of an answer (LiteLLM's, Gemini's field)."""
+    """Annotations that clients and other servers write on anything sent repeatedly: cache breakpoints, and fields of
+    answers (LiteLLM, Gemini)."""
 
-    cache_control: Annotated[Any, Unread] = None
-    prompt_cache_breakpoint: Annotated[Any, Unread] = None
-    provider_specific_fields: Annotated[Any, Unread] = None
-    extra_content: Annotated[Any, Unread] = None
+    cache_control: Annotated[Any, Ignored] = None
+    prompt_cache_breakpoint: Annotated[Any, Ignored] = None
+    provider_specific_fields: Annotated[Any, Ignored] = None
+    extra_content: Annotated[Any, Ignored] = None
 
 
 def _parse_stops(value: Any) -> tuple[str, ...]:
@@ -224,12 +217,12 @@ def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise refuse(words)
     bias = {}
     for key, amount in value.items():
-        # isascii: "²".isdigit() is true too. The length keeps int() away from absurdly long numbers.
+        # isascii, since "²".isdigit() is true; the length, since int() of long numbers is slow.
         if not (key.isascii() and key.isdigit() and len(key) <= 18):
             raise refuse(f"{words}; {key[:40]!r} is not a token id")
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not -100 <= amount <= 100:
             raise refuse(f"{words}; that of {key!r} is {amount!r}"[:200])
-        bias[int(key)] = float(amount)  # by number: "5" and "05" are one token
+        bias[int(key)] = float(amount)  # "5" and "05" are one token
     return tuple(bias.items())
 
 
@@ -241,9 +234,6 @@ LogitBias = Checked(
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
 )
-
-
-# From the bytes of a body to a request, or to one clear line that names the field at fault.
 
 
 MAX_SHOWN_CHARS, MAX_SHOWN_TAGS = 60, 4
@@ -264,12 +254,9 @@ def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
 
 
 class _BodyPlace:
-    """Where in a body a fault lies. `steps`: names and numbers that lead there; `field`: the last named one, None if no
-    model declares it; `inner`: the model that stands there.
-
-    Of a union, pydantic's places also name the member that a value was read as, which no client knows: those are left
-    out.
-    """
+    """The place of a fault in a body. `steps`: names and indices that lead there; `field`: the last named one, None
+    if undeclared; `inner`: the model there. Union members, which pydantic also names, are left out: no client knows
+    them."""
 
     def __init__(self, kind: Any, loc: Loc) -> None:
         self.steps: list[int | str] = []
@@ -288,7 +275,7 @@ class _BodyPlace:
 
     @property
     def path(self) -> str:
-        """`messages[0].content`"""
+        """As in `messages[0].content`."""
         return self.path_of()
 
     def path_of(self, *more: str) -> str:
@@ -299,7 +286,7 @@ class _BodyPlace:
 
 
 def _members(annotation: Any, tag: str | None = None) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The models inside a field's type, each under the tags that a union knows it by."""
+    """The models inside a field's type, each under its tags in a union."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation, *metadata = typing.get_args(annotation)
         tag = next((each.tag for each in metadata if isinstance(each, Tag)), tag)
@@ -313,19 +300,19 @@ def _members(annotation: Any, tag: str | None = None) -> Iterator[tuple[str, typ
 
 
 def _literals(model: type[BaseModel]) -> list[str]:
-    """What the model's fields of one or a few fixed words may be: one of them tells it from others."""
+    """The values of the model's required literal fields; one of them tells it from other members of a union."""
     types = [info.annotation for info in model.model_fields.values() if info.is_required()]
     return [word for kind in types if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
 
 
 def _unknown_field(place: _BodyPlace, name: str) -> RequestError:
-    """The error is placed at the object that has the field; `name` is the field."""
+    """`place`: of the object that has the field `name`."""
     param = place.path_of(name)
     return RequestError(f"{param!r} is not a known field{_suggestion(place.inner, name)}", param=param)
 
 
 def _wrong_tag(place: _BodyPlace, fault: ErrorDetails) -> RequestError:
-    """Which of several objects stands here is said by one of its fields, and that is missing or wrong."""
+    """The field that says which of several objects this is, is missing or wrong."""
     name = fault["ctx"]["discriminator"].strip("'")
     param = place.path_of(name)
     if fault["type"] == "union_tag_not_found":
@@ -351,7 +338,7 @@ def _complaint(fault: ErrorDetails, place: _BodyPlace) -> str:
 def _suggestion(owner: type[BaseModel] | None, name: str) -> str:
     known = field_names(owner) if owner else {}
     served = [
-        name for name, info in known.items() if Refused not in info.metadata and Unread not in info.metadata
+        name for name, info in known.items() if Refused not in info.metadata and Ignored not in info.metadata
     ]
     return _nearest(name, served)
 
@@ -371,7 +358,7 @@ _COMPRESSED = {
     "zstd": (b"\x28\xb5\x2f\xfd",),
     "deflate": (b"x\x01", b"x\x9c", b"x\xda"),
 }
-"""How compressed bodies begin."""
+"""First bytes of compressed bodies."""
 _HEAD_BYTES = 1000
 _BOM = b"\xef\xbb\xbf"
 _UTF_8 = ("utf-8", "utf-8-sig")
@@ -397,7 +384,7 @@ def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
         first = error.errors(include_url=False)[0]
         if first["type"] != "json_invalid":
             raise refusal(error, kind) from None
-        message = first["msg"].removeprefix("Invalid JSON: ") + _likely(body)
+        message = first["msg"].removeprefix("Invalid JSON: ") + _guess(body)
         raise RequestError(f"the body is not valid JSON: {message}") from None
     if _MANY_DIGITS.search(body):
         _check_digits(body)
@@ -405,7 +392,7 @@ def parse_body(kind: Any, body: bytes, max_depth: int) -> Any:
 
 
 def _check_digits(body: bytes) -> None:
-    """Fractions in schemas came as doubles, and an answer would have other digits. Raises RequestError."""
+    """Raises RequestError for a number in a schema with more digits than a double: it was rounded."""
     fields = json.loads(body, parse_float=Decimal, parse_int=str)
     for name in _WITH_SCHEMAS & fields.keys():
         waiting = [fields[name]]
@@ -419,7 +406,7 @@ def _check_digits(body: bytes) -> None:
 
 
 def _as_utf_8(body: bytes) -> bytes:
-    """JSON as Windows and C write it, too: behind a BOM, in UTF-16 or UTF-32, before zeros. Raises RequestError."""
+    """JSON as Windows and C write it: with a BOM, in UTF-16 or UTF-32, with zeros at the end. Raises RequestError."""
     for coding, beginnings in _COMPRESSED.items():
         if body.startswith(beginnings):
             raise compressed(coding)
@@ -434,8 +421,8 @@ def _as_utf_8(body: bytes) -> bytes:
         raise RequestError(message) from None
 
 
-def _likely(body: bytes) -> str:
-    """What a body that is no JSON may be."""
+def _guess(body: bytes) -> str:
+    """A guess why a body is not JSON."""
     head = body.lstrip()[:_HEAD_BYTES]
     for pattern, words in _LOOKS:
         if pattern.match(head):
@@ -453,7 +440,7 @@ _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 
 
 def _depth(body: bytes) -> int:
-    """Of JSON, how deep its lists and objects lie in each other."""
+    """The nesting depth of lists and objects in JSON."""
     depth = deepest = 0
     for found in _BRACKET.finditer(body):
         if found.lastindex == 1:

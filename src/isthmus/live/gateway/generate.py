@@ -1,7 +1,7 @@
 """The generation endpoints: prepare, submit, and answer while all choices of a request run side by side.
 
 Every way out cancels the streams that have not ended: a stop string, an error of any choice, a client that
-goes away, the shutdown of the server.
+disconnects, the shutdown of the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from isthmus.live.gateway.http import (
     STOPPING,
     ClientGoneError,
     EventWriter,
-    gone,
+    disconnected,
     read_body,
     send_body,
     status_of,
@@ -39,16 +39,15 @@ from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.tenants import account_of
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
+from isthmus.live.gateway.tool_use import CallReader
 from isthmus.live.gateway.wire import Dialect, usage_of
 
 Sink = Callable[[Choice, Delta], Awaitable[None]]
 
 
 async def run(choices: Sequence[tuple[Choice, ChoiceTimer]], sink: Sink, receive: Receive) -> None:
-    """Passes every delta of every choice to `sink`, as they come.
-
-    Raises the first error of any choice or of `sink`, or ClientGoneError.
-    """
+    """Passes every delta of every choice to `sink` as it comes. Raises the first error of any choice or of `sink`, or
+    ClientGoneError."""
     running = {choice.index: choice for choice, _ in choices}
     try:
         async with asyncio.TaskGroup() as group:
@@ -64,7 +63,7 @@ async def run(choices: Sequence[tuple[Choice, ChoiceTimer]], sink: Sink, receive
 
 
 def cancel_all(running: dict[int, Choice]) -> None:
-    """Cancels what still runs, once."""
+    """Cancels the streams that still run, each once."""
     while running:
         running.popitem()[1].stream.cancel()
 
@@ -87,13 +86,13 @@ async def _follow(choice: Choice, timer: ChoiceTimer, sink: Sink, running: dict[
 
 
 async def _watch(receive: Receive, running: dict[int, Choice]) -> None:
-    await gone(receive)
+    await disconnected(receive)
     cancel_all(running)
     raise ClientGoneError
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
-    """The error that answers the request. If the client is gone, nothing else matters."""
+    """The error that answers the request; ClientGoneError before any other."""
     error: BaseException = errors.subgroup(ClientGoneError) or errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -107,7 +106,7 @@ TimedChoices = list[tuple[Choice, ChoiceTimer]]
 
 @dataclass(frozen=True)
 class Service:
-    """What every endpoint needs."""
+    """The objects that every endpoint uses. `left_out`: of any request so far, for the log."""
 
     backend: Backend
     tokenizer: GatewayTokenizer
@@ -115,12 +114,11 @@ class Service:
     meter: Meter
     preparing: Preparing
     left_out: set[str] = field(default_factory=set)
-    """Of any request so far."""
 
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """An ASGI app that answers a body with what the preparation `name` makes of it, at once and whole."""
+    """An ASGI app that answers a body at once and whole with the result of the preparation `name`."""
 
     service: Service
     name: str
@@ -135,14 +133,14 @@ class JsonEndpoint:
 
 @dataclass(frozen=True)
 class GenerationEndpoint:
-    """An ASGI app for one endpoint: the preparation `name` of its bodies, and how it writes the answer."""
+    """An ASGI app for one generation endpoint: the preparation `name` of its bodies, and the dialect of its answers."""
 
     service: Service
     name: str
     dialect: Callable[[Any, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises IsthmusError before the answer has begun; afterwards errors are part of the answer."""
+        """Raises IsthmusError before the answer has begun; later errors are part of the answer."""
         try:
             await self._serve(scope, receive, send)
         except ClientGoneError:
@@ -187,7 +185,7 @@ class GenerationEndpoint:
                         job.tokens, special=writing.shows_special, shown=markers
                     ),
                     StopMatcher(writing.stops, shown=writing.shows_stop),
-                    prepared.tools.reader() if prepared.tools else None,
+                    CallReader(prepared.tools) if prepared.tools else None,
                     shows_end=writing.shows_stop,
                     silent=writing.only_echo,
                 )
@@ -195,16 +193,14 @@ class GenerationEndpoint:
             cancel_all(started)
             raise
         meter, settings = self.service.meter, self.service.settings
-        return [
-            (
-                choice,
-                ChoiceTimer(meter, settings, choice, arrival_s=arrival_s, leads=choice.index % prepared.n == 0),
-            )
+        timers = [
+            ChoiceTimer(meter, settings, choice, arrival_s=arrival_s, leads=choice.index % prepared.n == 0)
             for choice in started.values()
         ]
+        return list(zip(started.values(), timers, strict=True))
 
     def _notes(self, prepared: PreparedRequest) -> list[tuple[bytes, bytes]]:
-        """What tells the client, and once in the log the operator, of what was left out of a request."""
+        """The header that names the parts of the request that were left out; each is logged once."""
         for words in prepared.left_out:
             if words not in self.service.left_out:
                 self.service.left_out.add(words)
@@ -228,7 +224,6 @@ class GenerationEndpoint:
         self, prepared: PreparedRequest, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
     ) -> None:
         writer = EventWriter(send, self._notes(prepared))
-
         writing, all_choices = prepared.writing, [choice for choice, _ in choices]
 
         async def write(choice: Choice, delta: Delta) -> None:
@@ -247,5 +242,5 @@ class GenerationEndpoint:
                 raise
             await writer.close(dialect.failure(error))
             if not isinstance(error, IsthmusError):
-                raise  # a bug of ours: the app counts it and the server logs it
+                raise  # a bug: the app counts it and the server logs it
             self.service.meter.failed(status_of(error))

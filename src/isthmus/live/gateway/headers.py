@@ -1,10 +1,8 @@
-"""What a request says before its body is read: its id, its page, its API key, and its terms.
+"""Everything a request says before its body is read: its id, its web page, its API key, and its terms.
 
-A page can send most requests without asking first, and only its reading of the answer is then prevented, so that any
-page that a user visits could make a server on the user's own machine compute: pages that are not allowed are refused.
-Programs that are no browsers send no `Origin`, and that does not concern them.
-
-A key comes as `Authorization: Bearer KEY`, as all clients of OpenAI's API send it. Only digests of keys are known here.
+A browser sends most requests of a page without asking first and only hides the answer, so any page could make a
+server on the user's machine compute: requests of pages that are not allowed are refused. Other programs send no
+`Origin` and are not concerned. A key comes as `Authorization: Bearer KEY`; only digests of keys are known here.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from isthmus.live.gateway.settings import ApiKey, GatewaySettings
 
 _HEX_ID = "isthmus.hex_id"
 _ID_HEADER = b"x-request-id"
-_FAIR_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestIds:
-    """ASGI middleware: every answer carries X-Request-Id, the client's if it sent a fair one."""
+    """ASGI middleware: every answer carries X-Request-Id, the client's own if that is well-formed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,15 +51,15 @@ class RequestIds:
 
 
 def hex_id(scope: Scope) -> str:
-    """Our id of the request: the client's may come twice, and the cluster needs names that do not."""
+    """The server's own id of the request. The client's may repeat, and jobs need unique names."""
     found: Any = scope[_HEX_ID]
     return str(found)
 
 
 def id_header(scope: Scope) -> tuple[bytes, bytes]:
-    """The header that answers carry."""
+    """The X-Request-Id header of the answer."""
     for name, value in scope["headers"]:
-        if name == _ID_HEADER and _FAIR_ID.fullmatch(value):
+        if name == _ID_HEADER and _ID_PATTERN.fullmatch(value):
             return _ID_HEADER, value
     return _ID_HEADER, hex_id(scope).encode()
 
@@ -71,10 +69,8 @@ _KEY_HEADER = b"authorization"
 
 
 class ApiKeys:
-    """ASGI middleware: what has no known key is answered by `refuse`, its body unread. GET of `open` paths needs none.
-
-    It stands inside `RequestIds`, so that refusals have an id, too. Nothing is served but HTTP.
-    """
+    """ASGI middleware inside `RequestIds`: a request without a known key is answered by `refuse`, its body unread.
+    GET of the paths in `open` needs no key."""
 
     def __init__(
         self,
@@ -90,7 +86,7 @@ class ApiKeys:
         app = self._app
         if scope["type"] == "http" and not self._is_open(scope):
             try:
-                scope[_TENANT] = _tenant_by(self._keys, _shown(scope))
+                scope[_TENANT] = _tenant_by(self._keys, _key_in(scope))
             except HttpError as error:
                 app = self._refuse(error)
         await app(scope, receive, send)
@@ -100,20 +96,18 @@ class ApiKeys:
 
 
 def tenant_of(scope: Scope) -> str | None:
-    """Whose key came with the request; None where nobody needs one."""
+    """The tenant whose key came with the request; None where no keys are configured."""
     found: str | None = scope.get(_TENANT)
     return found
 
 
 def salt_of(tenant: str | None, cache_salt: str) -> str:
-    """What a request's blocks are salted with: another for every pair of a tenant and a client's salt.
-
-    The length in front says where the tenant ends. Without keys it is the client's salt, as it stands.
-    """
+    """The salt of a request's KV blocks: different for every pair of tenant and client's salt, since the tenant's
+    length stands in front. Without keys it is the client's salt alone."""
     return cache_salt if tenant is None else f"{len(tenant)}:{tenant}:{cache_salt}"
 
 
-def _shown(scope: Scope) -> bytes:
+def _key_in(scope: Scope) -> bytes:
     """The key that a request shows. Raises HttpError when there is none, or more than one."""
     values = [value for name, value in scope["headers"] if name == _KEY_HEADER]
     if len(values) > 1:
@@ -125,8 +119,8 @@ def _shown(scope: Scope) -> bytes:
 
 
 def _tenant_by(keys: Sequence[ApiKey], shown: bytes) -> str:
-    """Raises HttpError. Takes as long for a wrong key as for each right one: digests are compared, all of them,
-    and each to its end."""
+    """The tenant of a key. Takes the same time for every key: all digests are compared, each to its end. Raises
+    HttpError for an unknown key."""
     digest = hashlib.sha256(shown).digest()
     tenants = [key.tenant for key in keys if hmac.compare_digest(key.digest, digest)]
     if not tenants:
@@ -138,15 +132,16 @@ ANY = "*"
 OF_THIS_MACHINE = (
     r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(?!https?:)[a-z][a-z0-9+.-]*://.*"
 )
-"""Pages that a server or a program here has (`app://…`, `vscode-webview://…`): no site can have such an origin."""
+"""Origins of pages that a program on this machine serves (`localhost`, `app://…`, `vscode-webview://…`); no web site
+can have one."""
 READABLE = ("Retry-After", "X-Request-Id", NOTE.decode())
-"""Headers of answers that scripts may read, beside the usual ones."""
+"""Headers of answers that scripts may read, besides the usual ones."""
 MAX_SHOWN_CHARS = 200
 
 
 class Origins:
-    """ASGI middleware: answers preflights, tells browsers that they may show answers to pages of the origins `allowed`
-    (None: those of this machine), and has `refuse` answer other pages, their bodies unread."""
+    """ASGI middleware: answers preflights and allows pages of the origins `allowed` (None: those of this machine) to
+    read answers; requests of other pages are answered by `refuse`, their bodies unread."""
 
     def __init__(
         self, app: ASGIApp, *, allowed: tuple[str, ...] | None, refuse: Callable[[Exception], ASGIApp]
@@ -167,10 +162,8 @@ class Origins:
         if origin is None or self._cors.is_allowed_origin(origin):
             await self._cors(scope, receive, send)
         else:
-            shown = origin[:MAX_SHOWN_CHARS]
-            message = (
-                f"pages of {shown!r} may not ask this server; whoever runs it can allow them (cors.origins)"
-            )
+            shown = repr(origin[:MAX_SHOWN_CHARS])
+            message = f"pages of {shown} may not ask this server; whoever runs it can allow them (cors.origins)"
             await self._refuse(HttpError(403, message))(scope, receive, send)
 
 
@@ -179,13 +172,13 @@ MAX_MS = 2**31 - 1
 MAX_PRIORITY = 1000
 SLO_TTFT, SLO_TBT, PRIORITY = "x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms", "x-isthmus-priority"
 HEADERS = {SLO_TTFT: (1, MAX_MS), SLO_TBT: (1, MAX_MS), PRIORITY: (-MAX_PRIORITY, MAX_PRIORITY)}
-"""The least and the largest value of each."""
+"""The range of each integer header."""
 REUSE = "x-isthmus-reuse"
 
 
 class RequestTerms(msgspec.Struct, frozen=True):
-    """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last. `tenant`: whose key came,
-    None where nobody needs one. `reuse`: which KV it may be computed with, None if that is not said."""
+    """A request's terms, from its headers and key. `ttft_ms`, `tbt_ms`: None takes the deployment's; a higher
+    `priority` is shed later; `tenant`: None without keys; `reuse`: None takes the setting."""
 
     priority: int = 0
     ttft_ms: int | None = None
@@ -195,7 +188,7 @@ class RequestTerms(msgspec.Struct, frozen=True):
 
 
 def terms_of(scope: Scope) -> RequestTerms:
-    """Raises RequestError naming a header that is none of its values, or given twice."""
+    """Raises RequestError naming a header with a wrong value, or given twice."""
     return RequestTerms(
         priority=_integer(scope, PRIORITY) or 0,
         ttft_ms=_integer(scope, SLO_TTFT),
@@ -240,10 +233,10 @@ def _wrong(name: str, expected: str, text: bytes) -> RequestError:
 
 
 def reuse_of(terms: RequestTerms, scored: str, settings: GatewaySettings, card: ModelCard) -> Reuse:
-    """`scored`: what asks for log-probabilities of the prompt, whose tokens are then all computed; "" if nothing does.
+    """The KV reuse of a request: the header's, else the tenant's, else the default. `scored`: the fields that ask for
+    log-probabilities of the prompt, whose tokens must then all be computed; "" if none.
 
-    Raises RequestError where the header asks for more than can be done. Settings give way to that in silence: who did
-    not ask is no worse off.
+    Raises RequestError where the header asks for more than is possible; settings then fall back to exact.
     """
     if terms.reuse is None:
         usual = settings.tenant_reuse.get(terms.tenant or "", settings.reuse)

@@ -1,4 +1,5 @@
-"""Errors as OpenAI writes them, `{"error": {"message", "type", "param", "code"}}`, and their HTTP status."""
+"""HTTP answers and errors: OpenAI's error object `{"error": {"message", "type", "param", "code"}}`, bodies,
+server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from isthmus.core.errors import IsthmusError, OverloadedError, RequestError, Una
 
 
 class HttpError(RequestError):
-    """A request that is answered with `status`."""
+    """A request error with the HTTP status `status`."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
@@ -27,14 +28,12 @@ def unknown_model(name: str, served: str) -> HttpError:
 
 
 def compressed(coding: str) -> HttpError:
-    """The refusal of a body that is compressed."""
-    return HttpError(
-        415, f"the body is compressed ({coding}), which this server does not undo: send it as it is"
-    )
+    message = f"the body is compressed ({coding}), which this server does not undo: send it as it is"
+    return HttpError(415, message)
 
 
 class RateLimitError(OverloadedError):
-    """A tenant asks for more than `allowed`: by its `limit`, an option of `auth.tenants`."""
+    """A tenant exceeds `allowed`, by its `limit`: the name of an option of `auth.tenants`."""
 
     code = "rate_limit_exceeded"
 
@@ -59,28 +58,34 @@ class ProblemBody(msgspec.Struct, frozen=True):
 
 
 STOPPING = UnavailableError("the server is stopping; send the request again")
-"""Ends the answers that are under way when the time for them is over."""
+"""Ends the answers under way when the drain time is over."""
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that answers `error`; 500 for a bug of ours."""
+    """The HTTP status that answers `error`; 500 for a bug."""
     return error.http_status if isinstance(error, IsthmusError) else 500
 
 
 def message_of(error: BaseException) -> str:
-    """What a client is told. A bug's own message stays in the log."""
+    """The message for the client; a bug's own message stays in the log."""
     return str(error) if isinstance(error, IsthmusError) else "internal error; the server's log says more"
 
 
 def problem_json(error: BaseException) -> bytes:
-    """The error object for a body or an SSE event."""
+    """The error object, for a body or an SSE event."""
+    status = status_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    code = error.code if isinstance(error, RequestError | RateLimitError) else _code(status_of(error))
-    return msgspec.json.encode(ProblemBody(Problem(message_of(error), _type(status_of(error)), param, code)))
+    code = {429: "overloaded", 503: "unavailable"}.get(status)
+    if isinstance(error, RequestError | RateLimitError):
+        code = error.code
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    return msgspec.json.encode(ProblemBody(Problem(message_of(error), kind, param, code)))
 
 
 def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    """Headers that belong to `error`, besides its body's."""
+    """The headers that belong to `error`, besides those of its body."""
     if isinstance(error, OverloadedError | UnavailableError):
         return [(b"retry-after", str(error.retry_after_s).encode())]
     return _HEADERS.get(status_of(error), [])
@@ -93,35 +98,24 @@ _HEADERS = {
 }
 
 
-def _type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-def _code(status: int) -> str | None:
-    return {429: "overloaded", 503: "unavailable"}.get(status)
-
-
-# The thin layer between ASGI messages and the rest: bodies in, events and bodies out, and clients that leave.
-
+# ASGI messages.
 
 Result = TypeVar("Result")
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection. Nobody is left to answer, so this is no IsthmusError."""
+    """The client closed the connection. No answer is needed, so this is no IsthmusError."""
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client goes away. The body was read, so nothing else can come."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client disconnects. Must be awaited after the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(work: asyncio.Future[Result], receive: Receive) -> Result:
-    """What comes of `work`, or ClientGoneError if the client goes away first. Cancels what nobody waits for."""
-    leaving = asyncio.create_task(gone(receive))
+    """The result of `work`; cancels it and raises ClientGoneError if the client disconnects first."""
+    leaving = asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -136,18 +130,16 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would collect events into blocks otherwise.
-    (b"x-accel-buffering", b"no"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events into blocks
 ]
 NOTE = b"x-isthmus-note"
-"""Header of an answer: what of the request has no part in it."""
+"""Header of an answer that lists the parts of the request that were left out."""
 _COMPRESSION = re.compile(rb"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
-"""Of other content codings some clients speak who mean a charset."""
+"""Compressing content codings. Others are let through: some clients name a charset there."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises HttpError, as early as they are known, or
-    ClientGoneError."""
+    """The whole request body. Raises HttpError as early as a fault is known, or ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > max_bytes:
             raise _too_large(max_bytes)
@@ -167,14 +159,14 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 async def send_body(send: Send, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """A whole answer with status 200."""
+    """Sends a whole answer with status 200."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
 
 
 class EventWriter:
-    """Server-sent events over one response, which starts with the first write."""
+    """Server-sent events of one response, which starts with the first write."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = False
@@ -201,7 +193,7 @@ class EventWriter:
     async def _body(self, body: bytes, *, more: bool) -> None:
         try:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except OSError:  # what ASGI says of a closed connection
+        except OSError:  # ASGI's sign of a closed connection
             raise ClientGoneError from None
 
 

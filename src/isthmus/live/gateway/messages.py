@@ -1,8 +1,8 @@
-"""Chat messages as clients send them, and the fields that are about tools. Text only; all else is refused by name.
+"""Chat messages and tools as clients send them; a message's role decides its fields. Text only; everything else is
+refused by name.
 
-Which fields a message has is said by its role. Clients send answers back as they came from this server or another:
-fields of answers that mean nothing in a question are not read, or taken as long as they are empty where they would
-mean something that is not done here.
+Clients send answers back as they came, from this server or another: fields of answers that mean nothing in a question
+are ignored, or accepted only empty where they would have an effect that is not supported here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
-from isthmus.live.gateway.fields import NULL, Checked, Marked, Refused, Unread, label, only, refuse, text
+from isthmus.live.gateway.fields import NULL, Checked, Ignored, Marked, Refused, label, only, refuse, text
 
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""By the type of a part, which field has its text."""
-_UNSAID = {kind: {*_TEXT_OF.values()} - {name} for kind, name in _TEXT_OF.items()}
-"""The fields of other parts' texts, which some clients send as null."""
-_UNREAD = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "id")
-"""Of parts, too, which come back with answers."""
+"""The field with the text of a part, by the part's type."""
+_OTHER_TEXTS = {kind: {*_TEXT_OF.values()} - {name} for kind, name in _TEXT_OF.items()}
+"""The text fields of other types, which some clients send as null."""
+_IGNORED = (*Marked.model_fields, "annotations", "logprobs", "parsed", "role", "id")
+"""Fields of parts that come back with answers and are ignored."""
 
 
 def _parse_content(value: Any) -> MessageContent:
-    """A string, or text parts, all as parts of type text."""
+    """A string, or a list of parts, all as parts of type text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -45,7 +45,7 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
         raise refuse(f"{where} has type {kind[:40]!r}; only 'text' is supported")
     if not isinstance(part.get(_TEXT_OF[kind]), str):
         raise refuse(f"{where} must have a string in its field {_TEXT_OF[kind]!r}")
-    other = next((name for name in _UNSAID[kind] if part.get(name) is not None), "")
+    other = next((name for name in _OTHER_TEXTS[kind] if part.get(name) is not None), "")
     if other:
         raise refuse(f"{where} is of type {kind!r} and has {other!r}, too")
     extra = sorted(part.keys() - PARTS[kind]["properties"].keys())
@@ -55,11 +55,11 @@ def _parse_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _part(kind: str) -> dict[str, Any]:
-    """The schema of such a part."""
+    """The schema of a part of this type."""
     texts: dict[str, Any] = {"type": {"const": kind}, _TEXT_OF[kind]: {"type": "string"}}
     return {
         "type": "object",
-        "properties": texts | {name: {} for name in _UNREAD} | dict.fromkeys(_UNSAID[kind], NULL),
+        "properties": texts | {name: {} for name in _IGNORED} | dict.fromkeys(_OTHER_TEXTS[kind], NULL),
         "required": ["type", _TEXT_OF[kind]],
         "additionalProperties": False,
     }
@@ -75,12 +75,12 @@ SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 
 
 class _Message(Marked):
-    id: Annotated[Any, Unread] = None
+    id: Annotated[Any, Ignored] = None
     name: str | None = label()
     content: SomeContent = None
 
     def for_template(self) -> dict[str, Any]:
-        """What of it a template may show; None where it has no such thing."""
+        """The fields that a template may show, None where the message has none."""
         return self.model_dump(include={"role", "content", "name"})
 
 
@@ -104,21 +104,21 @@ class ToolMessage(_Message):
 
 
 class CalledFunction(Marked):
-    parsed_arguments: Annotated[Any, Unread] = None
-    """As OpenAI's client read them."""
+    parsed_arguments: Annotated[Any, Ignored] = None
+    """Of OpenAI's client."""
     name: str = Field(description="the name of a function, a string")
     arguments: str | dict[str, Any] | None = Field(
         default=None, description="a string that holds a JSON object, or an object"
     )
 
     def for_template(self) -> dict[str, Any]:
-        """Templates go through arguments as an object. What is none, as an answer that was cut off has it, is shown as
-        an empty one."""
+        """Arguments become an object for templates, an empty one where they are none, as in an answer that was cut
+        off."""
         arguments: Any = self.arguments
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-                json.dumps(arguments, ensure_ascii=False).encode()  # half a character is no text
+                json.dumps(arguments, ensure_ascii=False).encode()  # fails on half a surrogate pair
             except (ValueError, RecursionError):
                 arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else {}}
@@ -136,7 +136,7 @@ class ToolCall(Marked):
 
 
 def _as_function(value: Any) -> Any:
-    """A custom tool's call, which has a text for its input, as a function's."""
+    """The call of a custom tool, whose input is a text, as a function's."""
     match value:
         case {"type": "custom", "custom": {"name": name, "input": text}, **rest}:
             called = {"name": name, "arguments": json.dumps({"input": text})}
@@ -151,27 +151,27 @@ class AssistantMessage(_Message):
     )
     reasoning_content: str | None = text()
     reasoning: str | None = text()
-    """The newer word for the same."""
+    """The newer name of `reasoning_content`."""
     refusal: str | None = text()
-    """Stands in OpenAI's answers in place of content; read as a part of type refusal is."""
+    """In OpenAI's answers in place of content; read as a part of type refusal."""
 
-    # Of answers, in the words of OpenAI, its client, LiteLLM, OpenRouter, Copilot, Groq, Cohere and Azure.
-    annotations: Annotated[Any, Unread] = None
-    parsed: Annotated[Any, Unread] = None
-    thinking_blocks: Annotated[Any, Unread] = None
-    reasoning_items: Annotated[Any, Unread] = None
-    reasoning_details: Annotated[Any, Unread] = None
-    reasoning_opaque: Annotated[Any, Unread] = None
-    executed_tools: Annotated[Any, Unread] = None
-    tool_plan: Annotated[Any, Unread] = None
-    citations: Annotated[Any, Unread] = None
-    context: Annotated[Any, Unread] = None
+    # Of answers of OpenAI, its client, LiteLLM, OpenRouter, Copilot, Groq, Cohere and Azure.
+    annotations: Annotated[Any, Ignored] = None
+    parsed: Annotated[Any, Ignored] = None
+    thinking_blocks: Annotated[Any, Ignored] = None
+    reasoning_items: Annotated[Any, Ignored] = None
+    reasoning_details: Annotated[Any, Ignored] = None
+    reasoning_opaque: Annotated[Any, Ignored] = None
+    executed_tools: Annotated[Any, Ignored] = None
+    tool_plan: Annotated[Any, Ignored] = None
+    citations: Annotated[Any, Ignored] = None
+    context: Annotated[Any, Ignored] = None
 
     audio: Annotated[Any, Refused] = None
     images: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
     prefix: Annotated[Any, only(False)] = None
-    """Mistral's and DeepSeek's word for `continue_final_message`."""
+    """`continue_final_message` at Mistral and DeepSeek."""
 
     def for_template(self) -> dict[str, Any]:
         shown = super().for_template()
@@ -200,10 +200,10 @@ class FunctionDefinition(Marked):
     description: str | None = fields.text()
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
     strict: bool | None = fields.boolean()
-    """Where all functions are, calls follow their schemas. Calls that are forced do anyway."""
+    """If all functions are strict, calls follow their schemas. Forced calls always do."""
 
     def for_template(self) -> dict[str, Any]:
-        """In the order that models were taught; with parameters even if there are none, which templates expect."""
+        """In the order that models were trained with, always with parameters, which templates expect."""
         shown: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             shown["description"] = self.description
@@ -226,8 +226,8 @@ OtherToolType = Literal[
 
 
 class OtherTool(BaseModel):
-    """A tool that OpenAI runs, or that only its models are taught to call. Models here are not told of it, and the
-    answer says so (`left_out`): agents name such tools whether or not the model needs them."""
+    """A tool that OpenAI runs, or that only its models know. The model is not told of it, and the answer says so
+    (`left_out`): agents name such tools whether or not they need them."""
 
     model_config = ConfigDict(frozen=True)
     type: OtherToolType
@@ -238,7 +238,7 @@ Tools = list[Annotated[Function | OtherTool, Discriminator("type")]]
 
 
 def tools() -> Any:
-    """The field of all tools of a request. `functions` and `left_out` part them."""
+    """The field of a request's tools; `functions` and `left_out` separate them."""
     return Field(default=None, alias="tools", fail_fast=True, description="a list of tools")
 
 
@@ -263,14 +263,14 @@ class NamedFunction:
 
 @dataclass(frozen=True)
 class AllowedFunctions:
-    """The model is told of no others. `mode`: one of MODES."""
+    """The only functions that the model is told of. `mode`: one of MODES."""
 
     mode: str
     names: frozenset[str]
 
 
 def parse_choice(value: Any) -> str | NamedFunction | AllowedFunctions:
-    """In the form of chat completions, or in that of responses: clients write either to both."""
+    """A `tool_choice` in the form of chat completions or of responses: clients write either to both."""
     name = _function_name(value)
     if value in MODES:
         return str(value)
@@ -306,7 +306,7 @@ def _is_other(value: Any) -> bool:
 
 
 def object_of(**properties: Any) -> dict[str, Any]:
-    """The schema of an object with all of these properties and no others."""
+    """The schema of an object with exactly these properties."""
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the gateway, in base units. Names follow vLLM's behind the prefix `isthmus_`.
+"""Prometheus metrics of the gateway, in base units; names follow vLLM's, with the prefix `isthmus_`.
 
-Times, lengths and finish reasons count choices (what the cluster calls a request: a call with `n: 4` is four);
-failures and cancellations count HTTP requests.
+Times, lengths and finish reasons count choices (a call with `n: 4` is four); failures and cancellations count HTTP
+requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from isthmus.live.gateway.tenants import TenantMeter, Traffic
 
 
 class Tally(Collector):
-    """`bounds`: upper bounds of the buckets, inclusive, ascending; one without bound is added."""
+    """A histogram whose `observe` takes a count. `bounds`: inclusive upper bounds of the buckets, ascending; one
+    without bound is added."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
@@ -44,7 +45,7 @@ class Tally(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts `value` as often as `times`."""
+        """Counts `value` `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -62,7 +63,7 @@ WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60
 
 
 class Meter:
-    """All metrics of one app, in a registry of their own. `tenants`: those that name tenants, if any may."""
+    """All metrics of one app, in a registry of their own. `tenants`: None unless metrics may name tenants."""
 
     def __init__(
         self, backend: Backend, preparing: Preparing, traffic: Traffic, *, names_tenants: bool = False
@@ -113,7 +114,7 @@ class Meter:
         self._cancelled.inc()
 
     def render(self) -> bytes:
-        """The Prometheus text of all metrics, those of the nodes included."""
+        """The Prometheus text of all metrics, with those of the nodes."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -126,12 +127,12 @@ class Meter:
 
 
 class ChoiceTimer:
-    """Feeds the meter from one choice. `arrival_s`: the request's, by `time.perf_counter`."""
+    """Feeds the meter from one choice. `arrival_s`: of the request, by `time.perf_counter`; `leads`: first choice of
+    its prompt, which counts the prompt."""
 
     def __init__(
         self, meter: Meter, settings: GatewaySettings, choice: Choice, *, arrival_s: float, leads: bool
     ) -> None:
-        """`leads`: it is the first choice of its prompt, so the prompt is counted here."""
         self._meter = meter
         self._slo = _Slo(choice.job.ttft_ms or settings.ttft_ms, choice.job.tbt_ms or settings.tbt_ms)
         self._choice = choice
@@ -141,7 +142,7 @@ class ChoiceTimer:
         self._num_cached = 0
 
     def observe(self, delta: Delta) -> None:
-        """A batch of tokens came. Its tokens share the gap before it, as they came at once."""
+        """A batch of tokens came. Its tokens share the gap before it."""
         now_s = time.perf_counter()
         num_tokens = len(delta.tokens)
         self._meter.generated_tokens.inc(num_tokens)
@@ -152,11 +153,10 @@ class ChoiceTimer:
             self._meter.between_tokens.observe(gap_s, times=num_tokens)
             self._slo.observe_gap(gap_s, num_tokens)
         self._last_s = now_s
-        if (
-            self._leads and self._choice.cached_tokens > self._num_cached
-        ):  # some engines tell it with the last token
-            self._meter.cached_tokens.inc(self._choice.cached_tokens - self._num_cached)
-            self._num_cached = self._choice.cached_tokens
+        cached = self._choice.cached_tokens
+        if self._leads and cached > self._num_cached:  # vLLM reports it with the last token
+            self._meter.cached_tokens.inc(cached - self._num_cached)
+            self._num_cached = cached
         if delta.finish is not None:
             self._meter.whole_request.observe(now_s - self._arrival_s)
             self._meter.succeeded.labels(delta.finish).inc()
@@ -195,12 +195,8 @@ class _Slo:
 
 
 def _of_traffic(traffic: Traffic) -> Iterator[Family]:
-    yield counted(
-        "http_refused",
-        "HTTP connections and requests turned away, by the limit (limits.*) that did it.",
-        "reason",
-        traffic.refused,
-    )
+    text = "HTTP connections and requests turned away, by the limit (limits.*) that did it."
+    yield counted("http_refused", text, "reason", traffic.refused)
     yield GaugeMetricFamily(f"{PREFIX}http_connections", "Open HTTP connections.", traffic.num_connections)
     text = "Bytes of request bodies that are not whole yet."
     yield GaugeMetricFamily(f"{PREFIX}http_body_bytes", text, traffic.body_bytes)

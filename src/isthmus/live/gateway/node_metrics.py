@@ -1,4 +1,5 @@
-"""What the cluster reports, for Prometheus. Of nodes, a name that ends in `_total` is a counter, any other a gauge."""
+"""Prometheus metrics of the nodes and of the links between clusters. A node's metric whose name ends in `_total` is a
+counter, any other a gauge."""
 
 from __future__ import annotations
 
@@ -83,14 +84,14 @@ NODE_METRICS = {
     "attention_bytes_answered_total": "Sums that came back from holders of KV.",
     "attention_answered_total": "Attention computed here for other nodes: one a request, layer and iteration.",
 }
-"""Metric -> what it is. A node may report others, which are shown without explanation."""
+"""Help text of each metric. A node may report others, which are shown with a general one."""
 
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Reading(Collector):
-    """What `read` says when Prometheus asks."""
+    """A collector that calls `read` whenever Prometheus scrapes."""
 
     def __init__(self, read: Callable[[], Iterable[Family]]) -> None:
         self._read = read
@@ -99,7 +100,7 @@ class Reading(Collector):
         return self._read()
 
     def describe(self) -> list[Family]:
-        """Nothing is known yet; without this the registry would ask at once."""
+        """Empty, so that the registry does not collect at registration."""
         return []
 
 
@@ -112,14 +113,13 @@ def counted(name: str, text: str, label: str, counts: Mapping[str, float]) -> Fa
 
 
 def of_refusals(backend: Backend) -> Iterator[Family]:
-    """Requests the cluster turned away."""
     text = "Requests turned away, by the stage that could not take them."
     yield counted("requests_refused", text, "stage", backend.refusals())
 
 
 def of_nodes(backend: Backend, names_tenants: bool) -> Iterator[Family]:
-    """With a label `node`. What a node reports of one tenant, as `METRIC/TENANT`, has a label `tenant` as well, and is
-    shown only if metrics may name tenants."""
+    """One family for each gauge, with the label `node`. A gauge of one tenant, reported as `METRIC/TENANT`, also has
+    the label `tenant` and is shown only if metrics may name tenants."""
     of_tenants: dict[str, Family] = {}
     for name, by_node in backend.gauges().items():
         short, _, tenant = name.removeprefix(PREFIX).partition("/")
@@ -142,7 +142,8 @@ def _family(short: str, *labels: str) -> Family:
 
 
 def of_offload(backend: Backend) -> Iterator[Family]:
-    """What passes between clusters; nothing where there is one. Links have labels `source` and `target`."""
+    """Offload and links between clusters; nothing if there is one cluster. Links have the labels `source` and
+    `target`."""
     offload = backend.offload()
     if offload is None:
         return

@@ -1,6 +1,5 @@
-"""The OpenAPI document, made of the code that answers: bodies of the models that read them, answers of the structures
-that are written. Token ids, lengths and the model's name have the bounds of the served model.
-"""
+"""The OpenAPI document, generated from the request models and the reply structures. Token ids, lengths and the
+model's name get the bounds of the served model."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route. `body`: what it reads, a model or a union of models; `reply`: what it writes as JSON, or the text of
-    type `media`. `streams`: or as server-sent events. `open`: it never needs a key."""
+    """One route. `body`: a model or union of models; `reply`: the structure of its JSON, or text of type `media`;
+    `streams`: also answers with server-sent events; `open`: never needs a key."""
 
     path: str
     endpoint: Any
@@ -52,7 +51,7 @@ class Operation:
 
 
 def document(operations: Sequence[Operation], card: ModelCard, *, keys: bool) -> bytes:
-    """`keys`: requests need one, but for the open routes."""
+    """The document as JSON. `keys`: requests need one, except on open routes."""
     bodies, components = _bodies([each.body for each in operations if each.body is not None])
     kinds = [ProblemBody, *(each.reply for each in operations if each.reply is not None)]
     replies, written = msgspec.json.schema_components(kinds, ref_template=REF + "{name}")
@@ -78,7 +77,7 @@ def document(operations: Sequence[Operation], card: ModelCard, *, keys: bool) ->
 
 
 def _bodies(kinds: Sequence[Any]) -> tuple[dict[str, Schema], dict[str, Schema]]:
-    """A reference for each kind, by its `repr`, and all they refer to, by name."""
+    """A reference for each kind, by its `repr`, and all schemas referred to, by name."""
     inputs = [(repr(kind), "validation", TypeAdapter(kind)) for kind in kinds]
     references, schema = TypeAdapter.json_schemas(inputs, ref_template=REF + "{model}")  # type: ignore[arg-type]
     return {str(key): found for (key, _), found in references.items()}, schema.get("$defs", {})
@@ -89,17 +88,12 @@ def _described(operation: Operation, body: Schema | None, reply: Schema | None, 
     if operation.media:
         content = {operation.media: {"type": "string"}}
     if operation.streams:
-        content[EVENTS] = {}  # no schema: tools differ in whether it is one event's or the whole text's
-    found: Schema = {
-        "summary": operation.summary,
-        "responses": {"200": _answer("The answer.", content)},
-    }
+        content[EVENTS] = {}  # no schema: tools disagree whether it describes one event or the whole text
+    found: Schema = {"summary": operation.summary, "responses": {"200": _answer("The answer.", content)}}
     if body is not None:
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
-        refusals = (
-            _REFUSALS if operation.streams else {code: _REFUSALS[code] for code in ("400", "404", "413", "415")}
-        )
-        found["responses"] |= {code: _answer(text, {JSON: problem}) for code, text in refusals.items()}
+        codes = _REFUSALS if operation.streams else ("400", "404", "413", "415")
+        found["responses"] |= {code: _answer(_REFUSALS[code], {JSON: problem}) for code in codes}
     if operation.streams:
         found["parameters"] = _headers()
     if "{name" in operation.path:
@@ -119,7 +113,7 @@ def _answer(text: str, content: dict[str, Schema]) -> Schema:
 
 
 def _headers() -> list[Schema]:
-    """A request's terms."""
+    """Parameters for the headers of a request's terms."""
     schemas: dict[str, Schema] = {
         name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in HEADERS.items()
     }
@@ -128,7 +122,7 @@ def _headers() -> list[Schema]:
 
 
 def _bound(node: Any, card: ModelCard) -> None:
-    """Gives the served model's bounds to what its format says has them, in place."""
+    """Sets the served model's bounds where a schema's `format` asks for them, in place."""
     if isinstance(node, list):
         for each in node:
             _bound(each, card)
@@ -150,7 +144,7 @@ def _bound(node: Any, card: ModelCard) -> None:
 
 
 def _decimals(largest: str) -> str:
-    """A regular expression for the numbers up to `largest`, of as many digits or fewer."""
+    """A regular expression for the decimal numbers up to `largest`, without leading zeros."""
     last = len(largest) - 1
     smaller = [
         f"{largest[:at]}[0-{int(digit) - 1}][0-9]{{{last - at}}}"

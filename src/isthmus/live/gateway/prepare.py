@@ -1,7 +1,5 @@
-"""From a parsed request to a prepared one: the jobs to submit, and what their answer must carry.
-
-This is where a request meets the model: tokenising, lengths, vocabulary, defaults.
-"""
+"""From a parsed request to a prepared one: the jobs to submit, and the options of its answer. Here a request meets
+the model: tokens, lengths, vocabulary, defaults."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Writing:
-    """How an answer is written. `usage`: None in no event, False in the last one, True in each."""
+    """How an answer is written. `usage`: None in no event, False in the last, True in each."""
 
     stream: bool
     usage: bool | None
@@ -55,15 +53,15 @@ class Writing:
 
     @property
     def counts(self) -> bool:
-        """Usage is part of a streamed answer."""
+        """Whether usage is part of a streamed answer."""
         return self.usage is not None
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts;
-    `offsets`: of their tokens in these; both where the answer repeats them. `repeated`: fields of a ResponsesReply that
-    are the request's, where it is one's."""
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts` of the prompts and `offsets`
+    of their tokens: where the answer echoes them; `repeated`: request fields that a ResponsesReply repeats;
+    `left_out`: parts of the request without effect, of which the client is told."""
 
     id: str
     created_s: int
@@ -77,18 +75,17 @@ class PreparedRequest:
     tools: ToolUse | None = None
     repeated: dict[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """Of the request, what has no part in the answer and the client is told so: each kind once."""
 
     @property
     def reuse(self) -> Reuse:
-        """Which KV its prompts may be computed with; all of its jobs say the same."""
+        """The KV reuse of all its jobs."""
         return self.jobs[0].reuse
 
 
 @dataclass(frozen=True)
 class _PreparedPrompt:
-    """With the most tokens its answers may have. `text`: as the client sent it, and where in it tokens begin, where the
-    answer repeats it."""
+    """One prompt and the most tokens of its answers. `text` and the `offsets` of tokens in it: where the answer
+    echoes the prompt."""
 
     tokens: Tokens
     max_tokens: int
@@ -98,8 +95,8 @@ class _PreparedPrompt:
 
 @dataclass(frozen=True)
 class RequestPreparer:
-    """Turns requests into prepared ones. `hex_id` makes the answer's id unique. `tool_format`: of the calls that this
-    model writes, None if that is not known."""
+    """Prepares requests for one model. `tool_format`: of the calls that the model writes, None if unknown. `hex_id`
+    makes an answer's id unique."""
 
     card: ModelCard
     tokenizer: GatewayTokenizer
@@ -159,34 +156,29 @@ class RequestPreparer:
             raise unknown_model(name, self.card.name)
 
     def _answer_grammar(self, request: GenerationRequest) -> str:
-        """Of an answer that calls nothing; "" where it is free. Raises RequestError."""
+        """The grammar of an answer without calls; "" if it is free. Raises RequestError."""
         grammar, param = grammar_of(request)
         if grammar:
             check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
         return grammar
 
     def _sampling(
-        self,
-        request: GenerationRequest,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-        grammar: str,
+        self, request: GenerationRequest, logprobs: int | None, prompt_logprobs: int | None, grammar: str
     ) -> Sampling:
-        """`grammar`: of the answer, "" where it is free. Raises RequestError."""
+        """`grammar`: of the answer, "" if it is free. Raises RequestError."""
         if request.best_of not in (None, request.n or 1):
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
             raise RequestError(message, param="best_of")
         if request.stream and request.prompt_logprobs is not None:
             message = "'prompt_logprobs' come in one piece: leave it out, or do not stream"
             raise RequestError(message, param="prompt_logprobs")
-        bad_words = self.tokenizer.words_as_tokens(request.bad_words or ())
         return sampling_of(
             request,
             self.tokenizer.generation,
             self.card,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            bad_words=bad_words,
+            bad_words=self.tokenizer.words_as_tokens(request.bad_words or ()),
             grammar=grammar,
         )
 
@@ -203,24 +195,23 @@ class RequestPreparer:
         n = request.n or 1
         reuse = reuse_of(terms, _scored(request), self.settings, self.card)
         weight = self.settings.shares.weight_of(terms.tenant)
-        jobs: list[Job] = []
-        for prompt in prompts:
-            for sampling in samplings(base, request.seed, n):
-                jobs.append(
-                    Job(
-                        request=RequestId(f"{answer_id}-{len(jobs)}"),
-                        tokens=prompt.tokens,
-                        max_tokens=prompt.max_tokens,
-                        sampling=sampling,
-                        tenant=terms.tenant or request.user or "",
-                        salt=salt_of(terms.tenant, request.cache_salt or ""),
-                        priority=terms.priority,
-                        ttft_ms=terms.ttft_ms,
-                        tbt_ms=terms.tbt_ms,
-                        reuse=reuse,
-                        weight=weight,
-                    )
-                )
+        choices = [(prompt, sampling) for prompt in prompts for sampling in samplings(base, request.seed, n)]
+        jobs = [
+            Job(
+                request=RequestId(f"{answer_id}-{at}"),
+                tokens=prompt.tokens,
+                max_tokens=prompt.max_tokens,
+                sampling=sampling,
+                tenant=terms.tenant or request.user or "",
+                salt=salt_of(terms.tenant, request.cache_salt or ""),
+                priority=terms.priority,
+                ttft_ms=terms.ttft_ms,
+                tbt_ms=terms.tbt_ms,
+                reuse=reuse,
+                weight=weight,
+            )
+            for at, (prompt, sampling) in enumerate(choices)
+        ]
         return PreparedRequest(
             id=answer_id,
             created_s=int(time.time()),
@@ -247,7 +238,7 @@ class RequestPreparer:
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
             self._check_chars(prompt, request, "prompt")
-            # An empty text stays empty: the special tokens around it alone are no prompt.
+            # An empty text stays empty: special tokens alone are no prompt.
             tokens = tuple(self.tokenizer.encode_text(prompt, add_special_tokens=special)) if prompt else ()
         else:
             tokens = prompt
@@ -269,10 +260,9 @@ class RequestPreparer:
 
 
 def over(param: str, count: int, most: int) -> RequestError:
-    """The refusal of a list that is longer than the limit of its name."""
-    return RequestError(
-        f"{param!r} has {count} entries; this server takes up to {most} (limits.{param})", param=param
-    )
+    """The refusal of a list that is longer than its limit."""
+    message = f"{param!r} has {count} entries; this server takes up to {most} (limits.{param})"
+    return RequestError(message, param=param)
 
 
 def _writing(request: GenerationRequest) -> Writing:
@@ -293,7 +283,7 @@ def _writing(request: GenerationRequest) -> Writing:
 
 
 def _template_options(request: TemplateFields) -> dict[str, Any]:
-    """What of a request's fields the template is rendered with."""
+    """The arguments of `ChatTemplate.render` that a request sets."""
     continues = bool(request.continue_final_message)
     opens = request.add_generation_prompt
     extra = dict(request.chat_template_kwargs or {})
@@ -309,7 +299,7 @@ def _template_options(request: TemplateFields) -> dict[str, Any]:
 
 
 def _scored(request: GenerationRequest) -> str:
-    """What asks for log-probabilities of the prompt, "" if nothing does."""
+    """The fields that ask for log-probabilities of the prompt, "" if none."""
     if request.prompt_logprobs is not None:
         return "'prompt_logprobs'"
     echoed = isinstance(request, CompletionRequest) and _echoed(request) is not None
@@ -317,7 +307,7 @@ def _scored(request: GenerationRequest) -> str:
 
 
 def _echoed(request: CompletionRequest) -> int | None:
-    """Log-probabilities that an echoed prompt needs."""
+    """The number of log-probabilities that an echoed prompt needs; None without."""
     return request.logprobs if request.echo else None
 
 
@@ -330,7 +320,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
 
 
 def _chat_max_tokens(request: ChatRequest) -> tuple[int | None, str]:
-    """The client's limit, and the name of the field it stood in."""
+    """The client's limit, and the name of its field."""
     if request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
     if request.max_tokens not in (None, request.max_completion_tokens):

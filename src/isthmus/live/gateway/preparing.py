@@ -1,8 +1,6 @@
-"""Where a body becomes a prepared request: here, if it is small and asks for no grammar, else in a sandbox.
-
-A large body takes long to read and to tokenise, and a grammar meets a library's native code; other requests' tokens are
-to flow meanwhile, whatever becomes of this one.
-"""
+"""Prepares each body: in this process if it is small and asks for no grammar, else in a sandboxed worker, so that
+other requests' tokens flow meanwhile, and a library's native code meets strangers' grammars only in a process that
+may die."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from isthmus.sandbox import Answer, ForkServer, Limits, Sandbox, SandboxError, s
 
 
 class TokenizeReply(msgspec.Struct):
-    """`token_strs`: of each token, where they are asked for."""
+    """`token_strs`: of each token, if asked for."""
 
     count: int
     max_model_len: int
@@ -64,10 +62,10 @@ def tokenized(preparer: RequestPreparer, request: TokenizeText | TokenizeChat) -
         tokens = preparer.chat_tokens(request, special)
     else:
         tokens = tuple(tokenizer.encode_text(request.prompt, add_special_tokens=special is not False))
-    texts = (
-        [token_text(tokenizer.token_bytes(token)) for token in tokens] if request.return_token_strs else UNSET
-    )
-    return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
+    reply = TokenizeReply(len(tokens), preparer.card.max_length, tokens)
+    if request.return_token_strs:
+        reply.token_strs = [token_text(tokenizer.token_bytes(token)) for token in tokens]
+    return reply
 
 
 def detokenized(preparer: RequestPreparer, request: DetokenizeRequest) -> DetokenizeReply:
@@ -78,9 +76,9 @@ def detokenized(preparer: RequestPreparer, request: DetokenizeRequest) -> Detoke
 
 
 KEPT_BYTES = 64 << 20
-"""By which a worker may have grown."""
+"""Growth after which a worker is replaced."""
 NICE = 10
-"""Of workers: others' tokens come first."""
+"""Of workers: other requests' tokens come first."""
 
 
 Result = TypeVar("Result")
@@ -88,14 +86,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Preparation:
-    """`read`: kind of the body; `make`: what becomes of it, a PreparedRequest, or the answer itself."""
+    """`read`: the request model of the body; `make`: prepares it to a PreparedRequest, or to the whole answer."""
 
     read: Any
     make: Callable[[Any, str, RequestTerms], PreparedRequest | bytes]
 
 
 class PreparerSetup(msgspec.Struct, frozen=True):
-    """What workers need. `model`: where the tokenizer is."""
+    """The state of a worker. `model`: path of the tokenizer."""
 
     model: str
     card: ModelCard
@@ -108,10 +106,10 @@ class Preparing:
     def __init__(
         self, card: ModelCard, tokenizer: GatewayTokenizer, settings: GatewaySettings, model: Path | None = None
     ) -> None:
-        """`model`: from where workers read the tokenizer again; None: all is done here, in a thread if it is large.
+        """`model`: from where workers load the tokenizer; None: no workers, large bodies are prepared in a thread.
         Raises ConfigError."""
         self._preparations, self._settings = preparations(card, tokenizer, settings), settings
-        self._waiting = self._waiting_bytes = 0
+        self.num_waiting = self._waiting_bytes = 0
         self._sandboxes = list[Sandbox]()
         num_workers = settings.num_preparers
         self._threads = ThreadPoolExecutor(num_workers, "preparing")
@@ -123,45 +121,45 @@ class Preparing:
             self._idle = deque(self._sandboxes)
 
     def open(self) -> None:
-        """Starts the workers, that the first who needs one does not wait for it."""
+        """Starts the workers ahead of the first request."""
         for _ in self._sandboxes:
             self._threads.submit(self._with_sandbox, Sandbox.open)
 
     async def __call__(self, name: str, body: bytes, hex_id: str, terms: RequestTerms, receive: Receive) -> Any:
-        """A client that goes away meanwhile, of which `receive` tells, takes no worker's time. Raises RequestError,
-        OverloadedError, ClientGoneError."""
+        """Prepares one body. A client that disconnects, as `receive` tells, takes no worker's time. Raises
+        RequestError, OverloadedError, ClientGoneError."""
         preparation = self._preparations[name]
         if len(body) <= self._settings.long_body_bytes:
             request = parse_body(preparation.read, body, self._settings.max_depth)
             if not self._sandboxes or not _asks_for_grammar(request):
                 return preparation.make(request, hex_id, terms)
         self._check_room(len(body))
-        self._waiting += 1
+        self.num_waiting += 1
         self._waiting_bytes += len(body)
         try:
             loop = asyncio.get_running_loop()
             work = loop.run_in_executor(self._threads, self._prepare, name, body, hex_id, terms)
             return await while_connected(work, receive)
         finally:
-            self._waiting -= 1
+            self.num_waiting -= 1
             self._waiting_bytes -= len(body)
 
     def _check_room(self, num_bytes: int) -> None:
         """Raises OverloadedError."""
         most = self._settings.http.bodies
-        if self._waiting >= self._settings.max_preparing:
-            message = f"{self._waiting} large requests are being read, the limit (limits.preparing); try again"
-        elif self._waiting and self._waiting_bytes + num_bytes > most:
+        if self.num_waiting >= self._settings.max_preparing:
             message = (
-                f"requests of {self._waiting_bytes} bytes are being read; with this one they were more than "
+                f"{self.num_waiting} large requests are being read, the limit (limits.preparing); try again"
             )
-            message += f"{most}, the limit (limits.bodies); try again"
+        elif self.num_waiting and self._waiting_bytes + num_bytes > most:
+            message = f"requests of {self._waiting_bytes} bytes are being read; with this one they were more "
+            message += f"than {most}, the limit (limits.bodies); try again"
         else:
             return
         raise OverloadedError(message, retry_after_s=1)
 
     def _prepare(self, name: str, body: bytes, hex_id: str, terms: RequestTerms) -> Any:
-        """In a thread. Raises RequestError."""
+        """Runs in a thread. Raises RequestError."""
         if not self._sandboxes:
             preparation = self._preparations[name]
             return preparation.make(parse_body(preparation.read, body, self._settings.max_depth), hex_id, terms)
@@ -169,20 +167,20 @@ class Preparing:
         try:
             return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
         except SandboxError as error:
-            refusal = self._too_much(error.note)
+            refusal = self._over_limits(error.note)
             raise (renamed(refusal) if name == "response" else refusal) from None
         except StartError as error:
             raise UnavailableError(f"large bodies cannot be read now: {error}") from None
 
     def _with_sandbox(self, work: Callable[[Sandbox], Result]) -> Result:
-        """In a thread; there are as many sandboxes as threads."""
+        """Runs in a thread, of which there are as many as sandboxes."""
         sandbox = self._idle.popleft()
         try:
             return work(sandbox)
         finally:
             self._idle.append(sandbox)
 
-    def _too_much(self, param: str) -> RequestError:
+    def _over_limits(self, param: str) -> RequestError:
         settings, grammar = self._settings, self._settings.grammar
         if param:
             return RequestError(
@@ -199,10 +197,6 @@ class Preparing:
     def num_deaths(self) -> int:
         """Workers that died over a request."""
         return sum(sandbox.deaths for sandbox in self._sandboxes)
-
-    @property
-    def num_waiting(self) -> int:
-        return self._waiting
 
     def close(self) -> None:
         for sandbox in self._sandboxes:
@@ -238,7 +232,7 @@ def _asks_for_grammar(request: Any) -> bool:
     return bool(tools) or forms or is_constrained(request)
 
 
-# What goes to a worker and what comes from it.
+# Messages to and from workers.
 
 
 class _BodyToPrepare(msgspec.Struct, frozen=True, array_like=True):
@@ -249,8 +243,8 @@ class _BodyToPrepare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _PackedRequest(msgspec.Struct, frozen=True, tag=True):
-    """A prepared request whose jobs differ only in what is in `draws`: seed and most tokens. What they share is there
-    once: prompts and grammars are large."""
+    """A prepared request whose jobs differ only in `draws`: seed and most tokens. Shared parts are sent once, since
+    prompts and grammars are large."""
 
     request: PreparedRequest
     job: Job
@@ -266,10 +260,10 @@ class _Refusal(msgspec.Struct, frozen=True, tag=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _question = msgspec.msgpack.Decoder(_BodyToPrepare).decode
-_encode_answer = msgspec.json.Encoder().encode  # schemas hold integers that msgpack has no room for
+_encode_answer = msgspec.json.Encoder().encode  # schemas hold integers beyond msgpack's 64 bits
 _answer = msgspec.json.Decoder(_PackedRequest | _Refusal).decode
 _WHOLE, _PACKED = b"w", b"p"
-"""What an answer begins with: it is the client's as it stands, or to be unpacked."""
+"""First byte of a worker's reply: an answer for the client as it is, or a packed request or refusal."""
 
 
 def _packed(prepared: PreparedRequest) -> _PackedRequest:
@@ -302,7 +296,7 @@ def _unpacked(found: bytearray) -> PreparedRequest | bytes:
     return replace(prepared, jobs=tuple(jobs))
 
 
-def _load(setup: bytes) -> Answer:
+def _load_worker(setup: bytes) -> Answer:
     said = msgspec.msgpack.decode(setup, type=PreparerSetup)
     tokenizer = GatewayTokenizer.load(Path(said.model))
     found = preparations(said.card, tokenizer, said.settings)
@@ -323,5 +317,5 @@ def _load(setup: bytes) -> Answer:
 
 
 def main() -> None:
-    """Of the fork server."""
-    serve(_load)
+    """The entry of the fork server."""
+    serve(_load_worker)

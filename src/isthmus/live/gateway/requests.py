@@ -1,4 +1,9 @@
-"""From a request's fields to what a cluster is given: lengths of prompt and answer, and `Sampling`."""
+"""The request bodies of chat, completions and tokenizing, field by field; and from their fields to lengths and
+`Sampling`.
+
+A field of OpenAI's, vLLM's or SGLang's servers is in one of three groups: it has an effect; it is accepted, since no
+answer would differ without it; or it is refused by name, since ignoring it would change an answer.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +40,28 @@ def check_prompt(num_tokens: int, card: ModelCard, param: str, answer: int = 1) 
     if num_tokens == 0:
         raise RequestError(f"{param!r} is empty: give at least one token", param=param)
     if num_tokens + answer > card.max_length:
-        message = (
-            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
-            f"{param!r} has {num_tokens} tokens. Please shorten it"
-        )
-        raise RequestError(message, param=param, code=TOO_LONG)
+        raise _too_long(card, param, f"{num_tokens} tokens")
+
+
+def _too_long(card: ModelCard, param: str, length: str) -> RequestError:
+    message = (
+        f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
+        f"{param!r} has {length}. Please shorten it"
+    )
+    return RequestError(message, param=param, code=TOO_LONG)
 
 
 def check_chars(num_chars: int, least_tokens: int, card: ModelCard, param: str) -> None:
-    """Raises RequestError for a text that cannot have fewer tokens than are too many, before they are counted."""
+    """Raises RequestError for a text that is too long by its characters alone, before it is tokenised."""
     if least_tokens > card.max_length:
-        message = (
-            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
-            f"{param!r} has {num_chars} characters, which are at least {least_tokens} tokens. Please shorten it"
-        )
-        raise RequestError(message, param=param, code=TOO_LONG)
+        raise _too_long(card, param, f"{num_chars} characters, which are at least {least_tokens} tokens")
 
 
 def truncated(
     tokens: tuple[int, ...], request: GenerationRequest, asked: int | None, card: ModelCard
 ) -> tuple[int, ...]:
-    """What `truncate_prompt_tokens` leaves of a prompt: its end, or its beginning if `truncation_side` is right.
-
-    -1 keeps what leaves room for the `asked` tokens of the answer, for one where it is None, and never nothing.
+    """The part of a prompt that `truncate_prompt_tokens` keeps: its end, or its beginning if `truncation_side` is
+    right. -1 keeps as many tokens as leave room for the `asked` tokens of the answer (None: one), and at least one.
     """
     most = request.truncate_prompt_tokens
     if most is None:
@@ -70,10 +74,11 @@ def truncated(
 def answer_tokens(
     num_prompt_tokens: int, asked: int | None, card: ModelCard, *, param: str, default: int | None
 ) -> int:
-    """Most tokens the answer may have. `asked`: by the client, in the field `param`.
+    """The most tokens of an answer. `asked`: by the client, in the field `param`; `default` None: the rest of the
+    context, but without being asked for it an answer gets no memory of other nodes, only what is left of its node's,
+    at least a quarter.
 
-    `default` None: the rest of the context; but who does not ask for it gets no memory of other nodes for an answer,
-    which is a quarter of a node's at least. Raises RequestError when `asked` does not fit behind the prompt.
+    Raises RequestError when `asked` does not fit behind the prompt.
     """
     rest = card.max_length - num_prompt_tokens
     if asked is None:
@@ -93,17 +98,14 @@ SEED_MASK = 2**63 - 1
 
 
 def samplings(base: Sampling, seed: int | None, n: int) -> list[Sampling]:
-    """How each of the `n` choices of a prompt samples; only the seed differs between them.
-
-    A seed of the client's gives the same choices again, whatever else is in the request. Without one, each
-    prompt draws its own, so that equal prompts in one request get different answers.
-    """
+    """The sampling of each of the `n` choices of a prompt; they differ in their seeds. A client's seed repeats the
+    choices; without one, each prompt draws its own."""
     seed = secrets.randbits(63) if seed is None else seed
     return [msgspec.structs.replace(base, seed=choice_seed(seed, choice)) for choice in range(n)]
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """63 bits. Choice 0 has the request's own seed, so that it is the answer that `n: 1` gives."""
+    """63 bits. Choice 0 has the request's own seed, so it is the answer of `n: 1`."""
     if choice == 0:
         return seed & SEED_MASK
     digest = blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
@@ -120,8 +122,8 @@ def sampling_of(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
 ) -> Sampling:
-    """What is not the request's own field: as in Sampling. Raises RequestError for a token id outside the
-    vocabulary."""
+    """The keyword arguments are fields of Sampling that the request does not hold. Raises RequestError for a token id
+    outside the vocabulary."""
     stop_token_ids = request.stop_token_ids or ()
     logit_bias = request.logit_bias or ()
     allowed = request.allowed_token_ids or ()
@@ -157,7 +159,7 @@ def _repetition_penalty(request: GenerationRequest) -> float | None:
 
 
 def check_vocabulary(tokens: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:
-    """Raises RequestError when an id is not one of the model's. `tokens` are at least 0."""
+    """Raises RequestError when an id is not one of the model's. Ids are at least 0."""
     largest = max(tokens, default=0)
     if largest >= card.vocab_size:
         message = f"{param!r} holds token id {largest}; this model's ids are 0 to {card.vocab_size - 1}"
@@ -166,12 +168,6 @@ def check_vocabulary(tokens: tuple[int, ...] | list[int], card: ModelCard, param
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-# The bodies of the endpoints, field by field.
-#
-# A field of OpenAI's, vLLM's or SGLang's servers is in one of three groups: it does something; it is accepted, since
-# no answer of this server would be another without it; or it is refused by name, since to ignore it would change one.
 
 
 MAX_LOGPROBS = 20
@@ -192,26 +188,26 @@ BestOf = Checked(fields.parse_count, {"enum": [1]})
 class StreamOptions(Strict):
     include_usage: bool | None = fields.boolean()
     continuous_usage_stats: bool | None = fields.boolean()
-    """Usage so far in every event."""
+    """Usage in every event."""
     include_obfuscation: bool | None = fields.boolean()
-    """Padding against traffic analysis: no answer would be another, and none is made."""
+    """Padding against traffic analysis: accepted, and none is made."""
 
 
 class GenerationRequest(Strict):
-    """What all generating endpoints share. None means: not given."""
+    """The fields of all generating endpoints. None: not given."""
 
     model: str | None = fields.model_name()
     temperature: float | None = fields.number(0, 2)
     top_p: float | None = fields.number(0, 1)
     top_k: int | None = fields.integer(-1, fields.MAX_INT)
-    """0 and -1 are both off; -1 is vLLM's word."""
+    """0 and -1 are both off; -1 is vLLM's."""
     min_p: float | None = fields.number(0, 1)
     seed: int | None = fields.seed()
     presence_penalty: float | None = fields.number(-2, 2)
     frequency_penalty: float | None = fields.number(-2, 2)
     repetition_penalty: float | None = fields.number(0.01, 100)
     repeat_penalty: float | None = fields.number(0.01, 100)
-    """llama.cpp's and Ollama's word for `repetition_penalty`."""
+    """`repetition_penalty` at llama.cpp and Ollama."""
     logit_bias: Annotated[Any, LogitBias] = None
     allowed_token_ids: Annotated[Any, SomeTokenIds] = None
     bad_words: Annotated[Any, fields.texts(0, MAX_BAD_WORDS, fields.MAX_LABEL_CHARS)] = None
@@ -222,16 +218,16 @@ class GenerationRequest(Strict):
     stop_token_ids: Annotated[Any, TokenIds] = None
     include_stop_str_in_output: bool | None = fields.boolean()
     no_stop_trim: bool | None = fields.boolean()
-    """SGLang's word for `include_stop_str_in_output`."""
+    """`include_stop_str_in_output` at SGLang."""
     ignore_eos: bool | None = fields.boolean()
     skip_special_tokens: bool | None = fields.boolean()
     spaces_between_special_tokens: bool | None = fields.boolean()
-    """The tokenizers served here put no spaces there of their own, so both values say the same."""
+    """No effect: the tokenizers served here add no spaces there."""
     stream: bool | None = fields.boolean()
     stream_options: StreamOptions | None = Field(default=None, description="an object")
     prompt_logprobs: int | None = fields.integer(0, MAX_LOGPROBS)
     truncate_prompt_tokens: Annotated[Any, Truncation] = None
-    """So many tokens of the prompt stay; -1: as many as leave room for the answer."""
+    """Prompt tokens to keep; -1: as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = Field(default=None, description='"left" or "right"')
     add_special_tokens: bool | None = fields.boolean()
     return_token_ids: bool | None = fields.boolean()
@@ -246,12 +242,12 @@ class GenerationRequest(Strict):
     guided_choice: Annotated[Any, fields.texts(1, structured.MAX_CHOICES, fields.MAX_STOP_CHARS)] = None
     guided_grammar: str | None = fields.text()
     regex: str | None = fields.regex()
-    """SGLang's word for `guided_regex`."""
+    """`guided_regex` at SGLang."""
     json_schema: Annotated[Any, SchemaField] = None
     ebnf: str | None = fields.text()
-    """SGLang's words for `guided_json` and `guided_grammar`."""
+    """`guided_grammar` at SGLang, as `json_schema` is `guided_json`."""
 
-    # Accepted: no answer would be another without them.
+    # Accepted: no answer would differ without them.
     user: str | None = fields.label()
     metadata: dict[str, Any] | None = fields.free_object()
     store: bool | None = fields.boolean()
@@ -266,14 +262,14 @@ class GenerationRequest(Strict):
     guided_decoding_backend: str | None = fields.label()
     cache_prompt: bool | None = fields.boolean()
     id_slot: int | None = fields.integer(-1, fields.MAX_INT)
-    """llama.cpp's: prompts are cached here whatever a request says, wherever that is."""
+    """llama.cpp's, as `cache_prompt`: prompts are always cached."""
     stream_interval: int | None = fields.integer(1, fields.MAX_INT)
 
-    # Accepted as long as they ask for nothing.
+    # Accepted only with a value that asks for nothing, or refused.
     priority: Annotated[Any, only(0)] = None
     use_beam_search: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, BestOf] = None
-    """Only as many as `n`: answers are not ranked."""
+    """Only equal to `n`: answers are not ranked."""
     length_penalty: Annotated[Any, only(1)] = None
     early_stopping: Annotated[Any, only(False)] = None
     watermarking: Annotated[Any, only(False)] = None
@@ -299,7 +295,7 @@ class GenerationRequest(Strict):
 
 
 class TemplateFields(Strict):
-    """How messages become a prompt."""
+    """The fields that turn messages into a prompt."""
 
     messages: Messages
     add_generation_prompt: bool | None = fields.boolean()
@@ -312,7 +308,7 @@ class TemplateFields(Strict):
 
     @property
     def tools(self) -> list[Tool] | None:
-        """Those that the model is told of."""
+        """The tools that the model is told of."""
         return functions(self.tools_)
 
 
@@ -323,7 +319,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
     tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = fields.boolean()
     reasoning_effort: str | None = fields.label()
-    """For the chat template, as it is."""
+    """Passed to the chat template."""
 
     verbosity: str | None = fields.label()
     prediction: dict[str, Any] | None = fields.free_object()
@@ -372,7 +368,7 @@ Prompts = Checked(_parse_prompts, {"anyOf": [_TEXT, _TOKENS, _TEXTS, _LISTS]}, n
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, Prompts]
     max_tokens: int | None = fields.num_tokens(0)
-    """0 with `echo`: nothing but the prompt."""
+    """0 with `echo`: only the prompt."""
     logprobs: int | None = fields.integer(0, MAX_LOGPROBS)
     echo: bool | None = fields.boolean()
     suffix: Annotated[Any, only("")] = None

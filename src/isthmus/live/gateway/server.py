@@ -1,4 +1,5 @@
-"""Serves the gateway's app on a bound socket until told to stop, then drains. Its certificate, and room for clients."""
+"""The HTTP server: serves the gateway's app on a bound socket until stopped, then drains. Also its TLS certificate
+and its number of connections."""
 
 from __future__ import annotations
 
@@ -29,8 +30,7 @@ LOOK_S = 5.0
 
 
 class Certificate:
-    """PEM files. Connections are opened with `context`, which is another one after new files came. Raises
-    ConfigError."""
+    """A certificate and its key in PEM files; `context` is replaced when new files appear. Raises ConfigError."""
 
     def __init__(self, certificate: str, key: str) -> None:
         self._files = (certificate, key)
@@ -39,7 +39,7 @@ class Certificate:
         self._looked_s = 0.0
 
     def renew(self, now_s: float) -> None:
-        """Takes new files, at most every `LOOK_S`. While what is there cannot be read the earlier one is shown."""
+        """Reads changed files, at most every `LOOK_S`; keeps the earlier certificate while they cannot be read."""
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
@@ -88,13 +88,13 @@ def _no_password() -> str:
 
 MOST_DESCRIPTORS = 65_536
 RESERVED = 256
-"""Descriptors for all but clients: files, pipes of nodes that start, connections on their way in or out."""
+"""Descriptors for everything but clients: files, pipes of starting nodes, sessions."""
 RESERVED_BY_NODE = 8
 MOST_CONNECTIONS = 16_384
 
 
 def raise_descriptors() -> int:
-    """Raises this process's descriptor limit as far as it may; returns it."""
+    """Raises this process's descriptor limit as far as allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -104,7 +104,7 @@ def raise_descriptors() -> int:
 
 
 def connections_within(descriptors: int, num_nodes: int, asked: int | None) -> int:
-    """Connections of clients beside so many nodes. Raises StartError where those `asked` for do not fit."""
+    """The number of client connections beside `num_nodes` nodes. Raises StartError where `asked` for do not fit."""
     reserved = RESERVED + RESERVED_BY_NODE * num_nodes
     fit = descriptors - reserved
     if fit < (asked or 16):
@@ -116,14 +116,13 @@ def connections_within(descriptors: int, num_nodes: int, asked: int | None) -> i
 
 
 WARM_S = 3.0
-"""After the server began, unless somebody needs them before."""
+"""Seconds from the server's start to the workers' start, unless a request needs one earlier."""
 SWEEP_S = 0.25
 BACKLOG = 2048
-"""Connections that wait to be accepted."""
 END_S = 1.0
-"""What the last bytes of answers get to leave, once the time for answers is over."""
+"""Seconds for the last bytes of answers, once the drain time is over."""
 ACCEPTED_AT_ONCE = 16
-"""New handshakes between two turns of the event loop."""
+"""Handshakes begun between two turns of the event loop."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -152,8 +151,8 @@ async def serve_http(
     at_once: asyncio.Event | None = None,
     certificate: Certificate | None = None,
 ) -> None:
-    """Serves until `stop`; then takes no new connections and gives running answers `drain_s` to end, less if `at_once`
-    is set. What is left then is ended by us, each answer in its own form. HTTPS with a `certificate`."""
+    """Serves until `stop`; then takes no new connections and gives running answers `drain_s` seconds, less if
+    `at_once` is set. Answers that still run are ended, each in its own form. HTTPS with a `certificate`."""
     server = _Server(app, bound, certificate)
     try:
         async with asyncio.TaskGroup() as group:
@@ -172,26 +171,26 @@ async def serve_http(
 
 
 async def _warm(preparing: Preparing) -> None:
-    """Starts the workers for large bodies when the nodes have had the processor."""
+    """Starts the workers for large bodies after the nodes' start has had the processor."""
     await asyncio.sleep(WARM_S)
     preparing.open()
 
 
 class _Server:
-    """What is accepted is counted at once, before it has a handshake."""
+    """Accepts connections. Each counts from its acceptance, before its TLS handshake."""
 
     def __init__(self, app: Starlette, bound: socket.socket, certificate: Certificate | None) -> None:
         self._bound, self._certificate = bound, certificate
         self._traffic: Traffic = app.state.traffic
         self._state = ServerState()
         self._resume: Callable[[], None] | None = None
-        """Listens again, after there was no descriptor."""
+        """Listens again, after accepting failed for want of descriptors."""
         self._config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
         self._config.load()
 
     @contextlib.asynccontextmanager
     async def listening(self, group: asyncio.TaskGroup) -> AsyncIterator[None]:
-        """Meanwhile, and not afterwards, connections are taken; `group` makes their handshakes."""
+        """Accepts connections inside the context; `group` owns their handshakes."""
         loop = asyncio.get_running_loop()
         if self._certificate is None:
             server = await loop.create_server(self._connection, sock=self._bound, backlog=BACKLOG)
@@ -211,7 +210,8 @@ class _Server:
         return Connection(self._traffic, self._config, self._state)
 
     def _listen(self, group: asyncio.TaskGroup) -> None:
-        """The loop's own servers hide a connection until its handshake is over, so that nobody could end it."""
+        """Accepts by hand, for TLS: asyncio's servers hide a connection until its handshake is over, so a slow one
+        could not be ended."""
         self._resume = None
         asyncio.get_running_loop().add_reader(self._bound, self._accept, group)
 
@@ -223,7 +223,7 @@ class _Server:
                 return
             except ConnectionError:
                 continue  # the client is gone already
-            except OSError as error:  # no descriptor is left: it can wait for the next sweep
+            except OSError as error:  # no descriptor is left; the next sweep listens again
                 log.warning("a connection could not be accepted: %s", error.strerror)
                 asyncio.get_running_loop().remove_reader(self._bound)
                 self._resume = partial(self._listen, group)
@@ -233,7 +233,7 @@ class _Server:
             connection.opening = Opening(group.create_task(self._open(connection, accepted)), accepted)
 
     async def _open(self, connection: Connection, accepted: socket.socket) -> None:
-        """Makes the connection its handshake. `sweep` ends one that takes too long."""
+        """Does the TLS handshake; `sweep` ends one that takes too long."""
         assert self._certificate is not None
         loop, context = asyncio.get_running_loop(), self._certificate.context
         try:

@@ -1,4 +1,4 @@
-"""Limits of the gateway. Built once at start, never written again."""
+"""Limits and options of the gateway, fixed at its start."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of HTTP connections, whoever opens them: see `limits` in docs/configuration.md."""
+    """Limits of HTTP connections: see `limits` in docs/configuration.md. `bodies`: bytes of all bodies that are not
+    complete."""
 
     header_bytes: int = 64 * 1024
     headers: int = 100
     header_s: float = 5.0
     body_s: float = 30.0
-    bodies: int = 128 * 1024 * 1024  # bytes of all that are not whole yet
+    bodies: int = 128 * 1024 * 1024
     connections: int = 640
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """What a tenant may ask for; None: as much as it likes. Rates are kept on average, with so much at once as comes in
-    `burst_s`. `concurrent`: HTTP requests in progress."""
+    """A tenant's limits; None: unlimited. Rates are averages, with bursts of `burst_s` seconds' worth; `concurrent`:
+    HTTP requests in progress."""
 
     requests_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -46,33 +47,31 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Limits of one HTTP request, and by which of its answers are counted as in time."""
+    """Limits of one HTTP request, and the defaults of its terms."""
 
     max_body_bytes: int = 8 * 1024 * 1024
-    long_body_bytes: int = 20_000  # larger ones are read and tokenised elsewhere, so that the loop stays free
-    max_depth: int = 100  # of lists and objects within each other
+    long_body_bytes: int = 20_000  # larger ones are prepared in workers, so that the event loop stays free
+    max_depth: int = 100  # of nested lists and objects
     max_messages: int = 10_000
     max_tools: int = 1024
     grammar: GrammarLimits = GRAMMAR_LIMITS
     prepare_s: float = 5.0  # CPU seconds of one large body
-    prepare_bytes: int = 512 << 20  # memory of the same
-    max_preparing: int = 256  # large bodies that are being read or wait for it
+    prepare_bytes: int = 512 << 20  # its memory
+    max_preparing: int = 256  # large bodies being prepared or waiting
     num_preparers: int = 2
     max_sequences: int = 256  # prompts times `n`
     http: HttpLimits = HttpLimits()
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
-    """Of which every request needs one; none: nobody needs any."""
+    """API keys; if there are any, every request needs one."""
     origins: tuple[str, ...] | None = None
-    """Of web pages that may ask, `*` any; None: any that shows a key, without keys those of this machine."""
-    tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says
-    # Of requests that bring none.
+    """Origins of web pages that may ask, `*` any; None: with keys any, without keys those of this machine."""
+    tool_format: str = "auto"  # a key of tools.FORMATS, or auto: by the model's chat template
+    # Of requests that say nothing else.
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     reuse: Reuse = Reuse.EXACT
-    tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)  # of tenants that have another
-    tenant_limits: Mapping[str, TenantLimits] = field(
-        default_factory=dict
-    )  # of tenants that have some of their own
-    tenant_default: TenantLimits = TenantLimits()  # of each other tenant
+    tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)
+    tenant_limits: Mapping[str, TenantLimits] = field(default_factory=dict)
+    tenant_default: TenantLimits = TenantLimits()  # of tenants that are not in `tenant_limits`
     shares: Shares = field(default_factory=Shares)
     names_tenants: bool = False  # in metrics

@@ -1,12 +1,12 @@
-"""What runs now: the object that `GET /status` answers, and how it is made of what the nodes report.
-
-Its keys are stable; docs/status.md says what each means. Counters count from the start of their node.
-"""
+"""The object that `GET /status` answers with, made from the nodes' gauges. Its keys are stable; docs/status.md
+explains each. Counters count from the start of their node."""
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -17,8 +17,8 @@ Gauges = Mapping[str, float]
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """One tier of a node's cache. `hits`: blocks read from it; `hit_rate`: those in tokens, over all prompt tokens
-    looked up in the cluster, None before the first."""
+    """One tier of a node's cache. `hits`: blocks read from it; `hit_rate`: the tokens of these blocks over all prompt
+    tokens looked up in the cluster, None before the first."""
 
     tier: str
     capacity_bytes: int
@@ -32,7 +32,7 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class CacheStatus(msgspec.Struct, frozen=True):
-    """What a node keeps beside its engine's memory. `tiers`: "memory" and, where there is an SSD, "disk"."""
+    """The cache beside the engine's memory. `tiers`: "memory" and, with an SSD, "disk"."""
 
     tiers: tuple[TierStatus, ...]
     pinned_blocks: int
@@ -53,7 +53,7 @@ class MemoryStatus(msgspec.Struct, frozen=True):
 
 
 class ReuseStatus(msgspec.Struct, frozen=True):
-    """Prompt tokens looked up, those found, their ratio (None before the first), and blocks that left the node."""
+    """Prefix-cache lookups of a node, in prompt tokens. `hit_rate` is None before the first."""
 
     queried_tokens: int
     hit_tokens: int
@@ -62,8 +62,8 @@ class ReuseStatus(msgspec.Struct, frozen=True):
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
-    """KV that moved between this node and others: of requests that decode elsewhere than they prefill (`handover`),
-    and cached blocks: received (`fetched`), read in another node's memory (`borrowed`), sent (`given`)."""
+    """KV bytes between this node and others: `handover` of requests that decode elsewhere than they prefill; cached
+    blocks received (`fetched`), read in another node's memory (`borrowed`), sent (`given`)."""
 
     handover_bytes_in: int
     handover_bytes_out: int
@@ -74,9 +74,8 @@ class TransferStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one.
-    `products`: how its engine multiplies, a line for each shape of weights that was timed; `remark`: what to know of
-    it, such as a promise that its engine cannot keep."""
+    """One node. `cache`: None without one; `cluster`: "" if there is only one; `products` and `remark`: as in
+    `Backend`."""
 
     node: str
     role: Role
@@ -93,8 +92,9 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
-    """One direction of a link between clusters. `sent_bytes` since the gateway started; `gbps` over the last period,
-    of `rated_gbps`; `queued_bytes`: handed over to be sent and not there; `rtt_ms`: of a message, None before one."""
+    """One direction of a link between clusters. `sent_bytes` counts since the gateway started; `gbps` is the mean of
+    the last period; `queued_bytes` were handed over and have not arrived; `rtt_ms` is None before the first message.
+    """
 
     source: str
     target: str
@@ -107,9 +107,7 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class OffloadStatus(msgspec.Struct, frozen=True):
-    """Several clusters. `threshold`: prompts with more uncached tokens are prefilled in another cluster, None: no
-    prompt is; `reason`: of its latest change; `changes`: how often it was set; `requests`: sent to another cluster;
-    `conversions`: of nodes to another role."""
+    """Prefill offload between clusters: as in `OffloadView`."""
 
     threshold: int | None
     reason: str
@@ -120,7 +118,7 @@ class OffloadStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """A cluster at one moment. `time_s`: since 1970; `requests_running`: answers under way."""
+    """The cluster at one moment. `time_s`: since 1970; `requests_running`: choices under way."""
 
     time_s: float
     model: str
@@ -133,7 +131,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def cluster_status(backend: Backend, requests_running: int) -> Status:
-    """The cluster as its nodes last reported it. One that joined is there from its first report on."""
+    """The cluster as its nodes last reported it; a node that joined appears with its first report."""
     gauges: dict[str, dict[str, float]] = {}
     for name, by_node in backend.gauges().items():
         for node, value in by_node.items():
@@ -180,7 +178,7 @@ def _link(link: GatewayLink) -> LinkStatus:
 
 
 def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> Iterable[NodeStatus]:
-    """By cluster, role and name: a node that was started again keeps its place."""
+    """By cluster, role and name, so that a node that was started again keeps its place."""
     roles, products, remarks = list(Role), backend.products(), backend.remarks()
 
     def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
@@ -189,44 +187,41 @@ def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> It
 
     for node, (role, shape, cluster) in sorted(backend.nodes().items(), key=place):
         if node in gauges:
-            found = _node(node, role, shape, cluster, gauges[node], queried)
-            own, remark = tuple(products.get(node, ())), remarks.get(node, "")
-            yield msgspec.structs.replace(found, products=own, remark=remark)
+            yield NodeStatus(
+                node=node,
+                role=role,
+                **_engine(shape, gauges[node]),
+                cache=_cache(gauges[node], shape, queried) if "cache_memory_bytes" in gauges[node] else None,
+                cluster=cluster,
+                products=tuple(products.get(node, ())),
+                remark=remarks.get(node, ""),
+            )
 
 
-def _node(
-    node: NodeId, role: Role, shape: BlockShape, cluster: str, found: Gauges, queried: float
-) -> NodeStatus:
-    blocks = {name: int(found[name]) for name in ("kv_blocks", "kv_blocks_available", "kv_blocks_cached")}
-    return NodeStatus(
-        node=node,
-        role=role,
-        requests_running=int(found["node_requests_running"]),
-        requests_waiting=int(found["node_requests_waiting"]),
-        preemptions=int(found["num_preemptions_total"]),
-        kv_memory=MemoryStatus(
-            capacity_bytes=blocks["kv_blocks"] * shape.block_bytes,
-            used_bytes=(blocks["kv_blocks"] - blocks["kv_blocks_available"]) * shape.block_bytes,
-            cached_bytes=blocks["kv_blocks_cached"] * shape.block_bytes,
+def _engine(shape: BlockShape, gauges: Gauges) -> dict[str, Any]:
+    """The fields of a NodeStatus that every engine reports. A node without a cache neither fetches nor gives."""
+    found = collections.defaultdict(int, {name: int(value) for name, value in gauges.items()})
+    blocks, block_bytes = found["kv_blocks"], shape.block_bytes
+    queried, hits = found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]
+    return {
+        "requests_running": found["node_requests_running"],
+        "requests_waiting": found["node_requests_waiting"],
+        "preemptions": found["num_preemptions_total"],
+        "kv_memory": MemoryStatus(
+            capacity_bytes=blocks * block_bytes,
+            used_bytes=(blocks - found["kv_blocks_available"]) * block_bytes,
+            cached_bytes=found["kv_blocks_cached"] * block_bytes,
         ),
-        prefix_cache=ReuseStatus(
-            queried_tokens=int(found["prefix_cache_queries_total"]),
-            hit_tokens=int(found["prefix_cache_hits_total"]),
-            hit_rate=_share(found["prefix_cache_hits_total"], found["prefix_cache_queries_total"]),
-            evicted_blocks=int(found["kv_blocks_evicted_total"]),
+        "prefix_cache": ReuseStatus(queried, hits, _share(hits, queried), found["kv_blocks_evicted_total"]),
+        "transfers": TransferStatus(
+            handover_bytes_in=found["kv_bytes_in_total"],
+            handover_bytes_out=found["kv_bytes_out_total"],
+            fetched_bytes=found["kv_bytes_fetched_total"],
+            borrowed_bytes=found["kv_bytes_borrowed_total"],
+            given_bytes=found["kv_bytes_given_total"],
+            seal_mismatches=found["seal_mismatches_total"],
         ),
-        transfers=TransferStatus(
-            handover_bytes_in=int(found["kv_bytes_in_total"]),
-            handover_bytes_out=int(found["kv_bytes_out_total"]),
-            # A node without a cache neither fetches nor gives.
-            fetched_bytes=int(found.get("kv_bytes_fetched_total", 0)),
-            borrowed_bytes=int(found.get("kv_bytes_borrowed_total", 0)),
-            given_bytes=int(found.get("kv_bytes_given_total", 0)),
-            seal_mismatches=int(found["seal_mismatches_total"]),
-        ),
-        cache=_cache(found, shape, queried) if "cache_memory_bytes" in found else None,
-        cluster=cluster,
-    )
+    }
 
 
 def _cache(found: Gauges, shape: BlockShape, queried: float) -> CacheStatus:

@@ -1,8 +1,6 @@
-"""Structured output: what an answer must look like, from all the fields that can say so to one grammar.
-
-The grammar is llguidance's own form; engines obey it token by token (`Sampling.grammar`). JSON may have white space
-between its parts, but not without end: a small model would put out nothing else.
-"""
+"""Structured output: turns the fields that constrain an answer into one grammar, in llguidance's form, which engines
+follow token by token (`Sampling.grammar`). White space between JSON's parts is allowed up to a length: a small model
+would write nothing else."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 1024
 MAX_CHECKED = 128
-"""So many grammars are known to be right: clients send the same again and again."""
+"""Grammars remembered as correct: clients repeat them."""
 
 
 def _parse_schema(value: Any) -> Any:
-    """A JSON schema as JSON, or as a text that holds it."""
+    """A JSON schema, or a text that holds one."""
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_float=Decimal)
@@ -45,8 +43,9 @@ def _parse_schema(value: Any) -> Any:
     return value
 
 
-# Nothing fits `false`.
-SchemaField = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
+SchemaField = Checked(
+    _parse_schema, {"type": ["object", "boolean"], "not": {"const": False}}
+)  # nothing fits false
 
 
 class TextFormat(Strict):
@@ -61,7 +60,7 @@ class NamedSchema(Strict):
     name: str | None = fields.label()
     description: str | None = fields.text()
     strict: bool | None = fields.boolean()
-    """Answers always follow the schema, as if it were true."""
+    """No effect: answers always follow the schema."""
     schema_: Annotated[Any, SchemaField] = Field(default=None, alias="schema")
 
 
@@ -88,11 +87,13 @@ class StructuredOutputs(Strict):
 
 
 def grammar_of(request: GenerationRequest) -> tuple[str, str]:
-    """The grammar that the request's fields ask for, and the field that does; ("", "") if none does.
-
-    Raises RequestError if several do.
-    """
-    given = [*_from_format(request), *_from_object(request), *_read(request, _WORDS)]
+    """The grammar that a request asks for, and the name of the field; ("", "") if none does. Raises RequestError if
+    several do."""
+    given = [
+        *_from_response_format(request),
+        *_from_structured_outputs(request),
+        *_read(request, _GRAMMAR_FIELDS),
+    ]
     if len(given) > 1:
         one, other = given[0][1], given[1][1]
         raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
@@ -100,15 +101,17 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
 
 
 def is_constrained(request: GenerationRequest) -> bool:
-    """Whether some field says how the answer must look."""
+    """Whether some field constrains the answer."""
     form = request.response_format
     formed = form is not None and not isinstance(form, TextFormat)
-    return formed or any(getattr(request, name) is not None for name in ("structured_outputs", *_WORDS))
+    return formed or any(
+        getattr(request, name) is not None for name in ("structured_outputs", *_GRAMMAR_FIELDS)
+    )
 
 
 @lru_cache(MAX_CHECKED)
 def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
-    """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
+    """Raises RequestError for a grammar that llguidance cannot follow. May take a second for a large one."""
     from isthmus.model_files.grammar import compile_grammar
 
     sandbox.note(param)
@@ -119,7 +122,7 @@ def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: Gram
 
 
 def matcher_type(param: str) -> type[LLMatcher]:
-    """Of the grammars' library, which need not be installed where no answer is computed. Raises RequestError."""
+    """llguidance's matcher; the library need not be installed where no answer is computed. Raises RequestError."""
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:
@@ -128,15 +131,15 @@ def matcher_type(param: str) -> type[LLMatcher]:
 
 
 def unfollowed(param: str, error: Exception) -> RequestError:
-    """The refusal of a field whose schema or grammar is not followed."""
+    """The refusal of a field whose schema or grammar cannot be followed."""
     return RequestError(f"{param!r} cannot be followed: {error}", param=param)
 
 
 Given = list[tuple[str, str]]
-"""Grammars, each with the field that asks for it."""
+"""Grammars, each with the name of its field."""
 
 
-def _from_format(request: GenerationRequest) -> Given:
+def _from_response_format(request: GenerationRequest) -> Given:
     form, param = request.response_format, "response_format"
     if isinstance(form, JsonObjectFormat):
         return [(_json({"type": "object"}, param), param)]
@@ -146,7 +149,7 @@ def _from_format(request: GenerationRequest) -> Given:
     return []
 
 
-def _from_object(request: GenerationRequest) -> Given:
+def _from_structured_outputs(request: GenerationRequest) -> Given:
     asked, param = request.structured_outputs, "structured_outputs"
     if asked is None:
         return []
@@ -166,12 +169,11 @@ def _from_object(request: GenerationRequest) -> Given:
 
 
 def _read(owner: Any, readers: Mapping[str, Callable[[Any, str], str]], prefix: str = "") -> Given:
-    """Of the fields that have such a value."""
-    values = {name: getattr(owner, name) for name in readers}
+    """The grammars of the fields that have a value."""
     return [
-        (readers[name](value, prefix + name), prefix + name)
-        for name, value in values.items()
-        if value is not None
+        (read(value, prefix + name), prefix + name)
+        for name, read in readers.items()
+        if (value := getattr(owner, name)) is not None
     ]
 
 
@@ -188,17 +190,16 @@ def _regex(regex: str, param: str) -> str:
 
 
 def _choice(choices: tuple[str, ...], param: str) -> str:
-    """One of these texts, as one word of Lark's lexer: of so many rules the parser would refuse to keep track.
-    JSON's string escapes are Lark's; it takes some signs only so."""
-    return matcher_type(param).grammar_from_lark(
-        "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
-    )
+    """One of these texts, as one terminal: llguidance's parser would refuse so many rules. JSON's string escapes are
+    also Lark's, which requires some."""
+    lark = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}"
+    return matcher_type(param).grammar_from_lark(lark)
 
 
 def _lark(grammar: str, param: str) -> str:
-    """Lark as it is; GBNF (`root ::= ...`), which vLLM and SGLang take too, translated."""
+    """Lark as it is; GBNF (`root ::= ...`), which vLLM and SGLang accept too, translated."""
     sandbox.note(param)
-    if grammar.lstrip().startswith("{"):  # the library's own form, in which nothing is read as it is here
+    if grammar.lstrip().startswith("{"):  # llguidance's own form, whose schemas would not be read here
         raise RequestError(f"{param!r} must be Lark or GBNF, not JSON", param=param)
     if "::=" not in grammar:
         try:
@@ -215,7 +216,7 @@ def _lark(grammar: str, param: str) -> str:
         raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None
 
 
-_WORDS: dict[str, Callable[[Any, str], str]] = {
+_GRAMMAR_FIELDS: dict[str, Callable[[Any, str], str]] = {
     "guided_json": _json,
     "json_schema": _json,
     "guided_regex": _regex,
@@ -224,4 +225,4 @@ _WORDS: dict[str, Callable[[Any, str], str]] = {
     "guided_grammar": _lark,
     "ebnf": _lark,
 }
-"""Fields of a request that are nothing but a grammar in some form."""
+"""Fields of a request that hold nothing but a grammar, with their readers."""

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to prompt text, in a sandbox, as Hugging Face renders it."""
+"""A model's chat template: renders messages to prompt text, in a sandbox, as Hugging Face transformers does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.core.errors import ModelError, RequestError
 from isthmus.live.gateway.contents import (
-    NOTHING,
+    NULL_CONTENT,
     Contents,
     MessageContent,
-    Nothing,
+    NullContent,
     in_words,
     with_short_ids,
     with_text,
@@ -28,28 +28,21 @@ from isthmus.live.gateway.contents import (
 )
 from isthmus.model_files import ModelFiles, chat_templates, special_tokens
 
-# Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
-_HERE = "<CONTINUE-HERE> "
+# Marks the end of a continued message; its space shows whether the template strips contents.
+_CONTINUE_MARK = "<CONTINUE-HERE> "
 _NOT_CONTINUED = (
     "'continue_final_message' needs a last message with content to continue, and without 'tool_calls'"
 )
 
 
-_OTHERWISE = (with_text, with_written_arguments)
-"""What a template may want that refuses messages."""
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+_FALLBACKS = (with_text, with_written_arguments)
+"""Changes to messages that are tried in turn when a template refuses them."""
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class ChatTemplate:
-    """`special_tokens`: name -> text, for the template to use, as `bos_token`. `tool_source`: of the template for
-    conversations with tools, where the model has one of its own."""
+    """`special_tokens`: name (`bos_token`) -> text, for the template; `tool_source`: of the model's separate template
+    for conversations with tools, if it has one."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """Raises jinja2.TemplateSyntaxError."""
@@ -60,12 +53,12 @@ class ChatTemplate:
 
     @property
     def tool_source(self) -> str | None:
-        """The text of the template that tools are rendered with; None if it knows nothing of them."""
+        """The text of the template that renders tools; None if it does not know them."""
         return self._tool_template.text if self._tool_template.knows_tools else None
 
     @property
     def shows_users(self) -> bool:
-        """Whether prompts say what users say, in whichever form."""
+        """Whether prompts show users' messages, in any form."""
         return any(template.contents.shows("user") for template in (self._template, self._tool_template))
 
     def render(
@@ -78,24 +71,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text: open for the assistant's answer, or for more of the last message.
+        """The prompt text, open for the assistant's answer or for more of the last message.
 
-        `messages`: their contents are texts or parts, `{"type": "text", "text": ...}`; the template is given what it
-        reads. `tools`: definitions as clients send them; None and none at all are the same. Arguments of past calls are
-        objects. Raises RequestError if the template refuses.
+        `messages`: contents are texts or parts, arguments of past calls are objects. `tools`: definitions as clients
+        send them; None and an empty list are the same. Raises RequestError if the template refuses.
         """
+        context = {
+            **_extra(chat_template_kwargs or {}),
+            "tools": list(tools) if tools else None,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._rendered(
-                messages,
-                tools,
-                {
-                    **_extra(chat_template_kwargs or {}),
-                    "tools": list(tools) if tools else None,
-                    "documents": documents,
-                    "add_generation_prompt": add_generation_prompt,
-                },
-                continue_final_message=continue_final_message,
-            )
+            return self._rendered(messages, tools, context, continue_final_message=continue_final_message)
         except RecursionError:
             message = "these messages and tools hold values nested too deep for the chat template"
             raise RequestError(message, param="messages") from None
@@ -120,7 +108,7 @@ class ChatTemplate:
 
 
 class _Source:
-    """One template. `knows_tools`: definitions passed to it can show in what it renders."""
+    """One template. `knows_tools`: it uses the variable `tools`."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
         """Raises jinja2.TemplateSyntaxError."""
@@ -139,7 +127,7 @@ class _Source:
         try:
             return self._render(shaped, context)
         except RequestError:
-            for changed in _OTHERWISE:
+            for changed in _FALLBACKS:
                 others = [changed(message) for message in shaped]
                 if any(other is not message for other, message in zip(others, shaped, strict=True)):
                     with suppress(RequestError):
@@ -150,7 +138,7 @@ class _Source:
         """Raises RequestError."""
         try:
             return self._template.render({**self._special_tokens, **context, "messages": messages})
-        # A template runs the model author's code on the client's messages, so it may raise nearly anything.
+        # The model author's code runs on the client's messages, so it may raise nearly anything.
         except _TEMPLATE_ERRORS as error:
             reason = " ".join(str(error).split())
             message = f"the chat template of this model does not accept these messages: {reason}"
@@ -158,15 +146,15 @@ class _Source:
 
     @cached_property
     def _knows_developer(self) -> bool:
-        """By name, and not only as a word of what it says itself."""
+        """Whether the template has the role `developer`, and not only that word in its own text."""
         return "developer" in self.text and self.contents.shows("developer")
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """`developer` is OpenAI's newer word for `system`; most templates know only the older one. What is null is
-        left out, since templates ask whether a field is there; but content always is, if it is nothing."""
+        """The message with `developer` as `system` for templates that know only the older word, and without null
+        fields, since templates test whether a field is there; a null content becomes NULL_CONTENT."""
         adapted = {name: value for name, value in message.items() if value is not None or name == "content"}
         if "content" in adapted and adapted["content"] is None:
-            adapted["content"] = NOTHING
+            adapted["content"] = NULL_CONTENT
         if adapted.get("role") == "developer" and not self._knows_developer:
             adapted["role"] = "system"
         return with_short_ids(adapted) if self._short_ids else adapted
@@ -177,7 +165,7 @@ def _is_about_tools(message: Mapping[str, Any]) -> bool:
 
 
 def _extra(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises RequestError for what has a field of its own."""
+    """Raises RequestError for an argument that is a field of the request."""
     for name in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
         if name in given:
             message = f"'chat_template_kwargs' must not have {name!r}: the request has a field of that name"
@@ -186,32 +174,32 @@ def _extra(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _continued(template: _Source, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
-    """The text up to the end of the last message's content. Raises RequestError if there is none to find."""
+    """The text up to the end of the last message's content. Raises RequestError if the template hides it."""
     content = messages[-1].get("content")
-    if content is None or content == [] or isinstance(content, Nothing):
+    if content is None or content == [] or isinstance(content, NullContent):
         raise RequestError(_NOT_CONTINUED, param="continue_final_message")
     marked: MessageContent
     if isinstance(content, str):
-        text, marked = content, content + _HERE
+        text, marked = content, content + _CONTINUE_MARK
     else:
         *parts, last = content
-        text, marked = last["text"], [*parts, last | {"text": last["text"] + _HERE}]
+        text, marked = last["text"], [*parts, last | {"text": last["text"] + _CONTINUE_MARK}]
     rendered = template.render([*messages[:-1], messages[-1] | {"content": marked}], context)
-    mark = _HERE.strip()
+    mark = _CONTINUE_MARK.strip()
     if mark not in rendered or text.strip() not in rendered:
         message = (
             "'continue_final_message': the chat template of this model does not show the last message whole"
         )
         raise RequestError(message, param="continue_final_message")
     before, after = rendered[: rendered.rindex(mark)], rendered[rendered.rindex(mark) :]
-    return before if after.startswith(_HERE) else before.rstrip()
+    return before if after.startswith(_CONTINUE_MARK) else before.rstrip()
 
 
 def load_template(files: ModelFiles) -> ChatTemplate | None:
-    """The templates of a model, or None: `default` is used, and `tool_use` where there are tools. Without `default`, as
-    transformers, a conversation that would need it is refused.
+    """A model's templates: `default`, and `tool_use` where there are tools; None if it has none. Without `default`,
+    conversations that need it are refused, as in transformers.
 
-    Raises ModelError when there is one that cannot be read.
+    Raises ModelError when one cannot be read.
     """
     named = chat_templates(files)
     if not named:
@@ -230,16 +218,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     tests: dict[str, Any] = environment.tests
-    tests["none"] = lambda value: value is None or isinstance(value, Nothing)
+    tests["none"] = lambda value: value is None or isinstance(value, NullContent)
     for kind in ("string", "iterable", "sequence"):
-        tests[kind] = partial(_is_something, tests[kind])
+        tests[kind] = partial(_is_no_null_and, tests[kind])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is just rendered."""
+    """`{% generation %}` marks the assistant's text for training; its body is rendered as it is."""
 
     tags = {"generation"}
 
@@ -248,8 +236,8 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _is_something(test: Callable[[Any], bool], value: Any) -> bool:
-    return not isinstance(value, Nothing) and test(value)
+def _is_no_null_and(test: Callable[[Any], bool], value: Any) -> bool:
+    return not isinstance(value, NullContent) and test(value)
 
 
 def _to_json(
@@ -259,19 +247,19 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Like Hugging Face's: jinja2's own escapes HTML, which would put `\\u003c` into prompts."""
+    """Like Hugging Face's filter: jinja2's own escapes HTML, which would put `\\u003c` into prompts."""
     return json.dumps(
         _with_null(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _with_null(value: Any) -> Any:
-    """The content of a message, or of several, that is nothing."""
+    """Replaces NullContent by None, in a content, a message or a list of messages."""
     if isinstance(value, list):
         return [_with_null(each) if isinstance(each, dict) else each for each in value]
-    if isinstance(value, dict) and isinstance(value.get("content"), Nothing):
+    if isinstance(value, dict) and isinstance(value.get("content"), NullContent):
         return value | {"content": None}
-    return None if isinstance(value, Nothing) else value
+    return None if isinstance(value, NullContent) else value
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,5 +1,5 @@
-"""Tenants: what each may ask for, before its body is read and when its prompt is counted; and, where metrics may name
-tenants, what each asked for. Quotas are pure: `now_s`, of one clock that never goes back, is given."""
+"""Limits of tenants, checked before a body is read and when its prompt is counted, with their metrics; and the
+traffic of HTTP connections. Neither reads a clock: `now_s` or `clock` is given, monotonic, in seconds."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import collections
 import enum
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from isthmus.core.errors import IsthmusError, UnavailableError
+from isthmus.core.errors import UnavailableError
 from isthmus.live.gateway.headers import tenant_of
 from isthmus.live.gateway.http import RateLimitError
 from isthmus.live.gateway.node_metrics import PREFIX
-from isthmus.live.gateway.settings import HttpLimits, TenantLimits
+from isthmus.live.gateway.settings import GatewaySettings, HttpLimits, TenantLimits
+
+if TYPE_CHECKING:
+    from isthmus.live.gateway.connections import Connection
 
 
 class Bucket:
-    """A token bucket: `rate` a second run in, up to `size`, which is in it at first. It may be overdrawn; then what is
-    owed has to run in first."""
+    """A token bucket: fills by `rate` a second up to `size`, and is full at first. It may be overdrawn; the debt then
+    fills first."""
 
     __slots__ = ("_at_s", "_level", "_rate", "_size")
 
@@ -30,12 +33,13 @@ class Bucket:
         self._rate, self._size, self._level, self._at_s = rate, size, size, -math.inf
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much may be taken, or, of more than it holds, until it is full; 0: now. Does not mutate."""
+        """Seconds until `amount` may be taken, or, of more than `size`, until the bucket is full; 0: now. Does not
+        mutate."""
         missing = min(amount, self._size) - self._level_at(now_s)
         return missing / self._rate if missing > 0 else 0.0
 
     def take(self, amount: float, now_s: float) -> None:
-        """Whether so much is there or not. What is below 0 is put back."""
+        """Takes `amount`, whether it is there or not."""
         self._level = self._level_at(now_s) - amount
         self._at_s = now_s
 
@@ -45,7 +49,7 @@ class Bucket:
 
 
 class Quota:
-    """What one tenant has used of its `limits`."""
+    """One tenant's use of its `limits`."""
 
     def __init__(self, limits: TenantLimits) -> None:
         self._limits, self.num_running = limits, 0
@@ -53,7 +57,7 @@ class Quota:
         self._tokens = _bucket(limits.tokens_per_s, limits.burst_s)
 
     def enter(self, now_s: float) -> None:
-        """A request begins; `leave` ends it. Raises RateLimitError, and nothing has begun."""
+        """Begins a request, which `leave` ends. Raises RateLimitError instead of beginning it."""
         most = self._limits.concurrent
         if most is not None and self.num_running >= most:
             raise RateLimitError("concurrent", f"{most} requests in progress", 0.0)
@@ -69,31 +73,16 @@ class Quota:
         self.num_running -= 1
 
     def check_prompt(self, num_tokens: int, now_s: float) -> None:
-        """Raises RateLimitError when a prompt of so many tokens has to wait. Does not mutate."""
+        """Raises RateLimitError when a prompt of `num_tokens` has to wait. Does not mutate."""
         wait_s = self._tokens.wait_s(num_tokens, now_s) if self._tokens is not None else 0.0
         if wait_s:
             allowed = f"{self._limits.tokens_per_s:g} tokens per second, of prompts and answers"
             raise RateLimitError("tokens_per_s", allowed, wait_s)
 
     def spend(self, num_tokens: int, now_s: float) -> None:
-        """So many tokens of a prompt or an answer are the tenant's."""
+        """Charges tokens of a prompt or an answer."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now_s)
-
-
-class Quotas:
-    """Of all tenants. `own`: limits of those that have some of their own, `default`: of each other one."""
-
-    def __init__(self, own: Mapping[str, TenantLimits], default: TenantLimits) -> None:
-        self._own, self._default = own, default
-        self._of: dict[str, Quota] = {}
-
-    def of(self, tenant: str) -> Quota:
-        """Known tenants only are asked for, so that their number is limited by that of the keys."""
-        quota = self._of.get(tenant)
-        if quota is None:
-            quota = self._of[tenant] = Quota(self._own.get(tenant, self._default))
-        return quota
 
 
 def _bucket(rate: float | None, burst_s: float) -> Bucket | None:
@@ -120,35 +109,33 @@ class TenantMeter:
 
 
 class Account:
-    """What one request of a tenant takes of its quota. `meter` None: no metrics name tenants. `clock`: seconds."""
+    """One request's use of its tenant's quota. `meter` None: no metric names tenants."""
 
-    def __init__(
-        self, tenant: str, quota: Quota, meter: TenantMeter | None, clock: Callable[[], float]
-    ) -> None:
-        self._tenant, self._quota, self._meter, self._clock = tenant, quota, meter, clock
+    def __init__(self, tenant: str, quota: Quota, meter: TenantMeter | None) -> None:
+        self._tenant, self._quota, self._meter = tenant, quota, meter
         self._limit = "cluster"
 
     def enter(self) -> None:
-        """Raises RateLimitError; else `leave` ends it."""
+        """Begins the request, which `leave` ends. Raises RateLimitError."""
         if self._meter is not None:
             self._meter.requests.labels(self._tenant).inc()
-        self._within(lambda: self._quota.enter(self._clock()))
+        self._within(lambda: self._quota.enter(time.monotonic()))
 
     def leave(self) -> None:
         self._quota.leave()
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Raises RateLimitError when a prompt of so many tokens has to wait."""
-        self._within(lambda: self._quota.check_prompt(num_tokens, self._clock()))
+        """Raises RateLimitError when a prompt of `num_tokens` has to wait."""
+        self._within(lambda: self._quota.check_prompt(num_tokens, time.monotonic()))
 
     def spend(self, num_tokens: int, kind: str) -> None:
-        """`kind`: `prompt` or `generation`."""
-        self._quota.spend(num_tokens, self._clock())
+        """Charges tokens. `kind`: `prompt` or `generation`."""
+        self._quota.spend(num_tokens, time.monotonic())
         if self._meter is not None:
             self._meter.tokens.labels(self._tenant, kind).inc(num_tokens)
 
     def watching(self, send: Send) -> Send:
-        """Counts an answer that refuses."""
+        """A `send` that also counts an answer with status 429."""
         meter = self._meter
         if meter is None:
             return send
@@ -169,26 +156,29 @@ class Account:
 
 
 class TenantGate:
-    """ASGI middleware behind `ApiKeys`: requests beyond their tenant's limits are answered by `refuse`, their bodies
-    unread. What only reads (GET) is not counted."""
+    """ASGI middleware behind `ApiKeys`: POST requests beyond their tenant's limits are answered by `refuse`, their
+    bodies unread."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        quotas: Quotas,
+        settings: GatewaySettings,
         meter: TenantMeter | None,
         refuse: Callable[[Exception], ASGIApp],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app, self._quotas, self._meter, self._refuse, self._clock = app, quotas, meter, refuse, clock
+        self._app, self._settings, self._meter, self._refuse = app, settings, meter, refuse
+        self._quotas: dict[str, Quota] = {}  # as many as there are tenants with keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = tenant_of(scope)
         if tenant is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        account = scope[_ACCOUNT] = Account(tenant, self._quotas.of(tenant), self._meter, self._clock)
+        if tenant not in self._quotas:
+            limits = self._settings.tenant_limits.get(tenant, self._settings.tenant_default)
+            self._quotas[tenant] = Quota(limits)
+        account = scope[_ACCOUNT] = Account(tenant, self._quotas[tenant], self._meter)
         send = account.watching(send)
         try:
             account.enter()
@@ -202,90 +192,50 @@ class TenantGate:
 
 
 def account_of(scope: Scope) -> Account | None:
-    """Of the request; None where tenants have no limits and no metrics name them."""
+    """The account of a request; None where tenants have neither limits nor metrics."""
     found: Account | None = scope.get(_ACCOUNT)
     return found
 
 
-# All connections of one HTTP server: how many, in which phase and since when, and what was turned away of them.
-#
-# A connection is in one `Phase` at a time, and all of one phase stand in the order in which they came to it: what has
-# been there longest is the first to be too late, and the first to go where room is needed.
-
-
 KEEP_ALIVE_S = 60.0
 LINGER_S = 2.0
-"""How long the rest of what a client sends is read and dropped after its last answer: a socket that is closed with
-unread bytes resets the connection, and the answer may be lost."""
+"""After a client's last answer its further bytes are read and dropped for so long: a socket closed with unread bytes
+resets the connection, and the answer may be lost."""
 STALL_S, STALL_BYTES = 30.0, 64 * 1024
-"""A client that takes less than so much of its answer in such a time keeps its place from others."""
+"""A client that takes fewer bytes of its answer in this time is disconnected."""
 SMALL_BODY_BYTES = 64 * 1024
-"""Bodies up to this size always fit: it is what one connection buffers."""
+"""Bodies up to this size are never ended for want of room: one connection buffers as much."""
 
 
 class Phase(enum.IntEnum):
-    """What a connection does now."""
+    """The state of a connection."""
 
     IDLE = 0  # between requests
-    HEADERS = 1  # its next request has begun, or its first is awaited
+    HEADERS = 1  # a request has begun, or the first is awaited
     BODY = 2
     ANSWER = 3
-    LINGER = 4  # its last answer is sent, or nothing more is read of it
+    LINGER = 4  # the last answer is sent, or nothing more is read
 
 
 SERVED_NOTHING = (Phase.LINGER, Phase.IDLE, Phase.HEADERS, Phase.BODY)
-"""Who goes first where room is needed, those of one phase in the order in which they came to it."""
-
-
-class OpenConnection(Protocol):
-    """A connection, as `Traffic` knows it. `body_bytes`: of its request bodies that are not whole yet."""
-
-    phase: Phase
-    body_bytes: int
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Of answers, which the client has not taken."""
-        ...
-
-    def refuse(self, reason: str, error: IsthmusError) -> None:
-        """Reads no more of this client and answers `error`; an answer under way goes on, and is the last."""
-        ...
-
-    def too_late(self) -> None:
-        """It has been in its phase for longer than that may last."""
-        ...
-
-    def drop(self) -> None:
-        """Gives its place to another client."""
-        ...
-
-    def shutdown(self) -> None:
-        """Ends it after the answer under way, if there is any; takes no further request."""
-        ...
-
-    def end(self) -> None:
-        """The same, and forgets requests that wait for the answer before theirs."""
-        ...
-
-    def abort(self) -> None:
-        """Closes it as it is."""
-        ...
+"""Phases whose connections are dropped to make room, in this order; within one, the connection that entered it first.
+"""
 
 
 class Traffic:
-    """All connections of one server. `refused`: what was turned away so far, by the limit that did it; `body_bytes`: of
-    request bodies that are not whole yet; `clock`: in seconds."""
+    """All connections of one server. A connection is in one `Phase` at a time, and each phase keeps its connections
+    in the order they entered it, so the first is the first to be late. `refused`: count by the limit that refused;
+    `body_bytes`: of request bodies that are not complete."""
 
     def __init__(self, limits: HttpLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self.clock = limits, clock
         self.refused: collections.Counter[str] = collections.Counter()
         self.body_bytes = 0
         self.stopping = False
-        self._since: list[dict[OpenConnection, float]] = [{} for _ in Phase]
-        """For each phase, by the time at which a connection came to it, the earliest first."""
-        self._stalled: dict[OpenConnection, tuple[float, int]] = {}
-        """Those that take no more for now, each with a time and what was unsent then."""
+        self._since: list[dict[Connection, float]] = [{} for _ in Phase]
+        """For each phase, the time at which each connection entered it, earliest first."""
+        self._stalled: dict[Connection, tuple[float, int]] = {}
+        """Connections whose client takes nothing for now: the time, and the unsent bytes then."""
         self._deadlines_s = {
             Phase.IDLE: KEEP_ALIVE_S,
             Phase.HEADERS: limits.header_s,
@@ -297,30 +247,30 @@ class Traffic:
     def num_connections(self) -> int:
         return sum(map(len, self._since))
 
-    def connections(self) -> list[OpenConnection]:
+    def connections(self) -> list[Connection]:
         return [connection for phase in self._since for connection in phase]
 
-    def enter(self, connection: OpenConnection, phase: Phase) -> None:
-        """A connection comes to a phase, its first or another."""
+    def enter(self, connection: Connection, phase: Phase) -> None:
+        """A connection enters a phase."""
         self._since[connection.phase].pop(connection, None)
         connection.phase = phase
         self._since[phase][connection] = self.clock()
 
-    def leave(self, connection: OpenConnection) -> None:
+    def leave(self, connection: Connection) -> None:
         """A connection is closed. Idempotent."""
         self._since[connection.phase].pop(connection, None)
         self._stalled.pop(connection, None)
 
-    def stall(self, connection: OpenConnection) -> None:
-        """More is unsent than is to be written at once."""
+    def stall(self, connection: Connection) -> None:
+        """The write buffer of a connection is full."""
         self._stalled[connection] = (self.clock(), connection.unsent_bytes)
 
-    def flow(self, connection: OpenConnection) -> None:
-        """More may be written again. Idempotent."""
+    def unstall(self, connection: Connection) -> None:
+        """The write buffer has room again. Idempotent."""
         self._stalled.pop(connection, None)
 
     def sweep(self) -> None:
-        """Ends what has been in its phase for too long; a byte now and then extends nothing."""
+        """Ends every connection whose phase has exceeded its deadline; bytes that trickle in extend nothing."""
         now_s = self.clock()
         for phase, limit_s in self._deadlines_s.items():
             late = []
@@ -340,7 +290,7 @@ class Traffic:
                 self.stall(connection)
 
     def make_room(self) -> bool:
-        """Whether one more connection may be taken; closes the one that has served nothing for longest, if need be."""
+        """Whether one more connection may be taken; if need be, drops the one that has served nothing for longest."""
         while self.num_connections >= self.limits.connections:
             self.refused["connections"] += 1
             idle = (each for phase in SERVED_NOTHING for each in self._since[phase])
@@ -353,13 +303,12 @@ class Traffic:
         return True
 
     def take_body(self, num_bytes: int) -> None:
-        """So much more of bodies has come; ends the large one that has been under way longest, if it is too much."""
+        """Counts body bytes; beyond the limit, refuses the large body that has been under way longest."""
         self.body_bytes += num_bytes
         while self.body_bytes > self.limits.bodies:
             large = (each for each in self._since[Phase.BODY] if each.body_bytes > SMALL_BODY_BYTES)
             victim = next(large, None)
             if victim is None:
                 return
-            victim.refuse(
-                "bodies", UnavailableError("too many large request bodies are under way (limits.bodies)")
-            )
+            error = UnavailableError("too many large request bodies are under way (limits.bodies)")
+            victim.refuse("bodies", error)

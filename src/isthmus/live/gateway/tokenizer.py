@@ -1,4 +1,4 @@
-"""Text to tokens and back, from a model's files, and what these say about generation."""
+"""A model's tokenizer with its chat template and generation defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """`eos`: token ids that end an answer. The rest holds where a request says nothing; OpenAI's defaults."""
+    """Sampling defaults for fields that a request leaves out: the model's, else OpenAI's. `eos`: ids of the end
+    tokens."""
 
     eos: tuple[int, ...] = ()
     temperature: float = 1.0
@@ -40,10 +41,9 @@ class GenerationDefaults:
 
 
 def load_generation(files: ModelFiles) -> GenerationDefaults:
-    """Reads generation_config.json and what names the end tokens; all may be absent. End tokens that are ignored are
-    logged.
+    """Reads generation_config.json and the end tokens; both may be absent. Ignored end tokens are logged.
 
-    Raises ModelError when one of them is not JSON or holds a value of the wrong type.
+    Raises ModelError when a file is not JSON or holds a value of the wrong type.
     """
     generation, where = files.object("generation_config.json"), files.where("generation_config.json")
     eos, ignored = read_ends(files)
@@ -75,11 +75,11 @@ def _number(config: dict[str, Any], name: str, where: str, *, otherwise: float) 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 LOOK_BACK = 64
-"""Tokens at the end of a prompt, of which the last visible ones begin the window of its answers."""
+"""Tokens at the end of a prompt that are searched for visible ones, which begin the window of its answers."""
 
 
 class GatewayTokenizer:
-    """A tokenizer with its chat template and generation defaults. Safe to use from several threads."""
+    """Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, generation: GenerationDefaults
@@ -98,7 +98,7 @@ class GatewayTokenizer:
 
     @classmethod
     def load(cls, model: Path) -> GatewayTokenizer:
-        """Of a model folder or a GGUF file. Raises ModelError naming the file that is missing or wrong."""
+        """The tokenizer of a model folder or a GGUF file. Raises ModelError naming a file that is missing or wrong."""
         files = open_files(model)
         text = files.required("tokenizer.json")
         try:
@@ -110,17 +110,17 @@ class GatewayTokenizer:
         return cls(tokenizer, load_template(files), load_generation(files))
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens the model expects around it."""
+        """Tokens of a plain prompt, with the special tokens that the model expects around it."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def least_tokens(self, num_chars: int) -> int:
-        """So many tokens at least a text of so many characters has; tokenising a long one only to refuse it takes
-        seconds and hundreds of MiB. 0 if that is not known."""
+        """A lower bound for the tokens of a text of `num_chars` characters; 0 if unknown. Tokenising a long text only
+        to refuse it would take seconds and hundreds of MiB."""
         return num_chars // self._longest if self._longest else 0
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt of a conversation; `options` are the template's. Raises RequestError without a template, or if the
-        template refuses."""
+        """The prompt of a conversation; `options`: of `ChatTemplate.render`. Raises RequestError without a template,
+        or if it refuses."""
         if self.template is None:
             raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
         return self.template.render(messages, **options)
@@ -132,16 +132,16 @@ class GatewayTokenizer:
         return self._encode(self.render(messages, **options), add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of `tokens`; without special tokens, unless they are wanted."""
+        """Text of `tokens`, with special tokens only if `special`."""
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def detokenizer(
         self, prompt: Sequence[int] = (), *, special: bool = False, shown: Sequence[str] = ()
     ) -> Detokenizer:
-        """Of one answer to `prompt`. `special`: all special tokens are text, `shown`: these are."""
+        """The detokenizer of one answer to `prompt`. `special`: all special tokens are text; `shown`: these are."""
         visible = self._all_visible if special else self._visible_with(tuple(shown))
         at_end = [token for token in prompt[-LOOK_BACK:] if token < len(visible) and visible[token]]
-        # Three tokens more than enough, of which as many go as begin amid a character.
+        # Starts at a character boundary: up to three continuation bytes are dropped.
         before = at_end[-MAX_PENDING - 3 :]
         while len(before) > MAX_PENDING and self.token_bytes(before[0])[:1] in _CONTINUATIONS:
             del before[0]
@@ -149,7 +149,7 @@ class GatewayTokenizer:
         return Detokenizer(lambda tokens: decode(tokens, False), visible, before, open=self._is_open(before))
 
     def prompt_text(self, prompt: Sequence[int], *, alone: bool) -> str:
-        """Text of `prompt`; up to where that of its answers begins, by `detokenizer`, unless it stands `alone`."""
+        """Text of `prompt`: all of it if it stands `alone`, else up to where the text of its answers begins."""
         end = len(prompt)
         while not alone and end > len(prompt) - MAX_PENDING and self._is_open(prompt[:end]):
             end -= 1
@@ -157,9 +157,9 @@ class GatewayTokenizer:
         return self.decode(prompt[:end]) + "".join(map(rest.push, prompt[end:]))
 
     def offsets(self, tokens: Sequence[int], text: str) -> tuple[int, ...]:
-        """Where in `text`, that `tokens` are of, each begins, in characters; one amid a character where that begins.
-        The space before a text that its tokens have and the text has not counts for nothing, nor do special tokens that
-        the text does not spell."""
+        """The character of `text` at which each of its `tokens` begins; a token inside a character begins where that
+        does. A leading space that only the tokens have, and special tokens that the text does not spell, have no
+        width."""
         starts, at, decoder = list[int](), 0, _Utf8("replace")
         for token in tokens:
             starts.append(min(at, len(text)))
@@ -173,13 +173,13 @@ class GatewayTokenizer:
         return tuple(starts)
 
     def _is_open(self, tokens: Sequence[int]) -> bool:
-        """They end amid a character."""
+        """Whether the tokens end inside a character."""
         decoder = _Utf8("replace")
         decoder.decode(b"".join(map(self.token_bytes, tokens[-MAX_PENDING:])))
         return bool(decoder.getstate()[0])
 
     def _visible_with(self, shown: tuple[str, ...]) -> bytes:
-        """`shown`: of a tool format, of which there are few."""
+        """`shown`: markers of a tool format, of which there are few."""
         if shown not in self._shown:
             visible = bytearray(self._visible)
             for token in self.special_tokens(shown):
@@ -194,22 +194,17 @@ class GatewayTokenizer:
         }
 
     def special_token(self, text: str) -> int | None:
-        """The id of the special token that is `text`, if there is one."""
+        """The id of the special token `text`; None if there is none."""
         return next(iter(self.special_tokens([text])), None)
 
     def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is, and as it is written behind a space."""
-        found = [(word, f" {word.lstrip()}") for word in words]
-        return tuple(
-            dict.fromkeys(
-                tuple(self._encode(form, add_special_tokens=False)) for pair in found for form in pair
-            )
-        )
+        """Tokens of each word, as it is and behind a space."""
+        forms = [form for word in words for form in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self._encode(form, add_special_tokens=False)) for form in forms))
 
     @cached_property
     def for_grammars(self) -> LLTokenizer:
-        """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
-        when it cannot."""
+        """The tokenizer as llguidance reads it; takes a moment the first time. Raises RequestError when it cannot."""
         try:
             from isthmus.model_files.grammar import grammar_tokenizer
 
@@ -220,13 +215,13 @@ class GatewayTokenizer:
             raise RequestError(f"no grammar can be followed: {error}") from None
 
     def read_for_grammars(self) -> None:
-        """Before anybody waits: for a second or three nothing else in the process runs. What is wrong is said of each
+        """Loads `for_grammars` ahead: the process stands still for a second or three. An error is reported with each
         grammar."""
         with suppress(RequestError):
             _ = self.for_grammars
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""
+        """The bytes of one token, possibly part of a character; empty for an unknown token."""
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
@@ -244,7 +239,8 @@ class GatewayTokenizer:
 
 
 def _add(tokenizer: Tokenizer, stated: Mapping[str, bool]) -> None:
-    """What other files say of tokens that the tokenizer has: all are found whole, and special ones are not shown."""
+    """Adds other files' statements about tokens of the tokenizer: all are matched whole, and special ones are not
+    shown."""
     known = {added.content: added for added in tokenizer.get_added_tokens_decoder().values()}
     for text, special in stated.items():
         if tokenizer.token_to_id(text) is None:
@@ -257,13 +253,13 @@ def _add(tokenizer: Tokenizer, stated: Mapping[str, bool]) -> None:
 
 
 def _longest(tokenizer: Tokenizer) -> int:
-    """Characters that a token stands for at most; 0 where texts may be made shorter before."""
+    """Characters of the longest token; 0 if a normalizer may shorten texts."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     return 0 if tokenizer.normalizer is not None else max(map(len, vocabulary), default=0)
 
 
 def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:
-    """One byte per token id: 0 for ids that stand for nothing, and for special tokens unless those are wanted."""
+    """One byte for each token id: 0 for unused ids, and for special tokens unless `special`."""
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     visible = bytearray(max(ids, default=-1) + 1)
     for token in ids:
@@ -274,7 +270,7 @@ def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:
 
 
 _CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
-"""Of UTF-8: no character begins with one."""
+"""UTF-8 continuation bytes."""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a request's tools mean for its prompt, its sampling and its answer."""
+"""The effect of a request's tools on its prompt, its grammar and its answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls are read from an answer. `form`: a name in FORMATS. `several`: there may be more than one; what comes
-    after the first is dropped otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must
-    follow their schemas; `constrained`: an answer that is no call follows a grammar of its own."""
+    """How calls are read from an answer. `form`: a key of FORMATS; `several`: more than one call is kept; `forced`:
+    the answer must be a call; `strict`: calls must follow their schemas; `constrained`: an answer without a call
+    follows a grammar of its own."""
 
     form: str
     schemas: Schemas
@@ -40,17 +40,14 @@ class ToolUse:
     def format(self) -> Format:
         return FORMATS[self.form]
 
-    def reader(self) -> CallReader:
-        return CallReader(self)
-
 
 class CallReader:
-    """Reads one answer. Where it follows a grammar if it is no call, it is one only from its first character on: JSON
-    may well hold what looks like a call."""
+    """Reads the calls of one answer. A constrained answer is a call only if it begins as one, since JSON may contain
+    what looks like a call."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
-        self._parser = use.format.parser(use.schemas)
+        self._parser = use.format(use.schemas)
         self._undecided = "" if use.constrained else None
         self._is_content = False
 
@@ -59,7 +56,7 @@ class CallReader:
         return 0 if self._is_content else self._parser.num_calls
 
     def push(self, text: str, *, last: bool) -> Sequence[Finding]:
-        """What `text` settles; `last`: with it the answer ends."""
+        """The findings that `text` settles; `last`: the answer ends with it."""
         events = [] if self._is_content else [*self._parser.push(text), *(self._parser.flush() if last else ())]
         if self._undecided is not None:
             text = self._undecided = self._undecided + text
@@ -68,9 +65,9 @@ class CallReader:
                 self._undecided = None
         if self._is_content:
             return [Content(text)] if text else []
-        return [
-            event for event in events if self._use.several or isinstance(event, Content) or event.index == 0
-        ]
+        if self._use.several:
+            return events
+        return [event for event in events if isinstance(event, Content) or event.index == 0]
 
     def _may_be_call(self, text: str) -> bool:
         openings, text = self._use.format.openings, "".join(text.split())
@@ -80,9 +77,9 @@ class CallReader:
 def call_grammar(
     request: ChatRequest, use: ToolUse, answer: str, tokenizer: GatewayTokenizer, limits: GrammarLimits
 ) -> str:
-    """Of an answer that must be a call, or in which calls must follow their schemas. `answer`: the grammar of one that
-    may be there instead of a call that is not forced, "" where text may. "" where there is none and there are too many
-    functions for one grammar. May take seconds for large ones.
+    """The grammar of an answer that must be a call, or whose calls must follow their schemas. `answer`: the grammar
+    of the alternative to a call, "" where that is free text. Returns "" for more functions than one grammar holds,
+    unless forced. May take seconds.
 
     Raises RequestError naming the function whose parameters cannot be followed.
     """
@@ -118,12 +115,11 @@ def call_grammar(
         otherwise=f"@{_ANSWER}" if otherwise else "",
     )
     grammar = written(schemas, asked)
-    if len(grammar) > limits.max_bytes:  # before each schema is compiled, which takes long for so many
+    if len(grammar) > limits.max_bytes:  # checked before compiling each schema, which is slow
         if use.forced:
             message = f"'tools' are too many to force a call of: their grammar has {len(grammar)} characters"
-            raise RequestError(
-                f"{message} of at most {limits.max_bytes}; name one, or send fewer", param="tools"
-            )
+            message += f" of at most {limits.max_bytes}; name one, or send fewer"
+            raise RequestError(message, param="tools")
         if not otherwise:
             return ""
         schemas, ones = dict.fromkeys(schemas, ANY_ARGUMENTS), {}
@@ -137,7 +133,7 @@ def call_grammar(
             schemas[function.name] = ANY_ARGUMENTS
     grammar = written(schemas, asked)
     if otherwise:
-        grammar = _either(grammar, otherwise)
+        grammar = _with_alternative(grammar, otherwise)
     check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
     return grammar
 
@@ -145,17 +141,17 @@ def call_grammar(
 _ANSWER = "answer"
 
 
-def _either(calls: str, answer: str) -> str:
-    """The grammar of calls, which refers to that of another answer: Lark, or what the library makes of a regex."""
+def _with_alternative(calls: str, answer: str) -> str:
+    """The grammar of calls, with the answer's grammar as a sub-grammar: Lark, or llguidance's form of a regex."""
     other = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
     return json.dumps({"grammars": [{"lark_grammar": calls}, other | {"name": _ANSWER}]})
 
 
 def format_of(template: ChatTemplate | None, name: str) -> Format | None:
-    """The format that calls of this model are in: `name`, or with `auto` what its template says; None if that is not
-    known. A template without tools has them in words, in Hermes form.
+    """The tool format `name`, or for `auto` that of the chat template; None if unknown. A template that does not know
+    tools gets them in words, in Hermes form.
 
-    Raises ConfigError where that is not what `name` says.
+    Raises ConfigError where the template contradicts `name`.
     """
     source = template.tool_source if template else None
     if source is None and name not in (AUTO, "hermes"):
@@ -167,7 +163,7 @@ def format_of(template: ChatTemplate | None, name: str) -> Format | None:
 
 
 def definitions(request: TemplateFields) -> list[dict[str, Any]] | None:
-    """For the chat template; None where the model is not to know of any."""
+    """Tool definitions for the chat template; None where the model must not see any."""
     if not request.tools or (isinstance(request, ChatRequest) and request.tool_choice == "none"):
         return None
     return [tool.for_template() for tool in request.tools]
@@ -182,9 +178,8 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         asked, choice = set(choice.names), choice.mode
     if not names:
         if asked or choice == "required":
-            raise RequestError(
-                "'tool_choice' asks for a call, and 'tools' names no function", param="tool_choice"
-            )
+            message = "'tool_choice' asks for a call, and 'tools' names no function"
+            raise RequestError(message, param="tool_choice")
         return None
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -1,4 +1,5 @@
-"""What the answers of both endpoints share: usage, event framing, and log-probability text."""
+"""Answers of chat completions and completions in OpenAI's format, and the parts that all dialects share: usage,
+events, log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content, Finding
 
 DONE = b"data: [DONE]\n\n"
-# JSON has no infinities. OpenAI writes this for tokens that cannot be.
+# JSON has no infinities; OpenAI writes this for impossible tokens.
 LOWEST_LOGPROB = -9999.0
 
 encode = msgspec.json.Encoder().encode
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token id stands for."""
+"""The bytes of a token id."""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: of the same prefix. The others, whose sum is the prompt, only of a request that may be computed
-    with more than that: as in `isthmus.core.types.Reused`."""
+    """`cached_tokens`: of the same prefix. The other counts, which add up to the prompt, only for a request whose
+    `reuse` is not exact: as in `isthmus.core.types.Reused`."""
 
     cached_tokens: int
     exact_tokens: int | UnsetType = UNSET
@@ -44,33 +45,33 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """How one endpoint writes the answer to one request. It may remember what it wrote."""
+    """Writes the answer to one request in the format of one endpoint. Stateful."""
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
-        """The SSE events for `delta`, with the usage so far if each has it; empty when it has nothing to show."""
+        """The SSE events of `delta`, each with `usage` if that is given; empty when there is nothing to show."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """The last events of an answer that is whole."""
+        """The last events of a complete answer."""
         ...
 
     def failure(self, error: Exception) -> bytes:
-        """The last events of an answer that broke off."""
+        """The last events of an answer that failed."""
         ...
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed: `choices` by index, each with all it produced."""
+        """The body of an answer that is not streamed: `choices` by index, each with all its output."""
         ...
 
 
 class ChunkDialect(ABC):
-    """What dialects share whose events are chunks of the answer, with [DONE] behind the last."""
+    """The base of dialects whose events are chunks, ended by [DONE]."""
 
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         self._prepared, self._writing = prepared, prepared.writing
         self._token_bytes = token_bytes
         self._opened: set[int] = set()
-        """Choices of which something was sent."""
+        """Indices of choices with an event."""
 
     @abstractmethod
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
@@ -94,7 +95,7 @@ def event(data: bytes) -> bytes:
 
 
 def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
-    """Each prompt counts once, however many choices continue it; where its KV came from is the first choice's."""
+    """Each prompt counts once, however many choices continue it; the origin of its KV is its first choice's."""
     prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
     details = _prompt_details(choices[:: prepared.n], prepared.reuse)
@@ -102,7 +103,7 @@ def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
 
 
 def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
-    """`choices`: one of each prompt."""
+    """`choices`: the first of each prompt."""
     cached_tokens = sum(choice.cached_tokens for choice in choices)
     if reuse is Reuse.EXACT:
         return PromptDetails(cached_tokens)
@@ -117,7 +118,7 @@ def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
 
 
 class PromptScore(msgspec.Struct, frozen=True):
-    """Of one token that could stand at one place of a prompt. `rank`: among all tokens, from 1."""
+    """The score of one token at one place of a prompt. `rank`: among all tokens, from 1."""
 
     logprob: float
     rank: int
@@ -125,7 +126,7 @@ class PromptScore(msgspec.Struct, frozen=True):
 
 
 PromptScores = list[dict[str, PromptScore] | None]
-"""For each token of a prompt, by token id: its own and the most likely ones'. The first has none."""
+"""For each prompt token, by token id: its own score and those of the most likely tokens. The first has none."""
 
 
 def prompt_scores(prompt: Sequence[int], delta: Delta, most: int, token_bytes: TokenBytes) -> PromptScores:
@@ -143,12 +144,11 @@ def prompt_scores(prompt: Sequence[int], delta: Delta, most: int, token_bytes: T
 
 
 def finite(logprob: float) -> float:
-    # Written so that NaN becomes the lowest too.
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # also for NaN
 
 
 def token_text(raw: bytes, prefix: str = "") -> str:
-    """A token as text; one that is only part of a character as `\\xe2\\x82`, behind `prefix`."""
+    """A token as text; incomplete characters as `\\xe2\\x82`, behind `prefix`."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -178,9 +178,6 @@ def scored(score: Score, token_bytes: TokenBytes, *, as_ids: bool) -> TokenLogpr
     return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
 
-# Answers of /v1/chat/completions and /v1/completions, as OpenAI writes them.
-
-
 class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
     refusal: None = None
@@ -200,7 +197,7 @@ class WrittenCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """`content` is null where the answer is nothing but calls."""
+    """`content` is null where the answer is only calls."""
 
     content: str | None
     role: str = "assistant"
@@ -228,7 +225,7 @@ class ChatReply(msgspec.Struct):
 
 
 class ChatDialect(ChunkDialect):
-    """A chunk is a dict: nothing but this writes one, and no document describes events."""
+    """Chunks are dicts: only this class writes them, and the document does not describe events."""
 
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         super().__init__(prepared, token_bytes)
@@ -263,11 +260,11 @@ class ChatDialect(ChunkDialect):
         )
 
     def _opening(self, choice: Choice, usage: Usage | None) -> bytes:
-        """The first event of a choice; the first of all repeats the prompt if it is asked for."""
+        """The first event of a choice; that of the answer's first choice repeats the prompt's ids if asked for."""
         is_first = not self._opened
         self._opened.add(choice.index)
         prompt = {"prompt_token_ids": self._prepared.prompts[0]} if is_first and self._writing.token_ids else {}
-        # An answer that may be nothing but calls must not begin with content.
+        # An answer that may be only calls must not begin with content.
         said = {"role": "assistant"} if self._prepared.tools else {"role": "assistant", "content": ""}
         return self._event([self._chunk(choice, said)], usage, **prompt)
 
@@ -282,7 +279,7 @@ class ChatDialect(ChunkDialect):
         return event(encode(body))
 
     def _pieces(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """What a batch adds to the message, an event for each; that of the tokens themselves is the last."""
+        """The additions of a batch to the message, an event each; the last also carries the tokens' fields."""
         if delta.found is None:
             return [{"content": delta.text}] if delta.text else []
         return [self._piece(choice, found) for found in delta.found]
@@ -298,7 +295,7 @@ class ChatDialect(ChunkDialect):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _call_id(self, choice: Choice, index: int) -> str:
-        """Of one call; the answer's id makes it unique."""
+        """A call's id, unique by the answer's id."""
         named = f"{self._prepared.id}/{choice.index}/{index}"
         return f"call_{blake2b(named.encode(), digest_size=12).hexdigest()}"
 
@@ -336,8 +333,8 @@ class ChatDialect(ChunkDialect):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """`text_offset`: where in the answer's text each token begins, in characters; of one amid a character, where that
-    begins. The first token of an echoed prompt has no log-probability."""
+    """`text_offset`: where in the text each token begins, in characters; a token inside a character begins where that
+    does. The first token of an echoed prompt has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -356,7 +353,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionReply(msgspec.Struct):
-    """Also a chunk: the two have the same shape here."""
+    """Also the structure of a chunk."""
 
     id: str
     created: int
@@ -386,13 +383,7 @@ class CompletionDialect(ChunkDialect):
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionReply:
         prepared = self._prepared
-        return CompletionReply(
-            id=prepared.id,
-            created=prepared.created_s,
-            model=prepared.model,
-            choices=choices,
-            usage=usage,
-        )
+        return CompletionReply(prepared.id, prepared.created_s, prepared.model, choices, usage=usage)
 
     def _choice(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionChoice:
         ids, echoes = self._writing.token_ids, self._writing.echo
@@ -433,7 +424,7 @@ class CompletionDialect(ChunkDialect):
         written.text_offset[:0] = self._prepared.offsets[choice.index // self._prepared.n]
 
     def _top(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens, and always the one that came; so there may be one more than asked for."""
+        """The most likely tokens and always the chosen one, so there may be one more than asked for."""
         top = {self._text(each): finite(logprob) for each, logprob in logprobs.top}
         top.setdefault(self._text(token), finite(logprobs.chosen))
         return top

@@ -1,5 +1,2 @@
-"""`POST /v1/responses`, the part of OpenAI's Responses API that keeps nothing between requests.
-
-A body is the body of a chat completion in other words, and becomes one (`chat.py`); what the answer looks like is
-all that differs.
-"""
+"""`POST /v1/responses`: the part of OpenAI's Responses API that keeps nothing between requests. A body becomes the
+body of a chat completion (body.py); only the answer's format differs (wire.py)."""

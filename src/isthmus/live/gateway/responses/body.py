@@ -1,5 +1,5 @@
-"""The body of `/v1/responses`, field by field, in the three groups that requests.py speaks of, and the chat completion
-that it is in other words."""
+"""The body of `/v1/responses`, field by field in the three groups of requests.py, and its translation to a chat
+completion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from isthmus.live.gateway.structured import JsonObjectFormat, NamedSchema, Schem
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     LOGPROBS,
-    # Of items that this server's answers never have.
+    # Of items that this server never writes.
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -53,7 +53,7 @@ INCLUDABLE = (
 
 
 def _called(name: str) -> Checked:
-    """A field that only chat completions have."""
+    """A field that only chat completions have; responses call it `name`."""
 
     def check(value: Any) -> Any:
         raise refuse(f"is not a field of responses: it is called {name!r} here")
@@ -76,10 +76,10 @@ class TextOptions(Strict):
 
 class ReasoningOptions(Strict):
     effort: str | None = fields.label()
-    """For the chat template, as it is."""
+    """Passed to the chat template."""
     summary: Annotated[Any, only("auto", "concise", "detailed")] = None
     generate_summary: Annotated[Any, only("auto", "concise", "detailed")] = None
-    """Its older name. Nothing is summarised: answers show what the model wrote."""
+    """The older name of `summary`. Nothing is summarised: answers show everything the model wrote."""
     context: Annotated[Any, only("auto", "current_turn", "all_turns")] = None
     mode: Annotated[Any, only("standard")] = None
 
@@ -107,12 +107,12 @@ class NamespaceTool(Strict):
 
 
 def _offered(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
-    """Without what is in it that is no function."""
+    """The tool, a namespace without tools that are no functions."""
     return tool.model_copy(update={"tools": functions(tool.tools)}) if isinstance(tool, NamespaceTool) else tool
 
 
 def _check_choice(value: Any) -> Any:
-    """As it is: the answer repeats it."""
+    """Checks the value and keeps it as it is: the answer repeats it."""
     parse_choice(value)
     return value
 
@@ -132,24 +132,24 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool | None = fields.boolean()
     chat_template_kwargs: dict[str, Any] | None = fields.free_object()
     truncation: Annotated[Any, only("disabled", "auto")] = None
-    """auto: of a conversation that is too long, turns are dropped from the beginning on."""
+    """auto: of a conversation that is too long, the first turns are dropped."""
 
-    # Accepted: no answer would be another without them.
+    # Accepted: no answer would differ without them.
     max_tool_calls: int | None = fields.integer(1, fields.MAX_INT)
-    """Of tools that the server runs, of which there are none."""
+    """Of tools that the server runs: there are none."""
     client_metadata: dict[str, Any] | None = fields.free_object()
-    """Codex's word for `metadata`."""
+    """`metadata` at Codex."""
     include_reasoning: bool | None = fields.boolean()
     mm_payload: str | None = fields.label()
 
-    # Accepted as long as they ask for nothing.
+    # Accepted only with a value that asks for nothing, or refused.
     background: Annotated[Any, only(False)] = None
     chat_template: Annotated[Any, Refused] = None
     media_io_kwargs: Annotated[Any, only({})] = None
     enable_response_messages: Annotated[Any, only(False)] = None
     previous_input_messages: Annotated[Any, only([])] = None
 
-    # Refused: they need what is kept of earlier requests, or what only OpenAI has.
+    # Refused: they need earlier requests, or features of OpenAI's.
     previous_response_id: Annotated[Any, Refused] = None
     conversation: Annotated[Any, Refused] = None
     prompt: Annotated[Any, Refused] = None
@@ -158,7 +158,7 @@ class ResponsesRequest(GenerationRequest):
     access_programs: Annotated[Any, Refused] = None
     image: Annotated[Any, Refused] = None
 
-    # What chat completions have and responses do not.
+    # Fields of chat completions that responses do not have.
     max_tokens: Annotated[Any, _called("max_output_tokens")] = None
     response_format: Annotated[Any, _called("text.format")] = None
     n: Annotated[Any, only(1)] = None
@@ -186,11 +186,11 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """The names of the likeliest tokens are of no use without the tokens', so asking for them asks for both."""
+        """Asking for top log-probabilities asks for the tokens' own, too."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-# What chat completions call a field, and what responses do.
+# Field names of chat completions, and of responses.
 _NAMES = [
     (re.compile(rf"(^|'){theirs}\b"), ours)
     for theirs, ours in (
@@ -226,8 +226,9 @@ class ResponsesPreparer:
     def _prepare_shortened(
         self, request: ResponsesRequest, hex_id: str, terms: RequestTerms, error: RequestError
     ) -> PreparedRequest:
-        """Without as many turns at the beginning as must go. Raises `error` where the last one is too long."""
-        # A turn is a token at least, so earlier ones need not be tried.
+        """Prepares the conversation without the first turns, as few as possible. Raises `error` where even the last
+        turn is too long."""
+        # A turn has at least one token, so no more turns than the context's tokens can fit.
         turns, fitting = later_turns(request.input)[-self.preparer.card.max_length :], None
         least, most = 0, len(turns)
         while least < most:
@@ -265,10 +266,8 @@ def _repeated(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def as_chat(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
-    """`items`: of its input. Fields of the same name are as they were read.
-
-    Raises RequestError, in the words of a chat completion.
-    """
+    """The chat completion of the same content; `items`: of its input. Raises RequestError, in the words of a chat
+    completion."""
     own = {
         "messages": messages_of(request.instructions, items),
         "max_completion_tokens": request.max_output_tokens,
@@ -308,7 +307,7 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def renamed(error: RequestError) -> RequestError:
-    """The same error in words of a Responses body."""
+    """The error with the field names of a Responses body."""
     message, param = _in_our_words(str(error)), error.param and _in_our_words(error.param)
     if (message, param) == (str(error), error.param):
         return error

@@ -1,4 +1,4 @@
-"""The input of a Responses body: items of a conversation, and the chat messages that they are."""
+"""The input of a Responses body: items of a conversation, and their chat messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pydantic_core import CoreSchema, core_schema
 
 from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
-from isthmus.live.gateway.fields import Marked, Unread, only
+from isthmus.live.gateway.fields import Ignored, Marked, only
 from isthmus.live.gateway.messages import WholeContent
 
 
 @dataclass(frozen=True)
 class _OrText:
-    """A list of objects in whose place a text may stand: it is read as a list of one, `in_one(text)`."""
+    """A list of objects, or a text, which is read as a list of `in_one(text)`."""
 
     in_one: Callable[[str], dict[str, Any]]
 
@@ -44,12 +44,12 @@ class _OrText:
 
 
 def _content(content: MessageContent) -> MessageContent:
-    """One part alone as a text."""
+    """A content of one part as a text."""
     return content[0]["text"] if isinstance(content, list) and len(content) == 1 else content
 
 
 class _Item(Marked):
-    """What items of answers carry besides; they are sent back as they came."""
+    """Fields of items in answers, which clients send back as they came."""
 
     id: str | None = fields.label()
     status: Annotated[Any, only("in_progress", "completed", "incomplete")] = None
@@ -60,7 +60,7 @@ def _without_type(schema: JsonSchemaValue) -> None:
 
 
 class MessageItem(_Item):
-    """The one kind of item that need not name its type."""
+    """The only kind of item whose type may be left out."""
 
     model_config = ConfigDict(json_schema_extra=_without_type)
 
@@ -70,7 +70,7 @@ class MessageItem(_Item):
     )
     content: WholeContent
     phase: Annotated[Any, only("commentary", "final_answer")] = None
-    end_turn: Annotated[Any, Unread] = None
+    end_turn: Annotated[Any, Ignored] = None
 
 
 class FunctionCallItem(_Item):
@@ -80,12 +80,12 @@ class FunctionCallItem(_Item):
     arguments: str | dict[str, Any] | None = Field(
         description="a string that holds a JSON object, or an object"
     )
-    parsed_arguments: Annotated[Any, Unread] = None
+    parsed_arguments: Annotated[Any, Ignored] = None
     namespace: str | None = fields.label()
     caller: dict[str, Any] | None = fields.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
     async_: Annotated[Any, only(False)] = None
-    """The name that `async` has in OpenAI's client, whose objects some send back as they are."""
+    """`async` in objects of OpenAI's client, which some send back as they are."""
 
 
 def _given(name: str) -> JsonSchemaValue:
@@ -93,7 +93,7 @@ def _given(name: str) -> JsonSchemaValue:
 
 
 class FunctionCallOutputItem(_Item):
-    """Without `call_id` where no call asked for it: agents tell the model of what they did themselves, by `name`."""
+    """`call_id` is absent where no call asked for the result: agents report their own actions, by `name`."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [_given("call_id"), _given("name")]})
 
@@ -121,8 +121,8 @@ OtherItemType = Literal[
 
 
 class OtherItem(BaseModel):
-    """Of another server's answer, or a client's own. Templates have no place for it: the prompt is without it, and the
-    answer says so."""
+    """An item of another server's answer, or a client's own. Templates have no place for it: the prompt leaves it
+    out, and the answer says so."""
 
     model_config = ConfigDict(frozen=True)
     type: OtherItemType
@@ -134,11 +134,11 @@ CALLS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
     "shell_call": lambda item: ("shell", item.get("action")),
     "apply_patch_call": lambda item: ("apply_patch", item.get("operation")),
 }
-"""Calls of tools that were no functions: of each, name and arguments of the call of a function that says the same."""
+"""Calls of tools that are no functions, with the name and arguments of an equivalent function call."""
 
 
 def _as_known(value: Any) -> Any:
-    """An item in the words of those that are read."""
+    """The item as one of those that are read."""
     match value:
         case {"type": str(kind)} if kind in CALLS:
             name, arguments = CALLS[kind](value)
@@ -160,7 +160,7 @@ def _as_known(value: Any) -> Any:
     return value
 
 
-# What is dropped alone is no input.
+# Items that are left out are no input by themselves.
 _SOME = {"contains": {"properties": {"type": {"not": {"enum": [*get_args(OtherItemType)]}}}}}
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 Input = Annotated[
@@ -176,7 +176,7 @@ Input = Annotated[
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages of a chat completion that say the same. Calls belong to the assistant's message before them."""
+    """The messages of the equivalent chat completion. Calls belong to the assistant's message before them."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -195,12 +195,12 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
 
 
 def items_left_out(items: Sequence[Item]) -> list[str]:
-    """Each kind of item that the prompt is without."""
+    """Each kind of item that the prompt leaves out."""
     return [f"item {item.type}" for item in items if isinstance(item, OtherItem)]
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """By which the model knows a function of a namespace; as at vLLM."""
+    """The name by which the model knows a function of a namespace; as at vLLM."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -213,12 +213,12 @@ def _add_call(messages: list[dict[str, Any]], item: FunctionCallItem) -> None:
 
 
 def later_turns(items: Sequence[Item]) -> list[int]:
-    """Where a conversation could begin later than it does: at what the user said."""
+    """Indices at which a shortened conversation may begin: user messages after the first item."""
     return [at for at, item in enumerate(items) if at and isinstance(item, MessageItem) and item.role == "user"]
 
 
 def since(items: Sequence[Item], begin: int) -> list[Item]:
-    """The conversation from there on, with what the system and the developer said before."""
+    """The conversation from `begin` on, with earlier messages of system and developer."""
     lasting = ("system", "developer")
     kept = [item for item in items[:begin] if isinstance(item, MessageItem) and item.role in lasting]
     return [*kept, *items[begin:]]

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses, as OpenAI writes them."""
+"""Answers of /v1/responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """`call_id`: what its result is sent back with. `arguments`: JSON as the model wrote it. `namespace`: of functions
-    that have one."""
+    """`call_id`: by which its result refers to it; `arguments`: JSON as the model wrote it; `namespace`: if the
+    function has one."""
 
     id: str
     status: str
@@ -49,10 +49,10 @@ OutputItem = OutputMessage | OutputCall
 
 
 class InputDetails(PromptDetails, frozen=True):
-    """As in other answers' usage."""
+    """The prompt's part of the usage."""
 
     cache_write_tokens: int = 0
-    """OpenAI bills these apart from others; here nothing is."""
+    """OpenAI bills these separately."""
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ResponsesReply(msgspec.Struct):
-    """Most fields repeat what was asked for."""
+    """Most fields repeat the request's."""
 
     id: str
     created_at: int
@@ -118,11 +118,12 @@ class ResponsesReply(msgspec.Struct):
 
 
 class Transcript:
-    """The items of an answer as they grow, and the events that say so. An answer that is not streamed is put together
-    here too, so both are the same by construction.
+    """The items of an answer as they grow, and their events. Answers that are not streamed are built here too, so
+    both are equal by construction.
 
-    `hex_id` makes the items' ids unique. `namespaces`: namespace and name of each function that has one, by the name
-    that the model knows. `items`: those that are whole."""
+    `hex_id` makes the items' ids unique. `namespaces`: namespace and own name of each function in one, by the name
+    that the model knows. `items`: the complete ones.
+    """
 
     def __init__(self, hex_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[OutputItem] = []
@@ -137,27 +138,27 @@ class Transcript:
         body = {"type": kind, "sequence_number": next(self._numbers), **fields}
         return f"event: {kind}\n".encode() + event(encode(body))
 
-    def say(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        """More text of the message; after a call, of a new one."""
+    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
+        """Adds text to the open message, or to a new one after a call."""
         begun = b"" if isinstance(self._open, OutputMessage) else self._begin_message()
         self._pieces.append(text)
         self._logprobs += logprobs
         return begun + self._within("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
-    def call(self, name: str) -> bytes:
-        """A call begins."""
+    def begin_call(self, name: str) -> bytes:
+        """Begins a call."""
         identity = self._next_id("fc")
         namespace, own = self._namespaces.get(name, (UNSET, name))
         call_id = identity.replace("fc_", "call_", 1)
         return self._begin(OutputCall(identity, "in_progress", call_id, own, "", namespace))
 
-    def argue(self, text: str) -> bytes:
-        """More of the call's arguments."""
+    def add_arguments(self, text: str) -> bytes:
+        """Adds to the arguments of the open call."""
         self._pieces.append(text)
         return self._within("function_call_arguments.delta", delta=text)
 
     def end(self, status: str) -> bytes:
-        """No more comes. What is open then is `status`, and an answer of nothing is an empty message."""
+        """Closes the open item with `status`; an empty answer gets an empty message."""
         begun = b"" if self._open or self.items else self._begin_message()
         return begun + self._close(status)
 
@@ -198,7 +199,7 @@ class Transcript:
 
 
 class ResponsesDialect:
-    """A request has one choice."""
+    """The dialect of one response, which has one choice."""
 
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         self._prepared, self._token_bytes = prepared, token_bytes
@@ -208,8 +209,8 @@ class ResponsesDialect:
         self._begun = False
         self._finish: FinishReason | None = None
         self._called = False
-        self._num_chars = 0  # said before the first call
-        self._scores: list[Score] = []  # not shown yet
+        self._num_chars = 0  # of text before the first call
+        self._scores: list[Score] = []  # of text that is not shown yet
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         return self._opening() + self._add(delta)
@@ -236,7 +237,7 @@ class ResponsesDialect:
         return "incomplete" if self._finish is FinishReason.LENGTH else "completed"
 
     def _opening(self) -> bytes:
-        """None comes before the first token, so that an error until then has its HTTP status."""
+        """The first events; only with the first token, so that an earlier error has its HTTP status."""
         if self._begun:
             return b""
         self._begun = True
@@ -247,32 +248,32 @@ class ResponsesDialect:
         self._finish = delta.finish
         self._scores += delta.scores
         if delta.found is None:
-            events = self._say(delta.text) if delta.text else b""
+            events = self._add_text(delta.text) if delta.text else b""
         else:
             events = b""
             for found in delta.found:
                 match found:
                     case Content(text):
-                        events += self._say(text)
+                        events += self._add_text(text)
                     case CallBegun(_, name):
                         self._called = True
-                        events += self._transcript.call(name)
+                        events += self._transcript.begin_call(name)
                     case Arguments(_, text):
-                        events += self._transcript.argue(text)
+                        events += self._transcript.add_arguments(text)
         if delta.finish is not None and self._scores and not self._called:
-            events += self._transcript.say("", self._scored(len(self._scores)))
+            events += self._transcript.add_text("", self._scored(len(self._scores)))
         return events
 
-    def _say(self, text: str) -> bytes:
-        """With the log-probabilities of the tokens that it begins in. Those of calls have no place in an answer."""
+    def _add_text(self, text: str) -> bytes:
+        """Adds text, with the scores of the tokens that begin in it. Scores of calls have no place in an answer."""
         if self._called:
-            return self._transcript.say(text, [])
+            return self._transcript.add_text(text, [])
         self._num_chars += len(text)
         ready = itertools.takewhile(lambda score: score.offset < self._num_chars, self._scores)
-        return self._transcript.say(text, self._scored(sum(1 for _ in ready)))
+        return self._transcript.add_text(text, self._scored(sum(1 for _ in ready)))
 
     def _scored(self, count: int) -> list[TokenLogprob]:
-        """The first `count` of the scores that have not been shown."""
+        """Takes the first `count` scores that were not shown."""
         ready, self._scores = self._scores[:count], self._scores[count:]
         as_ids = self._prepared.writing.tokens_as_ids
         return [scored(score, self._token_bytes, as_ids=as_ids) for score in ready]

@@ -1,1 +1,1 @@
-"""What a JSON schema asks for, and the grammar of the JSON that fits it. Knows nothing of requests."""
+"""JSON schemas: what they constrain, and the grammar of the JSON that fits. Knows nothing of requests."""

@@ -1,8 +1,6 @@
-"""From a JSON schema to its grammar: the library's own, and Lark around the numbers that the library would change.
-
-Lark is written for such a number and for what leads down to it: properties, items, alternatives and references. All
-else stays a schema within it (`%json`).
-"""
+"""The Lark grammar of a JSON schema, for llguidance, which would round numbers of more digits than a double keeps.
+Lark is written for such a number and the path to it (properties, items, alternatives, references); every other part
+stays a schema within it (`%json`)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from isthmus.live.gateway.schemas.reading import (
 )
 
 MAX_CHARS = 4 << 20
-"""Of Lark: limits of grammars are lower."""
+"""Of Lark; grammars have lower limits."""
 _WORDS_OF = {
     "integer": NUMBERS,
     "number": NUMBERS,
@@ -41,7 +39,7 @@ _STRING = r'/"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt]|\\u00(0[0-7beBEfF]|1[0-9a-fA-F]|
 
 @dataclass(frozen=True)
 class Spacing:
-    """What stands between the parts of JSON. `pattern`: a regex of white space that may; "": none may."""
+    """Separators and white space of JSON. `pattern`: a regex of optional white space between parts; "": none."""
 
     pattern: str = ""
     item: str = ","
@@ -49,33 +47,33 @@ class Spacing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same in the library's words."""
+        """The spacing as llguidance's options."""
         white = {"whitespace_pattern": self.pattern} if self.pattern else {"whitespace_flexible": False}
         return {**white, "item_separator": self.item, "key_separator": self.key}
 
 
 def literal(text: str) -> str:
-    """JSON's escapes are Lark's, which takes some signs only so."""
+    """A Lark string. JSON's escapes are also Lark's, which requires some of them."""
     return json.dumps(text)
 
 
 FREE = Spacing(r"[\x20\x0A\x0D\x09]{1,16}")
-"""Not without end: a small model would put out nothing else."""
+"""Limited in length: a small model would write nothing else."""
 
 
 class LarkRules:
-    """Lark text, rule by rule. What stands between JSON's parts is cut into words as the library does: where another
-    grammar may come in the same place, the lexer takes the longest word of either."""
+    """Builds Lark text, rule by rule. Separators are tokenised as llguidance's own: where either may come, the lexer
+    takes the longest word."""
 
     def __init__(self, spacing: Spacing, prefix: str = "r") -> None:
         self.spacing = spacing
         self._prefix = prefix
         self._lines: dict[str, str] = {}
-        self._known: dict[str, str] = {}  # the rules of schemas, and of terminals
+        self._known: dict[str, str] = {}  # shared rules, by expression
         self._num_chars = 0
 
     def rule(self, expression: str, *, options: str = "", name: str = "") -> str:
-        """A rule of its own; its name. Raises SchemaError."""
+        """Adds a rule; returns its name. Raises SchemaError."""
         name = name or self.reserved()
         self._lines[name] = f"{name}{options}: {expression}"
         self._num_chars += len(expression)
@@ -84,20 +82,20 @@ class LarkRules:
         return name
 
     def reserved(self) -> str:
-        """The name of a rule that is written later."""
+        """The name of a rule that is added later."""
         name = f"{self._prefix}{len(self._lines)}"
         self._lines[name] = ""
         return name
 
     def terminal(self, expression: str) -> str:
-        """A rule of the lexer."""
+        """A rule of the lexer; equal expressions share one."""
         if expression not in self._known:
             name = self.reserved().upper()
             self._known[expression] = self.rule(expression, name=name)
         return self._known[expression]
 
     def _once(self, expression: str) -> str:
-        """A rule that all share who need it."""
+        """A rule; equal expressions share one."""
         if expression not in self._known:
             self._known[expression] = self.rule(expression)
         return self._known[expression]
@@ -117,7 +115,7 @@ class LarkRules:
         return f"{name} {self._once(f'{self._space()} {literal(self.spacing.key)} {self._space()}')}"
 
     def bracketed(self, marks: str, inner: str, *, optional: bool = False) -> str:
-        """An array or an object; `inner`: all that is in it, which may be left out if it is `optional`."""
+        """An array or an object with the content `inner`, which may be left out if `optional`."""
         left, right = map(literal, marks)
         inner = f"({inner} {self._space()}){'?' if optional else ''}" if inner else ""
         return f"{left} {self._space()} {inner} {right}"
@@ -133,10 +131,10 @@ class LarkRules:
             raise SchemaError("it nests too deep") from None
 
     def document(self, schema: Node, options: Mapping[str, Any]) -> str:
-        """JSON that follows a schema which the library keeps as it is. `options`: the library's. Raises SchemaError."""
+        """JSON that follows a schema without such numbers. `options`: llguidance's. Raises SchemaError."""
         schema = {} if schema is True else {"enum": []} if schema is False else schema
         document = {**schema, "x-guidance": {**self.spacing.options, **options}}
-        try:  # numbers that constrain nothing are left as they were read
+        try:  # `default`: Decimals that constrain nothing
             text = json.dumps(document, separators=(",", ":"), allow_nan=False, default=str)
         except ValueError:
             raise SchemaError("a number is larger than a double can be") from None
@@ -154,7 +152,7 @@ def schema_lark(schema: Node, spacing: Spacing) -> str:
 
 
 def lark_as_read(lark: str) -> str:
-    """Lark with its schemas (`%json`) as this room reads them. Raises SchemaError."""
+    """Lark whose schemas (`%json`) are read as `LarkRules.json` reads them. Raises SchemaError."""
     pieces, added, at = list[str](), list[str](), 0
     while found := _LEXED.search(lark, at):
         if not found[0].startswith("%"):
@@ -180,19 +178,19 @@ def lark_as_read(lark: str) -> str:
 
 
 _ANY_SPACE = r"[\x20\x0A\x0D\x09]+"
-"""The library's own default."""
+"""llguidance's default."""
 _DECODER = json.JSONDecoder(parse_float=Decimal)
 _LEXED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\b\s*')
-"""What a word may stand in without being one, and the word."""
+"""Texts that may contain the word `%json`, and the word itself."""
 
 
 class _Json:
-    """JSON of one schema."""
+    """The rules of one schema."""
 
     def __init__(self, rules: LarkRules, schema: ReadSchema) -> None:
         self._rules, self._schema = rules, schema
         self._defined: dict[str, str] = {}
-        self._changed = self._what_changes()
+        self._changed = self._ids_with_changed_numbers()
 
     def rule(self) -> str:
         if self._changed and self._schema.given:
@@ -202,8 +200,8 @@ class _Json:
     def _document(self, node: Node) -> str:
         return self._rules.document(node, self._schema.options)
 
-    def _what_changes(self) -> set[int]:
-        """The schemas in which, or in what they refer to, the library would change a number."""
+    def _ids_with_changed_numbers(self) -> set[int]:
+        """Ids of the schemas in which llguidance would change a number, directly or through a reference."""
         parents: dict[int, list[int]] = {}
         waiting = []
         for node in self._schema.nodes():
@@ -223,7 +221,7 @@ class _Json:
         return changed
 
     def _rule_of(self, node: Node, place: str) -> str:
-        """`place`: of the schema, for who reads the refusal. Raises SchemaError."""
+        """`place`: of the schema, for the refusal. Raises SchemaError."""
         if id(node) not in self._changed:
             return self._document(self._schema.alone(node))
         words = node.keys()
@@ -259,18 +257,16 @@ class _Json:
         return self._defined[reference]
 
     def _combined(self, word: str, options: Sequence[Node], place: str) -> str:
-        """Where one of several fits; all of several only where they are one."""
+        """Alternatives; `allOf` only of one schema."""
         if word == "allOf" and len(options) != 1:
             raise _unfollowed(place, "'allOf' of several")
         if word == "oneOf":
             raise _unfollowed(place, "'oneOf' of schemas that may both fit")
-        rules = [
-            self._rule_of(each, f"{place}/{word}/{at}") for at, each in enumerate(options) if each is not False
-        ]
-        return self._any_of(rules, place)
+        fitting = [(at, each) for at, each in enumerate(options) if each is not False]
+        return self._any_of([self._rule_of(each, f"{place}/{word}/{at}") for at, each in fitting], place)
 
     def _by_kind(self, node: Mapping[str, Any], place: str) -> str:
-        """A rule for each type that must be written here, and one for those that need not."""
+        """A rule for each type that Lark must be written for, and one for all others."""
         self._only(node, {"type"}.union(*_WORDS_OF.values()), place)
         rules, others = [], []
         for kind in sorted(kinds_of(node)):
@@ -278,9 +274,7 @@ class _Json:
             if kind in ("integer", "number") and _changes_number(own):
                 if not (kind == "integer" and "number" in kinds_of(node)):
                     rules.append(self._number(own, place, integer=kind == "integer"))
-            elif kind in ("array", "object") and any(
-                id(part[key]) in self._changed for part, key in slots(own)
-            ):
+            elif any(id(part[key]) in self._changed for part, key in slots(own)):
                 rules.append(self._array(own, place) if kind == "array" else self._object(own, place))
             else:
                 others.append(kind)
@@ -304,11 +298,8 @@ class _Json:
             elif node.get(exclusive, False) is not False:
                 given.append(Bound(finite_number(node[exclusive]), inclusive=False))
             found = pick((each.value for each in given), default=None)
-            bounds.append(
-                found
-                if found is None
-                else Bound(found, all(each.inclusive for each in given if each.value == found))
-            )
+            is_inclusive = all(each.inclusive for each in given if each.value == found)
+            bounds.append(None if found is None else Bound(found, is_inclusive))
         try:
             lark = terminal(*bounds, integer=integer)
         except OverflowError as error:
@@ -322,7 +313,7 @@ class _Json:
         return self._any_of([*rules, *([self._document({"enum": kept})] if kept else [])], place)
 
     def _value(self, value: Any) -> str:
-        """This value alone."""
+        """Exactly this value."""
         if isinstance(value, list):
             return self._rules.bracketed("[]", f" {self._rules.comma} ".join(map(self._value, value)))
         if isinstance(value, dict):
@@ -336,7 +327,7 @@ class _Json:
             raise SchemaError(f"a number cannot be followed: {error}") from None
 
     def _object(self, node: Mapping[str, Any], place: str) -> str:
-        """Properties in the order of the schema, as the library has them, then others."""
+        """Properties in the schema's order, as llguidance has them, then others."""
         properties, required = dict(node.get("properties", {})), node.get("required", [])
         other = node.get("additionalProperties", True)
         properties |= {name: other for name in required if name not in properties}
@@ -360,9 +351,8 @@ class _Json:
         for pair, needed in reversed(pairs):
             begins = f"{pair} {rest}"
             first = self._rules.rule(begins if needed or not first else f"{begins} | {first}")
-            rest = self._rules.rule(
-                f"{self._rules.comma} {pair} {rest}" if needed else f"({self._rules.comma} {pair})? {rest}"
-            )
+            further = f"{self._rules.comma} {pair}"
+            rest = self._rules.rule(f"{further if needed else f'({further})?'} {rest}")
         return self._rules.bracketed("{}", first, optional=not any(needed for _, needed in pairs))
 
     def _array(self, node: Mapping[str, Any], place: str) -> str:
@@ -373,15 +363,13 @@ class _Json:
         if most is not None and least > most:
             raise SchemaError(f"nothing can fit {place}: it has too few items")
         items = [self._rule_of(each, f"{place}/prefixItems/{at}") for at, each in enumerate(first[:most])]
+        rest = ""
         if most is None or most > len(items):
             other = self._rule_of(others, f"{place}/items")
             items = items or [other]
             upper = "" if most is None else most - len(items)
-            rest = (
-                f"({self._rules.comma} {other}){{{max(0, least - len(items))},{upper}}}" if upper != 0 else ""
-            )
-        else:
-            rest = ""
+            if upper != 0:
+                rest = f"({self._rules.comma} {other}){{{max(0, least - len(items))},{upper}}}"
         for at, item in reversed(list(enumerate(items))):
             ends = at >= least and at > 0
             rest = self._rules.rule(f"{self._rules.comma if at else ''} {item} {rest}")
@@ -390,7 +378,7 @@ class _Json:
 
 
 def _changes_number(node: Mapping[str, Any]) -> bool:
-    """Whether the library would change a number of this very schema."""
+    """Whether llguidance would change a number of this schema itself."""
     if not all(is_exact(node[word]) for word in NUMBERS if word in node):
         return True
     values = [node["const"]] if "const" in node else node.get("enum", [])
@@ -404,15 +392,14 @@ def _all_exact(values: Any) -> bool:
 
 
 def _loses_bound(node: Mapping[str, Any]) -> bool:
-    """Fractions between bounds with the same whole part: the library (1.9.1) takes the lower one for inclusive."""
+    """Fractional bounds with the same whole part: llguidance 1.9.1 takes an exclusive lower one for inclusive."""
     least, most = (
         [node[word] for word in words if isinstance(node.get(word), int | float)]
         for words in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
     )
     excludes = "exclusiveMinimum" in node or "exclusiveMaximum" in node
-    return bool(
-        excludes and least and most and int(max(least)) == int(min(most)) and "number" in kinds_of(node)
-    )
+    is_between = excludes and least and most and int(max(least)) == int(min(most))
+    return bool(is_between) and "number" in kinds_of(node)
 
 
 def _is_of(value: Any, kinds: frozenset[str]) -> bool:

@@ -1,7 +1,5 @@
-"""Texts of the numbers within bounds, digit by digit, as terminals of llguidance's Lark.
-
-Bounds are compared as texts, so they may have any number of digits. Numbers are written without an exponent.
-"""
+"""Lark terminals for the decimal texts of numbers within bounds, built digit by digit from the bounds' texts, which
+may have any length. No exponents."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from dataclasses import dataclass
 from decimal import Decimal, localcontext
 
 MAX_DIGITS = 400
-"""Of a number that is written out: a double has no more before or behind its point."""
+"""Of a number: no double has more before or behind its point."""
 MAX_PLACES = 100
-"""Behind the point of a bound: of more, the library's lexer may become too large while it reads the answer."""
+"""Behind the point of a bound: with more, llguidance's lexer may become too large during the answer."""
 
 _FRACTION = r"(\.[0-9]+)?"
 
@@ -24,7 +22,7 @@ class Bound:
 
 
 def written(value: Decimal) -> str:
-    """All digits of a number, without an exponent and without zeros that say nothing. Raises OverflowError."""
+    """All digits of a number, without exponent and superfluous zeros. Raises OverflowError."""
     _sign, digits, exponent = value.as_tuple()
     if not isinstance(exponent, int) or max(len(digits) + exponent, -exponent) > MAX_DIGITS:
         raise OverflowError(f"{value:.20g} has more than {MAX_DIGITS} digits")
@@ -34,7 +32,7 @@ def written(value: Decimal) -> str:
 
 
 def terminal(least: Bound | None, most: Bound | None, *, integer: bool) -> str:
-    """Lark of the numbers from `least` to `most`; "" if there is none. Raises OverflowError."""
+    """Lark of the numbers from `least` to `most`; "" if there are none. Raises OverflowError."""
     if integer:
         least, most = _whole(least, upwards=True), _whole(most, upwards=False)
     for bound in filter(None, (least, most)):
@@ -55,12 +53,12 @@ def terminal(least: Bound | None, most: Bound | None, *, integer: bool) -> str:
 
 
 def _reaches(bound: Bound) -> bool:
-    """Whether some number that is not negative is below this lower bound."""
+    """Whether the lower bound excludes some number that is not negative."""
     return bound.value > 0 or (bound.value == 0 and not bound.inclusive)
 
 
 def _whole(bound: Bound | None, *, upwards: bool) -> Bound | None:
-    """The same bound for integers."""
+    """The equivalent inclusive bound for integers."""
     if bound is None:
         return None
     with localcontext() as context:
@@ -72,7 +70,7 @@ def _whole(bound: Bound | None, *, upwards: bool) -> Bound | None:
 
 
 def _unsigned(least: Bound | None, most: Bound | None, integer: bool) -> str:
-    """Lark of the texts without a sign between bounds that are not negative."""
+    """Lark of the unsigned texts between bounds that are not negative."""
     fraction = "" if integer else _FRACTION
     terms = [f"/(0|[1-9][0-9]*){fraction}/"] if least is None and most is None else []
     if least is not None:
@@ -84,7 +82,7 @@ def _unsigned(least: Bound | None, most: Bound | None, integer: bool) -> str:
 
 
 def _from(text: str, fraction: str) -> Iterator[str]:
-    """Regexes of unsigned numbers that are at least this one."""
+    """Regexes of unsigned numbers that are at least `text`."""
     whole, _, part = text.partition(".")
     yield f"[1-9][0-9]{{{len(whole)},}}{fraction}"
     for at, digit in enumerate(whole):
@@ -100,7 +98,7 @@ def _from(text: str, fraction: str) -> Iterator[str]:
 
 
 def _up_to(text: str, fraction: str) -> Iterator[str]:
-    """Regexes of unsigned numbers that are at most this one."""
+    """Regexes of unsigned numbers that are at most `text`."""
     whole, _, part = text.partition(".")
     if len(whole) > 1:
         yield f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){fraction}"

@@ -1,18 +1,17 @@
-r"""Reads a JSON schema as the grammars' library is to see it: what constrains a value, and nothing else.
+r"""Reads a JSON schema as llguidance must see it: only its constraints.
 
-The library (llguidance) refuses by name most of what it cannot follow. The rest is settled here:
+llguidance refuses by name most of what it cannot follow. The rest is settled here:
 
-- Annotations go: titles, examples and their numbers, formats that it does not know or that are not of strings
-  (JSON Schema 2020-12, validation 7.2.3), words that are none of JSON Schema's.
-- `$schema` goes: of an older draft the library silently leaves out words of the newer ones.
-- A word that is null is not there, as clients of some languages write it; nor is one that constrains nothing.
-- Items by place are `prefixItems`, as newer drafts have them.
-- `oneOf` is `anyOf` where no value fits two. An object that a property tells apart must have it: it is the one that
-  discriminated unions name, and often has a default.
-- `$ref` is followed here, by pointer, anchor and `$id`, so each part of a schema can stand alone.
-- A schema that no finite value fits, such as one that requires itself, is `false`: the library would never end.
-- Where an object may have further names, `\u` is no escape: a name spelled so evades what holds for that name.
-- A pattern that only fits names which `properties` has too becomes part of those: the library dies of it midway.
+- Annotations are dropped: titles, examples, unknown formats or formats of other types than strings (JSON Schema
+  2020-12, validation 7.2.3), unknown words; `$schema`, too: for an older draft llguidance ignores newer words.
+- A word that is null, as clients of some languages write it, or that constrains nothing, is dropped.
+- Items by place become `prefixItems`, as in newer drafts.
+- `oneOf` becomes `anyOf` where no value fits two. Objects that a property distinguishes must then have it: the
+  discriminator of a union often has a default.
+- `$ref` is resolved, by pointer, anchor and `$id`, so that each part of a schema can stand alone.
+- A schema that no finite value fits, such as one that requires itself, becomes `false`: llguidance would never end.
+- Where an object may have further names, `\u` is no escape: an escaped name would evade that name's schema.
+- A pattern that fits only names in `properties` is merged into these: llguidance would fail midway.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Node = Any
 """A schema: an object or a truth value."""
 
 MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-"""Words whose value has schemas by name."""
+"""Words whose value is a map of schemas."""
 LISTS = frozenset({"prefixItems", "allOf", "anyOf", "oneOf"})
 SINGLE = frozenset(
     {"items", "additionalItems", "contains", "unevaluatedItems", "additionalProperties", "propertyNames"}
@@ -60,12 +59,12 @@ _SHAPES = (
     (frozenset({"$ref", "pattern"}), ("string",)),
     (frozenset({"type"}), ("string", "array")),
 )
-"""JSON types of what stands behind words."""
+"""JSON types of the values of words."""
 _CONSTRAIN = (MAPS - {"$defs", "definitions"}) | LISTS | SINGLE | NUMBERS | COUNTS | _OTHERS
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Of strings; those that the library follows."""
+"""Formats of strings that llguidance follows."""
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COMBINED = ("allOf", "$ref")
 _NOTHING: Mapping[str, Sequence[Any]] = {
@@ -74,31 +73,30 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "unevaluatedItems": [True, {}],
     "unevaluatedProperties": [True, {}],
 }
-"""Where words constrain nothing."""
+"""Values with which a word constrains nothing."""
 _PREFIX = "#/$defs/"
 _SHORT_ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"\\u00[01]|\x7f")
 MAX_PASSES = 100
-"""Over a schema, until it is known what of it can end."""
+"""Passes over a schema to find its parts that no finite value fits."""
 
 
 class SchemaError(Exception):
-    """Why a schema cannot be followed, in one line."""
+    """The reason why a schema cannot be followed, in one line."""
 
 
 class ReadSchema:
-    """A schema that was read. `root`: without annotations; each `$ref` in it is `#/$defs/NAME` of `definitions`, of
-    which the root itself may be one. `given`: what the source says to the library (`x-guidance`); `options`: what is
-    to be said."""
+    """`root`: the schema without annotations; each `$ref` in it is `#/$defs/NAME` of `definitions`, which may include
+    the root. `given`: the source's options for llguidance (`x-guidance`); `options`: those to use."""
 
     def __init__(self, source: Node) -> None:
-        """Raises SchemaError. The source stays as it is."""
+        """Raises SchemaError. Does not change `source`."""
         self._source = source
         given = source.get("x-guidance") if isinstance(source, Mapping) else None
         self.given: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         self._names: dict[str, str] = {}  # by reference
         self._taken: set[str] = set()
-        self._waiting: list[str] = []  # references that were found meanwhile
+        self._waiting: list[str] = []  # references to read
         self.definitions: dict[str, Node] = {}
         self.root = self._read(source)
         while self._waiting:
@@ -107,18 +105,18 @@ class ReadSchema:
             self.definitions[self._names[reference]] = found
         if self.definitions:
             self._without_endless()
-        self._settle_alternatives()
-        self._settle_patterns()
+        self._rewrite_one_of()
+        self._merge_all_patterns()
         is_open = any(map(_is_open, self.nodes())) and not any(map(_has_control, self.nodes()))
         self.options = {"json_allowed_escapes": _SHORT_ESCAPES, **self.given} if is_open else self.given
 
     def target(self, node: Mapping[str, Any]) -> Node | None:
-        """What a node refers to."""
+        """The schema that a node refers to; None without `$ref`."""
         reference = node.get("$ref")
         return None if reference is None else self.definitions[reference.removeprefix(_PREFIX)]
 
     def alone(self, node: Node) -> Node:
-        """A node with all that it refers to, that it can stand by itself."""
+        """A node with all definitions that it needs to stand alone."""
         used: dict[str, Node] = {}
         waiting = [node]
         while waiting:
@@ -130,14 +128,12 @@ class ReadSchema:
         return {**node, "$defs": used} if used else node
 
     def nodes(self) -> Iterator[dict[str, Any]]:
-        """All schemas that are objects, the inner ones first, and what they refer to mostly before them."""
+        """All schemas that are objects: inner ones first, and referenced ones mostly before references."""
         tops = list(reversed(self.definitions.values()))
         if all(top is not self.root for top in tops):
             tops.append(self.root)
         for top in tops:
             yield from _inner_first(top)
-
-    # Reading.
 
     def _read(self, node: Node) -> Node:
         if not isinstance(node, Mapping):
@@ -149,7 +145,11 @@ class ReadSchema:
             if word == "format":
                 if _is_followed(part, node.get("type")):
                     found[word] = part
-            elif word not in _CONSTRAIN or (part is None and word != "const") or _is_beyond_all(word, part):
+            elif (
+                word not in _CONSTRAIN
+                or (part is None and word != "const")
+                or _is_unreachable_maximum(word, part)
+            ):
                 continue
             else:
                 read = self._read_part(word, part)
@@ -179,14 +179,10 @@ class ReadSchema:
         return _plain(part)
 
     def _renamed(self, reference: str) -> str:
-        """The same reference, as this schema writes it."""
+        """The reference as written in `root`."""
         base = self._source.get("$id", self._source.get("id")) if isinstance(self._source, Mapping) else None
-        if isinstance(base, str) and base.rstrip("#"):
-            reference = (
-                "#" + reference.removeprefix(base).removeprefix("#")
-                if reference.startswith(base)
-                else reference
-            )
+        if isinstance(base, str) and base.rstrip("#") and reference.startswith(base):
+            reference = "#" + reference.removeprefix(base).removeprefix("#")
         reference = "#" if reference == "#/" else reference
         if reference not in self._names:
             tail = re.sub(r"[^A-Za-z0-9_.-]", "_", unquote(reference).rsplit("/", 1)[-1].strip("#")) or "root"
@@ -214,10 +210,8 @@ class ReadSchema:
             raise SchemaError(f"'$ref' to {reference[:100]!r}: there is no such schema in this one")
         return found
 
-    # What would never end.
-
     def _without_endless(self) -> None:
-        """Raises SchemaError."""
+        """Replaces schemas that no finite value fits by false. Raises SchemaError for the root."""
         order = list(self.nodes())
         finite: set[int] = set()
         for _ in range(MAX_PASSES):
@@ -240,7 +234,7 @@ class ReadSchema:
             raise SchemaError("no finite value can fit it: it requires itself")
 
     def _ends(self, node: Mapping[str, Any], finite: set[int]) -> bool:
-        """Whether some value fits that is made of what is known to be finite."""
+        """Whether some value of known finite parts fits."""
 
         def ends(inner: Node) -> bool:
             return inner is not False and (not isinstance(inner, dict) or id(inner) in finite)
@@ -260,25 +254,21 @@ class ReadSchema:
         has_enough = node.get("minProperties", 0) <= num_required or any(map(ends, _further(node)))
         return "object" in kinds and has_enough and all(map(ends, _required(node)))
 
-    # Alternatives.
-
     def resolved(self, node: Node) -> Node:
-        """A node, or what it refers to."""
+        """A node, or the schema that it refers to."""
         seen = 0
         while isinstance(node, dict) and "$ref" in node and seen < len(self.definitions):
             node, seen = self.target(node), seen + 1
         return node
 
-    def _settle_alternatives(self) -> None:
+    def _rewrite_one_of(self) -> None:
         for node in self.nodes():
             if "oneOf" in node and "anyOf" not in node:
                 parts = [self.resolved(each) for each in node["oneOf"] if each is not False]
                 if _differ(parts, kinds_of(node)):
                     node["anyOf"] = node.pop("oneOf")
 
-    # Patterns of names.
-
-    def _settle_patterns(self) -> None:
+    def _merge_all_patterns(self) -> None:
         """Raises SchemaError."""
         with_patterns = [node for node in self.nodes() if "patternProperties" in node]
         if not with_patterns:
@@ -286,11 +276,11 @@ class ReadSchema:
         combined = any(word in node for node in self.nodes() for word in _COMBINED)
         names = {name for node in self.nodes() for name in _own_names(node)} if combined else set()
         for node in with_patterns:
-            _settle(node, names)
+            _merge_patterns(node, names)
 
 
 def slots(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Where the schemas right within this one stand: containers and keys."""
+    """The places of the schemas directly within a node: containers and keys."""
     for word, part in node.items():
         if word in MAPS:
             yield from ((part, name) for name in part)
@@ -319,11 +309,11 @@ def kind_of(value: Any) -> str:
 
 
 def is_exact(number: Any) -> bool:
-    """Whether the library, which computes in doubles and prints their digits, keeps this number.
+    """Whether llguidance, which computes in doubles, keeps this number.
 
-    Found by trying 1.9.1: whole numbers of less than 2^53, and all fractions of as many digits as a double keeps, are
-    exact as values and as bounds. Beyond: values and bounds are rounded (2^64 - 1 becomes 18446744073709552000), ranges
-    that reach 2^63 are cut or refused, and -2^63 ends the process.
+    Found by trying 1.9.1: integers below 2^53, and fractions of no more digits than a double keeps, are exact as
+    values and as bounds. Beyond, they are rounded (2^64 - 1 becomes 18446744073709552000), ranges that reach 2^63 are
+    cut or refused, and -2^63 ends the process.
     """
     if isinstance(number, bool) or not isinstance(number, int | float | Decimal):
         return True
@@ -333,7 +323,7 @@ def is_exact(number: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """With numbers as Python's own, where these are the same."""
+    """Decimals as Python's own numbers, where these are equal."""
     if isinstance(value, Decimal) and is_exact(value):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, list):
@@ -346,8 +336,8 @@ def _is_followed(form: Any, kinds: Any) -> bool:
     return of_strings and isinstance(form, str) and form in FORMATS
 
 
-def _is_beyond_all(word: str, count: Any) -> bool:
-    """Whether it is a most that no answer reaches; the library has no room for it."""
+def _is_unreachable_maximum(word: str, count: Any) -> bool:
+    """Whether a maximum is larger than any answer; llguidance overflows on it."""
     return word in COUNTS and word.startswith("max") and isinstance(count, int | float) and count >= 2**31
 
 
@@ -373,7 +363,7 @@ def _inner_first(top: Node) -> Iterator[dict[str, Any]]:
 
 
 def _required(node: Mapping[str, Any]) -> Iterator[Node]:
-    """Schemas of the properties that an object must have."""
+    """Schemas of an object's required properties."""
     properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
     for name in node.get("required", ()):
         if name in properties:
@@ -384,14 +374,14 @@ def _required(node: Mapping[str, Any]) -> Iterator[Node]:
 
 
 def _further(node: Mapping[str, Any]) -> Iterator[Node]:
-    """Schemas of the properties that an object may have."""
+    """Schemas of an object's possible properties."""
     yield node.get("additionalProperties", True)
     for word in ("properties", "patternProperties"):
         yield from node.get(word, {}).values()
 
 
 def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
-    """Schemas of the items that an array must have."""
+    """Schemas of an array's required items."""
     least, first = node.get("minItems", 0), node.get("prefixItems", [])
     yield from itertools.islice(first, max(0, math.ceil(least)))
     if least > len(first):
@@ -399,8 +389,8 @@ def _first_items(node: Mapping[str, Any]) -> Iterator[Node]:
 
 
 def _differ(nodes: Sequence[Node], kinds: frozenset[str]) -> bool:
-    """Whether each value of these kinds fits one of the nodes at most: their types differ, or a property that tells
-    them apart, which all of them are then to require."""
+    """Whether each value of these kinds fits at most one node: by type, or by a property with distinct constants,
+    which all nodes then require."""
     each_kinds = [own_kinds(node) & kinds for node in nodes]
     apart = [{"number" if kind == "integer" else kind for kind in found} for found in each_kinds]
     if sum(map(len, apart)) == len(set().union(*apart)):
@@ -427,7 +417,7 @@ def _tells_apart(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def own_kinds(node: Node) -> frozenset[str]:
-    """The JSON types of what fits."""
+    """The JSON types of fitting values."""
     if not isinstance(node, dict):
         return frozenset(KINDS)
     values = [node["const"]] if "const" in node else node.get("enum")
@@ -439,34 +429,32 @@ def _own_names(node: Mapping[str, Any]) -> set[str]:
 
 
 def _is_open(node: Mapping[str, Any]) -> bool:
-    """Whether an object may have further names, which must not be others that are spelled with escapes."""
+    """Whether an object may have further names, which must not be escaped spellings of others."""
     named = "properties" in node or "patternProperties" in node
     return named and node.get("additionalProperties") is not False and "object" in kinds_of(node)
 
 
 def _has_control(node: Mapping[str, Any]) -> bool:
-    """Whether a value has a character that can only be written as `\\u`."""
+    """Whether a value has a character that JSON can only write as `\\u`."""
     values = [node[word] for word in ("const", "enum") if word in node]
     return bool(values and _CONTROL.search(json.dumps(values, default=str)))
 
 
-def _settle(node: Any, elsewhere: set[str]) -> None:
-    """Leaves patterns that fit further names than those that the schema has already. `elsewhere`: names that schemas
-    have which may be combined with this one. Raises SchemaError."""
+def _merge_patterns(node: Any, elsewhere: set[str]) -> None:
+    """Merges patterns that fit only the schema's own names into its properties. `elsewhere`: names of schemas that
+    may be combined with this one. Raises SchemaError."""
     patterns, names = node["patternProperties"], _own_names(node)
     properties = dict(node.get("properties", {}))
     for pattern, inner in list(patterns.items()):
         some_fit = any(_fits(pattern, name) is not False for name in names | elsewhere)
         if not some_fit or _leaves_names({pattern: True}, names | elsewhere, additional=False):
             continue
+        place = f"'patternProperties' {pattern[:60]!r}"
         if _leaves_names({pattern: True}, names, additional=False):
-            place = f"'patternProperties' {pattern[:60]!r}"
             raise SchemaError(f"{place} fits only names that schemas have which are combined with its own")
         fitting = {name: _fits(pattern, name) for name in sorted(names)}
         if None in fitting.values():
-            raise SchemaError(
-                f"'patternProperties' {pattern[:60]!r} fits only names that 'properties' has, too"
-            )
+            raise SchemaError(f"{place} fits only names that 'properties' has, too")
         for name in (name for name in fitting if fitting[name]):
             properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
         del patterns[pattern]
@@ -485,7 +473,7 @@ def _bytes() -> LLTokenizer:
 
 
 def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: bool) -> bool:
-    """Whether an object can have one more property than `names`, as the library sees it."""
+    """Whether llguidance finds one more property than `names` possible."""
     schema = {
         "type": "object",
         "properties": dict.fromkeys(sorted(names), False),
@@ -499,14 +487,14 @@ def _leaves_names(patterns: dict[str, bool], names: set[str], *, additional: boo
     grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
-        return True  # it says so itself, when the whole is compiled
+        return True  # reported when the whole schema is compiled
     matcher.consume_tokens(tokenizer.tokenize_str("{"))
     matcher.compute_bitmask()
     return not matcher.is_error()
 
 
 def _fits(pattern: str, name: str) -> bool | None:
-    """None: Python's patterns are not the library's in this."""
+    """None for patterns that Python cannot read."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
@@ -519,8 +507,4 @@ def finite_number(number: Any) -> Decimal:
         raise SchemaError(f"{str(number)[:50]!r} must be a number")
     if isinstance(number, float) and not math.isfinite(number):
         raise SchemaError("a number is larger than a double can be")
-    return (
-        number
-        if isinstance(number, Decimal)
-        else Decimal(repr(number) if isinstance(number, float) else number)
-    )
+    return Decimal(repr(number) if isinstance(number, float) else number)

@@ -1,8 +1,7 @@
 """Calls written as JSON: `{"name": ..., "arguments": {...}}`, one or a list of them.
 
-Only what the calls are made of is judged. Inside of arguments strings and brackets are followed, to see where they
-end; whether they are JSON, and fit the function, is for the client to see, as it would be if the model had written
-something else that is wrong.
+Only the frame of a call is judged. In arguments, strings and brackets are followed to find the end; whether they are
+valid JSON and fit the function is left to the client.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from isthmus.live.gateway.schemas.grammar import FREE, literal
 from isthmus.live.gateway.tools.lark import (
@@ -31,7 +31,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 @dataclass
 class _Draft:
-    """What is known of the call being read. `begun`: its name is out, so it can be nothing else any more."""
+    """The parts of the call being read. `begun`: its name was given out, so it stays a call."""
 
     name: str | None = None
     arguments: str | None = None
@@ -39,12 +39,12 @@ class _Draft:
 
 
 class JsonCallParser(CallParser):
-    """Reads such calls; the formats say where they stand."""
+    """Reads JSON calls; subclasses say where these stand."""
 
     def calls(self, *, known: bool = False) -> Reading[None]:
-        """One call, or a list of them. `known`: only with arguments, of functions that are known.
+        """One call, or a list of them. `known`: only calls of known functions, with arguments.
 
-        Raises MalformedError: what is held then is no call; calls before it are.
+        Raises MalformedError where what is held is no call; earlier calls of a list stay.
         """
         yield from self.span(SPACE)
         if (yield from self.peek()) != "[":
@@ -95,7 +95,7 @@ class JsonCallParser(CallParser):
             yield from self.captured(self.value())
 
     def _arguments(self, draft: _Draft) -> Reading[None]:
-        """They go out as they come, if the name is known and they are an object."""
+        """Streams the arguments if the name is known and they are an object."""
         if draft.name is not None and (yield from self.peek()) == "{":
             draft.begun = True
             self.begin(draft.name)
@@ -108,7 +108,7 @@ class JsonCallParser(CallParser):
             raise MalformedError
         if not draft.begun:
             self.begin(draft.name)
-            self.argue(draft.arguments or "{}")
+            self.emit_arguments(draft.arguments or "{}")
         self.drop()
 
     def _string(self) -> Reading[str]:
@@ -128,7 +128,7 @@ class JsonCallParser(CallParser):
             self.take()
             if char == '"':
                 return
-            yield from self.peek()  # what a backslash stands before
+            yield from self.peek()  # the escaped character
             self.take()
 
     def _bracketed(self) -> Reading[None]:
@@ -158,7 +158,7 @@ class JsonCallParser(CallParser):
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are written as a string may hold an object; null means there are none."""
+    """Arguments written as a string may hold an object; null means none."""
     if text == "null":
         return "{}"
     if not text.startswith('"'):
@@ -171,7 +171,7 @@ def _as_object(text: str) -> str:
 
 
 def _decoded(text: str) -> str:
-    """What a JSON string says. Raises ValueError, also where that is half a surrogate pair: no answer can hold one."""
+    """The text of a JSON string. Raises ValueError, also for half a surrogate pair, which no answer can hold."""
     decoded = str(json.loads(text, strict=False))
     decoded.encode()
     return decoded
@@ -181,7 +181,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonCallParser):
-    markers: tuple[str, ...] = (OPEN, CLOSE)
+    name, openings = "hermes", (OPEN,)
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def read_call(self) -> Reading[None]:
         mark = yield from self.content_until(*self.markers)
@@ -190,18 +191,18 @@ class HermesParser(JsonCallParser):
         elif self.num_calls:
             self.drop()  # the end of a call
         else:
-            self.spill()
+            self.emit_content()
 
     def body(self, mark: str) -> Reading[None]:
-        """What stands behind `mark`."""
+        """The text behind `mark`."""
         yield from self.calls()
 
-
-def hermes_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions as Qwen's templates show them, each on lines of its own."""
-    rules = CallRules(asked)
-    body = json_calls(rules, schemas, "arguments")
-    return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls as Qwen's templates show them, each on lines of its own."""
+        rules = CallRules(asked)
+        body = json_calls(rules, schemas, "arguments")
+        return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 TAG = "<|python_tag|>"
@@ -209,7 +210,7 @@ _SEPARATORS = re.compile(r"[; \t\r\n]*")
 
 
 class Llama3Parser(JsonCallParser):
-    markers = (TAG,)
+    name, openings, markers = "llama3", (TAG, '{"name":"'), (TAG,)
 
     def read(self) -> Reading[None]:
         mark = ""
@@ -220,25 +221,23 @@ class Llama3Parser(JsonCallParser):
                     yield from self.calls(known=mark != TAG)
                     yield from self.span(_SEPARATORS)
             except MalformedError:
-                self.spill()
+                self.emit_content()
             mark = yield from self.content_until(TAG, before="{")
             yield from self.span(SPACE)
 
-
-def llama3_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
-    is forced, an answer that begins like one is one."""
-    rules = (
-        CallRules(asked, FREE) if asked.otherwise else CallRules(asked)
-    )  # the other answer may be JSON, spaced so
-    call = json_calls(rules, schemas, "parameters")
-    if asked.forced and not asked.otherwise:
-        return rules.text(call)
-    tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
-    if asked.otherwise:
-        return rules.text(call + tagged)
-    other = rules.rule(r"/[^{](?s:.*)/")
-    return rules.text(f"({call}{tagged} | {other})?")
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """One call: Llama's templates refuse to show several. Unless one is forced, an answer that begins like a call
+        is one."""
+        rules = CallRules(asked, FREE) if asked.otherwise else CallRules(asked)  # the alternative may be JSON
+        call = json_calls(rules, schemas, "parameters")
+        if asked.forced and not asked.otherwise:
+            return rules.text(call)
+        tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+        if asked.otherwise:
+            return rules.text(call + tagged)
+        other = rules.rule(r"/[^{](?s:.*)/")
+        return rules.text(f"({call}{tagged} | {other})?")
 
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -246,7 +245,7 @@ _NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class MistralParser(JsonCallParser):
-    markers = (CALLS, ARGS, CALL_ID)
+    name, openings, markers = "mistral", (CALLS,), (CALLS, ARGS, CALL_ID)
 
     def read_call(self) -> Reading[None]:
         yield from self.content_until(CALLS)
@@ -268,15 +267,15 @@ class MistralParser(JsonCallParser):
         self.begin(name)
         yield from self.streamed(self.value())
 
-
-def mistral_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions, with names before the arguments if the model has the token for it."""
-    rules = CallRules(asked)
-    if asked.token_of(ARGS) is None:
-        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
-        return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
-    named = [
-        f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
-        for name, schema in schemas.items()
-    ]
-    return answer(rules, CALLS, rules.any_of(named), "", asked)
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls, with names before the arguments if the model has the token for that."""
+        rules = CallRules(asked)
+        if asked.token_of(ARGS) is None:
+            calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
+            return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
+        named = [
+            f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
+            for name, schema in schemas.items()
+        ]
+        return answer(rules, CALLS, rules.any_of(named), "", asked)

@@ -1,8 +1,5 @@
-"""Grammars of calls, in the Lark form that llguidance reads: what an answer must be where a call is forced, or where
-calls must follow their schemas.
-
-They are of the format that the model writes by itself, so the parser that reads its own calls reads these.
-"""
+"""Lark grammars of calls, for llguidance, in the formats that the parsers read; and the JSON types that a function's
+parameters may have."""
 
 from __future__ import annotations
 
@@ -13,19 +10,20 @@ from typing import Any
 
 from isthmus.live.gateway.schemas.grammar import LarkRules, Spacing, literal
 from isthmus.live.gateway.schemas.reading import kind_of
+from isthmus.live.gateway.schemas.reading import kinds_of as types_of
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""Of the parameters of each function, by its name."""
+"""The schema of each function's parameters, by its name."""
 
 STRING = frozenset({"string"})
 MAX_DEPTH = 16
-"""Of references to references, which may be circular."""
+"""Length of chains of references, which may be circular."""
 MAX_PARTS = 256
-"""Of one schema that are looked at, to see what a value may be."""
+"""Parts of one schema that are searched for the types of a value."""
 
 
 def resolved(schema: Any, root: Any, depth: int = 0) -> Mapping[str, Any]:
-    """`schema`, or what it refers to within `root`; {} if that is no schema of an object's form."""
+    """`schema`, or its `$ref` within `root`; {} for anything but an object schema."""
     if not isinstance(schema, Mapping):
         return {}
     reference = schema.get("$ref")
@@ -44,13 +42,13 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
 
 
 def required_of(schema: Mapping[str, Any]) -> list[str]:
-    """Names of the properties that an object must have."""
+    """Names of an object's required properties."""
     required = schema.get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
 def kinds_of(schema: Any, root: Any) -> frozenset[str]:
-    """The JSON types a value may have; just a string where the schema says nothing of it."""
+    """The JSON types that a value may have; string where the schema says none."""
     kinds: set[str] = set()
     seen: list[Any] = []  # references may lead in circles
     waiting = [schema]
@@ -70,18 +68,15 @@ def kinds_of(schema: Any, root: Any) -> frozenset[str]:
 
 
 def _own_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(kind for kind in named if isinstance(kind, str))
+    if isinstance(schema.get("type"), str | list):
+        return types_of(schema)
     if isinstance(schema.get("enum"), list):
         return frozenset(map(kind_of, schema["enum"]))
     return frozenset({kind_of(schema["const"])}) if "const" in schema else frozenset()
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:
-    """`text` as JSON of one of `kinds`; as a string where it is none of the others."""
+    """`text` as JSON of one of `kinds`, or as a string where it is none of them."""
     written = text.strip()
     try:
         value = _LITERALS[written] if written in _LITERALS else json.loads(written, parse_constant=_no_constant)
@@ -95,7 +90,7 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
 
 
 _LITERALS = {"True": True, "False": False, "None": None}
-"""As a template may have shown the model values of past calls."""
+"""Python's literals, as a template may have shown values of past calls."""
 
 
 def _no_constant(word: str) -> Any:
@@ -103,13 +98,13 @@ def _no_constant(word: str) -> Any:
 
 
 MAX_CALLS = 16
-"""In one answer, where there may be several: a small model that is free to go on does."""
+"""Calls in one answer: a small model that is free to go on would."""
 
-# As chat templates write JSON, which is what the model has read of calls.
+# As chat templates write JSON.
 _SPACING = Spacing("", ", ", ": ")
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "patternProperties", "unevaluatedProperties")
 ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
-"""Of a function whose schema is not followed."""
+"""For a function whose schema is not followed."""
 
 TokenOf = Callable[[str], int | None]
 """The id of a text that is a special token; such a token is never written as text."""
@@ -120,8 +115,8 @@ TEXT = "TEXT"
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer is to be. `several`: there may be more than one call; `forced`: there is at least one, and nothing
-    else. `token_of`: as below. `otherwise`: what a forced call may be replaced by; "": nothing."""
+    """The form of an answer. `several`: more than one call is allowed; `forced`: it must be a call; `otherwise`: the
+    rule of an alternative to a forced call, "" for none."""
 
     several: bool
     forced: bool
@@ -130,7 +125,7 @@ class AnswerForm:
 
 
 class CallRules(LarkRules):
-    """Rules of calls. Equal schemas share one."""
+    """Lark rules of calls; equal schemas share one."""
 
     def __init__(self, asked: AnswerForm, spacing: Spacing = _SPACING) -> None:
         super().__init__(spacing)
@@ -142,7 +137,7 @@ class CallRules(LarkRules):
         return literal(text) if token is None else f"<[{token}]>"
 
     def text_until(self, mark: str) -> str:
-        """Any text up to the first of these marks, and that."""
+        """Any text up to the first of these marks, and the mark."""
         if self._asked.token_of(mark) is not None:
             return f"{TEXT} {self.mark(mark)}"
         return self.rule(f"{TEXT} {literal(mark)}", options="[lazy]")
@@ -166,15 +161,15 @@ def answer(rules: CallRules, mark: str, call: str, separator: str, asked: Answer
 
 
 def parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's parameters as that of an object without properties that it does not name.
+    """The schema of a function's parameters, without properties that it does not name.
 
-    A schema that says nothing of other properties allows any; a model that may invent some does, and would not end.
+    A schema that says nothing of other properties allows any, and a model that may invent some would not end.
     """
     return {**_closed(schema or {"properties": {}}), "type": "object"}
 
 
 def _closed(schema: Any) -> Any:
-    """Where alternatives or references are combined, another part may name them: those stay as they are."""
+    """Schemas that combine others stay as they are, since another part may name further properties."""
     if not isinstance(schema, Mapping) or any(word in schema for word in _COMBINING):
         return schema
     closed = dict(schema)
@@ -189,12 +184,12 @@ def _closed(schema: Any) -> Any:
 
 
 def _only_required(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Properties that must be there, and of which nothing else is said."""
+    """Properties that are required and not described."""
     return {name: {} for name in required_of(schema) if name not in schema["properties"]}
 
 
 def json_calls(rules: CallRules, schemas: Mapping[str, Mapping[str, Any]], arguments: str) -> str:
-    """`{"name": ..., "arguments": ...}` of any of the functions; `arguments`: what those are called."""
+    """`{"name": ..., "arguments": ...}` of any of the functions; `arguments`: the key of the latter."""
     calls = []
     for name, schema in schemas.items():
         pairs = (

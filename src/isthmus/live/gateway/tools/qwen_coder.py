@@ -1,8 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
 
-Values are plain text, on lines of their own. What they are in JSON is said by the function's schema: where it allows
-a string alone, or says nothing, the text is the value and goes out as it comes; otherwise what is written must be
-whole before it can be told. The model may leave `<tool_call>` out.
+Values are plain text on lines of their own; the function's schema gives their JSON type. A string is streamed; any
+other value is given out when it is complete. The model may leave `<tool_call>` out.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _LINE = re.compile(r"[^\n<]*")
 
 
 class QwenCoderParser(HermesParser):
-    markers = (OPEN, CLOSE, FUNCTION)
+    name, openings, markers = "qwen_coder", (OPEN,), (OPEN, CLOSE, FUNCTION)
 
     _value_ends: Callable[[], None] | None = None
-    """What becomes of a value that is being read."""
+    """Gives out the value being read, when the answer ends inside it."""
 
     def flush(self) -> Sequence[Finding]:
         if self._value_ends:
@@ -62,7 +61,7 @@ class QwenCoderParser(HermesParser):
         yield from self._parameters(self.schemas.get(name))
 
     def _parameters(self, schema: Any) -> Reading[None]:
-        """All of them, as one JSON object, which ends whatever comes then."""
+        """All parameters as one JSON object, which is closed whatever follows."""
         properties = properties_of(schema)
         num_given, word = 0, ""
         try:
@@ -74,39 +73,39 @@ class QwenCoderParser(HermesParser):
                     break
                 key = yield from self._name()
                 self.drop()
-                self.argue(("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+                self.emit_arguments(
+                    ("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+                )
                 num_given += 1
                 word = yield from self._value(kinds_of(properties.get(key), schema))
         finally:
-            self.argue("}" if num_given else "{}")
+            self.emit_arguments("}" if num_given else "{}")
         if not word:
             raise MalformedError
         self.drop()
 
     def _value(self, kinds: frozenset[str]) -> Reading[str]:
-        """The value of one parameter; the mark that ended it."""
+        """The value of one parameter; returns the mark that ended it."""
         if (yield from self.peek()) == "\n":
             self.take()
             self.drop()
         if kinds == STRING:
-            self.argue('"')
-            self._value_ends = self._argue_text
-            end = yield from self._lines(self._argue_text)
-            self.argue('"')
+            self.emit_arguments('"')
+            self._value_ends = self._emit_text
+            end = yield from self._lines(self._emit_text)
+            self.emit_arguments('"')
         else:
             pieces: list[str] = []
-            self._value_ends = lambda: self.argue("".join(pieces))
+            self._value_ends = lambda: self.emit_arguments("".join(pieces))
             end = yield from self._lines(lambda: pieces.append(self.held()))
-            self.argue(as_json("".join(pieces), kinds))
+            self.emit_arguments(as_json("".join(pieces), kinds))
         self._value_ends = None
         self.drop()
         return end
 
     def _lines(self, put: Callable[[], None]) -> Reading[str]:
-        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held.
-
-        The model may forget that end: where a line begins, the next parameter or the function's end is one, too.
-        """
+        """The text up to the parameter's end and the line break before; calls `put` with each piece held. The model
+        may forget that end: at the start of a line, the next parameter or the function's end also ends the value."""
         while True:
             char = yield from self.peek()
             if char == "<":
@@ -114,7 +113,7 @@ class QwenCoderParser(HermesParser):
                 if end := (yield from self.word(END_PARAMETER, *others)):
                     return end
             elif char == "\n":
-                if self.held():  # another line break, or what began like the end
+                if self.held():  # another line break, or a beginning of the end mark
                     put()
                     self.drop()
                 self.take()
@@ -124,9 +123,9 @@ class QwenCoderParser(HermesParser):
             put()
             self.drop()
 
-    def _argue_text(self) -> None:
-        """What is held is the next piece of a string."""
-        self.argue(json.dumps(self.held(), ensure_ascii=False)[1:-1])
+    def _emit_text(self) -> None:
+        """Gives out held text as a piece of a string."""
+        self.emit_arguments(json.dumps(self.held(), ensure_ascii=False)[1:-1])
 
     def _name(self) -> Reading[str]:
         name = yield from self.span(_NAME)
@@ -135,20 +134,20 @@ class QwenCoderParser(HermesParser):
         self.take()
         return name
 
+    @staticmethod
+    def grammar(schemas: Schemas, asked: AnswerForm) -> str:
+        """Calls, with parameters in the order of the schema. Raises SchemaError for constraints on strings, which text
+        between marks cannot follow."""
+        rules = CallRules(asked)
+        functions = []
+        for name, schema in schemas.items():
+            inner = " ".join(_parameters_of(rules, schema))
+            functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner}")
+        return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
+
 
 _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
-
-
-def qwen_coder_grammar(schemas: Schemas, asked: AnswerForm) -> str:
-    """Calls of these functions, parameters in the order of the schema. Raises SchemaError: text within marks
-    cannot be held to all that a schema can say of a string."""
-    rules = CallRules(asked)
-    functions = []
-    for name, schema in schemas.items():
-        inner = " ".join(_parameters_of(rules, schema))
-        functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner}")
-    return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 def _parameters_of(rules: CallRules, schema: Mapping[str, Any]) -> Sequence[str]:

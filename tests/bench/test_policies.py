@@ -18,7 +18,6 @@ from isthmus.lab.sim.workloads import Workload
 from isthmus.workers import LocalPool
 
 SPEC = "poisson:rate=4,num=60,input=3000,output=20,prefixes=5,prefix_tokens=4096"
-SMALL = Sweep((SPEC,), (2,), (1.0,), (1.3, 12.0), policies=("sticky", "mooncake-1", "isthmus"))
 
 
 def task(source: str = SPEC, **fields: object) -> Task:
@@ -162,18 +161,6 @@ def test_a_deployment_file_gives_costs_and_limits(tmp_path: Path) -> None:
     (slower,) = run_task(task(config=str(path)))
     (default,) = run_task(task())
     assert slower.alone["sticky"].ttft_s_mean > 3 * default.alone["sticky"].ttft_s_mean
-
-
-def test_a_whole_sweep_is_repeatable_and_comparable(tmp_path: Path) -> None:
-    heard: list[tuple[int, int]] = []
-    cells = policies.run(SMALL, LocalPool(2), lambda done, of: heard.append((done, of)))
-    assert heard == [(1, 1)]
-    assert [cell.link for cell in cells] == [1_300_000_000, 12_000_000_000]
-    assert cells == policies.run(SMALL, LocalPool(1))
-    found = policies.outcome(SMALL, cells)
-    assert json.loads(json.dumps(found.json))["cells"] == found.json["cells"]
-    assert found.json["totals"]["alone"]["cells"] == 2
-    assert len(found.tables) == 1 and "2 cells" in found.notes[0]
 
 
 def test_a_workers_complaint_is_one_line() -> None:

@@ -8,19 +8,9 @@ import pytest
 
 from isthmus.bench import BenchError, session_peer
 from isthmus.bench.session_peer import Sessions
-from isthmus.bench.transfer_peers import Direction, touched, verify
+from isthmus.bench.transfer_peers import Direction, touched
 
 KIB = 1024
-
-
-def test_more_than_the_region_is_sent_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_peer, "AHEAD_BYTES", 0)
-    monkeypatch.setattr(session_peer, "GROUP_BYTES", 8 * KIB)
-    memory = touched(32 * KIB)
-    with contextlib.closing(Sessions(memory, 2)) as session:
-        verify(session, Direction.PUSH, 32 * KIB, 4 * KIB)
-        assert session.transfer(Direction.PUSH, 100 * KIB, 4 * KIB) > 0
-        assert session.far_digest(32 * KIB) == session_peer.digest(memory)
 
 
 def test_a_wrong_seal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.bench.profile_server import _mean_gap, profile_server
+from isthmus.bench.profile_server import profile_server
 from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import StartError
 from isthmus.core.types import FinishReason
@@ -74,8 +74,3 @@ def test_a_server_that_does_not_answer() -> None:
     with pytest.raises(StartError, match="vLLM at http://there: no"):
         profiled(server)
     assert server.closed
-
-
-def test_gaps_count_while_all_answer() -> None:
-    assert _mean_gap([0, 1, 2, 4, 9], 1, 4) == 1.5
-    assert _mean_gap([0, 9], 1, 4) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.models import make_random_model
-from isthmus.bench import BenchError, reuse
+from isthmus.bench import reuse
 from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, OPPOSITE, SAME, Maker, contradicted, paraphrased
 from isthmus.bench.reuse_runs import (
     Setting,
@@ -177,14 +177,6 @@ def test_prompts_that_are_timed_have_the_length_asked_for(
     assert len(target) == num_tokens and 0.9 * num_tokens < len(donor) <= num_tokens
     common = len(set(donor) & set(target)) / len(set(target))
     assert common > 0.85
-
-
-def test_a_length_that_no_text_has_is_one_line(bench: reuse.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="there is room for"):
-        bench.cut("paraphrased", 1 << 20)
-    monkeypatch.setattr(bench, "_prose", bench._prose[:20])
-    with pytest.raises(BenchError, match="and not of 5000"):
-        bench.cut("paraphrased", 5000)
 
 
 def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench: reuse.Bench) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from isthmus.bench import BenchError, serve
-from isthmus.bench.serve import METRICS, Result, Row, Server, _token_times_s, outcome, run, total
+from isthmus.bench import BenchError
+from isthmus.bench.serve import METRICS, Result, Row, _token_times_s, outcome, run, total
 
 SMALL = Row(prompt_tokens=5, output_tokens=4, concurrency=2, requests=3)
 
@@ -266,12 +266,3 @@ b 1
 def test_a_metric_is_read_over_its_labels() -> None:
     assert (total(METRICS_TEXT, "a"), total(METRICS_TEXT, "b")) == (5, 1)
     assert (total(METRICS_TEXT, "a", "decode", "mixed"), total(METRICS_TEXT, "a", "prefill")) == (3, 2)
-
-
-def test_engine_steps_are_taken_off_a_token() -> None:
-    rounds = [serve._Round(1.0, {0: serve.Stream(0.0, [0.1, 0.2, 0.3], "abc", {})}, [])]
-    row = Row(5, 3, 2, 1)
-    result = serve._result(Server("http://a", "m"), row, rounds, (10, 0.5))
-    assert result["engine_step_ms_mean"] == pytest.approx(50)
-    assert result["overhead_ms_per_token"] == pytest.approx(50)
-    assert serve._result(Server("http://a", "m"), row, rounds, (0, 0))["engine_step_ms_mean"] is None

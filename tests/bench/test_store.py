@@ -12,10 +12,6 @@ from isthmus.bench import BenchError
 from isthmus.bench.store import (
     Blocks,
     Ours,
-    copy_all,
-    drop_cached,
-    read_plain,
-    write_plain,
 )
 from isthmus.bench.transfer_peers import touched
 
@@ -47,20 +43,3 @@ def test_what_our_store_gives_back_is_compared(ours: Ours, blocks: Blocks) -> No
         ours.get()
     with pytest.raises(BenchError, match="4 of 4 blocks: get failed"):
         ours.get_batched()
-
-
-def test_puts_beyond_the_room_are_noticed(ours: Ours) -> None:
-    ours.put_batched()
-    with pytest.raises(BenchError, match="a put found no empty slot"):
-        ours.put()
-
-
-def test_plain_files(blocks: Blocks, tmp_path: Path) -> None:
-    file = tmp_path / "plain"
-    assert write_plain(file, blocks.sources) > 0
-    drop_cached([file])
-    assert read_plain([file], blocks.targets, 64 * KIB) > 0
-    blocks.verify("file")
-    with pytest.raises(BenchError, match="1 bytes shorter"):
-        read_plain([file], blocks.targets, 64 * KIB + 1)
-    assert copy_all(blocks.sources, blocks.targets) > 0

@@ -30,9 +30,6 @@ def test_plans_are_splits_in_order_and_baselines_have_as_many_nodes() -> None:
     assert (naive.threshold, naive.prefill, naive.exact.share) == (0, 0, 1.0)
     homogeneous = next(plan for plan in found.baselines if plan.name == "homogeneous")
     assert homogeneous.threshold is None and homogeneous.remote == {} and homogeneous.cost is None
-
-
-def test_prices_add_a_fleet_of_equal_cost() -> None:
     clusters = {
         "home": {"cost": SLOW, "roles": {"prefill": 2, "decode": 2}, "price": 1.0},
         "remote": {"cost": FAST, "roles": {"prefill": 2}, "price": 2.5},
@@ -73,9 +70,3 @@ def test_same_plans_are_listed_once() -> None:
     assert {name for _, names in listed for name in names.split(", ")} == {
         plan.name for plan in [*found.plans, found.paper, *found.baselines]
     }
-
-
-def test_the_same_question_has_the_same_answer() -> None:
-    from isthmus.lab.planner.answer import to_json
-
-    assert to_json(answered()) == to_json(answered())

@@ -69,10 +69,3 @@ def test_the_best_threshold_and_split_are_in_the_sweeps() -> None:
         assert point.rate == pytest.approx(min(limits))
         assert point.link is None or point.remote is None or point.remote <= point.link * (1 + 1e-9)
     assert found.twice.rate == 2 * best.rate
-
-
-def test_one_cluster_has_nothing_to_say_of_links() -> None:
-    solver = Solver(fleet(remote=0, prefill=3, decode=3), demand([1000]))
-    found = what_if(solver, solver.best(solver.shape, Method.EXACT), ())
-    assert (found.bandwidth, found.threshold, found.link_failure) == ([], [], None)
-    assert len(found.split) == 6 and found.twice.remote == {}

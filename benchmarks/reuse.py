@@ -24,9 +24,10 @@ import yaml
 from typer import Option
 
 from benchmarks.models import BENCH_MODELS, make_random_model
-from benchmarks.options import Rounds, Seed, Threads
+from benchmarks.options import Seed, Threads
 from benchmarks.served import served
 from isthmus.bench import BenchError, serve
+from isthmus.bench.options import Rounds
 from isthmus.bench.serve import BEAT_S
 from isthmus.bench.store import drop_cached
 from isthmus.bench.study import Columns, Outcome, Report, silent, table

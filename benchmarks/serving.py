@@ -19,10 +19,11 @@ from typing import Annotated, Any
 import msgspec
 from typer import Option
 
-from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, VllmPython
+from benchmarks.options import ServeOptions, VllmPython
 from benchmarks.served import Running, Side, isthmus, llama, running, vllm
 from isthmus.bench import BenchError
 from isthmus.bench.child import Foreign
+from isthmus.bench.options import WORDS, WORDS_OF_SHELL, Rounds
 from isthmus.bench.reuse_pairs import prose
 from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
 from isthmus.core.errors import ConfigError

@@ -25,8 +25,9 @@ import aiohttp
 from typer import Argument, Option
 
 from benchmarks.breaking import FAULTS, KILLS, Cluster
-from benchmarks.options import WORDS, Seed
+from benchmarks.options import Seed
 from isthmus.bench import BenchError, serve
+from isthmus.bench.options import WORDS
 from isthmus.bench.study import Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError, StartError
 

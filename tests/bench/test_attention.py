@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from isthmus.bench import BenchError, attention
-from isthmus.bench.attention import MODELS, Plan, run
+from isthmus.bench.attention import Plan, run
 
-SMALL = Plan(
-    (MODELS["smollm2-135m"],), "float32", (3,), (64, 256, 512), (2,), num_layers=2, rounds=1, most_tokens=768
-)
+SMALL = Plan(("smollm2-135m",), (3,), (64, 256, 512), (2,), layers=2, rounds=1)
 
 
 @pytest.fixture(autouse=True)
 def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SAMPLE_S", 0)
+    monkeypatch.setattr(attention, "MOST_TOKENS", 768)
 
 
 def test_rows_have_times_and_bytes() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from isthmus.bench.profile import Profile
 
 MAX_SEQUENCES = 16
-"""Of a vLLM server: so many it surely computes at once."""
+"""Largest batch measured on a vLLM server: any server computes that many sequences at once."""
 
 
 def profile(

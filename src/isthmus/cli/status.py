@@ -1,4 +1,4 @@
-"""A cluster's status as sheets."""
+"""`isthmus status`: a running cluster, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _remarks(nodes: Sequence[NodeStatus]) -> Sheet:
 
 
 def _state(node: NodeStatus) -> str:
-    """What an operator should look at, worst first."""
+    """Problems of a node's cache, worst first."""
     cache = node.cache
     if cache is None:
         return "ok"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError
 from isthmus.lab.planner.fleet import Fleet, step_s
+from isthmus.lab.planner.search import what_if
 from isthmus.lab.planner.solve import FleetShape, Method, Solver, decode_batch
-from isthmus.lab.planner.what_if import what_if
 from tests.lab.planner.fleets import FAST, SLOW, demand, fleet
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)

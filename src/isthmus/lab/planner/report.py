@@ -1,4 +1,4 @@
-"""Charts of a plan: rate over split, over threshold and over bandwidth; TTFT in parts; formula beside simulation."""
+"""A plan as charts, as sheets for terminal and page, and as the page that shows both."""
 
 from __future__ import annotations
 

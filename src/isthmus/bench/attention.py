@@ -202,7 +202,7 @@ def _measure(plan: Plan, memory: Memory, live: Live, bare: Bare, at: tuple[int, 
 
 
 def _count(live: Live, step: Callable[[], object], parts: int) -> tuple[float, float]:
-    """Bytes of one of so many parts of a step: queries and sums, and all that goes over the sessions."""
+    """Bytes of one part of a step: queries and sums, and all bytes on the wire."""
     payload, wire = live.payload_bytes(), live.wire_bytes()
     step()
     return (live.payload_bytes() - payload) / parts, (live.wire_bytes() - wire) / parts

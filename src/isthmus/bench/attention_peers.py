@@ -280,7 +280,7 @@ class Bare:
                 first += len(span)
 
     def elsewhere(self, what: bytes = ATTEND) -> Elsewhere:
-        """`what`: ATTEND, or ECHO for an answer of zeros that nobody computes."""
+        """`what`: ATTEND, or ECHO for an answer of zeros without attention."""
         return _BareQuestions(self._links, what, self._memory.layout.head_dim)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Side(Protocol):
         """Computes prompts; returns what `decode` needs to go on."""
 
     def decode(self, prompts: list[list[int]], state: Any, steps: int) -> None:
-        """So many tokens for each prompt; may be called again with the same state."""
+        """Generates `steps` tokens for each prompt; may be called again with the same state."""
 
 
 def cases(max_length: int, steps: int = 32) -> list[Case]:

@@ -27,7 +27,7 @@ from isthmus.live.messenger import Session, TcpNetwork
 from isthmus.live.peers.sessions import NoPayloads
 
 MAX_BLOCKS = 16
-"""Of each layer so many go together: a chunk of a prompt."""
+"""Blocks of a layer that are moved together: a chunk of a prompt."""
 ROUNDS, PINGS = 5, 50
 TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 Message = Layer | Ping | Pong
 
 Compute = Callable[[int, OnLayer], object]
-"""Computes a prompt of so many blocks into the first ones."""
+"""Computes a prompt of a number of blocks into the first blocks."""
 
 
 def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_core: bool) -> Handling:
@@ -155,7 +155,7 @@ class _Session:
         await asyncio.wait_for(self._end.closed.wait(), TIMEOUT_S)
 
     def hand_over(self, compute: Compute, num_blocks: int) -> tuple[float, float]:
-        """Seconds that both ends compute for a prompt of so many blocks; medians."""
+        """CPU seconds of both ends for a prompt of `num_blocks`; medians."""
 
         def on_layer(layer: int) -> None:
             self._near.soon(self._send, layer, num_blocks)

@@ -211,7 +211,7 @@ class Pair:
 
 
 class Maker:
-    """Makes pairs of some prose, of about so many words each."""
+    """Makes pairs of texts of about `num_words` words from some prose."""
 
     def __init__(self, prose: Sequence[Passage], num_words: int, seed: int) -> None:
         self._prose, self._num_words, self._seed = prose, num_words, seed
@@ -293,7 +293,7 @@ def _reordered(text: Text, used: list[Passage], maker: Maker, rng: random.Random
 
 
 def _changed(share: float) -> Change:
-    """So many of the sentences, facts among them, are others."""
+    """Replaces a share of the sentences, facts included, by other sentences."""
 
     def change(text: Text, used: list[Passage], maker: Maker, rng: random.Random) -> Text:
         spare = [sentence for passage in used for sentence in passage]

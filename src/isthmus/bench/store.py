@@ -217,7 +217,7 @@ Speeds = dict[tuple[str, str], float]
 
 
 def _speeds(plan: Plan, blocks: Blocks, steps: Mapping[tuple[str, str], Callable[[], float]]) -> Speeds:
-    """Steps say how many seconds all blocks took, in the order in which each of a round needs the one before."""
+    """Steps return the seconds of all blocks; each step of a round needs the one before."""
     found = in_turns(steps, plan.rounds)
     return {step: blocks.size * blocks.count / seconds / 1e9 for step, seconds in medians(found).items()}
 

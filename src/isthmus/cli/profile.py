@@ -112,7 +112,7 @@ def _of_server(
 
 
 def errors_of(found: Profile) -> str:
-    """How far the curve is from what it was fitted to, and from mixed iterations, to which it was not."""
+    """Errors of the curve on the iterations that it was fitted to, and on mixed iterations."""
     parts = [f"prefill {found.prefill_error_percent:.1f} %", f"decode {found.decode_error_percent:.1f} %"]
     if found.mixed_error_percent is not None:
         parts.append(f"mixed (not fitted) {found.mixed_error_percent:.1f} %")

@@ -221,7 +221,7 @@ def _checked(url: str) -> str:
 
 
 def _answers(base: str, key: str | None, every_s: float | None) -> Iterator[bytes]:
-    """One answer, or one every so many seconds until Ctrl-C."""
+    """Prints one answer, or one every `watch` seconds until Ctrl-C."""
     yield _ask(base, key)
     try:
         while every_s is not None:

@@ -129,7 +129,8 @@ def _loaded(option: str, place: str, function: str) -> Callable[..., Any]:
 def _check(
     option: str, name: str, known: Mapping[str, Callable[..., Any] | None], facts: int, given: Parameters = ()
 ) -> None:
-    """Checks that a function is known, takes so many facts by position, and what it is given by name beside them."""
+    """Raises ConfigError for a function that is unknown, or does not take `facts` positional and the given named
+    parameters."""
     if name not in known:
         raise ConfigError(f"{option}: {name!r} is not known; known: {', '.join(known)}")
     takes = signature(known[name] or (lambda view, node, now, then: None))  # an admission without a forecast

@@ -26,7 +26,8 @@ _S_PER_HOUR = 3600
 
 
 def offload_of(fleet: Fleet, context: float) -> say.AttentionOffload | None:
-    """For sequences of so many tokens; None without attention nodes. Raises ConfigError where no sequence fits."""
+    """The comparison for sequences of `context` tokens; None without attention nodes. Raises ConfigError if no sequence
+    fits."""
     attending = fleet.home.attending
     if attending is None:
         return None

@@ -268,8 +268,8 @@ def _attending(cluster: ClusterPlace) -> AttentionPool:
 
 
 def _alone(cluster: ClusterPlace, times: float) -> tuple[tuple[int, NodeFacts], ...]:
-    """What so many times the price of a decode node buys of its kind, to the nearest accelerator, grouped in any way in
-    which the weights fit. A measured curve is of the nodes as they are."""
+    """Decode nodes for `times` the price of one, to the nearest accelerator, in all groupings that hold the weights.
+    With a measured curve nodes stay as they are."""
     config, decode = cluster.config, _instance(cluster, Role.DECODE)
     if not isinstance(decode.cost, Analytic):
         return ((max(1, round(times)), decode),)

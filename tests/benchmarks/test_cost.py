@@ -14,7 +14,7 @@ from benchmarks.cost_fit import (
     fit_engines,
     predicted_tpot_s,
 )
-from benchmarks.cost_requests import simulated
+from benchmarks.cost_tables import simulated
 from isthmus.core.cost import ENGINES
 from isthmus.lab.sim.workloads import Request
 from tests.core.cost.models import instance

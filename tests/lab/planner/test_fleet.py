@@ -1,4 +1,4 @@
-"""What a configuration has to plan with, and what it may not have."""
+"""Fleets of configurations, those that cannot be planned, and plans as configurations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 
 from isthmus.config import Config
 from isthmus.core.errors import ConfigError
-from isthmus.lab.planner.fleet import fleet_of
-from tests.lab.planner.fleets import FAST, SLOW, config, fleet
+from isthmus.core.types import Role
+from isthmus.lab.planner.fleet import NEVER, deployed, fleet_of
+from isthmus.lab.planner.search import answer
+from isthmus.lab.sim.deployment import deployment_of
+from tests.lab.planner.fleets import FAST, SLOW, config, demand, fleet
 
 
 def test_nodes_links_and_prices() -> None:
@@ -64,3 +67,19 @@ def test_a_mistake_is_one_line(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fleet_of(config(**changed))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_nodes_and_threshold_of_each_plan() -> None:
+    settings = config()
+    found = answer(settings, fleet_of(settings), demand([300, 900, 2500, 7000]))
+    for plan in [*found.plans, *found.baselines]:
+        changed = deployed(settings, plan, "home")
+        nodes = deployment_of(changed, 512).nodes
+        roles = [spec.role for spec in nodes]
+        assert roles.count(Role.DECODE) == plan.decode
+        assert roles.count(Role.PREFILL) == plan.prefill + sum(plan.remote.values())
+        if plan.remote:
+            assert changed.offload.threshold == (NEVER if plan.threshold is None else plan.threshold)
+        else:
+            assert not changed.clusters and not changed.links
+        assert changed.slo == settings.slo and changed.offload.control == "none"

@@ -70,21 +70,12 @@ def test_distances_of_distributions_by_hand() -> None:
     assert ratio == pytest.approx(math.sqrt(0.5 * 0.9 / (0.25 * 0.4)), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("answer", "fact", "said"),
-    [
-        (" maple.", "maple", True),
-        ("Maple, of course", "maple", True),
-        (" maples", "maple", False),
-        (" indeed maple.", "maple", True),
-        (" not open.", "not open", True),
-        (" open.", "not open", False),
-        (" not open", "open", False),
-        ("", "open", False),
-    ],
-)
-def test_an_answer_says_a_fact(answer: str, fact: str, said: bool) -> None:
-    assert says(answer, fact) is said
+def test_an_answer_says_a_fact() -> None:
+    for answer in (" maple.", "Maple, of course", " indeed maple."):
+        assert says(answer, "maple")
+    assert says(" not open.", "not open")
+    for answer, fact in ((" maples", "maple"), (" open.", "not open"), (" not open", "open"), ("", "open")):
+        assert not says(answer, fact)
 
 
 def test_words_are_replaced_by_rules() -> None:

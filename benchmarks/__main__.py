@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from benchmarks.models import BENCH_MODELS, make_random_model
 from benchmarks.models import unpack_model as unpack
-from benchmarks.options import command
+from isthmus.cli.bench import command, one_command
 from isthmus.cli.main import main
 from isthmus.cli.models import find_model
 from isthmus.core.errors import ConfigError
@@ -47,9 +47,7 @@ class Studies(TyperGroup):
         if cmd_name not in STUDIES:
             return super().get_command(ctx, cmd_name)
         module, _, name = STUDIES[cmd_name].partition(":")
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(command(getattr(import_module(f"benchmarks.{module}"), name)))
-        return typer.main.get_command(alone)
+        return one_command(cmd_name, command(getattr(import_module(f"benchmarks.{module}"), name)))
 
 
 app = typer.Typer(

@@ -194,7 +194,7 @@ def _pin(pid: int) -> None:
 
 
 def cores_for(count: int) -> list[int]:
-    """A core for each of so many nodes; none where there are fewer."""
+    """A core for each of `count` nodes; none if there are fewer cores."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[:count] if count <= len(cores) else []
 

@@ -1,7 +1,7 @@
 """Breaks a running cluster of vLLM nodes from outside: processes, connections, stored bytes. Linux, same user or root.
 
-Knows processes by what /proc says of them, and no word that they say to each other. Nothing is touched that is not a
-descendant of the one head that was named by its port.
+Finds processes by /proc alone and knows none of their messages. Touches only descendants of the head whose port was
+named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isthmus.core.errors import StartError
 PAGE = 4096
 SYS_PIDFD_GETFD = 438
 DAMAGED_SHARE = 0.25
-"""Of the pages that hold something, so many are damaged at once: a load is to meet one."""
+"""Share of the pages in use that one fault damages, so that a load surely meets one."""
 PARTS = ("adapter", "server", "core")
 _LISTENING, _ESTABLISHED, _CONNECTED = "0A", "01", "03"
 _NODE = re.compile(r"isthmus\0node\0--launched\0--name\0([^\0]+)")
@@ -39,7 +39,7 @@ def _read(path: Path | str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Process:
-    """`began`: clock ticks; a number may be given again."""
+    """`began`: start time in clock ticks, which tells apart processes that got the same number."""
 
     pid: int
     began: int
@@ -65,7 +65,7 @@ class Process:
 
 
 def _began(pid: int) -> tuple[int, int]:
-    """Its parent and when it began; (0, 0) if it is gone or a zombie."""
+    """Parent and start time; (0, 0) if the process is gone or a zombie."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (int(fields[1]), int(fields[19])) if fields and fields[0] not in ("Z", "X") else (0, 0)
 
@@ -107,7 +107,7 @@ class Cluster:
         self._seen: set[Process] = set()
 
     def descendants(self) -> set[Process]:
-        """Of the head, now; `left_over` knows them from now on."""
+        """Descendants of the head now; `left_over` remembers them."""
         tree, found, left = _tree(), set[Process](), [self.head.pid]
         while left:
             children = tree.get(left.pop(), [])
@@ -117,7 +117,7 @@ class Cluster:
         return found
 
     def left_over(self) -> list[Process]:
-        """What once was a descendant, and lives though it is none any more."""
+        """Living processes that were descendants of the head once and are not any more."""
         return sorted([each for each in self._seen - self.descendants() if each.lives])
 
     def node(self, role: str) -> Process | None:
@@ -149,7 +149,7 @@ class Cluster:
                 found[name] = f"http://127.0.0.1:{match[1]}"
         return found
 
-    # Faults. Each returns what it did, "" if there was nothing to be done it to.
+    # Faults. Each returns a description of its effect, "" if it found no target.
 
     def kill(self, role: str, part: str) -> str:
         victim = self.part(role, part)
@@ -159,7 +159,7 @@ class Cluster:
         return f"killed {victim.pid}"
 
     def stall(self, role: str, part: str) -> str:
-        """Stops it for a while: a server with all that it started."""
+        """Stops a process for a while; a server with all its children."""
         victim = self.part(role, part)
         if victim is None:
             return ""
@@ -179,7 +179,7 @@ class Cluster:
         return f"stopped {victim.pid} and {len(stopped) - 1} more for {self._stall_s:g} s"
 
     def cut_pages(self, role: str) -> str:
-        """The connections between a server's connector and the adapter."""
+        """Cuts the connections between a server's connector and the adapter."""
         at = self.node(role)
         if at is None:
             return ""
@@ -191,7 +191,7 @@ class Cluster:
         return f"cut {cut} connections" if cut else ""
 
     def cut_link(self) -> str:
-        """The connections between the adapters of the prefill and the decode node."""
+        """Cuts the connections between the adapters of the prefill and the decode node."""
         one, other = self.node("prefill"), self.node("decode")
         return _cut_between(one, other) if one is not None and other is not None else ""
 
@@ -200,7 +200,7 @@ class Cluster:
         return _cut_between(at, self.head) if at is not None else ""
 
     def damage_memory(self, role: str, rng: random.Random) -> str:
-        """A byte in some of the pages of what the adapter keeps in DRAM."""
+        """Flips a byte in some pages of the adapter's DRAM cache."""
         at = self.node(role)
         maps = "" if at is None else _read(f"/proc/{at.pid}/maps")
         arena = re.search(r"^(\w+)-(\w+) rw-s .*isthmus-arena", maps, re.MULTILINE)
@@ -213,7 +213,7 @@ class Cluster:
         return ""
 
     def damage_files(self, folder: Path, rng: random.Random) -> str:
-        """The same for what nodes keep on the SSD."""
+        """Flips bytes in the files of the SSD tiers."""
         damaged = 0
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.stat().st_size > PAGE:
@@ -283,4 +283,4 @@ FAULTS: dict[str, Fault] = KILLS | {
     "page": lambda cluster, number, rng: cluster.damage_memory(_role(number), rng),
     "stall": lambda cluster, number, _: cluster.stall(_role(number), PARTS[number // 2 % 2]),
 }
-"""By kind; the number of the fault says to which node it is done."""
+"""Faults by kind; the number of a fault chooses its node."""

@@ -38,11 +38,11 @@ from isthmus.lab.sim.workloads import Workload, load
 BLOCK_SIZE, NAME_BYTES = 16, 16
 OUTPUT_TOKENS = 300
 SHARED, BEGINNINGS = 0.35, 2000
-"""The share of each prompt that is one of so many beginnings, which are chosen in proportion to 1 / rank."""
+"""Share of each prompt that is a common beginning, and how many there are; chosen in proportion to 1 / rank."""
 LOAD = 0.85
 """Share of the prefill nodes' time that the requests take if a fifth of each prompt is cached, about what is."""
 RATES = Rates(network=3_000_000_000, handover=100_000_000_000, memory=MEMORY)
-"""Links slow enough that copies overlap and every decision has some to think of."""
+"""Links slow enough that copies overlap and every decision has to weigh some."""
 
 Facts = list[tuple[int, Event]]
 
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def warm(self) -> int:
-        """Requests until the caches have held so many blocks, and some more."""
+        """Requests that fill the caches with `blocks` blocks, and some more."""
         return round(1.2 * self.blocks / ((1 - SHARED) * self.prompt_blocks))
 
 
@@ -98,7 +98,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
 
 
 def played(plan: Plan, roles: Sequence[Role]) -> Facts:
-    """All that the conductor of a simulated cluster hears."""
+    """All events that the conductor of a simulated cluster gets."""
     prefills = sum(role is not Role.DECODE for role in roles)
     prefill = msgspec.structs.replace(
         prefill_node(BLOCK_SIZE, RATES),
@@ -178,7 +178,7 @@ def measured(plan: Plan, facts: Facts) -> dict[str, Any]:
 
 
 def _decoded(event: Event) -> Event:
-    """With names as a decoder makes them: new objects, whose hashes nobody has computed yet."""
+    """The event with names as a decoder makes them: new objects, without cached hashes."""
     if isinstance(event, RequestArrived | BlocksStored | BlocksEvicted):
         names = tuple([name.to_bytes(NAME_BYTES, "big") for name in event.names if isinstance(name, int)])
         return msgspec.structs.replace(event, names=names)

@@ -14,17 +14,17 @@ from typing import Annotated
 
 from typer import Option
 
-from benchmarks import cost_requests, cost_serving
+from benchmarks import cost_tables
 from benchmarks.cost_fit import Finding
 from isthmus.bench.study import Columns, Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError
 
 _PARTS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
-    cost_serving.dense_findings,
-    cost_serving.first_token_findings,
-    cost_serving.expert_findings,
-    cost_requests.request_findings,
-    cost_serving.mooncake_findings,
+    cost_tables.dense_findings,
+    cost_tables.first_token_findings,
+    cost_tables.expert_findings,
+    cost_tables.request_findings,
+    cost_tables.mooncake_findings,
 )
 TARGETS = {"H200 other half": 4.0, "B200, kernel-scaled": 7.0}
 """Greatest acceptable error in percent of the lines of Llama-3.1-70B fp8 that are judged."""

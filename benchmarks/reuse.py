@@ -24,9 +24,10 @@ import yaml
 from typer import Option
 
 from benchmarks.models import BENCH_MODELS, make_random_model
-from benchmarks.options import Rounds, Seed, Threads
+from benchmarks.options import Seed, Threads
 from benchmarks.served import served
 from isthmus.bench import BenchError, serve
+from isthmus.bench.options import Rounds
 from isthmus.bench.serve import BEAT_S
 from isthmus.bench.store import drop_cached
 from isthmus.bench.study import Columns, Outcome, Report, silent, table
@@ -38,7 +39,7 @@ WARM_TOKENS = 512
 NUM_WARM = 2
 """Pairs with a short prefix, asked first of every cluster and not counted."""
 HEAD_START_S = 0.05
-"""So long a prefill node is busy already when the next request is routed to the other."""
+"""Head start of the request that keeps one prefill node busy while the next is routed to the other."""
 WRITTEN_S = 120.0
 LOCAL_GBPS = 4000.0
 """What the conductor is told of the link between nodes of this host, which is memory: it then breaks the tie between
@@ -148,8 +149,6 @@ class _Bench:
         return Outcome([table(title, COLUMNS, rows)], found, notes)
 
     def _asked(self, config: Path, ask: Callable[[Client], Awaitable[list[Pair]]]) -> list[Pair]:
-        """Of a cluster that runs for so long."""
-
         async def asked(url: str) -> list[Pair]:
             async with self._client(url) as client:
                 return await ask(client)
@@ -165,8 +164,8 @@ class _Bench:
         return self._told(source, (first, await client.ask(self._prompt(known, suffix))))
 
     async def _pair_elsewhere(self, client: Client, index: int) -> Pair:
-        """Idle nodes are taken in the order in which they joined. The first is kept busy while the prefix comes, which
-        is computed by the second, and asked for by the first when all is quiet."""
+        """Idle nodes are chosen in the order in which they joined. The first is kept busy, so the second computes the
+        prefix; the first is asked for it when all is quiet."""
         first = await client.ask(self._prompt(f"quiet/{index}", "first"))
         busy = asyncio.create_task(client.answer(self._prompt(f"busy/{index}", "first")))
         await asyncio.sleep(HEAD_START_S)

@@ -51,10 +51,10 @@ def started(
     settings: Mapping[str, str] | None = None,
     start_s: float = START_S,
 ) -> Iterator[tuple[Value, int]]:
-    """What `ready` says, once it says something, and the process id; ended with all that it started.
+    """Starts a process and yields the first value of `ready` and the process id; ends it with all its children.
 
-    `settings` join the environment. Raises StartError with the end of what it said into `log`, or when it does not
-    begin to answer; BenchError where it ended by itself in the meantime.
+    `settings` join the environment. Raises StartError, with the last line of `log`, if it ends or is not ready within
+    `start_s`; BenchError if it ended by itself in the meantime.
     """
     until = time.monotonic() + start_s
     with log.open("wb") as sink:
@@ -74,7 +74,7 @@ def started(
 
 
 def _started(command: Sequence[str], sink: int, settings: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """In a process group of its own, so that what it starts can be stopped with it."""
+    """Starts a process group, so that children can be stopped with their parent."""
     try:
         return subprocess.Popen(
             command,
@@ -89,7 +89,7 @@ def _started(command: Sequence[str], sink: int, settings: Mapping[str, str]) -> 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks it to end, then ends what is left of its group."""
+    """Terminates the process, then kills the rest of its group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)

@@ -19,10 +19,11 @@ from typing import Annotated, Any
 import msgspec
 from typer import Option
 
-from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, VllmPython
+from benchmarks.options import ServeOptions, VllmPython
 from benchmarks.served import Running, Side, isthmus, llama, running, vllm
 from isthmus.bench import BenchError
 from isthmus.bench.child import Foreign
+from isthmus.bench.options import WORDS, WORDS_OF_SHELL, Rounds
 from isthmus.bench.reuse_pairs import prose
 from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
 from isthmus.core.errors import ConfigError
@@ -222,7 +223,7 @@ def measure(pairs: Sequence[Pair], python: str, folder: Path, rounds: int, repor
 
 
 def _check_plan(file: Path, pairs: Sequence[Pair]) -> None:
-    """Files of servers that were started in another way are not to be mixed with these."""
+    """Raises BenchError if the folder holds measurements of servers with other commands."""
     plan = [[side.name, *side.command] for pair in pairs for side in (pair.ours, pair.peer)]
     if file.exists():
         before = {line[0]: line for line in json.loads(file.read_text())}
@@ -233,7 +234,7 @@ def _check_plan(file: Path, pairs: Sequence[Pair]) -> None:
 
 
 def _measure(client: Foreign, pair: Pair, side: Side, folder: Path, number: int, report: Report) -> None:
-    """One server's turn: every row that it has no file of yet."""
+    """One server's turn: every row without a file."""
     here = folder / side.name
     here.mkdir(parents=True, exist_ok=True)
     if not (missing := [row for row in pair.rows if not _file(here, row).exists()]):
@@ -258,7 +259,7 @@ def _file(folder: Path, row: Row) -> Path:
 
 
 def _ask(client: Foreign, model: Path, side: Side, server: Running, row: Row, file: Path, seed: int) -> None:
-    """Gives the row to the server. The file is there only if every request was answered."""
+    """Gives the row to the server. Writes the file only if every request was answered."""
     part = file.with_suffix(".part")
     arguments = [
         *("--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"),
@@ -290,7 +291,7 @@ def read(file: Path) -> Figures:
 
 
 def results(pairs: Sequence[Pair], folder: Path) -> list[Result]:
-    """Of all rounds that the folder holds, by pair, row and side."""
+    """Results of all rounds in the folder, by pair, row and side."""
     return [
         result_of(row.name, side.name, found)
         for pair in pairs

@@ -25,8 +25,9 @@ import aiohttp
 from typer import Argument, Option
 
 from benchmarks.breaking import FAULTS, KILLS, Cluster
-from benchmarks.options import WORDS, Seed
+from benchmarks.options import Seed
 from isthmus.bench import BenchError, serve
+from isthmus.bench.options import WORDS
 from isthmus.bench.study import Outcome, Report, plain, silent, table
 from isthmus.core.errors import ConfigError, StartError
 
@@ -34,9 +35,9 @@ ALIKE = 0.5
 FIRST_TOKEN, VOCABULARY = 3, 250
 ANSWER_TOKENS = 32
 PATIENCE_S = 150.0
-"""A request to which nothing comes for so long has not ended."""
+"""A request counts as never ended after this silence."""
 AGAIN_S = 300.0
-"""A cluster that is not healthy again after so long is given up."""
+"""The study gives a cluster up that is not healthy again after this time."""
 NOTICE_S = 1.0
 REFUSED_PAUSE_S = 0.5
 
@@ -48,7 +49,7 @@ FATAL = (WRONG, TWICE, NEVER)
 DAMAGE = ("page", DISK)
 _SAMPLE = re.compile(r"^isthmus_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _OWN = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-"""Of what a server says of itself, what is 0 when nobody asks it."""
+"""vLLM's own metrics that are 0 without requests."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Plan:
 
 @dataclass
 class Row:
-    """What was seen while faults of one kind were done. `idle`: faults that found nothing to be done to."""
+    """Observations during faults of one kind. `idle`: faults that found no target."""
 
     kind: str
     faults: int = 0
@@ -101,7 +102,7 @@ class Row:
 
 @dataclass
 class Found:
-    """`left`: what should be gone and is not. `said`: of answers that were not exact, some."""
+    """`left`: leftovers that should be gone; `said`: notes on answers that were not exact."""
 
     rows: list[Row]
     left: list[str] = field(default_factory=list)
@@ -134,7 +135,7 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
 
 
 Judged = tuple[list[int], str, str]
-"""What came, how it ended (EXACT: as it should, the tokens are not compared yet) and what was said then."""
+"""Tokens, outcome (EXACT: ended as it should, tokens not compared yet) and note of an answer."""
 
 
 class _Campaign:
@@ -156,7 +157,7 @@ class _Campaign:
             try:
                 until = time.monotonic() + self._plan.most
                 await asyncio.sleep(self._plan.pause)
-                while not self._row.outcomes:  # of what it is like when nothing is done
+                while not self._row.outcomes:  # at least one answer without faults
                     await asyncio.sleep(0.01)
                 for kind in self._plan.kinds:
                     self._found.rows.append(Row(kind))
@@ -265,7 +266,7 @@ class _Campaign:
         return await asyncio.to_thread(FAULTS[kind], self._cluster, number, self._rng)
 
     async def _healthy(self, gone: dict[str, Any]) -> None:
-        """Returns when it is, with other processes in place of those that are gone."""
+        """Waits until the cluster is healthy, with new processes in place of `gone`."""
         until, times = time.monotonic() + AGAIN_S, 0
         while times < 2:
             if not self._cluster.head.lives:
@@ -313,7 +314,7 @@ class _Campaign:
         return found
 
     async def _read_metrics(self) -> dict[str, dict[str, float]]:
-        """By name and node; "" for what is of the whole."""
+        """Metrics by name and node; "" for those of the whole cluster."""
         found: dict[str, dict[str, float]] = {}
         for name, labels, value in _SAMPLE.findall(await serve.metrics_of(self._http, self._server)):
             if "," not in labels:
@@ -325,7 +326,7 @@ class _Campaign:
 
 
 def _slots_left(node: dict[str, Any], num_blocks: float) -> list[str]:
-    """Slots of its DRAM that hold no block."""
+    """DRAM slots in use that hold no block."""
     memory = next(iter(node["cache"]["tiers"]), None) if node["cache"] else None
     if memory is None:
         return []
@@ -335,7 +336,7 @@ def _slots_left(node: dict[str, Any], num_blocks: float) -> list[str]:
 
 
 def judged(capture: serve.Capture) -> Judged:
-    """Of what came of an answer: its tokens, which are not compared yet, and how it ended."""
+    """Tokens and outcome of an answer; the tokens are not compared yet."""
     tokens, finished, done = list[int](), False, False
     for _, data in capture.data():
         if done:

@@ -28,9 +28,10 @@ import httpx
 import msgspec
 from typer import Option
 
-from benchmarks.options import SIZE, SIZES, WORDS, ModelFolder, Seed, VllmPython
+from benchmarks.options import ModelFolder, Seed, VllmPython
 from benchmarks.served import Running, Side, reserved_port, running, served, started
 from isthmus.bench import BenchError, serve
+from isthmus.bench.options import SIZE, SIZES, WORDS
 from isthmus.bench.study import Outcome, Report, plain, said, silent, table
 from isthmus.config import Config
 from isthmus.core.errors import ConfigError

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import msgspec
 from typer import Option
 
-from benchmarks.options import COUNTS, NUMBERS, SIZE, Rounds
 from isthmus.bench.child import Child, Pipe
+from isthmus.bench.options import COUNTS, NUMBERS, SIZE, Rounds
 from isthmus.bench.session_peer import Sessions
 from isthmus.bench.study import Columns, Outcome, Report, said, silent, table
 from isthmus.bench.transfer_peers import Direction, Peer, Sockets, Through, touched

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -138,13 +138,9 @@ def test_no_file_and_an_empty_one_are_the_default(file: Path) -> None:
     assert (config.host, config.port, config.model) == ("127.0.0.1", 8000, None)
     roles = config.roles
     assert (roles.prefill.count, roles.decode.count, roles.mixed.count) == (1, 1, 0)
-
-
-def test_a_file_sets_what_it_names_and_nothing_else(file: Path) -> None:
-    config = loaded(file, "port: 9000\nengine:\n  kv_memory: 2GiB\n  device: cuda:1\nlimits: {drain_s: 0}\n")
-    assert (config.port, config.engine.kv_memory, config.engine.device) == (9000, 2**31, "cuda:1")
-    assert config.limits.drain_s == 0
-    assert config.engine.block_size == Config().engine.block_size
+    for section, option in ((config, "port"), (config.engine, "block_size")):
+        with pytest.raises(ValidationError):  # never written to
+            setattr(section, option, 1)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +152,7 @@ def test_a_file_sets_what_it_names_and_nothing_else(file: Path) -> None:
         ("roles: {prefill: 3}", "roles.prefill.count", 3),
         ("roles: {prefill: {count: 3}}", "roles.prefill.count", 3),
         ("offload: {threshold: auto}", "offload.threshold", None),
-        (
-            "engine: {cost: curve.yaml}",
-            "engine.cost",
-            "curve.yaml",
-        ),  # what is in it is checked where it is used
+        ("engine: {cost: curve.yaml}", "engine.cost", "curve.yaml"),  # checked where it is used
         ("engine: {cost: {num_layers: 4}}", "engine.cost", {"num_layers": 4}),
         ("policy: mooncake", "policy.name", "mooncake"),
         ("policy: {name: own.py:own, slack: 2}", "policy.parameters", (("slack", 2.0),)),
@@ -244,18 +236,22 @@ def test_all_mistakes_are_told_at_once_each_with_its_line(file: Path) -> None:
     ]
     said = complaints(file, "".join(f"zz{number}: 1\n" for number in range(100)))
     assert len(said) == 21 and said[-1] == " and 80 more"
-
-
-def test_a_mistake_of_several_options_has_the_line_of_the_first_that_it_names(file: Path) -> None:
     (said,) = complaints(file, "model: m\nscheduling:\n  chunking: tbt")
-    assert said.startswith("3: scheduling.chunking: tbt keeps slo.tbt_ms")
+    assert said.startswith("3: scheduling.chunking: tbt keeps slo.tbt_ms"), (
+        "of several options, the first named"
+    )
 
 
-def test_a_wrong_flag_beside_a_file_is_blamed_on_the_command_line(file: Path) -> None:
+def test_a_wrong_flag_is_blamed_on_the_command_line(file: Path) -> None:
     file.write_text("port: 1\nengine: {gpus: 0}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(file, {"port": 70000, "engine.threads": 2})
     assert [line.split(":")[0] for line in str(caught.value).split("\n")] == ["command line", str(file)]
+    with pytest.raises(ConfigError, match=r"^command line: port: .*65535"):
+        load_config(None, {"port": 70000})
+    said = r"^command line: unknown key 'engine.thread'; did you mean 'threads'\?"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {"engine.thread": 2})
 
 
 @pytest.mark.parametrize("section", ["engine", "roles"])
@@ -289,44 +285,8 @@ def test_flags_win_over_the_file_and_absent_flags_do_not(file: Path) -> None:
     config = loaded(file, text, flags)
     assert (config.port, config.model, config.roles.prefill.count) == (9100, "tiny", 4)
     assert (config.engine.block_size, config.engine.threads) == (8, 2)
-
-
-def test_flags_do_without_a_file_and_stay_as_they_are() -> None:
-    overrides = {"limits.max_requests": 5}
-    assert load_config(None, overrides).limits.max_requests == 5
-    assert overrides == {"limits.max_requests": 5}
-
-
-def test_a_configuration_is_never_written_to() -> None:
-    config = Config()
-    with pytest.raises(ValidationError):
-        config.port = 1
-    with pytest.raises(ValidationError):
-        config.engine.block_size = 1
-
-
-# Sizes.
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (536870912, 536870912), ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("512Mi", 512 << 20),
-        ("1.5GB", 1_500_000_000), ("1.5g", 1_500_000_000), ("2k", 2000), ("2KiB", 2048), ("2e9", 2_000_000_000),
-        (1e16, 10**16), ("1_000", 1000), ("1TiB", 1 << 40), ("100B", 100), (" 7 ", 7), (2.0, 2),
-        ("9007199254740993", 2**53 + 1),
-    ],
-)  # fmt: skip
-def test_sizes_are_read(text: object, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize(
-    "text", ["", "much", "-1", "1.5.5", "12 apples", "1e999", True, None, [1], float("nan")]
-)
-def test_what_is_no_size_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_bytes(text)
+    assert config.engine.token_budget == Config().engine.token_budget
+    assert flags["model"] is None and load_config(None, {"limits.max_requests": 5}).limits.max_requests == 5
 
 
 @given(st.integers(0, 2**80))
@@ -334,36 +294,36 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
     assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size}B") == size
 
 
-# What is wrong: of each option by what the tree says of it.
+def test_sizes_have_units_and_what_is_none_is_refused() -> None:
+    for text, size in (
+        ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("512Mi", 512 << 20), ("1.5GB", 1_500_000_000),
+        ("1.5g", 1_500_000_000), ("2k", 2000), ("2KiB", 2048), ("2e9", 2_000_000_000), (1e16, 10**16),
+        ("1_000", 1000), ("1TiB", 1 << 40), (" 7 ", 7), (2.0, 2), ("9007199254740993", 2**53 + 1),
+    ):  # fmt: skip
+        assert parse_bytes(text) == size
+    for text in ("", "much", "-1", "1.5.5", "12 apples", "1e999", True, None, [1], float("nan")):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_bytes(text)
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.endswith(".cost")])
-def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option: str) -> None:
-    said = complaint(file, repr(nested(option, {"no": "sense"})))
-    assert said.startswith((f"{option}: ", f"{option}.no: ") if option.endswith(".tenants") else f"{option}: ")
-
-
-@pytest.mark.parametrize("option", [option for option in OPTIONS if BOUNDS.keys() & KINDS[option].keys()])
-def test_every_bound_is_kept(file: Path, option: str) -> None:
-    for bound, (step, asked) in BOUNDS.items():
-        if bound in KINDS[option]:
-            said = complaint(file, repr(nested(option, KINDS[option][bound] + step)))
+def test_every_option_refuses_values_of_no_kind_bounds_and_words_of_its_own(file: Path) -> None:
+    """Of each option by what the tree says of it."""
+    for option, kind in KINDS.items():
+        if not option.endswith(".cost"):
+            said = complaint(file, repr(nested(option, {"no": "sense"})))
+            assert said.startswith((f"{option}: ", f"{option}.no: ") if "tenants" in option else f"{option}: ")
+        for bound in BOUNDS.keys() & kind.keys():
+            step, asked = BOUNDS[bound]
+            said = complaint(file, repr(nested(option, kind[bound] + step)))
             assert said.startswith((f"{option}: Input should be {asked} than", f"{option}: -1 is not a size"))
-
-
-@pytest.mark.parametrize("option", [option for option in OPTIONS if "enum" in KINDS[option]])
-def test_every_choice_is_one_of_its_words_and_the_nearest_is_named(file: Path, option: str) -> None:
-    words = KINDS[option]["enum"]
-    for word in words:
-        said = complaint(file, repr(nested(option, f"{word}x")))
-        assert said.startswith(f"{option}: Input should be '{words[0]}'")
-        assert f"did you mean '{word}'?" in said or option == "auth.metrics"  # of auth nothing is quoted
-
-
-@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.endswith(".name")])
-def test_a_key_that_is_not_known_is_refused_with_the_nearest_one(file: Path, option: str) -> None:
-    near = option.rpartition(".")[2]
-    assert complaint(file, repr(nested(f"{option}q", 1))) == f"unknown key '{option}q'; did you mean {near!r}?"
+        for word in kind.get("enum", ()):
+            said = complaint(file, repr(nested(option, f"{word}x")))
+            assert said.startswith(f"{option}: Input should be '{kind['enum'][0]}'")
+            assert f"did you mean '{word}'?" in said or option == "auth.metrics"  # of auth nothing is quoted
+        if not option.endswith(".name"):
+            near = option.rpartition(".")[2]
+            said = complaint(file, repr(nested(f"{option}q", 1)))
+            assert said == f"unknown key '{option}q'; did you mean {near!r}?"
 
 
 VLLM = "engine: {kind: vllm}\ncache: {dram: 1GiB}\n"
@@ -379,26 +339,17 @@ TWO = "clusters: {east: {roles: {prefill: 1}, hardware: h200}, west: {roles: {pr
         ("1: 2", "unknown key '1'; valid: model, "),
         (TWO + "links: [{between: [east, west], gbps: 1, rtt: 3}]", "unknown key 'links.0.rtt'; did you mean 'rtt_ms'"),
         ("auth: {tenants: {acme: {weigth: 2}}}", "unknown key 'auth.tenants.acme.weigth'; did you mean 'weight'?"),
-        ("- a\n- b", "expected keys and values at the top, found list"),
-        ("a: [1, 2", "not valid YAML: "),
         # Values of no kind that an option has.
         ("port: 80.5", "port: Input should be a valid integer"),
-        ("port: yes", "port: Input should be a valid integer, unable to parse string as an integer (found 'yes')"),
         ("port: 1:30", "port: Input should be a valid integer, unable to parse string as an integer (found '1:30')"),
         ("limits: {drain_s: 30s}", "limits.drain_s: Input should be a valid number, unable to parse string as a number "
                                    "(found '30s'); write a number of seconds"),
-        ("port:", "port: nothing is given; give a value, or leave the key out"),
         ("port: true", "port: Input should be a valid integer"),
         ("roles: {mixed: true}", "roles.mixed: Input should be a valid integer"),
         ("slo: {ttft_ms: .inf}", "slo.ttft_ms: Input should be a finite number (found inf)"),
-        ("limits: {silence_s: .nan}", "limits.silence_s: Input should be a finite number"),
-        ("auth: {default: {weight: .inf}}", "auth.default.weight: Input should be a finite number"),
         ("engine: {device: tpu}", "engine.device: String should match pattern"),
         ("engine: {kv_memory: lots}", "engine.kv_memory: 'lots' is not a size; write bytes or e.g. 512MiB"),
-        ("engine: {kv_memory: .inf}", "engine.kv_memory: inf is not a size"),
-        ("cache: {dram: -1}", "cache.dram: -1 is not a size"),
         ("engine: {cost: [5]}", "engine.cost: Input should be a valid string"),
-        ("engine: 5", "engine: Input should be a valid dictionary"),
         ("roles: {prefill: many}", "roles.prefill: Input should be a valid integer"),
         ("roles: {prefill: [1]}", "roles.prefill: Input should be a valid dictionary"),
         ("offload: {threshold: soon}", "offload.threshold: Input should be a valid integer"),
@@ -406,22 +357,18 @@ TWO = "clusters: {east: {roles: {prefill: 1}, hardware: h200}, west: {roles: {pr
         ("reuse: {tenants: {acme: chunk}}", "reuse.tenants.acme: Input should be 'exact', 'chunks' or 'semantic' "
                                             "(found 'chunk'); did you mean 'chunks'?"),
         ("reuse: {tenants: {\"a\\nb\": chunk}}", "'reuse.tenants.a\\nb': Input should be 'exact', 'chunks' or"),
-        ("reuse: {tenants: [acme]}", "reuse.tenants: Input should be a valid dictionary"),
         ("auth: {tenants: {acme: {concurrent: 0}}}", "auth.tenants.acme.concurrent: Input should be greater than"),
-        ("cors: {origins: [https://a.b/]}", "cors.origins: 'https://a.b/' is no origin; write SCHEME://HOST or "),
-        ("cors: {origins: [https://*.b]}", "cors.origins: 'https://*.b' is no origin; write SCHEME://HOST or "),
-        ("cors: {origins: a.b}", "cors.origins: 'a.b' is no origin; write SCHEME://HOST or "),
+        *[(f"cors: {{origins: [{text}]}}", f"cors.origins: '{text}' is no origin; write SCHEME://HOST or ")
+          for text in ("https://a.b/", "https://*.b", "a.b")],
         ("clusters: {a b: {}}", "clusters: 'a b' is no name"),
         ("clusters: {x-base: {roles: {mixed: 1}}}", "clusters: 'x-base' is no name"),
         # Policies, and their parameters.
         ("policy: best", "policy: no policy; valid: random, round_robin, least_loaded, sticky, local_aware, "),
         ("policy: isthmsu", "policy: no policy; did you mean 'isthmus'? (found 'isthmsu')"),
-        ("policy: my.py", "policy: no policy; valid: "),
         ("policy: my.py:a b", "policy: no policy; valid: "),
         ("lending: {policy: greddy}", "lending.policy: no policy; valid: none, isthmus, or FILE.py:FUNCTION (found"),
         ("policy: {balancing_threshold: 2}", "policy.name: is missing; give it"),
         ("policy: {name: mooncake, balancing_threshold: -1}", "policy.balancing_threshold: Input should be greater"),
-        ("policy: {name: mooncake, balancing_threshold: true}", "policy.balancing_threshold: Input should be a valid"),
         ("scheduling: {admission: never}", "scheduling.admission: Input should be 'none', 'baseline', 'early'"),
         # Options that do not fit each other.
         ("scheduling: {chunking: tbt}", "scheduling.chunking: tbt keeps slo.tbt_ms, which is not given; give it"),
@@ -477,31 +424,7 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_valid(file: Path, text:
     assert complaint(file, text).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("cors: {origins: *}", r"begins with \* or & needs quotes"), ("token: @a", "needs quotes")],
-)
-def test_what_needs_quotes_is_told_so(file: Path, text: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        loaded(file, text)
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read") as caught:
-            load_config(path, {})
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_wrong_flag_without_a_file_is_blamed_on_the_command_line() -> None:
-    with pytest.raises(ConfigError, match=r"^command line: port: .*65535"):
-        load_config(None, {"port": 70000})
-    with pytest.raises(
-        ConfigError, match=r"^command line: unknown key 'engine.thread'; did you mean 'threads'\?"
-    ):
-        load_config(None, {"engine.thread": 2})
-
-
+@settings(max_examples=40)
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3)
@@ -509,7 +432,7 @@ def test_a_wrong_flag_without_a_file_is_blamed_on_the_command_line() -> None:
     max_leaves=8,
 ))  # fmt: skip
 def test_whatever_is_written_is_a_configuration_or_a_line_for_each_mistake(value: object) -> None:
-    overrides = {"engine": value, "roles": value, "port": value, "engine.kv_memory": value}
+    overrides = {"engine": value, "roles": value, "engine.kv_memory": value}
     for dotted, written in overrides.items():
         try:
             load_config(None, {dotted: written})
@@ -541,14 +464,7 @@ def test_the_token_of_a_node_started_by_hand_comes_from_the_environment(
 def test_a_child_gets_our_environment_and_its_threads_and_of_ray_its_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (
-        "RAY_AUTH_TOKEN",
-        "RAY_JOB_ID",
-        "SPT_NOENV",
-        "PYTHONBREAKPOINT",
-        "CUDA_VISIBLE_DEVICES",
-        "SOMETHING",
-    ):
+    for name in ("RAY_JOB_ID", "SPT_NOENV", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES", "SOMETHING"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     environment = child_environment(3)
@@ -565,17 +481,6 @@ def test_ray_started_here_tells_nobody_unless_it_may(monkeypatch: pytest.MonkeyP
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
-def test_clusters_have_roles_hardware_and_links_of_their_own(file: Path) -> None:
-    config = loaded(
-        file, TWO + "links: [{between: [east, west], gbps: 10, rtt_ms: 30}]\noffload: {threshold: 19400}"
-    )
-    assert config.clusters["east"].roles.prefill.count == 1
-    assert config.clusters["east"].roles.decode.count == 0  # none but those that are named
-    assert config.clusters["west"].hardware is None
-    assert (config.links[0].between, config.links[0].gbps, config.links[0].rtt_ms) == (("east", "west"), 10, 30)
-    assert config.offload.threshold == 19400
-
-
 # API keys.
 
 DIGEST = key_digest("sk-secret")
@@ -583,24 +488,18 @@ ACME = f"auth: {{keys: [{{tenant: acme, sha256: {DIGEST}}}]}}"
 
 
 def test_keys_of_file_flags_and_environment_are_all_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api_key("--api-key") is None and with_keys(Config(), []).auth.keys == ()
     monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
+    assert (api_key("--api-key"), api_key("--api-key", "sk-flag")) == ("sk-environment", "sk-flag")
+    assert "ISTHMUS_API_KEY" not in child_environment(1)
     config = with_keys(loaded(file, ACME), ["sk-secret", "sk-flag", "sk-environment"])
     assert [(key.tenant, key.sha256) for key in config.auth.keys] == [
         ("acme", DIGEST),  # the file says whose it is
         (DEFAULT_TENANT, key_digest("sk-flag")),
         (DEFAULT_TENANT, key_digest("sk-environment")),
     ]
-
-
-def test_keys_are_in_no_dump_of_a_configuration(file: Path) -> None:
-    config = loaded(file, ACME + "\nport: 1")
-    for told in (
-        repr(config),
-        str(config),
-        config.model_dump_json(exclude_unset=True),
-        str(config.model_dump()),
-    ):
-        assert DIGEST not in told and "acme" not in told and "port" in told
+    for dump in (repr(config), config.model_dump_json(exclude_unset=True), str(config.model_dump())):
+        assert DIGEST not in dump and "acme" not in dump
 
 
 @pytest.mark.parametrize(
@@ -639,19 +538,6 @@ def test_what_no_header_can_carry_is_no_key(monkeypatch: pytest.MonkeyPatch, key
         api_key("--api-key")
 
 
-def test_what_other_machines_can_have(file: Path) -> None:
-    links = "links: [{between: [east, west], gbps: 1, emulate: none}]\n"
-    config = loaded(file, f"{TWO}{links}placement: ray\nengine: {{device: cuda}}")
-    assert (config.placement, config.ray.spread) == ("ray", "pack")
-
-
-def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api_key("--api-key") is None and with_keys(Config(), []).auth.keys == ()
-    monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
-    assert (api_key("--api-key"), api_key("--api-key", "sk-flag")) == ("sk-environment", "sk-flag")
-    assert "ISTHMUS_API_KEY" not in child_environment(1)
-
-
 # Whom prompts of others are reused for.
 
 
@@ -665,6 +551,7 @@ def test_tenants_choose_what_their_prompts_are_computed_with(file: Path) -> None
     told = config.model_dump_json(exclude_unset=True)
     assert "acme" not in told, "nodes need no tenants"
     assert Config.model_validate_json(told).reuse.default is Reuse.CHUNKS
+    assert with_keys(loaded(file, "reuse: {default: semantic}"), []).reuse.default is Reuse.SEMANTIC
 
 
 NOBODY = "without API keys nobody knows whose a request is; give auth.keys"
@@ -678,14 +565,9 @@ NOBODY = "without API keys nobody knows whose a request is; give auth.keys"
         ("auth: {default: {concurrent: 1}}", f"auth.default, auth.metrics: {NOBODY}"),
         ("auth: {metrics: tenants}", f"auth.default, auth.metrics: {NOBODY}"),
         (
-            ACME + "\nreuse: {tenants: {amce: semantic}}",
-            "reuse.tenants: 'amce' has no key; did you mean 'acme'?",
+            ACME + "\nreuse: {tenants: {default: exact}}",
+            "reuse.tenants: 'default' has no key; tenants with keys: acme",
         ),
-        (
-            ACME + "\nreuse: {tenants: {globex: exact}}",
-            "reuse.tenants: 'globex' has no key; tenants with keys: acme",
-        ),
-        (ACME + "\nreuse: {tenants: {default: exact}}", "reuse.tenants: 'default' has no key"),
         (f"{ACME[:-1]}, tenants: {{amce: {{}}}}}}", "auth.tenants: 'amce' has no key; did you mean 'acme'?"),
     ],
 )
@@ -709,15 +591,6 @@ def test_a_tenant_has_its_own_limits_and_for_the_rest_the_default(file: Path) ->
     assert (other.concurrent, other.requests_per_s, other.weight) == (9, 0.5, 1.0)
 
 
-def test_reuse_by_default_needs_no_keys(file: Path) -> None:
-    assert with_keys(loaded(file, "reuse: {default: semantic}"), []).reuse.default is Reuse.SEMANTIC
-
-
-def test_the_selectors_are_those_there_are() -> None:
+def test_words_of_options_are_those_that_other_modules_know() -> None:
     assert {*get_args(ReuseConfig.model_fields["selector"].annotation), SEMANTIC.name} == SELECTIONS.keys()
-
-
-def test_the_formats_of_tools_are_those_there_are() -> None:
     assert get_args(Config.model_fields["tool_format"].annotation) == ("auto", *FORMATS)
-    with pytest.raises(ConfigError, match=r"tool_format: .*'hermes'"):
-        load_config(None, {"tool_format": "herms"})

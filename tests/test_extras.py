@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -19,7 +19,22 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPUTING = ("torch", "safetensors", "gguf", "llguidance", "transformers")
 ABSENT = f"import sys; sys.modules.update(dict.fromkeys({COMPUTING}))\n"
 """To import one of them raises ModuleNotFoundError then, as if it were not installed."""
-MAIN = "from isthmus.cli.main import main; main()"
+MAIN = """
+import contextlib, io, json
+from isthmus.cli.main import main
+found = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["isthmus", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    found.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
+"""Runs commands one after another, and prints exit status, standard output and standard error of each."""
 EXAMPLES = ROOT / "examples"
 WORKLOAD = "poisson:rate=5,num=20,input=1024,output=8"
 NOWHERE = "http://127.0.0.1:9"
@@ -31,37 +46,28 @@ def without_engine(code: str, *arguments: object) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--help",),
-        ("simulate", "--config", EXAMPLES / "mooncake-fast25.yaml", "--workload", WORKLOAD),
-        ("plan", "--config", EXAMPLES / "plan/attention.yaml", "--lengths", 1155, "--output-tokens", 211),
-        ("reproduce",),
-        ("key", "acme"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_a_verb_that_computes_nothing_runs(arguments: tuple[object, ...]) -> None:
-    done = without_engine(MAIN, *arguments)
-    assert done.returncode == 0 and done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_a_verb_that_computes_nothing_runs_and_what_goes_wrong_is_one_line() -> None:
+    verbs: list[tuple[tuple[object, ...], str]] = [
+        (("--help",), ""),
+        (("bench", "--help"), ""),
+        (("simulate", "--config", EXAMPLES / "mooncake-fast25.yaml", "--workload", WORKLOAD), ""),
+        (("plan", "--config", EXAMPLES / "plan/attention.yaml", "--lengths", 1155, "--output-tokens", 211), ""),
+        (("reproduce",), ""),
+        (("key", "acme"), ""),
         (("status", "--url", NOWHERE), "nothing answers"),
         (("bench", "serve", "--url", NOWHERE), "does not answer"),
         (("replay", "none.jsonl"), "cannot be read"),
         (("serve",), "engine.kind: torch needs torch, which is not installed: pip install 'isthmus[engine]'"),
         (("profile", "--model", "src/isthmus/byte_tokenizer"), "pip install 'isthmus[engine]'"),
         (("bench", "attention"), "pip install 'isthmus[engine]'"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_what_goes_wrong_is_one_line(arguments: tuple[object, ...], said: str) -> None:
-    done = without_engine(MAIN, *arguments)
-    assert done.returncode in (1, 2) and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    ]
+    done = without_engine(MAIN, json.dumps([list(map(str, arguments)) for arguments, _ in verbs]))
+    assert done.returncode == 0, done.stderr
+    for (arguments, said), (code, out, err) in zip(verbs, json.loads(done.stdout), strict=True):
+        if said:
+            assert code in (1, 2) and said in err and err.count("\n") == 1, (arguments, err)
+        else:
+            assert code == 0 and out, (arguments, err)
 
 
 def test_gateway_and_nodes_beside_servers_load_without_it() -> None:

@@ -30,36 +30,14 @@ def complaint(text: str | bytes, name: str = "a.yaml") -> str:
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("010000", 10_000),
-        ("-07", -7),
-        ("+1", 1),
-        ("1_000", 1000),
-        ("0o17", 15),
-        ("0x1F", 31),
-        ("1e3", 1000.0),
-        ("2e9", 2e9),
-        ("1E-5", 1e-5),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("-.inf", -math.inf),
-        ("true", True),
-        ("False", False),
-        ("", None),
-        ("~", None),
-        ("null", None),
-        *[
-            (text, text)
-            for text in ("yes", "no", "on", "off", "y", "n", "1:30", "190:20:30", "2026-11-26", "0o9")
-        ],
-        *[(text, text) for text in ("~/kv", r"C:\kv", "=", "1_", "_1", "1__0", "1e", "0x", ".", "2GiB", "30s")],
-        ("2026-11-26 10:00:00", "2026-11-26 10:00:00"),
-        ("'010'", "010"),
-        ('"true"', "true"),
-        ("!!str 5", "5"),
-        ("!!int '5'", 5),
-        ("!!float 5", 5.0),
+        ("010000", 10_000), ("-07", -7), ("+1", 1), ("1_000", 1000), ("0o17", 15), ("0x1F", 31),
+        ("1e3", 1000.0), ("2e9", 2e9), ("1E-5", 1e-5), (".5", 0.5), ("1.", 1.0), ("-.inf", -math.inf),
+        ("true", True), ("False", False), ("", None), ("~", None), ("null", None),
+        *[(text, text) for text in "yes no on off y n 1:30 190:20:30 2026-11-26 0o9 ~/kv = 1_ _1 1__0 1e 0x".split()],
+        *[(text, text) for text in (r"C:\kv", ".", "2GiB", "30s", "2026-11-26 10:00:00")],
+        ("'010'", "010"), ('"true"', "true"), ("!!str 5", "5"), ("!!int '5'", 5), ("!!float 5", 5.0),
     ],
-)
+)  # fmt: skip
 def test_a_value_is_what_a_person_means(written: str, meant: Any) -> None:
     found = values(f"a: {written}")["a"]
     assert (type(found), found) == (type(meant), meant)
@@ -120,16 +98,12 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
         ("a:\n" + "".join(" " * depth + "-\n" for depth in range(100)), ":65: not valid YAML: nested deeper"),
         ("a: " + "9" * 5000, ":1: a number of too many digits"),
         ("a: 1\n---\nb: 2", ":2: not valid YAML: found another document (the file has a second document"),
-        (
-            "a:\n\tb: 1",
-            ":2: not valid YAML: found character '\\t' that cannot start any token (tabs do not indent",
-        ),
+        ("a:\n\tb: 1", ":2: not valid YAML: found character '\\t' that cannot start any token (tabs do not indent"),
         ('a: "C:\\kv"', ":1: not valid YAML: found unknown escape character 'k' (\\ means something in double"),
         ("a: b: c", ":1: not valid YAML: mapping values are not allowed here (a second colon"),
-        (
-            "a:\n  b: 1\n c: 2",
-            ":3: not valid YAML: expected <block end>, but found '<block mapping start>' (this",
-        ),
+        ("a:\n  b: 1\n c: 2", ":3: not valid YAML: expected <block end>, but found '<block mapping start>' (this"),
+        ("a: * b", ":1: not valid YAML: expected alphabetic or numeric character, but found ' ' (a text that begins"),
+        ("a: @b", ":1: not valid YAML: found character '@' that cannot start any token (a text that begins so needs"),
         ("a: [1, 2", ":1: not valid YAML: "),
         ("a: *b", ":1: not valid YAML: found undefined alias 'b'"),
         ("a: !vault x", ":1: !vault is no tag of this; leave it out"),
@@ -141,7 +115,7 @@ LAUGHS = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
         (b"a: \xff", ":1: not valid YAML: "),
         (b"a: \x00", ":1: not valid YAML: "),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_is_one_line(text: str | bytes, expected: str) -> None:
     assert complaint(text).startswith(expected)
 
@@ -159,8 +133,9 @@ def test_a_file_is_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(b"#" * (1 << 20) + b"#")
     with pytest.raises(ConfigError, match=r"a\.yaml: larger than 1 MiB"):
         read_document(path)
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_document(tmp_path / "b.yaml")
+    for missing in (tmp_path / "b.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=rf"^{missing}: cannot be read: "):
+            read_document(missing)
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
@@ -188,43 +163,9 @@ def test_json_is_read_alike_as_json_and_as_yaml(written: dict[str, Any]) -> None
 
 
 PIECES = [
-    "a",
-    "b",
-    "1",
-    "010",
-    "<<",
-    "~",
-    "no",
-    ": ",
-    "- ",
-    "\n",
-    "  ",
-    "\t",
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    "&x ",
-    "*x",
-    "? ",
-]
-PIECES += [
-    "'",
-    '"',
-    "|\n",
-    "#",
-    "!!int ",
-    "!!map ",
-    "---\n",
-    "...",
-    "%YAML 1.1\n",
-    "\\",
-    "\ufeff",
-    "\x85",
-    "@",
-    "`",
-]
+    *"ab1~{}[],'\"#\\@`\n\t\ufeff\x85", "010", "<<", "no", ": ", "- ", "  ", "&x ", "*x", "? ", "|\n", "...",
+    "!!int ", "!!map ", "---\n", "%YAML 1.1\n",
+]  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join).map(str.encode) | st.binary(max_size=30))

@@ -1,6 +1,6 @@
 """The one configuration tree: built once from a YAML file and flags, checked at the edge, never written again.
 
-Unknown keys are refused with the nearest valid name. The environment is read in this module only.
+docs/configuration.md explains every option. The environment is read in this module only.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _KEY = re.compile(r"[!-~]{1,512}")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*?#]+")
 _KEY_VARIABLE, _TOKEN_VARIABLE = "ISTHMUS_API_KEY", "ISTHMUS_TOKEN"
 _RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
-"""How names begin that Ray puts into the environment of its workers, its token's among them."""
+"""Prefixes of the variables that Ray sets for its workers, its token among them."""
 _SECRETS = ("auth", "token")
-"""What complaints never quote: somebody writes a key where its digest belongs."""
+"""Sections whose values error messages never quote: a key may stand where its digest belongs."""
 _BOOL = "true_or_false"
 MAX_COMPLAINTS = 20
-"""Of one configuration, each a line."""
+"""Lines of one error message."""
 DEFAULT_TENANT = "default"
-"""Whose the keys are that come without a tenant: those of `--api-key` and of the environment."""
+"""Tenant of the keys given by `--api-key` and by the environment."""
 _NOBODY_KNOWN = "without API keys nobody knows whose a request is"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBERS_OF = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "gbps": "Gbit/s"}
-"""By the ends of options' names."""
+"""Units by the suffix of an option's name."""
 
 
 def parse_bytes(value: Any) -> int:
@@ -74,8 +74,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_meant(cls, values: Any) -> Any:
-        """Without `x-…` keys, which are for anchors and notes, and without sections and lists that are empty, perhaps
-        since all their lines are comments."""
+        """Drops `x-…` keys (anchors and notes) and empty sections and lists (all of whose lines may be comments)."""
         if values is None:
             return {}
         if not isinstance(values, dict):
@@ -96,12 +95,12 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_true_or_false(cls, value: Any) -> Any:
-        """No option is one, and none must count as 1 or 0."""
+        """No option is a boolean, and pydantic would take one for 1 or 0."""
         return _no_flag(value)
 
 
 def _policy(name: str, known: Sequence[str]) -> str:
-    """One of ours, or `FILE.py:FUNCTION` or `MODULE:FUNCTION`, which are loaded where they decide."""
+    """Accepts a built-in policy, `FILE.py:FUNCTION` or `MODULE:FUNCTION`; functions are loaded by the head."""
     if name in known or re.fullmatch(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*", name):
         return name
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -148,13 +147,6 @@ class AdmissionConfig(_Choice):
 
 
 class RoleConfig(_Section):
-    """Nodes of one role. `hardware`, `gpus`, `max_sequences`, `kv_memory`: as in `engine`, for this role alone.
-    `price`: of one of them, as of a cluster's nodes.
-
-    `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism): `count` is
-    a multiple of it, and each such group works as one node.
-    """
-
     count: int = Field(1, ge=0, le=4096)
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
@@ -171,7 +163,7 @@ NO_NODES = RoleConfig(count=0)
 
 
 class RolesConfig(_Section):
-    """How many nodes of each role; each node is a process. Of a role that is not named there is none."""
+    """A role that is not named has no nodes."""
 
     prefill: Roles = NO_NODES
     decode: Roles = NO_NODES
@@ -188,9 +180,6 @@ Threshold = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_token
 
 
 class ClusterConfig(_Section):
-    """One of several clusters. `hardware`, `gpus`, `cost`: as in `engine`, for its nodes. `price`: of one node an hour,
-    in whatever currency, for `isthmus plan`."""
-
     roles: RolesConfig = RolesConfig()
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
@@ -199,12 +188,6 @@ class ClusterConfig(_Section):
 
 
 class LinkConfig(_Section):
-    """What joins two clusters: so many Gbps each way, and how long a byte takes there and an answer back.
-
-    `emulate`: nodes of one machine reach each other through a proxy that is as slow (live only; `none` where the link
-    is a real one).
-    """
-
     between: tuple[str, str]
     gbps: float = Field(gt=0)
     rtt_ms: float = Field(0.0, ge=0, le=10_000)
@@ -212,14 +195,7 @@ class LinkConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """Which prompts another cluster prefills: with `routing` `threshold` those with more than `threshold` uncached
-    tokens, with `priced` those that are cheaper there (predicted TTFT plus what the node time costs others).
-
-    `auto` solves it, and again as lengths change. `cache`: what counts as cached there, `scarce` judges each cluster
-    by its own cache, `abundant` by the best, copied over the link; `auto` decides by how busy the link is. `control`:
-    `link` raises the threshold while the link is congested, and keeps all prompts local while it is down or slow;
-    `convert`: `auto` turns nodes between prefill and decode, one at a time, `cool_down_s` apart.
-    """
+    """A `threshold` of None is solved from the lengths seen, again and again (`auto`)."""
 
     routing: Literal["threshold", "priced"] = "threshold"
     threshold: Threshold = None
@@ -231,14 +207,7 @@ class OffloadConfig(_Section):
 
 
 class VllmConfig(_Section):
-    """A vLLM server beside each node (docs/vllm.md). `python`: of the environment that has it, None is this one;
-    `args`, `env`: for the server, after those that a node needs; `logs`: the folder where all that servers say goes, to
-    a file for each node. `attach`: the URL of one that runs already, which was given `served_model_name` and meets its
-    node in the folder `sockets`.
-
-    `transfer`: how KV goes from node to node: through the nodes' caches, sealed (`pool`), or by the engines themselves
-    (`nixl`).
-    """
+    """A vLLM server beside each node (docs/vllm.md). A `python` of None is this interpreter."""
 
     python: str | None = None
     args: tuple[str, ...] = ()
@@ -277,12 +246,7 @@ class VllmConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """One node's engine. `None` means: decided from the model or the machine.
-
-    `emulated` sleeps as long as `gpus` of `hardware` would compute. `cost`: a measured curve, a file of
-    `isthmus profile` or its values, in place of the analytic model of `hardware`.
-    `batches`: so many take turns in a step whose KV lies with other nodes.
-    """
+    """One node's engine. None: decided from the model or the machine."""
 
     kind: Literal["torch", "emulated", "vllm"] = "torch"
     hardware: str | None = None
@@ -302,12 +266,6 @@ class EngineConfig(_Section):
 
 
 class LendingConfig(_Section):
-    """Whether nodes lend each other KV memory for requests that decode, and by which rule that is decided.
-
-    `reserve`: of its memory, what a node keeps free when it lends or takes back; `period_s`: how often a node says at
-    most what its memory is used for.
-    """
-
     policy: str = "none"
     reserve: float = Field(0.1, ge=0, lt=1)
     period_s: float = Field(0.25, gt=0, le=60)
@@ -319,22 +277,8 @@ class LendingConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    """What is accepted at once and of one request, how often a request is re-routed, and how long waits may last.
-
-    Of a body: `body_bytes`, `json_depth` of lists and objects within each other, entries of `messages` and of `tools`.
-    A large one, or one with a grammar, is read in a process of its own, for `prepare_s` CPU seconds and in
-    `prepare_memory`; so many are `preparing` or wait for it. A grammar's text has up to `grammar_bytes`, compiles in
-    `grammar_s` CPU seconds and takes `grammar_memory` on a node; `grammars_memory`: of compiled ones that no request
-    follows.
-
-    `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
-    something is on its way over it; `greeting_s`: in which a connection between processes must begin and say what it is
-    for; `greetings`: so many may be about to at once, of each process.
-    `wait_s`: how long a new request waits for a node of a kind of which there is none.
-
-    Of HTTP, whoever sends it: `header_bytes`, `headers` of one request, `header_s`, `body_s` until they are whole;
-    `bodies`: bytes of all request bodies under way; `connections`: None is what the descriptor limit allows.
-    """
+    """Limits of requests, waits, bodies, grammars, sessions and HTTP connections. `connections`: None is as many as
+    the descriptor limit allows."""
 
     max_requests: int = Field(1024, ge=1)
     max_attempts: int = Field(3, ge=1, le=10)
@@ -367,9 +311,6 @@ class LimitsConfig(_Section):
 
 
 class CacheConfig(_Section):
-    """What each node keeps of computed KV, beside its engine's memory. `folder`: of the SSD tier, each node has one of
-    its own name in it. `share`: whether nodes of one host read each other's blocks where they lie."""
-
     dram: Bytes = 0
     ssd: Bytes = 0
     folder: str | None = None
@@ -377,13 +318,8 @@ class CacheConfig(_Section):
 
 
 class ReuseConfig(_Section):
-    """Which KV of earlier prompts requests may be computed with (docs/reuse.md). `default`: those that say nothing, of
-    tenants that are not in `tenants`, which are of `auth.keys`; like these, `tenants` are the gateway's alone.
-
-    `selector`: how prompts of `chunks` are mended; `kept`: whether what a selector drops of a prompt's KV is dropped
-    (`packed`); `max_prompts`: so many are remembered; `min_tokens`: a prompt with
-    fewer tokens to compute is computed as ever.
-    """
+    """Reuse of KV beyond the prefix (docs/reuse.md). No dump of a configuration has `tenants`: only the gateway needs
+    them."""
 
     default: Reuse = Reuse.EXACT
     tenants: dict[str, Reuse] = Field(default_factory=dict, exclude=True)
@@ -394,13 +330,7 @@ class ReuseConfig(_Section):
 
 
 class NetworkConfig(_Section):
-    """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
-    own for KV from prefill to decode, None shares the node's. `rtt_us`: of a question to another node and its answer
-    what does not depend on their size (simulated and planned only; the default is NCCL's between two H100 in Lamina).
-    `connections`: of each session; `resume_s`: how long a session outlives its last connection; `compression`: of KV
-    where a link, not computing, would be waited for (`int8` loses precision, so that its blocks have names of their
-    own).
-    """
+    """Links between nodes. `node_gbps`: None is the hardware's; `handover_gbps`: None shares the node's link."""
 
     node_gbps: float | None = Field(None, gt=0)
     handover_gbps: float | None = Field(None, gt=0)
@@ -411,13 +341,7 @@ class NetworkConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """TLS 1.3 with certificates on both sides, for all sessions of nodes (docs/machines.md).
-
-    `mode`: `auto` as soon as nodes join at an address that is not loopback, with an authority that the head makes;
-    `none` leaves sessions plain. `folder`: where the authority's key, and a token that was drawn, are kept, else they
-    live as long as the head; with a folder loopback has TLS too. `certificate`, `key`, `authority`: PEM files of the
-    operator's in place of all that.
-    """
+    """TLS 1.3 with certificates on both sides, for all sessions of nodes (docs/machines.md)."""
 
     mode: Literal["auto", "none"] = "auto"
     folder: str | None = None
@@ -438,8 +362,6 @@ class TlsConfig(_Section):
 
 
 class HttpsConfig(_Section):
-    """HTTPS for clients: PEM files, both or none. They are read again when they change."""
-
     certificate: str | None = None
     key: str | None = None
 
@@ -456,8 +378,7 @@ def _origins(value: Any) -> Any:
 
 
 class CorsConfig(_Section):
-    """Web pages that may ask the gateway, by their origins as browsers write them; `*`: any page. None: any page where
-    requests need a key, else pages of this machine."""
+    """`origins`: None is any page where requests need a key, else pages of this machine."""
 
     origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] | None = None
 
@@ -474,16 +395,14 @@ class CorsConfig(_Section):
 
 
 class KeyConfig(_Section):
-    """One API key: whose it is, and its SHA-256 in hexadecimal. The key itself is nowhere."""
+    """One API key: its tenant and its SHA-256 in hexadecimal. The key itself is stored nowhere."""
 
     tenant: str = Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class TenantConfig(_Section):
-    """What one tenant may ask for at most, None: as much as it likes. `requests_per_s`, `tokens_per_s` (of prompts and
-    answers): on average, with so much at once as comes in `burst_s` of it; `concurrent`: HTTP requests in progress.
-    `weight`: of its share, next to others', of queues and caches that are full."""
+    """Limits of one tenant (None: no limit), and the weight of its share of full queues and caches."""
 
     requests_per_s: float | None = Field(None, gt=0, le=1e9)
     tokens_per_s: float | None = Field(None, gt=0, le=1e12)
@@ -493,11 +412,7 @@ class TenantConfig(_Section):
 
 
 class AuthConfig(_Section):
-    """Who may use the gateway; no keys: everybody. A tenant may have several keys, a key has one tenant.
-
-    `tenants`: what tenants of `keys` may ask for; `default`: what the others may, and these where they say nothing.
-    `metrics`: whether metrics name tenants.
-    """
+    """API keys and limits of tenants. Without keys everybody is served."""
 
     keys: tuple[KeyConfig, ...] = ()
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
@@ -505,7 +420,7 @@ class AuthConfig(_Section):
     metrics: Literal["none", "tenants"] = "none"
 
     def of(self, tenant: str) -> TenantConfig:
-        """What a tenant may ask for."""
+        """Limits of a tenant, with the defaults for those that it does not set."""
         own = self.tenants.get(tenant)
         if own is None:
             return self.default
@@ -521,22 +436,11 @@ class AuthConfig(_Section):
 
 
 class SloConfig(_Section):
-    """What a request is promised: time to first token, and the mean of its longest tenth of token gaps."""
-
     ttft_ms: int | None = Field(None, ge=1)
     tbt_ms: int | None = Field(None, ge=1)
 
 
 class SchedulingConfig(_Section):
-    """The knobs beside `policy`.
-
-    `chunking`: how many prompt tokens an iteration with decodes takes, `engine.token_budget` or as many within it as
-    keep `slo.tbt_ms`; `partial_prefills`: prompts that a node computes in parts at the same time, above 1 with
-    `order: fcfs` only;
-    `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
-    promising; `load_limit`: of all admissions.
-    """
-
     admission: Annotated[AdmissionConfig, BeforeValidator(_named)] = AdmissionConfig(name="none")
     order: Literal["fcfs", "promise"] = "fcfs"
     chunking: Literal["fixed", "tbt"] = "fixed"
@@ -546,19 +450,12 @@ class SchedulingConfig(_Section):
 
 
 class RayConfig(_Section):
-    """Of `placement: ray`. `spread`: on as few machines as hold them, or each node on one that has no other."""
-
     spread: Literal["pack", "strict"] = "pack"
 
 
 class Config(_Section):
-    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model. `tool_format`: how the
-    model writes calls of tools, which `auto` takes from its chat template.
-
-    `placement`: who starts the nodes: `isthmus serve`, on this machine or on those of a Ray cluster, or somebody else.
-    `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
-    drawn at random when None. `auth` is the gateway's alone: no dump of a configuration has it.
-    """
+    """A deployment. `model`: None is the default model. No dump of a configuration has `auth`: only the gateway
+    needs it."""
 
     model: str | None = None
     served_model_name: str | None = None
@@ -701,9 +598,9 @@ class Config(_Section):
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
-    """The file's values with `overrides` (dotted names, None skipped) on top.
+    """Reads the file's values, with `overrides` (dotted names, None skipped) on top.
 
-    Raises ConfigError: for each mistake one line with file, line, key and what is expected.
+    Raises ConfigError with one line for each mistake: file, line, key and the values that are valid.
     """
     document = None if path is None else read_document(path)
     values = {} if document is None else dict(document.values)
@@ -733,12 +630,12 @@ def _lines(
     values: dict[str, Any],
     problems: list[ErrorDetails],
 ) -> list[str]:
-    """A line for each mistake: of the command line first, then as they stand in the file."""
+    """One line for each mistake: those of the command line first, then in the order of the file."""
     found: dict[tuple[int | str, ...], tuple[int, str]] = {}
     for problem in problems:
         place = _place(values, problem["loc"])
         key = problem["loc"] if problem["type"] == "missing" else place
-        # A mistake of several options has no place; its first words name one of them.
+        # An error about several options has no location; its first words name one of them.
         named = place or tuple(_message(problem).partition(":")[0].split("."))
         line = None if document is None else document.line(named)
         source = str(path) if line is None else f"{path}:{line}"
@@ -756,14 +653,15 @@ def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
         if (keys[0], depth) == ("roles", 1):
             inner = _count(inner)
         if not isinstance(inner, dict | None):
-            return  # no section, which is refused
+            return  # not a section: the validation refuses it
         values[key] = inner = dict(inner) if isinstance(inner, dict) else {}
         values = inner
     values[keys[-1]] = value
 
 
 def _take_as_written(values: Any, document: Document, problems: list[ErrorDetails]) -> bool:
-    """Where a text is asked for, `007` and `true` are these texts. True: there are such, put into the values."""
+    """Replaces numbers and booleans by their text as written (`007`, `true`) where an option is a text. Returns
+    whether there were any."""
     found = False
     for problem in problems:
         place = _place(values, problem["loc"])
@@ -777,7 +675,7 @@ def _take_as_written(values: Any, document: Document, problems: list[ErrorDetail
 
 
 def _place(values: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """As much of a mistake's location as the values have: unions and short forms add to it."""
+    """The part of an error's location that the values have: pydantic appends names of union members."""
     for depth, part in enumerate(location):
         try:
             values = values[part]
@@ -791,9 +689,8 @@ def _message(problem: ErrorDetails) -> str:
 
 
 def _explain(place: tuple[int | str, ...], problem: ErrorDetails) -> str:
-    """One mistake as one line."""
     where = ".".join(str(part) for part in place)
-    if not where.isprintable():  # a name that the user chose
+    if not where.isprintable():
         where = repr(where)
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(place[-1]), _keys_beside(place), n=1, cutoff=0.5)
@@ -815,7 +712,7 @@ def _short(text: str) -> str:
 
 
 def _nearest_word(problem: ErrorDetails) -> str:
-    """What was meant, where an option is one of some words, or is of a unit."""
+    """Hint for an option that is one of some words, or a number of a unit."""
     if problem["type"] in ("int_parsing", "float_parsing"):
         unit = _NUMBERS_OF.get(str(problem["loc"][-1]).rpartition("_")[2])
         return f"; write a number of {unit}" if unit else ""
@@ -831,23 +728,23 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     for part in location[:-1]:
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[str(part)].annotation
-        else:  # a name or an index: of a dictionary's values, or a tuple's items
+        else:  # a name or an index: the values of a dictionary, or the items of a tuple
             section = next(inner for inner in reversed(get_args(section)) if inner is not Ellipsis)
     return list(section.model_fields)
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: `$XDG_CACHE_HOME/isthmus`, else `~/.cache/isthmus`."""
+    """Folder of compiled kernels: `$XDG_CACHE_HOME/isthmus`, else `~/.cache/isthmus`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"
 
 
 def cluster_token() -> str | None:
-    """The token that nodes started by hand show, and their head expects: `$ISTHMUS_TOKEN`."""
+    """The cluster's token for the head and for nodes started by hand: `$ISTHMUS_TOKEN`."""
     return os.environ.get(_TOKEN_VARIABLE) or None
 
 
 def api_key(option: str, given: str | None = None) -> str | None:
-    """The key that `option` was `given`, else `$ISTHMUS_API_KEY`. Raises ConfigError, which does not quote it."""
+    """The key `given` by `option`, else `$ISTHMUS_API_KEY`. Raises ConfigError, which never quotes the key."""
     if given is None:
         option, given = _KEY_VARIABLE, os.environ.get(_KEY_VARIABLE)
     if given is not None and not _KEY.fullmatch(given):
@@ -856,9 +753,9 @@ def api_key(option: str, given: str | None = None) -> str | None:
 
 
 def with_keys(config: Config, given: Sequence[str]) -> Config:
-    """With the keys of `--api-key` and the environment beside those of the file, which says whose its own are.
+    """Adds the keys of `--api-key` and of the environment to those of the file, for tenant `default`.
 
-    All tenants are known then, so that those that sections name are checked here. Raises ConfigError.
+    Raises ConfigError for a section that names a tenant without a key: only now are all tenants known.
     """
     keys = [api_key("--api-key", key) for key in given]
     plain = [key for key in [*keys, api_key("--api-key")] if key is not None]
@@ -877,8 +774,7 @@ def with_keys(config: Config, given: Sequence[str]) -> Config:
 
 
 def _check_tenant(option: str, tenant: str, known: Sequence[str], remedy: str) -> None:
-    """`known`: who has a key. A name that nobody's key has would have no effect, so it is a mistake. `remedy`: where
-    there are no keys."""
+    """Raises ConfigError for a tenant that is not in `known`; `remedy` is the advice if no tenant is known."""
     if not known:
         raise ConfigError(f"{option}: {_NOBODY_KNOWN}; {remedy}")
     if tenant not in known:
@@ -888,36 +784,35 @@ def _check_tenant(option: str, tenant: str, known: Sequence[str], remedy: str) -
 
 
 def key_digest(key: str) -> str:
-    """What is kept of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def vllm_key() -> str | None:
-    """That a vLLM server which runs already asks for: `$VLLM_API_KEY`, where vLLM itself finds it."""
+    """API key of an attached vLLM server: `$VLLM_API_KEY`, which vLLM itself reads."""
     return os.environ.get("VLLM_API_KEY") or None
 
 
 def visible_devices() -> str | None:
-    """The GPUs that CUDA shows here, `$CUDA_VISIBLE_DEVICES`; None: all."""
+    """GPUs that CUDA shows to this process: `$CUDA_VISIBLE_DEVICES`; None: all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def ray_address() -> str | None:
-    """Of the Ray cluster, if one is named: `$RAY_ADDRESS`."""
+    """Address of the Ray cluster, if one is named: `$RAY_ADDRESS`."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def keep_ray_to_itself() -> None:
-    """A Ray that is started by us tells its makers nothing about its use, unless the environment says that it may."""
+    """Switches off Ray's usage reports, unless the environment switches them on."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a node process: thread counts are set before torch starts its pools.
 
-    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. Keys are for the gateway
-    alone, and nodes are told the cluster's token in another way, so that what they start does not know it; of what Ray
-    sets, only which devices are given to the process goes on.
+    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. API keys and the cluster's
+    token are left out, so that programs which a node starts cannot see them; of Ray's variables only the visible
+    devices are kept.
     """
     hidden = (_KEY_VARIABLE, _TOKEN_VARIABLE, *_RAYS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}

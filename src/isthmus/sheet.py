@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -51,6 +51,10 @@ def numbers(*names: str, unit: str = "", form: str = "") -> tuple[Column, ...]:
     return tuple(Column(name, unit, form) for name in names)
 
 
+Source = str | Callable[[Any], Cell]
+"""A cell's source: the row's field or key of this name, or a function of the row."""
+
+
 class Sheet(msgspec.Struct, frozen=True):
     """A row has a cell for each column; `notes`: how to read the table, below it."""
 
@@ -58,6 +62,14 @@ class Sheet(msgspec.Struct, frozen=True):
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
+
+    @staticmethod
+    def of(
+        title: str, columns: Sequence[tuple[Column, Source]], rows: Iterable[Any], notes: Sequence[str] = ()
+    ) -> Sheet:
+        """A sheet of objects or mappings."""
+        cells = [[_cell(row, source) for _, source in columns] for row in rows]
+        return Sheet(title, [column for column, _ in columns], cells, notes)
 
     def as_json(self) -> dict[str, Any]:
         """`title`, `columns` (each `name`, `unit`, `align`), `rows` (a list of cells each), `notes`. Stable."""
@@ -135,6 +147,13 @@ class Sheet(msgspec.Struct, frozen=True):
         return [
             [column.write(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows
         ]
+
+
+def _cell(row: Any, source: Source) -> Cell:
+    if callable(source):
+        return source(row)
+    found: Cell = row.get(source) if isinstance(row, Mapping) else getattr(row, source)
+    return found
 
 
 def written(value: float) -> str:

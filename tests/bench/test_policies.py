@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from isthmus.bench import policies
@@ -15,10 +14,8 @@ from isthmus.bench.policy_cells import run_task as run_with
 from isthmus.bench.policy_cells import workload_of as workload_with
 from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.workloads import Workload
-from isthmus.workers import LocalPool
 
 SPEC = "poisson:rate=4,num=60,input=3000,output=20,prefixes=5,prefix_tokens=4096"
-SMALL = Sweep((SPEC,), (2,), (1.0,), (1.3, 12.0), policies=("sticky", "mooncake-1", "isthmus"))
 
 
 def task(source: str = SPEC, **fields: object) -> Task:
@@ -69,15 +66,6 @@ def test_a_sweep_without_sense_is_refused(fields: dict[str, object], message: st
         Sweep(("a trace",), **fields)  # type: ignore[arg-type]
 
 
-def test_a_task_has_all_links_of_one_load() -> None:
-    tasks = Sweep(("a", "b"), (8, 16), (1.0, 2.0), (1.3, 3.0), (1, 2), shared=(False, True)).tasks()
-    assert len(tasks) == 2 * 2 * 2 * 2 * 2 == len(set(map(msgspec.json.encode, tasks)))
-    assert tasks[0].links == (1_300_000_000, 3_000_000_000)
-    assert (tasks[0].nodes, tasks[0].decode) == (8, 8)
-    assert [each.shared for each in tasks] == [False] * 16 + [True] * 16
-    assert {each.decode for each in Sweep(("a",), decode=3).tasks()} == {3}
-
-
 def test_the_best_other_policy_is_chosen_by_its_mean_ttft() -> None:
     found = alone(cell({"sticky": outcome(4, 0.99), "random": outcome(9, 1.0), "isthmus": outcome(3, 0.98)}))
     assert (found.best, found.ratio) == ("sticky", pytest.approx(0.75))
@@ -107,16 +95,6 @@ def test_totals_take_the_worst_cell() -> None:
     assert (found.cells, found.mean_ratio, found.worst_ratio) == (2, pytest.approx(0.96), 1.02)
     assert (found.worst_goodput_difference, found.worst_goodput_to_highest) == (-0.02, -0.03)
     assert total([]) is None
-
-
-def test_seeds_are_averaged() -> None:
-    cells = [
-        cell({"isthmus": outcome(1, 1.0)}, {"isthmus": outcome(5, 0.5)}, seed=1),
-        cell({"isthmus": outcome(3, 0.5)}, {}, seed=2),
-    ]
-    (found,) = policies._averaged(cells)
-    assert found.alone["isthmus"] == outcome(2, 0.75)
-    assert found.overload == {}, "not every seed was in overload"
 
 
 def test_a_seed_spreads_a_mooncake_trace_and_is_that_of_a_generated_workload(tmp_path: Path) -> None:
@@ -162,20 +140,3 @@ def test_a_deployment_file_gives_costs_and_limits(tmp_path: Path) -> None:
     (slower,) = run_task(task(config=str(path)))
     (default,) = run_task(task())
     assert slower.alone["sticky"].ttft_s_mean > 3 * default.alone["sticky"].ttft_s_mean
-
-
-def test_a_whole_sweep_is_repeatable_and_comparable(tmp_path: Path) -> None:
-    heard: list[tuple[int, int]] = []
-    cells = policies.run(SMALL, LocalPool(2), lambda done, of: heard.append((done, of)))
-    assert heard == [(1, 1)]
-    assert [cell.link for cell in cells] == [1_300_000_000, 12_000_000_000]
-    assert cells == policies.run(SMALL, LocalPool(1))
-    found = policies.outcome(SMALL, cells)
-    assert json.loads(json.dumps(found.json))["cells"] == found.json["cells"]
-    assert found.json["totals"]["alone"]["cells"] == 2
-    assert len(found.tables) == 1 and "2 cells" in found.notes[0]
-
-
-def test_a_workers_complaint_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^no-such-trace.jsonl: cannot be read"):
-        policies.run(Sweep(("no-such-trace.jsonl",), (2,), (1.0,), (3.0,)), LocalPool(2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.models import make_random_model
-from isthmus.bench import BenchError, reuse
+from isthmus.bench import reuse
 from isthmus.bench.reuse_pairs import (
     DONORS,
     KINDS,
@@ -70,21 +70,12 @@ def test_distances_of_distributions_by_hand() -> None:
     assert ratio == pytest.approx(math.sqrt(0.5 * 0.9 / (0.25 * 0.4)), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("answer", "fact", "said"),
-    [
-        (" maple.", "maple", True),
-        ("Maple, of course", "maple", True),
-        (" maples", "maple", False),
-        (" indeed maple.", "maple", True),
-        (" not open.", "not open", True),
-        (" open.", "not open", False),
-        (" not open", "open", False),
-        ("", "open", False),
-    ],
-)
-def test_an_answer_says_a_fact(answer: str, fact: str, said: bool) -> None:
-    assert says(answer, fact) is said
+def test_an_answer_says_a_fact() -> None:
+    for answer in (" maple.", "Maple, of course", " indeed maple."):
+        assert says(answer, "maple")
+    assert says(" not open.", "not open")
+    for answer, fact in ((" maples", "maple"), (" open.", "not open"), (" not open", "open"), ("", "open")):
+        assert not says(answer, fact)
 
 
 def test_words_are_replaced_by_rules() -> None:
@@ -188,14 +179,6 @@ def test_prompts_that_are_timed_have_the_length_asked_for(
     assert len(target) == num_tokens and 0.9 * num_tokens < len(donor) <= num_tokens
     common = len(set(donor) & set(target)) / len(set(target))
     assert common > 0.85
-
-
-def test_a_length_that_no_text_has_is_one_line(bench: reuse.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="there is room for"):
-        bench.cut("paraphrased", 1 << 20)
-    monkeypatch.setattr(bench, "_prose", bench._prose[:20])
-    with pytest.raises(BenchError, match="and not of 5000"):
-        bench.cut("paraphrased", 5000)
 
 
 def test_a_like_prompt_is_better_than_zeros_and_zeros_than_random_numbers(bench: reuse.Bench) -> None:

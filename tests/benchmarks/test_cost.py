@@ -8,16 +8,13 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import cost
 from benchmarks.cost_fit import (
-    Finding,
     ServingRow,
     closed_loop_tpot_s,
-    fit_engine,
     fit_engines,
     predicted_tpot_s,
 )
-from benchmarks.cost_requests import simulated
+from benchmarks.cost_tables import simulated
 from isthmus.core.cost import ENGINES
 from isthmus.lab.sim.workloads import Request
 from tests.core.cost.models import instance
@@ -47,12 +44,6 @@ def test_two_engines_share_what_belongs_to_the_gpu() -> None:
     assert fitted["trtllm"].weight_read == fitted["vllm"].weight_read
 
 
-def test_one_engine_alone_and_only_what_is_free() -> None:
-    fitted = fit_engine(rows_of(["vllm"]), TRUTH["vllm"].but(weight_read=0.5), free=("weight_read",))
-    assert fitted.weight_read == pytest.approx(0.80, rel=1e-3)
-    assert fitted.but(weight_read=0.80) == TRUTH["vllm"]
-
-
 def test_more_clients_never_make_a_token_quicker_and_kv_memory_limits_them() -> None:
     times = [closed_loop_tpot_s(instance(), 1024, 1024, concurrency) for concurrency in (1, 4, 16, 64, 256)]
     assert times == sorted(times)
@@ -68,12 +59,3 @@ def test_requests_of_a_simulated_node_are_in_seconds_from_the_first() -> None:
     [(arrival_s, first_s, last_s)] = alone
     assert arrival_s == 0 < first_s < last_s < 2
     assert beside[0][2] > last_s and beside[1][0] == 0.005, "a prompt delays the decodes beside it"
-
-
-def test_a_missed_target_is_named() -> None:
-    table = "silicon TPOT, Llama-3.1-70B fp8"
-    rows = [
-        Finding(table, case, "held out", 9, error, 0.0)
-        for case, error in (("H200 other half", 5.0), ("x", 99.0))
-    ]
-    assert cost.missed(rows) == ["H200 other half: 5.0 % is above 4 %"]

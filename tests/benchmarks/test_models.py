@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.models import EOS_ID, gguf_reference, make_random_model, unpack_model
+from benchmarks.models import gguf_reference, make_random_model, unpack_model
 from tests.gguf_files import CONTROL, NORMAL, TEMPLATE, UNUSED, vocabulary_keys, write_gguf
 from tests.models import VOCAB_SIZE, make_model
 
@@ -26,16 +25,6 @@ def test_one_seed_gives_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert torch.equal(a[head].to(torch.bfloat16), c[head])
     assert not torch.equal(a[head], d[head])
-
-
-def test_tokenizer_is_byte_level(tmp_path: Path) -> None:
-    make_random_model(tmp_path, **TINY, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "Zürich → 東京\n\t\x00!"
-    assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert len(tokenizer) == 272
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == EOS_ID
 
 
 def test_a_gguf_file_is_unpacked(tmp_path: Path) -> None:

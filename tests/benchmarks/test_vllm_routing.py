@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_routing import PROXY, Answer, Asked, Plan, Turn, config_of, possible, requests_of, table_of
+from benchmarks.vllm_routing import Asked, Plan, config_of, possible, requests_of
 from isthmus.config import Config
 
 LINES = (
@@ -57,9 +57,3 @@ def test_sides_differ_in_mode_and_policy_alone(plan: Plan) -> None:
     for each in (nixl, turns, pool):
         Config.model_validate(each)
     assert pool["cache"] == {"dram": 1 << 20}
-
-
-def test_failures_are_counted_and_not_timed() -> None:
-    answers = [Answer(0.1, 32), Answer(0.3, 0), Answer(error="HTTP 500"), Answer(0.2, 0), Answer(0.2, 32)]
-    found = table_of("title", [Turn(PROXY, 1 << 30, 0.25, answers)])
-    assert found.rows == [[PROXY, 1024, 0.25, *map(pytest.approx, (200, 200, 350)), 1]]

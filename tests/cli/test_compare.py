@@ -32,12 +32,8 @@ def test_every_figure_of_two_simulations(isthmus: Command, tmp_path: Path) -> No
     status, out, err = isthmus("compare", *files, "--json", tmp_path / "sheet.json")
     assert (status, err) == (0, "") and "| figure " in out and "policy: isthmus / mooncake" in out
     sheet = json.loads((tmp_path / "sheet.json").read_bytes())
-    assert [column["name"] for column in sheet["columns"]] == [
-        "figure",
-        "A: one.json",
-        "B: two.json",
-        "difference",
-    ]
+    names = [column["name"] for column in sheet["columns"]]
+    assert names == ["figure", "A: one.json", "B: two.json", "difference"]
     rows = {row[0]: row[1:] for row in sheet["rows"]}
     assert rows["requests"] == [2, 1, -50.0]
     assert rows["ttft_s.p90"] == [3.0, 3.5, pytest.approx(100 / 6)]
@@ -47,11 +43,8 @@ def test_every_figure_of_two_simulations(isthmus: Command, tmp_path: Path) -> No
 
 
 def test_what_only_one_has_and_what_was_nothing_has_no_difference(isthmus: Command, tmp_path: Path) -> None:
-    one, two = (
-        given(tmp_path / "a", {"x": 0, "old": 1, "same": True}),
-        given(tmp_path / "b", {"x": 2, "new": 1e-3}),
-    )
-    _, out, _ = isthmus("compare", one, two)
+    one = given(tmp_path / "a", {"x": 0, "old": 1, "same": True})
+    _, out, _ = isthmus("compare", one, given(tmp_path / "b", {"x": 2, "new": 1e-3}))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if "|" in line]
     assert cells[2:] == [["x", "0", "2", "–"], ["old", "1", "–", "–"], ["new", "–", "0.001", "–"]]
 
@@ -104,35 +97,29 @@ def test_a_page_without_curves_has_the_table_and_says_so(isthmus: Command, tmp_p
         (b'{"words": "none"}', "have no figure in common; compare two results of the same verb"),
         (b'{"requests": 2, "curves": 7}', "its curves cannot be read"),
         (b'{"requests": 2, "curves": {"bin_s": 1}}', "missing required field `load`"),
+        *[
+            (changed, "B: bad.json: its curves cannot be read")
+            for changed in (
+                {"bin_s": 0},
+                {"prompt_tokens": []},
+                {"cached_tokens": {}},
+                {"outcomes": {"failed": [1]}},
+                {"ttft": {"edges_s": [1.0], "counts": [], "limits": [], "num_limits": 0}},
+                {"ttft": {"edges_s": [0.0, 1.0], "counts": [1], "limits": [], "num_limits": 0}},
+            )
+        ],
     ],
 )
 def test_a_file_that_is_none_is_one_line(
-    isthmus: Command, tmp_path: Path, content: bytes | None, says: str
+    isthmus: Command, tmp_path: Path, content: bytes | dict[str, Any] | None, says: str
 ) -> None:
+    """A mapping: what is changed of the curves of a good one."""
     good, bad = written(tmp_path / "good.json", result([record()])), tmp_path / "bad.json"
-    if content is not None:
+    if isinstance(content, bytes):
         bad.write_bytes(content)
+    elif content is not None:
+        value = json.loads(good.read_bytes())
+        given(bad, value | {"curves": value["curves"] | content})
     status, out, err = isthmus("compare", good, bad, "--html", tmp_path / "page.html")
     assert (status, out) == (2, "") and not (tmp_path / "page.html").exists()
     assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and "bad.json" in err and says in err
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"bin_s": 0},
-        {"prompt_tokens": []},
-        {"cached_tokens": {}},
-        {"outcomes": {"failed": [1]}},
-        {"ttft": {"edges_s": [1.0], "counts": [], "limits": [], "num_limits": 0}},
-        {"ttft": {"edges_s": [0.0, 1.0], "counts": [1], "limits": [], "num_limits": 0}},
-    ],
-)
-def test_curves_that_cannot_be_drawn_are_one_line(
-    isthmus: Command, tmp_path: Path, changed: dict[str, Any]
-) -> None:
-    good = written(tmp_path / "good.json", result([record()]))
-    value = json.loads(good.read_bytes())
-    bad = given(tmp_path / "bad.json", value | {"curves": value["curves"] | changed})
-    status, out, err = isthmus("compare", good, bad, "--html", tmp_path / "page.html")
-    assert (status, out) == (2, "") and "B: bad.json: its curves cannot be read" in err and err.count("\n") == 1

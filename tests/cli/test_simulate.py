@@ -24,6 +24,19 @@ slo: {ttft_ms: 30000, tbt_ms: 100}
 """
 WORKLOAD = "poisson:rate=2,num=60,input=1500,output=20,prefixes=5,prefix_tokens=2048"
 LINE = '{"timestamp": %d, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}\n'
+TWO = """
+clusters:
+  dense:
+    roles: {prefill: 1}
+    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 5.0e-5, state_bytes: 1000000}
+  local:
+    roles: {prefill: 1, decode: {count: 1, max_sequences: 8}}
+    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 1.0e-4, state_bytes: 1000000, decode_fixed_s: 0.02}
+links: [{between: [dense, local], gbps: 1, rtt_ms: 10}]
+engine: {hardware: h20, gpus: 8, kv_memory: 100GB, token_budget: 65536, prompt_batch: 1}
+offload: {threshold: 4000, control: none}
+"""
+LONG_AND_SHORT = "even:rate=2,num=60,input=uniform(low=1000,high=9000),output=20"
 
 
 @pytest.fixture
@@ -53,33 +66,12 @@ def test_a_generated_workload_gives_table_json_page_and_recording(
     assert status == 0 and "identical decisions" in out
 
 
-def test_same_workload_same_figures(isthmus: Command, config: Path, tmp_path: Path) -> None:
-    texts = []
-    for name in ("first.json", "second.json"):
-        isthmus("simulate", "--config", config, "--workload", WORKLOAD, "--json", tmp_path / name)
-        texts.append((tmp_path / name).read_text().splitlines())
-    assert [line for line, other in zip(*texts, strict=True) if line != other and '"wall_s"' not in line] == []
-
-
 def test_flags_go_over_the_file_and_are_noted(isthmus: Command, config: Path, tmp_path: Path) -> None:
     trace, figures = tmp_path / "trace.jsonl", tmp_path / "out.json"
     trace.write_text("".join(LINE % (3000 * number) for number in range(10)))
-    status, _, _ = isthmus(
-        *(
-            "simulate",
-            "--config",
-            config,
-            "--trace",
-            trace,
-            "--json",
-            figures,
-            "--speed",
-            2,
-            "--spread-seed",
-            1,
-        ),
-        *("--limit", 5, "--policy", "mooncake", "--admission", "early", "--order", "promise"),
-    )
+    flags = ("--speed", 2, "--spread-seed", 1, "--limit", 5, "--policy", "mooncake", "--admission", "early")
+    files = ("--config", config, "--trace", trace, "--json", figures)
+    status, _, _ = isthmus("simulate", *files, *flags, "--order", "promise")
     summary = json.loads(figures.read_bytes())
     assert status == 0 and summary["requests"] == 5
     assert (summary["policy"], summary["admission"], summary["order"]) == ("mooncake", "early", "promise")
@@ -87,65 +79,60 @@ def test_flags_go_over_the_file_and_are_noted(isthmus: Command, config: Path, tm
     assert summary["makespan_s"] < 9.0
 
 
+MISTAKES = [
+    ((), "give one of them"),
+    (("--workload", WORKLOAD, "--trace", "x.jsonl"), "give one of them"),
+    (("--trace", "absent.jsonl"), "absent.jsonl: cannot be read"),
+    (("--trace", "{bad}"), "bad.jsonl:2: "),
+    (("--workload", "poisson:rate=1"), "workload"),
+    (("--workload", WORKLOAD, "--policy", "best"), "policy"),
+    (("--workload", WORKLOAD, "--admission", "maybe"), "scheduling.admission"),
+    (("--workload", WORKLOAD, "--speed", "0"), "speed"),
+    (("--workload", WORKLOAD, "--limit", "0"), "limit"),
+    (("--workload", WORKLOAD, "--json", "nowhere/out.json"), "--json nowhere/out.json: no folder nowhere"),
+    (("--workload", WORKLOAD, "--report", "."), "is a folder"),
+    (("--workload", WORKLOAD, "--log", "nowhere/log"), "no folder"),
+]
+FAULTS = [
+    (("--link-fault", "dense:remote:1:2:0"), "no such link; there are: dense:local"),
+    (("--link-fault", "dense:local:1:2"), "write ONE:OTHER:START:STOP:FACTOR"),
+    (
+        ("--node-fault", "dense-decode-0:1:2"),
+        "no node or cluster has that name; there are: dense, dense-prefill-0",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("text", "arguments", "says"),
     [
-        ((), "give one of them"),
-        (("--workload", WORKLOAD, "--trace", "x.jsonl"), "give one of them"),
-        (("--trace", "absent.jsonl"), "absent.jsonl: cannot be read"),
-        (("--workload", "poisson:rate=1"), "workload"),
-        (("--workload", WORKLOAD, "--policy", "best"), "policy"),
-        (("--workload", WORKLOAD, "--admission", "maybe"), "scheduling.admission"),
-        (("--workload", WORKLOAD, "--speed", "0"), "speed"),
-        (("--workload", WORKLOAD, "--limit", "0"), "limit"),
-        (("--workload", WORKLOAD, "--json", "nowhere/out.json"), "--json nowhere/out.json: no folder nowhere"),
-        (("--workload", WORKLOAD, "--report", "."), "is a folder"),
-        (("--workload", WORKLOAD, "--log", "nowhere/log"), "no folder"),
+        *[(CONFIG, *mistake) for mistake in MISTAKES],
+        *[(TWO, ("--workload", LONG_AND_SHORT, *fault), says) for fault, says in FAULTS],
+        ("engine: {hardware: a800, gpus: 8}\n", ("--workload", WORKLOAD), "engine.cost"),
     ],
 )
-def test_a_mistake_is_one_line(isthmus: Command, config: Path, arguments: tuple[str, ...], says: str) -> None:
-    status, out, err = isthmus("simulate", "--config", config, *arguments)
+def test_a_mistake_is_one_line(
+    isthmus: Command, config: Path, tmp_path: Path, text: str, arguments: tuple[str, ...], says: str
+) -> None:
+    config.write_text(text)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(LINE % 0 + '{"timestamp": 6000, "input_length": -1}\n')
+    given = [each.replace("{bad}", str(bad)) for each in arguments]
+    status, out, err = isthmus("simulate", "--config", config, *given)
     assert status == 2 and out == ""
     assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and says in err
 
 
-def test_a_bad_trace_line_is_named(isthmus: Command, config: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(LINE % 0 + LINE % 3000 + '{"timestamp": 6000, "input_length": -1}\n')
-    status, _, err = isthmus("simulate", "--config", config, "--trace", trace)
-    assert status == 2 and "trace.jsonl:3: " in err and err.count("\n") == 1
-
-
-def test_without_a_cost_nothing_can_be_simulated(isthmus: Command, tmp_path: Path) -> None:
-    config = tmp_path / "cluster.yaml"
-    config.write_text("engine: {hardware: a800, gpus: 8}\n")
-    status, _, err = isthmus("simulate", "--config", config, "--workload", WORKLOAD)
-    assert status == 2 and "engine.cost" in err and err.count("\n") == 1
-
-
 def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
+    asked = {"simulate": ["--workload", WORKLOAD], "plan": ["--lengths", "2000", "--output-tokens", "50"]}
     program = (
         "import sys; from isthmus.cli.main import app\n"
-        f"app(['simulate', '--config', {str(config)!r}, '--workload', {WORKLOAD!r}], standalone_mode=False)\n"
+        f"for verb, how in {asked}.items():\n"
+        f"    app([verb, '--config', {str(config)!r}, *how], standalone_mode=False)\n"
         "print(sorted({'torch', 'numpy', 'plotly', 'starlette', 'uvicorn'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-TWO = """
-clusters:
-  dense:
-    roles: {prefill: 1}
-    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 5.0e-5, state_bytes: 1000000}
-  local:
-    roles: {prefill: 1, decode: {count: 1, max_sequences: 8}}
-    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 1.0e-4, state_bytes: 1000000, decode_fixed_s: 0.02}
-links: [{between: [dense, local], gbps: 1, rtt_ms: 10}]
-engine: {hardware: h20, gpus: 8, kv_memory: 100GB, token_budget: 65536, prompt_batch: 1}
-offload: {threshold: 4000, control: none}
-"""
-LONG_AND_SHORT = "even:rate=2,num=60,input=uniform(low=1000,high=9000),output=20"
 
 
 def test_several_clusters_and_faults_are_in_table_json_and_page(isthmus: Command, tmp_path: Path) -> None:
@@ -165,32 +152,8 @@ def test_several_clusters_and_faults_are_in_table_json_and_page(isthmus: Command
     assert parts["queue"] + parts["load"] + parts["prefill"] == pytest.approx(summary["ttft_s"]["mean"])
     assert summary["ready_s"]["mean"] == pytest.approx(summary["ttft_s"]["mean"] + parts["transfer"])
     assert summary["notes"] == ["fault dense:local:10:12:0.1", "fault dense:20:22"]
-    assert (summary["threshold"]["first"], summary["threshold"]["most"]) == (
-        4000,
-        None,
-    )  # none while it was dead
+    assert summary["threshold"]["first"] == 4000 and summary["threshold"]["most"] is None, "while it was dead"
     assert "dense > local, Gbps of 1" in Page(page.read_text()).charts
-
-
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        (("--link-fault", "dense:remote:1:2:0"), "no such link; there are: dense:local"),
-        (("--link-fault", "dense:local:1:2"), "write ONE:OTHER:START:STOP:FACTOR"),
-        (
-            ("--node-fault", "dense-decode-0:1:2"),
-            "no node or cluster has that name; there are: dense, dense-prefill-0",
-        ),
-    ],
-)
-def test_a_fault_of_nothing_there_is_one_line(
-    isthmus: Command, tmp_path: Path, fault: tuple[str, str], says: str
-) -> None:
-    config = tmp_path / "two.yaml"
-    config.write_text(TWO)
-    status, out, err = isthmus("simulate", "--config", config, "--workload", LONG_AND_SHORT, *fault)
-    assert status == 2 and out == ""
-    assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and says in err
 
 
 def test_shares_of_tenants_that_a_trace_names(isthmus: Command, config: Path, tmp_path: Path) -> None:
@@ -205,9 +168,8 @@ def test_shares_of_tenants_that_a_trace_names(isthmus: Command, config: Path, tm
     for auth in ("", "auth: {tenants: {globex: {weight: 4}}}\n"):
         config.write_text(plain + auth)
         figures = tmp_path / f"{len(means)}.json"
-        status, _, err = isthmus(
-            "simulate", "--config", config, "--workload", trace, "--json", figures, "--log", log
-        )
+        outputs = ("--json", figures, "--log", log)
+        status, _, err = isthmus("simulate", "--config", config, "--workload", trace, *outputs)
         assert status == 0, err
         groups = json.loads(figures.read_bytes())["by_tenant"]
         means.append({name: groups[name]["ttft_s"]["mean"] for name in ("acme", "globex")})
@@ -230,13 +192,3 @@ def test_what_a_trace_lacks_is_said_in_one_line_and_in_the_figures(
     )
     assert status == 0 and note in json.loads(figures.read_bytes())["notes"]
     assert err == f"isthmus: {note}\n" if verb == "simulate" else f"Note: {note}." in out
-
-
-def test_all_mistakes_of_a_file_are_told_at_once(isthmus: Command, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text("prot: 1\nengine:\n  gpu: 1\n")
-    status, _, err = isthmus("simulate", "--config", path, "--workload", WORKLOAD)
-    assert status == 2 and err == (
-        f"isthmus: error: {path}:1: unknown key 'prot'; did you mean 'port'?\n"
-        f"{path}:3: unknown key 'engine.gpu'; did you mean 'gpus'?\n"
-    )

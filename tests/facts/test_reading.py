@@ -111,8 +111,3 @@ def test_attention_nodes_have_the_room_that_weights_take_elsewhere() -> None:
     assert attention.kv_blocks == attention.cost.lent_capacity_tokens // 16
     assert decode.kv_blocks * 5 < attention.kv_blocks
     assert attention.live_states == 0 and attention.rates.rtt_ns == 33_000
-
-
-def test_batches_that_take_turns_are_a_nodes() -> None:
-    assert facts(engine={"cost": CURVE, "kv_memory": 1000 * BLOCK, "batches": 2})[0].batches == 2
-    assert facts()[0].batches == 1

@@ -14,16 +14,13 @@ def nodes(config: Config) -> list[str]:
     return [place.node for place in places_of(config)]
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 7])
-def test_few_cores_are_one_node_s(cores: int) -> None:
-    config, why = shaped(Config(model="m"), cores)
-    assert nodes(config) == ["mixed-0"]
-    assert f"all the cores ({cores})" in why and "--prefill 1 --decode 1" in why
+def test_few_cores_are_one_nodes_and_many_are_shared_by_two() -> None:
+    for cores in (1, 2, 7):
+        config, why = shaped(Config(model="m"), cores)
+        assert nodes(config) == ["mixed-0"]
+        assert f"all the cores ({cores})" in why and "--prefill 1 --decode 1" in why
     told = Config.model_validate_json(config.model_dump_json(exclude_unset=True))  # as a node process is told
     assert nodes(told) == ["mixed-0"] and told.model == "m"
-
-
-def test_many_cores_are_shared_by_two() -> None:
     config, why = shaped(Config(), 8)
     assert nodes(config) == ["prefill-0", "decode-0"]
     assert why.startswith("8 cores") and "--mixed 1" in why
@@ -51,9 +48,6 @@ def test_flags_name_nodes() -> None:
     assert shaped(load_config(None, {"roles.prefill.count": None}), 2)[1]
 
 
-@pytest.mark.parametrize(
-    ("cores", "processes", "threads"),
-    [(1, 1, 1), (2, 1, 2), (2, 2, 1), (2, 5, 1), (3, 1, 3), (4, 1, 3), (8, 2, 3), (9, 2, 4), (64, 1, 63)],
-)
-def test_threads_share_the_cores(cores: int, processes: int, threads: int) -> None:
-    assert node_threads(cores, processes) == threads
+def test_threads_share_the_cores() -> None:
+    asked = [(1, 1), (2, 1), (2, 2), (2, 5), (3, 1), (4, 1), (8, 2), (9, 2), (64, 1)]
+    assert [node_threads(*each) for each in asked] == [1, 2, 1, 1, 3, 3, 3, 4, 63]

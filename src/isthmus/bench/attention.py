@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from typer import Option
 
 from isthmus.bench import BenchError
 from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
+from isthmus.bench.options import COUNTS, Rounds, Text, one_of
 from isthmus.bench.study import Columns, Outcome, Report, in_turns, medians, said, silent, table
 from isthmus.core.blocks import KVLayout
 from isthmus.core.types import Span
@@ -50,20 +52,35 @@ MODELS = {
 }  # fmt: skip
 
 
+def _known(option: str, text: str) -> tuple[str, ...]:
+    return tuple(one_of(MODELS, option, name) for name in text.split(","))
+
+
+_NAMES = Text(_known, ",".join)
+MOST_TOKENS = 16384
+"""Cases with more tokens of KV are left out."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """`most_tokens`: cases with more KV than that are left out. `num_layers`: the model's first ones; a layer costs the
-    same in any of them."""
-
-    models: tuple[Model, ...] = tuple(MODELS.values())
-    dtype: str = "float32"
-    batches: tuple[int, ...] = (1, 8, 32)
-    contexts: tuple[int, ...] = (512, 2048, 8192)
-    holders: tuple[int, ...] = (1, 2, 4)
-    num_layers: int = 8
-    threads: int = 1
-    rounds: int = 5
-    most_tokens: int = 16384
+    models: Annotated[tuple[str, ...], _NAMES, Option(help=f"Whose layers, by shape: {', '.join(MODELS)}.")] = (
+        tuple(MODELS)
+    )
+    batches: Annotated[tuple[int, ...], COUNTS, Option(help="Requests of a step.")] = (1, 8, 32)
+    contexts: Annotated[tuple[int, ...], COUNTS, Option(help="Tokens of each that lie elsewhere.")] = (
+        512, 2048, 8192,
+    )  # fmt: skip
+    holders: Annotated[tuple[int, ...], COUNTS, Option(help="Nodes that they lie with, in equal parts.")] = (
+        1,
+        2,
+        4,
+    )
+    dtype: Annotated[
+        str, Text(partial(one_of, LIMITS), str), Option(help="Of the KV: float32 or bfloat16.")
+    ] = "float32"
+    layers: Annotated[int, Option(min=1, help="Layers of a step.")] = 8
+    threads: Annotated[int, Option(min=1, help="Threads that compute, here and at each holder.")] = 1
+    rounds: Rounds = 5
 
 
 COLUMNS: Columns = {
@@ -78,12 +95,15 @@ and layer and holder, `wire` with all that goes around them."""
 
 
 def run(plan: Plan, report: Report = silent) -> Outcome:
-    """All cases. Raises BenchError when sums differ or a holder fails, StartError when one does not start."""
+    """Attention over KV that lies with other nodes, on loopback, beside bare sockets and one memory: time, bytes.
+
+    Raises BenchError when sums differ or a holder fails, StartError when one does not start.
+    """
     interval, threads = sys.getswitchinterval(), torch.get_num_threads()
     sys.setswitchinterval(SWITCH_S)
     rows: list[dict[str, Any]] = []
     try:
-        for model in plan.models:
+        for model in map(MODELS.__getitem__, plan.models):
             memory = _memory(plan, model)
             for holders in plan.holders:
                 arguments = memory, holders, model.num_heads, plan.threads
@@ -102,13 +122,13 @@ def run(plan: Plan, report: Report = silent) -> Outcome:
 def _cases(plan: Plan, holders: int) -> Iterator[tuple[int, int]]:
     for batch in plan.batches:
         for context in plan.contexts:
-            if context >= holders * BLOCK and batch * context <= plan.most_tokens:
+            if context >= holders * BLOCK and batch * context <= MOST_TOKENS:
                 yield batch, context
 
 
 def _memory(plan: Plan, model: Model) -> Memory:
-    layout = KVLayout(plan.dtype, BLOCK, plan.num_layers, model.num_kv_heads, model.head_dim)
-    num_blocks = plan.most_tokens // BLOCK + max(plan.batches)
+    layout = KVLayout(plan.dtype, BLOCK, plan.layers, model.num_kv_heads, model.head_dim)
+    num_blocks = MOST_TOKENS // BLOCK + max(plan.batches)
     memory = Memory(layout, num_blocks, model.num_heads, plan.threads)
     generator = torch.Generator().manual_seed(0)
     for layer in memory.kv.layers:
@@ -173,16 +193,16 @@ def _measure(plan: Plan, memory: Memory, live: Live, bare: Bare, at: tuple[int, 
         "echo": lambda: case.layers(split, bare.elsewhere(ECHO)),
     }
     _verify(LIMITS[plan.dtype], *[sides[side]() for side in ("local", "live", "bare")])
-    payload, wire = _count(live, sides["live"], plan.num_layers * at[0] * at[2])
+    payload, wire = _count(live, sides["live"], plan.layers * at[0] * at[2])
     steps = {side: partial(_seconds, step) for side, step in sides.items()}
     found = medians(in_turns(steps, plan.rounds, warm_up=False))
-    us = {side: seconds / plan.num_layers * 1e6 for side, seconds in found.items()}
+    us = {side: seconds / plan.layers * 1e6 for side, seconds in found.items()}
     differences = {"added": us["live"] - us["home"], "least": us["bare"] - us["home"]}
     return us | {"payload": payload, "wire": wire} | differences
 
 
 def _count(live: Live, step: Callable[[], object], parts: int) -> tuple[float, float]:
-    """Bytes of one of so many parts of a step: queries and sums, and all that goes over the sessions."""
+    """Bytes of one part of a step: queries and sums, and all bytes on the wire."""
     payload, wire = live.payload_bytes(), live.wire_bytes()
     step()
     return (live.payload_bytes() - payload) / parts, (live.wire_bytes() - wire) / parts

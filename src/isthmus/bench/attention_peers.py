@@ -1,6 +1,6 @@
-"""Who `isthmus bench attention` asks: holders in processes of their own, as nodes ask them, and over bare sockets.
+"""Holders that `isthmus bench attention` asks: processes that answer over sessions, as nodes do, or over bare sockets.
 
-Every holder has the KV of all cases in memory of the same layout as this process. Live ones got it as a node gets it:
+Every holder has the KV of all cases, in memory of the same layout as this process. Live holders get it as nodes do:
 shipped over sessions, with seals.
 """
 
@@ -117,7 +117,7 @@ class _Node:
 
 
 def _hold(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: int, threads: int) -> None:
-    """A holder: what it is asked to keep goes into the blocks behind those given before, until all have left."""
+    """Process of a holder. Requests get consecutive blocks; the first blocks are free again when all have left."""
     sys.setswitchinterval(SWITCH_S)
     memory = Memory(msgspec.convert(layout, KVLayout), num_blocks, num_heads, threads)
 
@@ -257,8 +257,8 @@ def _serve_bare(pipe: Pipe, layout: dict[str, Any], num_blocks: int, num_heads: 
 
 
 class Bare:
-    """The same attention behind blocking sockets, one thread on either side: nothing but the bytes is sent, and nothing
-    is checked. What any way of asking takes at least."""
+    """The same attention behind blocking sockets, one thread on either side: only the bytes are sent and nothing is
+    checked. A lower bound for any protocol."""
 
     def __init__(self, memory: Memory, num_holders: int, num_heads: int, threads: int) -> None:
         self._memory = memory
@@ -280,7 +280,7 @@ class Bare:
                 first += len(span)
 
     def elsewhere(self, what: bytes = ATTEND) -> Elsewhere:
-        """`what`: ATTEND, or ECHO for an answer of zeros that nobody computes."""
+        """`what`: ATTEND, or ECHO for an answer of zeros without attention."""
         return _BareQuestions(self._links, what, self._memory.layout.head_dim)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What of a study runs elsewhere: another process, asked over a pipe, and an event loop in a thread of its own.
+"""Parts of a study that run elsewhere: in another process, asked over a pipe, or in an event loop in a thread.
 
-Lines of JSON go there, and lines `= JSON` come back. A process runs a function of ours, or a script in another Python,
-which has what the script needs and not Isthmus.
+Lines of JSON go to a process, and lines `= JSON` come back. It runs a function of ours, or a script in another Python,
+which has the script's dependencies and not Isthmus.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from isthmus.core.errors import StartError
 Value = TypeVar("Value")
 
 START_S = 60.0
-"""How long a function of ours may take to start, or to answer."""
+"""Longest start, or answer, of a function of ours."""
 _ANSWER = b"= "
 
 
 class Pipe:
-    """One end. Of what comes, lines without `mark` are no values: libraries print what they like."""
+    """One end of a pipe of JSON lines. Lines that come without `mark` are skipped: libraries print what they like."""
 
     def __init__(self, source: int, sink: int, *, mark: bytes = b"", signs: bytes = b"") -> None:
         self._source, self._sink, self._mark, self._signs = source, sink, mark, signs
@@ -43,7 +43,7 @@ class Pipe:
         os.write(self._sink, self._signs + msgspec.json.encode(value) + b"\n")
 
     def recv(self, limit_s: float | None = None) -> Any:
-        """Raises EOFError when the other end is gone, or says nothing for so long."""
+        """Raises EOFError when the other end is gone, or silent for `limit_s`."""
         while True:
             line, newline, rest = self._rest.partition(b"\n")
             if newline:
@@ -59,14 +59,14 @@ class Pipe:
             self._rest += more
 
     def fileno(self) -> int:
-        """To be watched for the end of the other side, when nothing more is to come."""
+        """For watching whether the other side ends."""
         return self._source
 
 
 class Asked:
-    """A process that answers, and ends when its input does. `hello`: the first thing it says.
+    """A process that answers, and ends when its input does. `hello`: its first value.
 
-    Raises StartError where it cannot be run or ends, BenchError with what it says of an error of its own.
+    Raises StartError if it cannot be run or ends, BenchError with the message of an error that it reports.
     """
 
     def __init__(
@@ -155,15 +155,15 @@ class Loop:
 
 
 def main() -> None:
-    """The other process of ours: what it prints goes to standard error, for its standard output is the pipe."""
+    """Main function of the other process. Its prints go to standard error: standard output is the pipe."""
     sink = os.dup(1)
     os.dup2(2, 1)
     pipe = Pipe(os.dup(0), sink, signs=_ANSWER)
     module, _, name = sys.argv[1].partition(":")
-    gc.disable()  # while what is there for good comes, nobody looks for cycles
+    gc.disable()  # modules stay for good: no collection while they are loaded, or over them later
     serve: Callable[..., None] = getattr(import_module(module), name)
     gc.freeze()
     gc.enable()
     with contextlib.suppress(BrokenPipeError):
         serve(pipe, *pipe.recv())
-    os._exit(0)  # threads of the study may wait for what never comes
+    os._exit(0)  # threads of the study may wait forever

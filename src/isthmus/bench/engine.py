@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from typer import Option
 
+from isthmus.bench.options import ComputeThreads, Rounds
 from isthmus.bench.study import Outcome, Report, in_turns, medians, over, said, silent, table, timed
 from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import Chunk
@@ -29,14 +31,22 @@ class Case:
     steps: int = 0
 
 
+@dataclass(frozen=True)
+class Plan:
+    model: Annotated[Path, Option(help="Model folder or GGUF file.")]
+    dtype: Annotated[str | None, Option(help="float32 or bfloat16; default: the model's.")] = None
+    threads: ComputeThreads = None
+    rounds: Rounds = 3
+
+
 class Side(Protocol):
-    """What runs a model."""
+    """An engine that runs a model."""
 
     def prefill(self, prompts: list[list[int]]) -> Any:
         """Computes prompts; returns what `decode` needs to go on."""
 
     def decode(self, prompts: list[list[int]], state: Any, steps: int) -> None:
-        """So many tokens for each prompt; may be called again with the same state."""
+        """Generates `steps` tokens for each prompt; may be called again with the same state."""
 
 
 def cases(max_length: int, steps: int = 32) -> list[Case]:
@@ -84,12 +94,21 @@ class Ours:
                 batch.advance(next_tokens)
 
 
-def run(ours: Ours, others: Mapping[str, Side], rounds: int = 3, report: Report = silent) -> Outcome:
-    """All cases, all sides in turns. A row has `case`, and tokens per second by side."""
+Others = Callable[[str], Mapping[str, Side]]
+"""Other sides, for a dtype."""
+
+
+def run(plan: Plan, report: Report = silent, others_of: Others = lambda dtype: {}) -> Outcome:
+    """Prefill and decode speed of the engine on this machine: tokens/s.
+
+    All cases, all sides in turns. A row has `case`, and tokens per second by side.
+    """
+    ours = Ours(plan.model, plan.dtype, plan.threads)
+    others = others_of(plan.dtype or ours.dtype)
     report(f"{ours.name}; {torch.get_num_threads()} threads")
     sides, rows = {"isthmus": ours, **others}, []
     for case in cases(ours.max_length):
-        rows.append({"case": case.name} | _speeds(case, sides, ours.vocab_size, rounds))
+        rows.append({"case": case.name} | _speeds(case, sides, ours.vocab_size, plan.rounds))
         report(said(rows[-1], "tokens/s"))
     columns = {"case": "case"} | {side: side for side in sides} | over("isthmus", others)
     return Outcome([table("isthmus bench engine: tokens/s", columns, rows)], rows)

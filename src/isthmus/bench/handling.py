@@ -1,9 +1,9 @@
-"""What moving KV takes of a node's processor: copying, sealing, sending, receiving, encoding; for `isthmus profile`.
+"""CPU time that moving KV takes of a node: copying, sealing, sending, receiving, encoding; for `isthmus profile`.
 
-Each is done to real KV of an engine, as a node does it. KV is sent layer by layer while the engine computes: then
-caches hold its weights, and an event loop sleeps between two layers, so that each costs several times what it does when
-all are sent at once. Both ends of the session over loopback are here, each in an event loop of its own; what their
-threads computed counts, not how long they waited for a core.
+Each is measured on real KV of an engine. KV is sent layer by layer while the engine computes: caches then hold the
+weights, and the event loop sleeps between layers, so that a layer costs several times as much as in one go. Both ends
+of the session over loopback are in this process, each in an event loop of its own. CPU time of their threads counts,
+not time spent waiting for a core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isthmus.live.messenger import Session, TcpNetwork
 from isthmus.live.peers.sessions import NoPayloads
 
 MAX_BLOCKS = 16
-"""Of each layer so many go together: a chunk of a prompt."""
+"""Blocks of a layer that are moved together: a chunk of a prompt."""
 ROUNDS, PINGS = 5, 50
 TIMEOUT_S = 60.0
 
@@ -40,7 +40,7 @@ class Layer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the seconds that the other end has computed so far."""
+    """Answered with the CPU seconds of the other end so far."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
@@ -51,7 +51,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 Message = Layer | Ping | Pong
 
 Compute = Callable[[int, OnLayer], object]
-"""Computes a prompt of so many blocks into the first ones."""
+"""Computes a prompt of a number of blocks into the first blocks."""
 
 
 def measure_handling(memory: KVBytes, compute: Compute, *, most: int, shares_core: bool) -> Handling:
@@ -155,7 +155,7 @@ class _Session:
         await asyncio.wait_for(self._end.closed.wait(), TIMEOUT_S)
 
     def hand_over(self, compute: Compute, num_blocks: int) -> tuple[float, float]:
-        """Seconds that both ends compute for a prompt of so many blocks; medians."""
+        """CPU seconds of both ends for a prompt of `num_blocks`; medians."""
 
         def on_layer(layer: int) -> None:
             self._near.soon(self._send, layer, num_blocks)
@@ -194,7 +194,7 @@ class _Session:
 
 
 class _End(NoPayloads):
-    """One side: takes layers into the slots from `first` on, checks them, and tells what its thread computed."""
+    """One side: takes layers into the slots from `first` on, checks them, and reports the CPU time of its thread."""
 
     def __init__(self, memory: KVBytes, first: int) -> None:
         self._memory, self._first = memory, first

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from typer import Option
+
+from isthmus.bench.options import COUNTS, SIZES, Rounds, Text, one_of
 from isthmus.bench.session_peer import Sessions
 from isthmus.bench.study import Outcome, Report, in_turns, medians, over, said, silent, table
 from isthmus.bench.transfer_peers import Direction, Memcpy, Peer, Sockets, shown_bytes, touched, verify
@@ -26,16 +29,24 @@ PING_BYTES = 4 * KIB
 PING_PAUSE_S = 0.001
 
 
+def _direction(option: str, text: str) -> Direction:
+    return Direction(one_of(tuple(Direction), option, text))
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. Pieces larger than a size are left out for it."""
+    """Pieces larger than a size are left out for it."""
 
-    direction: Direction = Direction.PUSH
-    sizes: tuple[int, ...] = (MIB, 16 * MIB, 1024 * MIB)
-    pieces: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 2 * MIB)
-    connections: tuple[int, ...] = (1, 2, 4)
-    rounds: int = 5
-    pings: int = 2000
+    direction: Annotated[
+        Direction, Text(_direction, str), Option(help="push, or pull: a request answered by a push.")
+    ] = Direction.PUSH
+    sizes: Annotated[tuple[int, ...], SIZES, Option(help="Bytes of a transfer.")] = (MIB, 16 * MIB, 1024 * MIB)
+    pieces: Annotated[tuple[int, ...], SIZES, Option(help="Bytes of each piece of it.")] = (
+        64 * KIB, 256 * KIB, MIB, 2 * MIB,
+    )  # fmt: skip
+    connections: Annotated[tuple[int, ...], COUNTS, Option(help="Connections of a session.")] = (1, 2, 4)
+    rounds: Rounds = 5
+    pings: Annotated[int, Option(min=1, help="4 KiB messages for the latency.")] = 2000
 
 
 class Other(Protocol):
@@ -49,7 +60,9 @@ class Other(Protocol):
 
 
 def run(plan: Plan, report: Report = silent, others: Mapping[str, Other] | None = None) -> Outcome:
-    """All cases, then the latency. `others` take their turns with the sides of this machine. A row has `size` and
+    """Sealed bytes between two processes over loopback, beside bare sockets and memcpy: GB/s, latency.
+
+    All cases, then the latency. `others` take their turns with the sides of this machine. A row has `size` and
     `pieces` in bytes, `connections`, and GB/s (1e9 bytes) by side.
 
     Raises BenchError when bytes arrive damaged, StartError when a side does not start.

@@ -30,10 +30,8 @@ EQUAL_GOODPUT = 0.01
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """All cells to run. `links` in GB/s; `decode`: decode nodes, None as many as prefill nodes; `ssd` in bytes.
-
-    `shared`: for each value, a sweep with KV handed over on the fetching links, or on a rail of its own.
-    """
+    """All cells to run. `links` in GB/s; `decode`: decode nodes, None: as many as prefill nodes; `ssd` in bytes;
+    `shared`: whether hand-overs share the links of fetches or have a rail of their own, a sweep for each value."""
 
     sources: tuple[str, ...]
     nodes: tuple[int, ...] = (8, 16)

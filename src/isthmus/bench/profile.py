@@ -1,4 +1,10 @@
-"""Bounded least squares over positive values."""
+"""`isthmus profile`: measures the engine here, or a vLLM server from outside, and fits a cost curve.
+
+An iteration of the engine is measured as a node's worker runs it: lay out the batch, step the engine, which samples,
+and move the batch on. On a server, prompts are measured alone, up to their only token; decodes together, by the time
+between tokens while all answers are being generated, so HTTP and vLLM's scheduling count; mixed iterations cannot be
+told apart from outside. Cases take turns and their medians count.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +164,7 @@ def profile_engine(
 
 
 def cases_of(max_length: int, kv_tokens: int) -> list[Case]:
-    """What is measured for a model of this length in so much KV memory (one block in every row is lost)."""
+    """Cases for a model of this length in `kv_tokens` of memory (each row wastes up to one block)."""
     prefill = [Case(n, p) for p in CACHED for n in LENGTHS if n + p <= max_length]
     decode = [
         Case(num_decodes=b, context=c) for c in CONTEXTS for b in BATCHES if c + DECODE_STEPS <= max_length

@@ -113,7 +113,7 @@ class Bench:
         return lambda tokens: says(self._tokenizer.decode(tokens), value)
 
     def cut(self, kind: str, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Donor and target of exactly so many tokens. Raises BenchError where there is not prose enough, or no room."""
+        """Donor and target of exactly `num_tokens`. Raises BenchError for too little prose or too little memory."""
         self.prompts.fit(num_tokens + 1)
         num_words, most = round(num_tokens * _WORDS_PER_TOKEN), sum(map(words, self._prose))
         donor, target = self._pair(kind, num_words)

@@ -1,7 +1,10 @@
-"""Real English prose for studies: a folder of the user's, or what is installed anyway.
+"""Prose, and pairs of texts made of it: one computed before, and one to be assembled of its KV. The same by seed.
 
-Without a folder it is Python's own reference manual, as `help()` shows it, and what the packages that Isthmus needs
-say of themselves. Nothing of it is kept in this repository.
+Prose is a folder of the user's, or Python's reference manual (`help()`) and the descriptions of installed packages. A
+text is passages of prose with planted facts, which no model can know. A question about the target has its answer in
+the target; the donor's statement in its place tells whether an answer follows the wrong text. Sentences are rewritten
+by rules, into the same meaning or the opposite: words and phrases of a fixed table are replaced, verbs contracted and
+openings moved. That stands in for texts that people or models would write.
 """
 
 from __future__ import annotations
@@ -208,7 +211,7 @@ class Pair:
 
 
 class Maker:
-    """Makes pairs of some prose, of about so many words each."""
+    """Makes pairs of texts of about `num_words` words from some prose."""
 
     def __init__(self, prose: Sequence[Passage], num_words: int, seed: int) -> None:
         self._prose, self._num_words, self._seed = prose, num_words, seed
@@ -290,7 +293,7 @@ def _reordered(text: Text, used: list[Passage], maker: Maker, rng: random.Random
 
 
 def _changed(share: float) -> Change:
-    """So many of the sentences, facts among them, are others."""
+    """Replaces a share of the sentences, facts included, by other sentences."""
 
     def change(text: Text, used: list[Passage], maker: Maker, rng: random.Random) -> Text:
         spare = [sentence for passage in used for sentence in passage]

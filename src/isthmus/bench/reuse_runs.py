@@ -27,7 +27,7 @@ from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Assembling, Chunk, Donated
 
 _PIECE = 2048
-"""A prompt in full is computed in pieces of so many tokens."""
+"""Tokens of the pieces in which a full prompt is computed."""
 _SALT = "bench"
 
 
@@ -112,7 +112,7 @@ class Prompts:
                 layer[self._slots] = own
 
     def full(self, tokens: Sequence[int], num_answers: int) -> Answer:
-        """The prompt as ever, and its greedy answer of at most so many tokens."""
+        """Computes a prompt in full, with a greedy answer of at most `num_answers` tokens."""
         self.fit(len(tokens) + num_answers)
         logits_1V = self._prefill(tokens, self._blocks)
         chosen = self._greedy(logits_1V, len(tokens), num_answers, self._blocks, None)
@@ -167,7 +167,7 @@ class Prompts:
         return slice(0, len(self._donor))
 
     def fit(self, count: int) -> None:
-        """Raises BenchError where so many tokens do not fit."""
+        """Raises BenchError if `count` tokens do not fit."""
         if count > self.most_tokens:
             raise BenchError(
                 f"a prompt and its answer have {count} tokens, and there is room for {self.most_tokens}"

@@ -83,7 +83,7 @@ METRICS += [
     "total_tokens_per_s",
     "prefill_tokens_per_s",
 ]
-"""Those that a ratio of two servers is given for: every server has them."""
+"""Metrics with a ratio of two servers: every server has them."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Capture:
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
     def data(self) -> Iterator[tuple[float, bytes]]:
-        """What its server-sent events say, each with the time at which its line was complete."""
+        """Data of the server-sent events, each with the time at which its line was complete."""
         rest = b""
         for read_s, piece in self.pieces:
             *lines, rest = (rest + piece).split(b"\n")
@@ -116,7 +116,7 @@ class Capture:
                     yield read_s, line[5:].strip()
 
     def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Those of JSON."""
+        """Events that are JSON."""
         for read_s, data in self.data():
             if data != DONE:
                 yield read_s, json.loads(data)
@@ -178,8 +178,8 @@ def run(
 
 
 async def _steps(session: aiohttp.ClientSession, server: Server) -> tuple[float, float]:
-    """Iterations of an Isthmus server's decoding nodes and the seconds they took, once its counters are fresh; (0, 0)
-    of other servers."""
+    """Iterations of an Isthmus server's decoding nodes and their seconds, once its counters are fresh; (0, 0) for other
+    servers."""
     names = ("isthmus_iterations_total", "isthmus_engine_seconds_total")
     if names[1] not in await metrics_of(session, server):
         return 0.0, 0.0
@@ -211,7 +211,7 @@ def connected(silence_s: float = SILENCE_TIMEOUT_S) -> aiohttp.ClientSession:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Value]], at_once: int | None = None) -> list[Value]:
-    """What all of them return, in their order, so many at a time. The first to fail ends the others."""
+    """Runs coroutines, `at_once` at a time, and returns their results in order. The first to fail ends the others."""
     left = list(works)
     waiting, found = enumerate(left), dict[int, Value]()
 
@@ -280,7 +280,7 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
 
 
 def _prompts(row: Row, seed: str) -> list[list[int]]:
-    """One prompt per request of a round: random token ids in the byte range, the same for every server."""
+    """Prompts of a round: random token ids in the byte range, the same for every server."""
     generators = [random.Random(f"{seed}/{index}") for index in range(row.requests)]
     return [list(generator.randbytes(row.prompt_tokens)) for generator in generators]
 
@@ -415,7 +415,7 @@ def _result(server: Server, row: Row, rounds: list[_Round], steps: tuple[float, 
 
 
 def _compared(results: list[Result], rounds: Sequence[Sequence[_Round]]) -> dict[str, Any]:
-    """What the first of two results has of the comparison."""
+    """Ratios and differing answers, for the first of two results."""
     first, second = results
     ratios = {name: first[name] / second[name] for name in METRICS if first[name] is not None and second[name]}
     pairs = [(one.streams, other.streams) for one, other in zip(*rounds, strict=True)]

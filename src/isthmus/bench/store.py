@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from typer import Option
 
 from isthmus.bench import BenchError
+from isthmus.bench.options import SIZE, SIZES, Rounds
 from isthmus.bench.study import Outcome, Report, in_turns, medians, said, silent, table, timed
 from isthmus.bench.transfer_peers import shown_bytes, touched
 from isthmus.core.errors import ConfigError
@@ -31,17 +33,17 @@ KIB, MIB = 1 << 10, 1 << 20
 NUM_LAYERS = 16
 RECORD_ROOM = 16 * KIB
 TIER_ROOM = MIB
-"""What a record and the tier itself need on the SSD beside the blocks, at most."""
+"""Upper bounds of the SSD bytes that a record and the tier need beside the blocks."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`total`: bytes of all blocks of a case. `folder`: where the SSD is; default: the temporary folder."""
-
-    sizes: tuple[int, ...] = (256 * KIB, MIB, 16 * MIB)
-    total: int = 256 * MIB
-    rounds: int = 5
-    folder: Path | None = None
+    sizes: Annotated[tuple[int, ...], SIZES, Option(help="Bytes of a block.")] = (256 * KIB, MIB, 16 * MIB)
+    total: Annotated[int, SIZE, Option(help="Bytes of all blocks of a case.")] = 256 * MIB
+    rounds: Rounds = 5
+    folder: Annotated[
+        Path | None, Option(help="An existing folder on the SSD; default: the temporary folder.")
+    ] = None
 
     def check(self) -> None:
         """Raises ConfigError for what cannot be measured."""
@@ -75,7 +77,7 @@ class Blocks:
         self.targets = [target[start : start + size] for start in starts]
 
     def blank(self) -> None:
-        """So that a block which is not given back is found."""
+        """Clears targets, so that a block which is not given back is found."""
         for target in self.targets:
             target[:64] = bytes(64)
 
@@ -86,7 +88,7 @@ class Blocks:
 
 
 Others = Callable[[Blocks], AbstractContextManager[Mapping[str, BlockStore]]]
-"""Other stores in memory, by their names, for as long as blocks of one size are measured."""
+"""Opens other in-memory stores, by name, while blocks of one size are measured."""
 
 
 def nobody(blocks: Blocks) -> AbstractContextManager[Mapping[str, BlockStore]]:
@@ -107,12 +109,12 @@ class Ours:
 
     @property
     def files(self) -> list[Path]:
-        """The SSD tier's, in the order in which they are filled."""
+        """Files of the SSD tier, in the order in which they are filled."""
         return [] if self._folder is None else sorted(self._folder.glob("blocks-*"))
 
     @property
     def file_bytes(self) -> int:
-        """What all blocks take there."""
+        """Bytes of all blocks on the SSD."""
         return 0 if self._log is None else self._log.format.record_bytes * self._blocks.count
 
     def put(self) -> float:
@@ -170,7 +172,9 @@ class Ours:
 
 
 def run(plan: Plan, report: Report = silent, others: Others = nobody) -> Outcome:
-    """Every size, in DRAM and on the SSD; in DRAM beside `others`. Raises BenchError for a damaged block.
+    """Put and get of blocks in DRAM and on the SSD, beside memcpy and a plain file: GB/s.
+
+    In DRAM also beside `others`. Raises BenchError for a damaged block, ConfigError for what cannot be measured.
 
     A row has `operation`, `tier`, `size` of a block in bytes, and GB/s (1e9 bytes) of the sides that were measured.
     `isthmus`: one call for each block, one at a time; `batched`: one call for all; `file`: a plain file, one thread.
@@ -213,7 +217,7 @@ Speeds = dict[tuple[str, str], float]
 
 
 def _speeds(plan: Plan, blocks: Blocks, steps: Mapping[tuple[str, str], Callable[[], float]]) -> Speeds:
-    """Steps say how many seconds all blocks took, in the order in which each of a round needs the one before."""
+    """Steps return the seconds of all blocks; each step of a round needs the one before."""
     found = in_turns(steps, plan.rounds)
     return {step: blocks.size * blocks.count / seconds / 1e9 for step, seconds in medians(found).items()}
 
@@ -334,7 +338,7 @@ def read_plain(files: Sequence[Path], targets: Sequence[memoryview], total: int)
 
 
 def drop_cached(files: Iterable[Path]) -> None:
-    """The kernel writes what it has of the files, and forgets it."""
+    """Makes the kernel write back and drop its cached pages of the files."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         try:

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from isthmus.sheet import Cell, Column, Sheet, written
+from isthmus.sheet import Column, Sheet, Source, written
 
 Report = Callable[[str], None]
 Value = TypeVar("Value")
 Side = TypeVar("Side", bound=Hashable)
-Columns = Mapping[str, str | Callable[[Any], Cell]]
-"""By head: a row's field or key of this name, or a function of the row."""
+Columns = Mapping[str, Source]
+"""Sources of cells by the head of their column."""
 
 
 def say(line: str) -> None:
@@ -96,16 +96,10 @@ def plain(rows: Iterable[Any]) -> list[Any]:
 
 def table(title: str, columns: Columns, rows: Iterable[Any]) -> Sheet:
     """The one place where a study's rows become a table: columns of text to the left, of numbers to the right."""
-    cells = [[_of(row, source) for source in columns.values()] for row in rows]
-    is_text = [any(isinstance(line[at], str) for line in cells) for at in range(len(columns))]
-    return Sheet(title, [Column(head, left=left) for head, left in zip(columns, is_text, strict=True)], cells)
-
-
-def _of(row: Any, source: str | Callable[[Any], Cell]) -> Cell:
-    if callable(source):
-        return source(row)
-    found: Cell = row.get(source) if isinstance(row, Mapping) else getattr(row, source)
-    return found
+    found = Sheet.of(title, [(Column(head), source) for head, source in columns.items()], rows)
+    is_text = [any(isinstance(line[at], str) for line in found.rows) for at in range(len(columns))]
+    heads = [Column(head, left=left) for head, left in zip(columns, is_text, strict=True)]
+    return msgspec.structs.replace(found, columns=heads)
 
 
 def said(row: Mapping[str, Any], unit: str = "") -> str:

@@ -1,22 +1,111 @@
-"""`isthmus bench NAME`: what a user measures, on his own machine, server or trace."""
+"""`isthmus bench NAME`: what a user measures, on his own machine, server or trace; commands made of a study's plan."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from isthmus.bench.study import Outcome
+    from typer._click import Command, Context, HelpFormatter
+
+    from isthmus.bench.study import Outcome, Report
+
+STUDIES = {
+    "attention": "Attention over KV that lies with other nodes, beside bare sockets and one memory: time, bytes.",
+    "engine": "Prefill and decode speed of the engine on this machine: tokens/s.",
+    "messenger": "Sealed bytes between two processes, beside bare sockets and memcpy: GB/s, latency.",
+    "policies": "Every placement policy in every cell of a sweep, simulated: isthmus against the best other one.",
+    "reuse": "Answers to prompts assembled of other prompts' KV, against the same in full: facts, ROUGE-L, KL, time.",
+    "serve": "The same streaming load on one server, or on two in turns: TTFT, TBT, tokens/s and ratios.",
+    "store": "Put and get of blocks in DRAM and on the SSD, beside memcpy and a plain file: GB/s.",
+}
+"""A study has a function here, or `run(plan, report)` in the module of its name in `isthmus.bench`."""
+
+
+class Studies(TyperGroup):
+    """Imports a study when it is asked for: some import torch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = dict.fromkeys(STUDIES)  # type: ignore[assignment]  # names, one of which is suggested for a typo
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        if cmd_name not in STUDIES:
+            return None
+        own: dict[str, Callable[..., None]] = {"policies": policies, "reuse": reuse, "serve": serve}
+        function = own.get(cmd_name) or command(import_module(f"isthmus.bench.{cmd_name}").run)
+        return one_command(cmd_name, function)
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(STUDIES.items()))
+
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Measure the parts of Isthmus, or a running server."
+    cls=Studies,
+    callback=lambda: None,  # a group, though no study is registered
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich's help would import every study
+    help="Measure the parts of Isthmus, or a running server.",
 )
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measured turns of each side.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute.")]
+
+
+def one_command(name: str, function: Callable[..., None]) -> Command:
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name)(function)
+    return typer.main.get_command(alone)
+
+
+def command(run: Callable[[Any, Report], Outcome]) -> Callable[..., None]:
+    """A command of `run(plan, report)`: an option for each field of the plan, and `--json`."""
+    from isthmus.bench.options import Text
+    from isthmus.bench.study import say
+    from isthmus.cli.outputs import check_writable
+
+    plan = get_type_hints(run)["plan"]
+    hints, texts, parameters = get_type_hints(plan, include_extras=True), dict[str, Text](), []
+
+    def add(name: str, default: Any, hint: Any) -> None:
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        )
+
+    for field in dataclasses.fields(plan):
+        hint, default = hints[field.name], field.default
+        text = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Text)), None)
+        if text is not None:
+            texts[field.name] = text
+            option = next(each for each in hint.__metadata__ if not isinstance(each, Text))
+            hint = Annotated[str | None if default is None else str, option]
+            if default not in (None, dataclasses.MISSING):
+                default = text.shown(default)
+        add(field.name, inspect.Parameter.empty if default is dataclasses.MISSING else default, hint)
+    add("json_file", None, JsonFile)
+
+    def call(json_file: Path | None = None, **given: Any) -> None:
+        check_writable("--json", json_file)
+        for name, text in texts.items():
+            if given[name] is not None:
+                given[name] = text.parse(f"--{name.replace('_', '-')}", given[name])
+        outcome = run(plan(**given), say)
+        finish(outcome, json_file)
+        if not outcome.is_good:
+            raise typer.Exit(1)
+
+    call.__doc__, call.__annotations__ = (run.__doc__ or "").partition("\n\n")[0], {}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
 def finish(outcome: Outcome, json_file: Path | None) -> None:
@@ -29,24 +118,6 @@ def finish(outcome: Outcome, json_file: Path | None) -> None:
     write_json(json_file, outcome.json)
 
 
-@app.command()
-def engine(
-    model: Annotated[Path, typer.Option(help="Model folder or GGUF file.")],
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
-    threads: Threads = None,
-    rounds: Rounds = 3,
-    json_file: JsonFile = None,
-) -> None:
-    """Prefill and decode speed of the engine on this machine: tokens/s."""
-    from isthmus.bench import engine as bench
-    from isthmus.bench.study import say
-    from isthmus.cli.outputs import check_writable
-
-    check_writable("--json", json_file)
-    finish(bench.run(bench.Ours(model, dtype, threads), {}, rounds, say), json_file)
-
-
-@app.command()
 def serve(
     url: Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible server.")],
     against_url: Annotated[str | None, typer.Option(help="A second server, measured in turns.")] = None,
@@ -87,78 +158,6 @@ def _row(text: str) -> Any:
         raise ConfigError(f"--row {text}: expected four numbers, e.g. 64/128/8/32") from None
 
 
-@app.command()
-def messenger(
-    direction: Annotated[str, typer.Option(help="push, or pull: a request answered by a push.")] = "push",
-    sizes: Annotated[str, typer.Option(help="Bytes of a transfer.")] = "1MiB,16MiB,1GiB",
-    pieces: Annotated[str, typer.Option(help="Bytes of each piece of it.")] = "64KiB,256KiB,1MiB,2MiB",
-    connections: Annotated[str, typer.Option(help="Connections of a session.")] = "1,2,4",
-    rounds: Rounds = 5,
-    pings: Annotated[int, typer.Option(min=1, help="4 KiB messages for the latency.")] = 2000,
-    json_file: JsonFile = None,
-) -> None:
-    """Sealed bytes between two processes over loopback, beside bare sockets and memcpy: GB/s, latency."""
-    from isthmus.bench import messenger as bench
-    from isthmus.bench.study import say
-    from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable
-    from isthmus.core.errors import ConfigError
-
-    check_writable("--json", json_file)
-    if direction not in tuple(bench.Direction):
-        raise ConfigError(f"--direction {direction}: known are {', '.join(bench.Direction)}")
-    plan = bench.Plan(
-        bench.Direction(direction),
-        amounts.sizes("--sizes", sizes),
-        amounts.sizes("--pieces", pieces),
-        amounts.counts("--connections", connections),
-        rounds,
-        pings,
-    )
-    finish(bench.run(plan, say), json_file)
-
-
-@app.command()
-def attention(
-    models: Annotated[
-        str, typer.Option(help="Whose layers, by shape: smollm2-135m, llama-3.1-8b.")
-    ] = "smollm2-135m,llama-3.1-8b",
-    batches: Annotated[str, typer.Option(help="Requests of a step.")] = "1,8,32",
-    contexts: Annotated[str, typer.Option(help="Tokens of each that lie elsewhere.")] = "512,2048,8192",
-    holders: Annotated[str, typer.Option(help="Nodes that they lie with, in equal parts.")] = "1,2,4",
-    dtype: Annotated[str, typer.Option(help="Of the KV: float32 or bfloat16.")] = "float32",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 8,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, here and at each holder.")] = 1,
-    rounds: Rounds = 5,
-    json_file: JsonFile = None,
-) -> None:
-    """Attention over KV that lies with other nodes, on loopback, beside bare sockets and one memory: time, bytes."""
-    from isthmus.bench import attention as bench
-    from isthmus.bench.study import say
-    from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable
-    from isthmus.core.errors import ConfigError
-
-    check_writable("--json", json_file)
-    names = models.split(",")
-    if unknown := [name for name in names if name not in bench.MODELS]:
-        raise ConfigError(f"--models {unknown[0]}: known are {', '.join(bench.MODELS)}")
-    if dtype not in bench.LIMITS:
-        raise ConfigError(f"--dtype {dtype}: known are {', '.join(bench.LIMITS)}")
-    plan = bench.Plan(
-        tuple([bench.MODELS[name] for name in names]),
-        dtype,
-        amounts.counts("--batches", batches),
-        amounts.counts("--contexts", contexts),
-        amounts.counts("--holders", holders),
-        layers,
-        threads,
-        rounds,
-    )
-    finish(bench.run(plan, say), json_file)
-
-
-@app.command()
 def reuse(
     model: Annotated[
         str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2.")
@@ -172,51 +171,22 @@ def reuse(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts that are timed.")] = "1000,2000,5000",
     rounds: Rounds = 3,
     seed: Annotated[int, typer.Option(help="Of texts and facts.")] = 0,
-    threads: Threads = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Answers to prompts assembled of other prompts' KV, against the same in full: facts, ROUGE-L, KL, time."""
     from isthmus.bench import reuse as bench
+    from isthmus.bench.options import counts
     from isthmus.bench.study import say
-    from isthmus.cli import amounts
     from isthmus.cli.models import find_model
     from isthmus.cli.outputs import check_writable
 
     check_writable("--json", json_file)
-    plan = bench.Plan(
-        texts, pairs, tokens, lengths=amounts.counts("--lengths", lengths), rounds=rounds, seed=seed
-    )
+    plan = bench.Plan(texts, pairs, tokens, lengths=counts("--lengths", lengths), rounds=rounds, seed=seed)
     path, name = find_model(model)
     finish(bench.run(path, name, plan, threads, say), json_file)
 
 
-@app.command()
-def store(
-    sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
-    total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",
-    rounds: Rounds = 5,
-    folder: Annotated[
-        Path | None, typer.Option(help="An existing folder on the SSD; default: the temporary folder.")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Put and get of blocks in DRAM and on the SSD, beside memcpy and a plain file: GB/s."""
-    from isthmus.bench import store as bench
-    from isthmus.bench.study import say
-    from isthmus.cli import amounts
-    from isthmus.cli.outputs import check_writable
-
-    check_writable("--json", json_file)
-    plan = bench.Plan(
-        amounts.sizes("--sizes", sizes),
-        amounts.size("--total", total),
-        rounds,
-        folder,
-    )
-    finish(bench.run(plan, say), json_file)
-
-
-@app.command()
 def policies(
     trace: Annotated[
         list[str],
@@ -243,8 +213,8 @@ def policies(
 ) -> None:
     """Every placement policy in every cell of a sweep, simulated: isthmus against the best other one."""
     from isthmus.bench import policies as bench
+    from isthmus.bench.options import numbers, size
     from isthmus.bench.policy_cells import POLICIES
-    from isthmus.cli import amounts
     from isthmus.cli.outputs import check_writable
     from isthmus.cli.simulate import progress_bar
     from isthmus.core.errors import ConfigError
@@ -256,15 +226,15 @@ def policies(
         raise ConfigError("--jobs: with --ray the cores of the cluster say how many; leave it out")
     sweep = bench.Sweep(
         tuple(trace),
-        amounts.numbers("--nodes", nodes, int),
-        amounts.numbers("--speeds", speeds, float),
-        amounts.numbers("--links", links, float),
-        amounts.numbers("--seeds", seeds, int),
+        numbers("--nodes", nodes, int),
+        numbers("--speeds", speeds, float),
+        numbers("--links", links, float),
+        numbers("--seeds", seeds, int),
         tuple(policy.split(",")) if policy else tuple(POLICIES),
         (False, True) if shared_links else (False,),
         str(config) if config else None,
         decode,
-        None if ssd is None else amounts.size("--ssd", ssd),
+        None if ssd is None else size("--ssd", ssd),
         limit,
     )
     pool = with_ray("--ray").RayPool() if ray else LocalPool(jobs or 2)

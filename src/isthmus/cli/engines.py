@@ -50,9 +50,9 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 @dataclass(frozen=True)
 class Served:
-    """What is known of the served model before any node runs. `kv_tokens`: the longest request for which there is KV
-    memory, in whole blocks, of several nodes together; `node_tokens`: of every single node. `no_reuse`: why KV of its
-    prompts cannot be moved to other positions here, "" if it can."""
+    """Facts of the served model before any node runs. `kv_tokens`: longest request that fits the KV memory of several
+    nodes together, in whole blocks; `node_tokens`: that fits every single node. `no_reuse`: the reason why KV of its
+    prompts cannot be moved to other positions, "" if it can."""
 
     tokenizer: Path
     vocab_size: int
@@ -63,7 +63,7 @@ class Served:
 
 
 def check_installed(config: Config) -> None:
-    """Raises ConfigError where nodes that are started here could not compute."""
+    """Raises ConfigError if nodes that are started here lack torch."""
     kinds = {cluster.config.engine.kind for cluster in clusters_of(config)}
     if config.placement == "local" and "torch" in kinds:
         require("torch", "engine.kind: torch")
@@ -96,7 +96,7 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
 
 
 def as_computed(config: Config, folder: Path) -> Config:
-    """With the type that the engine holds quantised weights in: it widens them, so they cost as much as then."""
+    """The configuration with the dtype to which the engine widens quantised weights, which is what they cost."""
     engine = config.engine
     if engine.kind != "torch" or engine.dtype is not None:
         return config
@@ -121,7 +121,7 @@ def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
 
 
 def _weight_bytes(config: Config, folder: Path) -> int:
-    """Of its matrices as the engine holds them, however they lie in files."""
+    """Bytes of the matrices as the engine holds them, whatever their form in files."""
     spec, files = _spec_of(config, folder), open_files(folder)
     facts = facts_of(files.required_object("config.json"), files.where("config.json"))
     head = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
@@ -129,7 +129,7 @@ def _weight_bytes(config: Config, folder: Path) -> int:
 
 
 def kv_layout(config: Config, folder: Path) -> KVLayout | None:
-    """Of the model that is run; None where it is emulated, and its costs alone say what a block of it takes."""
+    """KV layout of the model that runs; None for an emulated one, whose block size its cost model says."""
     if config.engine.kind == "emulated":
         return None
     spec = _spec_of(config, folder)
@@ -141,7 +141,7 @@ def _spec_of(config: Config, folder: Path) -> ModelSpec:
 
 
 def _vllm_spec(folder: Path) -> ModelSpec:
-    """Of any model whose KV can be told from its config.json. Raises ModelError."""
+    """Spec of a model whose KV is known from its config.json. Raises ModelError."""
     files = open_files(folder)
     spec = read_model(files.required_object("config.json"), files.where("config.json"))
     if spec.recurrent:
@@ -152,13 +152,13 @@ def _vllm_spec(folder: Path) -> ModelSpec:
 
 
 def _finds_memory(config: Config, role: Role) -> bool:
-    """Whether a vLLM server decides itself how much memory it takes for KV, and nobody knows it before."""
+    """Whether a vLLM server sizes its KV memory itself, unknown until it runs."""
     engine = for_role(config, role).engine
     return engine.device != "cpu" and "kv_memory" not in engine.model_fields_set and engine.hardware is None
 
 
 def served_length(config: Config, folder: Path, facts: NodeFacts) -> int:
-    """The longest request that a node's vLLM server is to take; 0 for what fits its memory."""
+    """Longest request that a node's vLLM server takes; 0: whatever fits its memory."""
     if config.engine.max_length is not None:
         return config.engine.max_length
     if _finds_memory(config, facts.role):
@@ -167,14 +167,13 @@ def served_length(config: Config, folder: Path, facts: NodeFacts) -> int:
 
 
 def vllm_layout(folder: Path, dtype: str | None, block_size: int) -> KVLayout:
-    """Of a model's KV in vLLM. Raises ModelError."""
+    """KV layout of a model in vLLM. Raises ModelError."""
     spec = _vllm_spec(folder)
     return spec_layout(spec, dtype or spec.dtype, block_size)
 
 
 def sampled_revision(folder: Path) -> str:
-    """Names a model by what is read of it in a moment: its description, and pieces from all over its weights. Raises
-    ModelError."""
+    """A digest of a model's description and of samples spread over its weights. Raises ModelError."""
     files, digest = open_files(folder), blake3.blake3()
     for name in ("config.json", "tokenizer.json"):
         digest.update((files.text(name) or "").encode() + b"\0")
@@ -189,7 +188,7 @@ def sampled_revision(folder: Path) -> str:
 
 
 def _weights_of(folder: Path) -> list[Path]:
-    """Files of weights. Raises ModelError where there is none that a vLLM node would know again."""
+    """Files of weights. Raises ModelError for a folder without safetensors."""
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ModelError(
@@ -199,7 +198,7 @@ def _weights_of(folder: Path) -> list[Path]:
 
 
 def node_facts(cluster: ClusterPlace, role: Role, folder: Path, node: NodeId) -> NodeFacts:
-    """Of one node that may be started by hand. Raises ModelError or ConfigError."""
+    """Facts of one node, which may be started by hand. Raises ModelError or ConfigError."""
     config = cluster.config
     cost = cost_of(config, role_config(config, role), folder)
     facts = role_facts(cluster, role, cost, config.engine.block_size, kv_layout(config, folder))
@@ -207,7 +206,7 @@ def node_facts(cluster: ClusterPlace, role: Role, folder: Path, node: NodeId) ->
 
 
 def _recipe(config: Config, folder: Path, facts: NodeFacts) -> emulated.Recipe:
-    """With states as long as the costs say, in tokens of KV."""
+    """Recipe of the emulated engine, with recurrent states of the size that the cost model says, in tokens of KV."""
     cost = compile_cost(facts.cost)
     return emulated.recipe_of(
         folder,
@@ -224,12 +223,12 @@ def grammar_limits(config: Config) -> GrammarLimits:
 
 
 def _emulated_layers(config: Config) -> int:
-    """Every stage of a pipeline has some."""
+    """At least one layer for every stage of a pipeline."""
     return max(EMULATED_LAYERS, config.roles.prefill.pipeline)
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The model's own folder; that of bytes where an emulated model brings no tokenizer."""
+    """The model's folder, or that of the byte tokenizer for an emulated model without a tokenizer."""
     return folder if open_files(folder).text("tokenizer.json") is not None else bytes_folder()
 
 
@@ -238,7 +237,7 @@ def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *,
     ConfigError or StartError."""
     make = _open_emulated if config.engine.kind == "emulated" else _open_torch
     engine = make(config, folder, threads, facts, stage)
-    if config.network.compression == "int8":  # then any block may have been through it, and its name says so
+    if config.network.compression == "int8":  # any block may have lost precision: block names tell them apart
         engine.layout = msgspec.structs.replace(engine.layout, codec="int8")
     return engine
 
@@ -289,9 +288,12 @@ def store_opener(
     *,
     ran_before: bool,
 ) -> Callable[[OnLost], Store] | None:
-    """Opens the store of a node's cache, if it has one: of blocks with this layout. `name`: its folder, which must be
-    usable when the node first starts (StartError), since it may be misspelt; a node that `ran_before` goes on with
-    DRAM alone. Raises ConfigError for an SSD tier without a folder."""
+    """Returns the function that opens the store of a node's cache; None without a cache.
+
+    `name`: folder of its SSD tier. A node that starts for the first time needs a usable folder (else StartError: the
+    path may be misspelt); one that `ran_before` goes on with DRAM alone. Raises ConfigError for an SSD tier without a
+    folder.
+    """
     cache = config.cache
     if not facts.cache_blocks:
         return None

@@ -1,7 +1,7 @@
-"""When Python looks for cycles in a process that serves.
+"""Garbage collection of a process that serves: off while it starts, and never over the objects that it started with.
 
-What comes as it starts (modules, weights, a tokenizer) is there for good: a node that imports PyTorch starts a tenth
-sooner if nobody looks through all that as it grows, and later no token waits until somebody has.
+Modules, weights and tokenizer live as long as the process. Without collections a node that imports PyTorch starts a
+tenth sooner, and later no token waits for a collection that visits them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Nobody looks for cycles until `started`, or the end of this."""
+    """Disables garbage collection until `started` is called, or the context ends."""
     gc.disable()
     try:
         yield
@@ -22,6 +22,6 @@ def starting() -> Iterator[None]:
 
 
 def started() -> None:
-    """What is there now is never looked through."""
+    """Enables garbage collection, which from now on skips the objects that exist already."""
     gc.freeze()
     gc.enable()

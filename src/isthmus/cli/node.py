@@ -111,11 +111,11 @@ def node(
 
 
 def _run_alone(spec: LaunchSpec, join_s: float) -> None:
-    """Whoever started it starts it again where it ends with an error: since its head is gone, for example."""
+    """Runs a node that a person or a service manager started, who restarts it after an error, as when its head died."""
     from isthmus.core.errors import StartError
     from isthmus.live.cluster.process import STOPPED
 
-    # The first process of a container has no default for it.
+    # The first process of a container has no default handler of SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     reason = _run(spec, join_s, watch_stdin=False)
     if reason not in (STOPPED, CANCELLED):
@@ -143,7 +143,7 @@ def _run_launched() -> None:
 
         line = sys.stdin.buffer.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it said what to be
+        sys.exit(1)  # the launcher died before it sent the specification
     try:
         _run(msgspec.json.decode(line, type=LaunchSpec), 0, watch_stdin=True)
     except IsthmusError as error:
@@ -166,7 +166,7 @@ def _run(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
 
 @contextlib.asynccontextmanager
 async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProcess]:
-    """The node; beside a vLLM server it is one when that answers."""
+    """The node's process; beside a vLLM server, as soon as that answers."""
     from isthmus.config import Config
 
     config = Config.model_validate_json(spec.config)
@@ -196,8 +196,8 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
 
 
 def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
-    """What `spec` says, with its engine and its store, ready to run. `join_s`: how long it waits for
-    its head. Raises ModelError, ConfigError or StartError."""
+    """The node's process with its engine and store, ready to run. `join_s`: how long it waits for its head.
+    Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import open_engine, store_opener
     from isthmus.config import Config
     from isthmus.live.cluster.node import NodeProcess

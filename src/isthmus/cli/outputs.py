@@ -1,4 +1,4 @@
-"""Files that a verb writes at its end: refused before the work, when they cannot be written."""
+"""Outputs of a verb: tables on the terminal, and files, which are refused before the work if they cannot be written."""
 
 from __future__ import annotations
 

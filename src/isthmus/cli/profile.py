@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from isthmus.bench.profile import Profile
 
 MAX_SEQUENCES = 16
-"""Of a vLLM server: so many it surely computes at once."""
+"""Largest batch measured on a vLLM server: any server computes that many sequences at once."""
 
 
 def profile(
@@ -112,7 +112,7 @@ def _of_server(
 
 
 def errors_of(found: Profile) -> str:
-    """How far the curve is from what it was fitted to, and from mixed iterations, to which it was not."""
+    """Errors of the curve on the iterations that it was fitted to, and on mixed iterations."""
     parts = [f"prefill {found.prefill_error_percent:.1f} %", f"decode {found.decode_error_percent:.1f} %"]
     if found.mixed_error_percent is not None:
         parts.append(f"mixed (not fitted) {found.mixed_error_percent:.1f} %")

@@ -80,7 +80,7 @@ def _list(json_file: Path | None) -> None:
 
 
 def _head(table: Table, *, starred: bool) -> None:
-    """What is compared, how ours was measured, and what a star says if there is one."""
+    """Prints the table's title, source and set-up, and the meaning of a star if there is one."""
     star = f" {_STAR}" if starred else ""
     print(fill(f"{table.title} ({table.source}). {table.setup}{star}", 112), end="\n\n")
 
@@ -93,7 +93,7 @@ def _as_json(rows: list[dict[str, Any]]) -> bytes:
 
 @contextmanager
 def _status(lab: Lab) -> Iterator[None]:
-    """What runs, on standard error while that is a terminal."""
+    """Shows progress on standard error, if that is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

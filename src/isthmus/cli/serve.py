@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
 FEW_CONNECTIONS = 1024
-"""With fewer the operator is told why."""
+"""Below this limit of HTTP connections the operator is told the reason."""
 
 
 def serve(
@@ -139,7 +139,7 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: Config, why: str) -> None:
-    """`why`: what to say of its nodes, "" if they were named."""
+    """Serves until a signal. `why`: the reason for default nodes, "" if the user named nodes."""
     import asyncio
 
     from isthmus.live.cluster.launcher import launcher_of
@@ -205,7 +205,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     from isthmus.live.gateway.settings import ApiKey, GatewaySettings
     from isthmus.live.gateway.tokenizer import GatewayTokenizer
 
-    places_of(config)  # what makes no sense is said before a model is looked for
+    places_of(config)  # refuses impossible nodes before a model is looked for
     check_installed(config)
     joins = config.placement == "join"
     if joins:
@@ -300,7 +300,7 @@ def _max_length(config: Config, model: Served) -> int:
 
 
 def say_if_exact(config: Config, why: str) -> None:
-    """`why`: as `ModelCard.no_reuse`. Requests are computed all the same, and nobody is told with each."""
+    """Warns once, at the start, that `reuse` has no effect. `why`: `ModelCard.no_reuse`."""
     from isthmus.core.types import Reuse
 
     if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
@@ -308,7 +308,7 @@ def say_if_exact(config: Config, why: str) -> None:
 
 
 def say_if_mute(tokenizer: GatewayTokenizer) -> None:
-    """Requests are answered all the same, since what a template shows may depend on them."""
+    """Warns of a chat template that drops user messages. Its output may depend on the request, so none is refused."""
     if tokenizer.template and not tokenizer.template.shows_users:
         print(
             "isthmus: the chat template of this model shows nothing of what users say: chat prompts may be without it",
@@ -317,7 +317,7 @@ def say_if_mute(tokenizer: GatewayTokenizer) -> None:
 
 
 def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
-    """`bound`: address and port, and what else a socket's name has."""
+    """Warns of a server without API keys beyond loopback. `bound`: the socket's name."""
     from ipaddress import ip_address
 
     if config.auth.keys or ip_address(bound[0]).is_loopback:
@@ -329,7 +329,7 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
 
 def say_if_plain(config: Config, host: str) -> None:
-    """`host`: at which nodes join. Said of one that is reached from other machines, when there is no TLS."""
+    """Warns of sessions without TLS if other machines reach `host`, where nodes join."""
     from isthmus.live.cluster.authority import is_loopback
 
     if config.tls.mode == "none" and not is_loopback(host):

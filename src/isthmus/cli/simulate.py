@@ -116,7 +116,7 @@ def _source(trace: Path | None, workload: str | None) -> Path | str:
 
 
 def _notes(speed: float, spread_seed: int | None, limit: int | None) -> list[str]:
-    """How the workload was changed, for whoever reads the figures later."""
+    """Changes to the workload, for readers of the figures."""
     notes = []
     if speed != 1.0:
         notes.append(f"replayed {speed:g} times as fast")
@@ -150,7 +150,7 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress | None]:
-    """What hears (done, of how many) and draws it on standard error; None where that is no terminal."""
+    """A callback for (done, total) that draws a bar on standard error; None if that is no terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

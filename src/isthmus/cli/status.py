@@ -1,4 +1,4 @@
-"""A cluster's status as sheets."""
+"""`isthmus status`: a running cluster, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.live.gateway.status import CacheStatus, NodeStatus, OffloadStatus, Status, TierStatus
-from isthmus.sheet import Cell, Sheet, numbers, texts
+from isthmus.live.gateway.status import NodeStatus, OffloadStatus, Status
+from isthmus.sheet import Column, Sheet, Source, texts
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -47,53 +47,56 @@ def _headline(status: Status, url: str) -> str:
 
 
 def _nodes(status: Status, url: str) -> Sheet:
-    columns = (
-        *(*texts("node", "role"), *numbers("running", "waiting", "preempted", "KV memory")),
-        *(*numbers("used %", "hits %", form=".1f"), *numbers("evicted"), *texts("state")),
-    )
-    rows = [
+    columns: list[tuple[Column, Source]] = [
+        (Column("node", left=True), "node"),
+        (Column("role", left=True), "role"),
+        (Column("running"), "requests_running"),
+        (Column("waiting"), "requests_waiting"),
+        (Column("preempted"), "preemptions"),
+        (Column("KV memory"), lambda node: _size(node.kv_memory.capacity_bytes)),
         (
-            *(node.node, node.role, node.requests_running, node.requests_waiting, node.preemptions),
-            _size(node.kv_memory.capacity_bytes),
-            _percent(node.kv_memory.used_bytes / node.kv_memory.capacity_bytes),
-            _percent(node.prefix_cache.hit_rate),
-            *(node.prefix_cache.evicted_blocks, _state(node)),
-        )
-        for node in status.nodes
+            Column("used %", form=".1f"),
+            lambda node: _percent(node.kv_memory.used_bytes / node.kv_memory.capacity_bytes),
+        ),
+        (Column("hits %", form=".1f"), lambda node: _percent(node.prefix_cache.hit_rate)),
+        (Column("evicted"), lambda node: node.prefix_cache.evicted_blocks),
+        (Column("state", left=True), _state),
     ]
-    return Sheet(_headline(status, url), columns, rows)
+    return Sheet.of(_headline(status, url), columns, status.nodes)
 
 
 def _tiers(nodes: Iterable[NodeStatus]) -> Sheet:
-    columns = (
-        *(*texts("node", "tier"), *numbers("used", "of"), *numbers("full %", form=".1f"), *numbers("blocks")),
-        *(*numbers("hits %", form=".1f"), *numbers("evicted", "pinned", "in", "out")),
-    )
-    rows = [(node.node, *_tier(tier, node.cache)) for node in nodes if node.cache for tier in node.cache.tiers]
-    return Sheet("Cache tiers (hits: of all prompt tokens of the cluster)", columns, rows)
-
-
-def _tier(tier: TierStatus, cache: CacheStatus) -> tuple[Cell, ...]:
-    return (
-        *(tier.tier, _size(tier.used_bytes), _size(tier.capacity_bytes)),
-        _percent(tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else None),
-        *(tier.blocks, _percent(tier.hit_rate), tier.evictions),
-        cache.pinned_blocks if tier.tier == "memory" else None,
-        *(_size(tier.bytes_in), _size(tier.bytes_out)),
-    )
+    columns: list[tuple[Column, Source]] = [
+        (Column("node", left=True), lambda row: row[0]),
+        (Column("tier", left=True), lambda row: row[2].tier),
+        (Column("used"), lambda row: _size(row[2].used_bytes)),
+        (Column("of"), lambda row: _size(row[2].capacity_bytes)),
+        (
+            Column("full %", form=".1f"),
+            lambda row: _percent(row[2].used_bytes / row[2].capacity_bytes if row[2].capacity_bytes else None),
+        ),
+        (Column("blocks"), lambda row: row[2].blocks),
+        (Column("hits %", form=".1f"), lambda row: _percent(row[2].hit_rate)),
+        (Column("evicted"), lambda row: row[2].evictions),
+        (Column("pinned"), lambda row: row[1].pinned_blocks if row[2].tier == "memory" else None),
+        (Column("in"), lambda row: _size(row[2].bytes_in)),
+        (Column("out"), lambda row: _size(row[2].bytes_out)),
+    ]
+    rows = [(node.node, node.cache, tier) for node in nodes if node.cache for tier in node.cache.tiers]
+    return Sheet.of("Cache tiers (hits: of all prompt tokens of the cluster)", columns, rows)
 
 
 def _transfers(nodes: Iterable[NodeStatus]) -> Sheet:
-    names = ("handed over, in", "out", "fetched", "borrowed", "given", "damaged")
-    rows: list[tuple[Cell, ...]] = []
-    for node in nodes:
-        moved = node.transfers
-        sizes = (
-            *(moved.handover_bytes_in, moved.handover_bytes_out),
-            *(moved.fetched_bytes, moved.borrowed_bytes, moved.given_bytes),
-        )
-        rows.append((node.node, *map(_size, sizes), moved.seal_mismatches))
-    return Sheet("KV between nodes", (*texts("node"), *numbers(*names)), rows)
+    columns: list[tuple[Column, Source]] = [
+        (Column("node", left=True), "node"),
+        (Column("handed over, in"), lambda node: _size(node.transfers.handover_bytes_in)),
+        (Column("out"), lambda node: _size(node.transfers.handover_bytes_out)),
+        (Column("fetched"), lambda node: _size(node.transfers.fetched_bytes)),
+        (Column("borrowed"), lambda node: _size(node.transfers.borrowed_bytes)),
+        (Column("given"), lambda node: _size(node.transfers.given_bytes)),
+        (Column("damaged"), lambda node: node.transfers.seal_mismatches),
+    ]
+    return Sheet.of("KV between nodes", columns, nodes)
 
 
 def _links(offload: OffloadStatus) -> Sheet:
@@ -106,18 +109,17 @@ def _links(offload: OffloadStatus) -> Sheet:
     counts = f"{offload.requests:,} requests so far, threshold set {offload.changes:,} times"
     if offload.conversions:
         counts += f", {offload.conversions:,} nodes converted"
-    columns = (
-        *(*texts("from", "to", "state"), *numbers("Gbit/s", form=".2f"), *numbers("of", form="g")),
-        *(*numbers("sent", "queued"), *numbers("round trip ms", form=".1f")),
-    )
-    rows = [
-        (
-            *(link.source, link.target, "up" if link.up else "DOWN", link.gbps, link.rated_gbps),
-            *(_size(link.sent_bytes), _size(link.queued_bytes), link.rtt_ms),
-        )
-        for link in offload.links
+    columns: list[tuple[Column, Source]] = [
+        (Column("from", left=True), "source"),
+        (Column("to", left=True), "target"),
+        (Column("state", left=True), lambda link: "up" if link.up else "DOWN"),
+        (Column("Gbit/s", form=".2f"), "gbps"),
+        (Column("of", form="g"), "rated_gbps"),
+        (Column("sent"), lambda link: _size(link.sent_bytes)),
+        (Column("queued"), lambda link: _size(link.queued_bytes)),
+        (Column("round trip ms", form=".1f"), "rtt_ms"),
     ]
-    return Sheet(f"Links; {threshold}{reason}; {counts}", columns, rows)
+    return Sheet.of(f"Links; {threshold}{reason}; {counts}", columns, offload.links)
 
 
 def _products(nodes: Iterable[NodeStatus]) -> Sheet:
@@ -142,7 +144,7 @@ def _remarks(nodes: Sequence[NodeStatus]) -> Sheet:
 
 
 def _state(node: NodeStatus) -> str:
-    """What an operator should look at, worst first."""
+    """Problems of a node's cache, worst first."""
     cache = node.cache
     if cache is None:
         return "ok"
@@ -221,7 +223,7 @@ def _checked(url: str) -> str:
 
 
 def _answers(base: str, key: str | None, every_s: float | None) -> Iterator[bytes]:
-    """One answer, or one every so many seconds until Ctrl-C."""
+    """Prints one answer, or one every `watch` seconds until Ctrl-C."""
     yield _ask(base, key)
     try:
         while every_s is not None:

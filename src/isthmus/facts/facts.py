@@ -1,4 +1,4 @@
-"""What work costs on a node, and what it runs on: curves, hardware and the model's own facts."""
+"""Facts of one node, the same for a live process and for an object of the simulator, and what work costs there."""
 
 from __future__ import annotations
 
@@ -46,13 +46,12 @@ _CODEC_DTYPES = {cost: codec for codec, cost in _COST_DTYPES.items()}
 
 
 def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
-    """What nodes of a role run on, if the configuration says. Raises ConfigError for an unknown name."""
+    """Hardware of a role's nodes, None if the configuration names none. Raises ConfigError for an unknown name."""
     name = nodes.hardware or config.engine.hardware
     return None if name is None else hardware_named(name)
 
 
 def chunking_of(config: Config, nodes: RoleConfig) -> Chunking:
-    """How nodes of a role cut prompts."""
     scheduling, hardware = config.scheduling, hardware_of(config, nodes)
     on_gpu = hardware is not None and hardware.name != "cpu"
     return Chunking(
@@ -67,13 +66,13 @@ def gpus_of(config: Config, nodes: RoleConfig) -> int:
 
 
 def codec_dtype(cost: Cost, otherwise: str = "") -> str:
-    """Of the KV that a cost model speaks of, as codecs name it; "" for what they do not take."""
+    """KV dtype of a cost model as codecs name it; "" if no codec takes it."""
     return _CODEC_DTYPES.get(cost.kv_dtype, "") if isinstance(cost, Analytic) else otherwise
 
 
 def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
-    """What work takes on a node of a role: a measured curve where there is one, else the analytic model of the
-    model's config.json (`model`: its folder, that file, or a GGUF file) on its hardware, this CPU when none is named.
+    """Cost model of a role's nodes: the measured curve if one is configured, else the analytic model of the model's
+    config.json (`model`: its folder, that file, or a GGUF file) on its hardware, this CPU when none is named.
 
     Raises ConfigError for a curve or hardware without a cost, and for the emulated engine without hardware; ModelError
     for a model without a cost.
@@ -128,14 +127,12 @@ def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
 
 
 UNLIMITED = 1 << 50
-"""Bytes per second of a link that nobody asked to limit."""
+"""Bytes per second of a link without a configured limit."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`.
-
-    `rtt_ns`: of a question to another node of its cluster and the answer, what does not depend on their size.
-    """
+    """One node's links in bytes per second. `handover`: a rail of its own for prefill to decode, 0 shares `network`.
+    `rtt_ns`: the part of a round trip to another node of its cluster that does not depend on message sizes."""
 
     network: int = UNLIMITED
     handover: int = 0
@@ -163,62 +160,52 @@ class Sequences(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """One node; a pipeline group, whose machines each have a range of layers, is one.
-
-    `kv_blocks`: of its engine's memory, beside the recurrent states of `live_states` requests. `dram_blocks`,
-    `ssd_blocks`: that its cache keeps; `transit_blocks`: of DRAM for blocks on their way: being written, fetched, lent.
-    `state_blocks`: that the recurrent state of a sequence fills. `pipeline`: machines of the group. `cluster`: where it
-    stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `kv_heads`: into
-    so many parts the KV of a token can be cut. `token_budget`, `prompt_batch`, `order`, `max_steps`, `max_chunks`: as
-    in the scheduler's `SchedulerLimits`; the last for prefill alone. `report_ns`: how often it says at most what its
-    memory is used for, 0 for never. `reuse_layers`: that keep KV, if prompts are assembled from others' KV, else 0.
-    """
+    """One node. A pipeline group, whose machines have a range of layers each, is one node."""
 
     node: NodeId
     role: Role
     cost: Cost
-    kv_blocks: int
+    kv_blocks: int  # of the engine's memory, beside the recurrent states of `live_states` requests
     block_size: int
-    dram_blocks: int = 0
+    dram_blocks: int = 0  # kept by the cache
     ssd_blocks: int = 0
     rates: Rates = Rates()
-    transit_blocks: int = 0
-    state_blocks: int = 0
+    transit_blocks: int = 0  # DRAM slots of blocks that are being written, fetched or lent
+    state_blocks: int = 0  # filled by the recurrent state of one sequence
     live_states: int = 64
-    pipeline: int = 1
-    cluster: str = ""
-    kv_dtype: str = ""
-    kv_heads: int = 1
+    pipeline: int = 1  # machines of the group
+    cluster: str = ""  # "" if there is only one
+    kv_dtype: str = ""  # for codecs; "" if none takes it
+    kv_heads: int = 1  # parts into which the KV of a token can be cut
     chunking: Chunking = Chunking()
-    token_budget: int = 512
+    token_budget: int = 512  # this, `prompt_batch`, `order`, `max_steps`: see `SchedulerLimits`
     prompt_batch: int = 1 << 30
     sequences: Sequences = Sequences()
     order: str = "fcfs"
     max_steps: int = 16
-    max_chunks: int = 1
+    max_chunks: int = 1  # of prefill nodes
     batches: int = 1
-    report_ns: int = 0
-    reuse_layers: int = 0
+    report_ns: int = 0  # shortest interval between reports of memory use; 0: no reports
+    reuse_layers: int = 0  # layers that keep KV, if prompts are assembled from other prompts' KV, else 0
 
     @property
     def max_sequences(self) -> int:
-        """In the role that it has."""
         return self.sequences.of(self.role)
 
     @property
     def cache_blocks(self) -> int:
-        """That its cache keeps, 0 without one."""
+        """Blocks that the cache keeps; 0 without a cache."""
         return self.dram_blocks + self.ssd_blocks
 
     @property
     def num_slots(self) -> int:
-        """Blocks that its DRAM holds, kept or on their way."""
+        """DRAM slots: of blocks that are kept and of blocks in transit."""
         return self.dram_blocks + self.transit_blocks
 
     @property
     def paths(self) -> Paths:
-        """How fast KV moves to and from it. Only from prefill to decode where there is no cache; and a pipeline group
-        shares its cache with nobody."""
+        """Bandwidths at which KV moves to and from the node. Without a cache KV moves only from prefill to decode, and
+        other nodes fetch nothing from a pipeline group."""
         rates = self.rates
         rail = rates.handover or rates.network
         if not self.cache_blocks:
@@ -226,17 +213,17 @@ class NodeFacts(msgspec.Struct, frozen=True):
         disk = rates.disk_read if self.ssd_blocks else 0
         if self.pipeline > 1:
             return Paths(0, rates.memory, disk, rail, rates.rtt_ns)
-        # A link that is limited is shared with what is fetched.
+        # A link with a configured limit carries fetches and hand-overs alike.
         own_rail = rates.handover if rates.network < UNLIMITED else rail
         return Paths(rates.network, rates.memory, disk, own_rail, rates.rtt_ns)
 
     @property
     def target(self) -> TbtTarget | None:
-        """What its chunks keep, if they keep any limit."""
+        """TBT target of its chunks; None without a limit."""
         return self.chunking.target(compile_cost(self.cost).step_ps)
 
     def limits(self, role: Role) -> SchedulerLimits:
-        """What its scheduler may use in a role, which may change."""
+        """Limits of its scheduler in a role; a node may change its role."""
         return SchedulerLimits(
             num_blocks=self.kv_blocks,
             block_size=self.block_size,
@@ -251,11 +238,11 @@ class NodeFacts(msgspec.Struct, frozen=True):
         )
 
     def tiers(self) -> TierCache | None:
-        """Its cache, empty; None where it has none."""
+        """A new, empty cache; None for a node without one."""
         return TierCache(self.dram_blocks, self.ssd_blocks) if self.cache_blocks else None
 
     def joined(self) -> NodeJoined:
-        """What the conductor hears of it."""
+        """The event that tells the conductor of this node."""
         return NodeJoined(
             self.node,
             self.role,
@@ -276,8 +263,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     def node_of(
         self, pool: BlockPool | CountingPool, *, cached: bool = True, transfer_ns: int = TRANSFER_NS
     ) -> Node:
-        """Who decides for it, at its start. `cached`: whether it keeps its cache, if it has one. `transfer_ns`: how
-        long what is transferred may bring nothing."""
+        """The decider of this node in its initial state. `cached`: whether it uses its cache; `transfer_ns`: how long a
+        transfer may bring nothing before it is given up."""
         tiers = self.tiers() if cached else None
         scheduler = Scheduler(self.limits(self.role), tiers, pool, self.target, self.node)
         limits = {role: self.limits(role) for role in Role}

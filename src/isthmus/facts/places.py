@@ -1,8 +1,7 @@
-"""Which nodes a configuration asks for, in which clusters and from which files; and, where it names none, which suit
-the cores here.
+"""Nodes and clusters that a configuration asks for, the files it names, and default nodes for this machine.
 
-The latter are rules of the number of cores alone, so that they are known before a model is read and cost no start any
-time. What was measured for them: docs/decisions/0013-one-node-on-few-cores.md.
+Default nodes depend on the number of cores alone, so they are known before a model is read. Measurements:
+docs/decisions/0013-one-node-on-few-cores.md.
 """
 
 from __future__ import annotations
@@ -24,35 +23,33 @@ from isthmus.facts.rules import links_of
 _Section = TypeVar("_Section", bound=BaseModel)
 
 SPLIT_CORES = 8
-"""From so many cores on, prefill and decode get a node each. On fewer, half of the cores is what is missed most: a
-mixed node has all of them for whatever there is to do, computes prompts in the same iterations as decodes, and hands
-nothing over."""
+"""From this number of cores on, prefill and decode get a node each. With fewer, one mixed node uses all cores for
+prompts and decodes, in the same iterations, and hands nothing over."""
 SPARE_CORES = 4
-"""From so many cores on, one is kept for gateway and sessions. They take a small part of one: of two or three cores,
-keeping one loses more than sharing it."""
+"""From this number of cores on, one core is kept for gateway and sessions, which need a small part of it. With two or
+three cores, sharing one costs less than keeping it free."""
 
 
 def role_config(config: Config, role: Role) -> RoleConfig:
-    """Of the nodes of a role."""
     nodes: RoleConfig = getattr(config.roles, role.value)
     return nodes
 
 
 def for_role(config: Config, role: Role) -> Config:
-    """With `engine` as it holds for the nodes of a role."""
+    """The configuration with `engine` as it applies to the nodes of a role."""
     nodes = role_config(config, role)
     engine = _overridden(config.engine, nodes, "hardware", "gpus", "max_sequences", "kv_memory")
     return config.model_copy(update={"engine": engine})
 
 
 def _overridden(section: _Section, own: BaseModel, *keys: str) -> _Section:
-    """With those of these values that `own` gives."""
+    """The section with those of `keys` that `own` sets."""
     return section.model_copy(update={key: value for key in keys if (value := getattr(own, key)) is not None})
 
 
 class ClusterPlace(msgspec.Struct, frozen=True):
-    """One cluster. `config`: the deployment's as it holds for the nodes here: `roles`, `engine.hardware`, `engine.gpus`
-    and `engine.cost` are this cluster's. `name`: "" where the configuration names none."""
+    """One cluster. `config`: the deployment's with `roles`, `engine.hardware`, `engine.gpus` and `engine.cost` of this
+    cluster. `name`: "" if the configuration names no clusters."""
 
     name: str
     config: Config
@@ -63,20 +60,20 @@ class ClusterPlace(msgspec.Struct, frozen=True):
 
 
 def clusters_of(config: Config) -> list[ClusterPlace]:
-    """In the order of the configuration, which is also that of their nodes."""
+    """Clusters in the order of the configuration, which is also the order of their nodes."""
     if not config.clusters:
         return [ClusterPlace("", config)]
     found = []
     for name, cluster in config.clusters.items():
         engine = _overridden(config.engine, cluster, "hardware", "gpus", "cost")
-        roles = RolesConfig(**dict(cluster.roles))  # all are named, for who reads a dump of it
+        roles = RolesConfig(**dict(cluster.roles))  # names all roles, so that a dump has all of them
         update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
         found.append(ClusterPlace(name, config.model_copy(update=update), cluster.price))
     return found
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One node that is asked for, a pipeline group being one."""
+    """One configured node; a pipeline group is one node."""
 
     node: NodeId
     role: Role
@@ -125,7 +122,7 @@ def _counts(cluster: ClusterPlace) -> dict[Role, int]:
 
 
 def _check_served(counts: Mapping[str, Mapping[Role, int]], config: Config) -> None:
-    """A cluster decodes what it or a linked one prefills; what prefills only must have somebody to decode."""
+    """Raises ConfigError for prefill nodes without decode nodes in their cluster or a linked one, and the reverse."""
     if not any(roles[Role.MIXED] or roles[Role.DECODE] for roles in counts.values()) or not any(
         roles[Role.MIXED] or roles[Role.PREFILL] for roles in counts.values()
     ):
@@ -151,8 +148,8 @@ def _check_served(counts: Mapping[str, Mapping[Role, int]], config: Config) -> N
 
 
 def shaped(config: Config, cores: int) -> tuple[Config, str]:
-    """The configuration with the nodes that suit so many cores, and why, in a sentence; as it is and "" where it names
-    nodes, or where these cores are not what they compute with."""
+    """The configuration with default nodes for a machine of `cores`, and a sentence that says why. Unchanged, with "",
+    if the configuration names nodes or does not compute on these cores."""
     engine = config.engine
     if config.placement != "local" or config.clusters or "roles" in config.model_fields_set:
         return config, ""
@@ -169,15 +166,14 @@ def shaped(config: Config, cores: int) -> tuple[Config, str]:
 
 
 def node_threads(cores: int, num_processes: int) -> int:
-    """Of each of so many processes: the cores shared evenly, since a parallel kernel waits for its slowest thread and a
-    core lent twice costs more than it gives."""
+    """Threads of each process: an even share of the cores, since a parallel kernel waits for its slowest thread and
+    oversubscribed cores cost more than they give."""
     shared = cores if cores < SPARE_CORES else cores - 1
     return max(1, shared // num_processes)
 
 
 def at_home(config: Config, folder: Path) -> Config:
-    """The same with each `cost` that names a file, and a `model` that is one there, found from the folder of the
-    configuration file."""
+    """Resolves files named by `cost`, and a `model` that is a file there, from the folder of the configuration file."""
     clusters = {name: _costed(cluster, folder) for name, cluster in config.clusters.items()}
     changed: dict[str, Any] = {"engine": _costed(config.engine, folder), "clusters": clusters}
     if config.model is not None and (folder / config.model).is_file():
@@ -186,10 +182,10 @@ def at_home(config: Config, folder: Path) -> Config:
 
 
 def rooted(config: Config, folder: Path) -> Config:
-    """The same with files named from the root, for processes that run in another folder than `folder`."""
+    """Makes paths absolute, for processes that run in another folder than `folder`."""
     engine = _costed(config.engine, folder)
     if engine.kind == "vllm":
-        is_path = os.sep in (engine.vllm.python or "")  # else it is one of the PATH
+        is_path = os.sep in (engine.vllm.python or "")  # else a name that is looked up in PATH
         vllm = _found(engine.vllm, folder, "logs", *["python"] * is_path)
         engine = engine.model_copy(update={"vllm": vllm})
     return _found(config, folder, "record").model_copy(
@@ -204,7 +200,7 @@ def rooted(config: Config, folder: Path) -> Config:
 
 
 def _found(section: _Section, folder: Path, *keys: str) -> _Section:
-    """The same with these files, where they are given, found from a folder."""
+    """The section with the paths of `keys`, where given, resolved from a folder."""
     given = {key: value for key in keys if (value := getattr(section, key)) is not None}
     found = {key: str(folder / Path(value).expanduser()) for key, value in given.items()}
     return section.model_copy(update=found)

@@ -1,7 +1,6 @@
-"""The one reading of a configuration into facts of nodes.
+"""Reads a configuration into facts of nodes.
 
-What a block takes is told by the KV layout where an engine has one, and by the cost model where none does: in the
-simulator, and for the emulated engine, which has the room and the states of the model that it stands for.
+Block sizes come from the engine's KV layout; in the simulator and for the emulated engine, from the cost model.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from isthmus.facts.places import ClusterPlace, places_of, role_config
 
 MIN_SLOTS = 8
 TRANSIT = 8
-"""One in so many slots of a cache's DRAM is for blocks on their way."""
+"""One DRAM slot of a cache in this number is for blocks in transit."""
 MAX_EMULATED_TOKENS = 1 << 23
-"""That an emulated node holds when `engine.kv_memory` is not given, so that no small model fills the host's memory."""
+"""KV tokens of an emulated node when `engine.kv_memory` is not given: a small model must not fill the host's memory."""
 
 EMULATED_HEADS = 2
 """KV heads of the emulated engine, where the model has as many that they can be cut in two."""
@@ -47,8 +46,8 @@ def nodes_of(
     costs: Mapping[Role, Cost] | None = None,
     layout: KVLayout | None = None,
 ) -> tuple[NodeFacts, ...]:
-    """All nodes, by cluster and role. `model`: its folder or config.json; `costs`: what work takes on nodes of each
-    role, else as configured.
+    """All nodes, by cluster and role. `model`: its folder or config.json; `costs`: by role, in place of the configured
+    cost models.
 
     Raises ConfigError for nodes that cannot serve anything, for a model, hardware or curve that cannot be used, for
     memory that holds too little, and for clusters of different models.
@@ -69,11 +68,11 @@ def nodes_of(
 def role_facts(
     cluster: ClusterPlace, role: Role, cost: Cost, block_size: int, layout: KVLayout | None = None
 ) -> NodeFacts:
-    """What all nodes of a role have in common; they have no name yet. Raises ConfigError for too little memory."""
+    """Facts that all nodes of a role share; `node` is empty. Raises ConfigError for too little memory."""
     config, nodes = cluster.config, role_config(cluster.config, role)
     engine, sequences = config.engine, _sequences(config)
-    live = sequences.of(role) if role is not Role.ATTENTION else 0  # which has no states
-    if config.offload.convert != "none":  # then it may come to have any role
+    live = sequences.of(role) if role is not Role.ATTENTION else 0  # attention nodes have no states
+    if config.offload.convert != "none":  # the node may take any role
         live = max(sequences.prefill, sequences.decode, sequences.mixed)
     size = _Sizes.of(cost, block_size, layout, nodes.pipeline)
     kv_blocks = _kv_blocks(config, role, cost, size, live)
@@ -96,7 +95,7 @@ def role_facts(
         live_states=live,
         pipeline=nodes.pipeline,
         cluster=cluster.name,
-        # A curve does not say; 16 bits are what it most likely was measured with.
+        # A curve does not say; it was most likely measured with 16 bits.
         kv_dtype=layout.dtype if layout is not None else codec_dtype(cost, engine.dtype or "bfloat16"),
         kv_heads=_kv_heads(config, cost, layout),
         chunking=chunking_of(config, nodes),
@@ -111,8 +110,8 @@ def role_facts(
 
 
 def _rates(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
-    """A group's links add up, as each of its machines moves its own layers. A link is no faster than the core that all
-    KV on it passes through."""
+    """Links of a pipeline group add up: each machine moves its own layers. A link is no faster than the core that
+    handles all KV on it."""
     hardware = hardware_of(config, nodes) or hardware_named("cpu")
     gpus, network = gpus_of(config, nodes), config.network
     rail, memory, copy_s = network.handover_gbps, int(hardware.pcie_bw * gpus), handling.load_byte_s
@@ -127,7 +126,7 @@ def _rates(config: Config, nodes: RoleConfig, handling: Handling) -> Rates:
 
 
 def _kv_heads(config: Config, cost: Cost, layout: KVLayout | None) -> int:
-    """Into how many parts the KV of a token can be cut."""
+    """Parts into which the KV of a token can be cut."""
     if layout is not None:
         return layout.num_kv_heads if layout.vectors == 2 else 1
     heads = cost.model.kv_shards if isinstance(cost, Analytic) else 1
@@ -148,7 +147,7 @@ def _reuse_layers(cost: Cost, layout: KVLayout | None) -> int:
 
 
 def _report_ns(config: Config, pipeline: int) -> int:
-    """Where nothing is lent nobody asks; a pipeline group lends nothing."""
+    """Interval of memory reports; 0 where nothing is lent, as by a pipeline group."""
     asks = config.lending.policy != "none" and pipeline == 1
     return max(1, int(config.lending.period_s * NS_PER_S)) if asks else 0
 
@@ -160,8 +159,8 @@ def _sequences(config: Config) -> Sequences:
 
 
 def kv_memory_of(config: Config, role: Role, cost: Cost) -> int:
-    """Bytes for KV on each machine of a role: as configured, else, on an accelerator, what working memory and, but on
-    nodes of role attention, weights leave. Raises ConfigError where that is not known."""
+    """KV bytes on each machine of a role: as configured, else, on an accelerator, the memory that working memory and
+    weights (attention nodes have none) leave. Raises ConfigError if that is unknown."""
     nodes = role_config(config, role)
     if nodes.kv_memory is not None:
         return nodes.kv_memory
@@ -177,8 +176,8 @@ def kv_memory_of(config: Config, role: Role, cost: Cost) -> int:
 
 
 class _Sizes(msgspec.Struct, frozen=True):
-    """Bytes on one machine: of a pipeline group, on the one with the most layers. `block_bytes`: of a block of KV;
-    `state_bytes`: of the live state of a request. `state_blocks`: that a snapshot of the state fills."""
+    """Bytes on one machine, in a pipeline group on the one with the most layers. `state_bytes`: of a request's live
+    recurrent state; `state_blocks`: filled by a snapshot of it."""
 
     block_size: int
     block_bytes: int
@@ -231,7 +230,7 @@ def _cache_blocks(cache: CacheConfig, block_bytes: int) -> tuple[int, int]:
 
 
 def _check_one_model(nodes: list[NodeFacts]) -> None:
-    """KV goes from one cluster to another, so it is the same there."""
+    """Raises ConfigError for clusters with KV of different sizes: KV moves between clusters."""
     first, *others = nodes
     cost = compile_cost(first.cost)
     for facts in others:

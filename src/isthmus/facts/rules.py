@@ -26,7 +26,7 @@ from isthmus.core.types import NS_PER_MS, NS_PER_S, Shares, Tenant
 from isthmus.facts.facts import bytes_per_s
 
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
-"""Those that a value of `network.compression` allows."""
+"""Codecs that each value of `network.compression` allows."""
 
 
 def rules_of(config: Config) -> Rules:
@@ -65,7 +65,7 @@ def rules_of(config: Config) -> Rules:
 
 
 def shares_of(config: Config) -> Shares:
-    """Of tenants; none has any where the section auth names neither keys nor tenants."""
+    """Weights of tenants; empty if `auth` names neither keys nor tenants."""
     auth = config.auth
     if not (auth.keys or auth.tenants):
         return Shares()
@@ -74,7 +74,7 @@ def shares_of(config: Config) -> Shares:
 
 
 def links_of(config: Config) -> tuple[LinkRule, ...]:
-    """Both directions of each."""
+    """Link rules: one for each direction of each link."""
     found: list[LinkRule] = []
     for link in config.links:
         rate, rtt_ns = bytes_per_s(link.gbps, 0), int(link.rtt_ms * NS_PER_MS)
@@ -129,7 +129,8 @@ def _loaded(option: str, place: str, function: str) -> Callable[..., Any]:
 def _check(
     option: str, name: str, known: Mapping[str, Callable[..., Any] | None], facts: int, given: Parameters = ()
 ) -> None:
-    """Checks that a function is known, takes so many facts by position, and what it is given by name beside them."""
+    """Raises ConfigError for a function that is unknown, or does not take `facts` positional and the given named
+    parameters."""
     if name not in known:
         raise ConfigError(f"{option}: {name!r} is not known; known: {', '.join(known)}")
     takes = signature(known[name] or (lambda view, node, now, then: None))  # an admission without a forecast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.cost_models import CONFIGS as MEASURED
+from benchmarks.cost_tables import CONFIGS as MEASURED
 from isthmus.core.cost import Analytic, NodeCost, engine_coefficients, facts_of, hardware_named
 from isthmus.core.cost.offload import RequestWork
 from isthmus.lab.papers.prfaas.configs import (

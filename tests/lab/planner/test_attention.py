@@ -116,8 +116,3 @@ def test_what_cannot_be_planned(roles: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fleet_of(by_hand(**roles))
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_where_no_price_is_given_it_says_so() -> None:
-    said = "no prices are given: every node costs 1"
-    assert said in fleet_of(by_hand(decode=1, attention=2)).notes and said not in fleet_of(by_hand()).notes

@@ -20,11 +20,6 @@ def test_the_published_distribution() -> None:
     assert found.context == pytest.approx(27_486 + 512, abs=1)
 
 
-def test_one_length_for_all() -> None:
-    found = demand_of_lengths("4096", 10)
-    assert found.lengths.quantile(0.01) == found.lengths.quantile(1.0) == 4096
-
-
 def test_a_file_with_and_without_answers(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("100,10\n300,30\n")

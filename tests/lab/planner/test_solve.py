@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from isthmus.core.errors import ConfigError
 from isthmus.lab.planner.fleet import Fleet, step_s
-from isthmus.lab.planner.solve import FleetShape, Method, Solver, decode_batch, round_step
-from tests.lab.planner.fleets import FAST, SLOW, config, demand, fleet
+from isthmus.lab.planner.search import what_if
+from isthmus.lab.planner.solve import FleetShape, Method, Solver, decode_batch
+from tests.lab.planner.fleets import FAST, SLOW, demand, fleet
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)
 
@@ -78,6 +79,8 @@ def test_several_remote_clusters_each_with_its_own_link() -> None:
 def test_without_remote_clusters_nothing_is_offloaded() -> None:
     solver = Solver(fleet(remote=0, prefill=2, decode=3), demand([2000, 4000]))
     assert solver.thresholds == (math.inf,)
+    what = what_if(solver, solver.best(solver.shape, Method.EXACT), ())
+    assert (what.bandwidth, what.threshold, what.link_failure) == ([], [], None)
     found = solver.solve(solver.shape, Method.EXACT)
     assert len(found) == 5 and all(each.classes.share == 0 for each in found)
     assert [each.rate for each in found] == sorted((each.rate for each in found), reverse=True)
@@ -120,32 +123,22 @@ def test_the_largest_batch_inside_limit_and_memory(context: float, tbt_ms: int, 
     assert batch.binds in ("slo.tbt_ms", "max_sequences", "kv_memory")
 
 
-def test_the_published_constant_from_max_sequences() -> None:
-    """25 ms whatever the batch, up to 20 sequences: 800 tokens/s."""
-    cost = {"kv_token_bytes": 2000, "num_layers": 2, "prefill_token_s": 1e-5, "decode_fixed_s": 0.025}
-    roles = {"prefill": 1, "decode": {"count": 1, "max_sequences": 20}}
-    decode = fleet(clusters={"home": {"cost": cost, "roles": roles}}, remote=0).home.decode
-    batch = decode_batch(decode, 1000, 25)
-    assert batch.size / batch.step_s == pytest.approx(800) and batch.binds == "max_sequences"
-
-
-@pytest.mark.parametrize(
-    ("context", "tbt_ms", "says"), [(100, 10, "slo.tbt_ms"), (10**7, None, "engine.kv_memory")]
-)
-def test_a_batch_of_none_is_a_mistake(context: int, tbt_ms: int | None, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        decode_batch(fleet().home.decode, context, tbt_ms)
-
-
-def test_a_profile_without_decode_decodes_nothing() -> None:
-    with pytest.raises(ConfigError, match="nothing of decode"):
-        decode_batch(fleet().remotes[0].prefill, 100, None)
+def test_a_step_without_limits_or_room_for_one_sequence_is_a_mistake() -> None:
+    decode = fleet().home.decode
+    for node, context, tbt_ms, says in (
+        (decode, 100, 10, "slo.tbt_ms"),
+        (decode, 10**7, None, "engine.kv_memory"),
+        (fleet().remotes[0].prefill, 100, None, "nothing of decode"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            decode_batch(node, context, tbt_ms)
 
 
 def test_eight_bit_kv_leaves_the_state_as_it_is() -> None:
     plain, encoded = (Solver(fleet(), demand([1000]), codec).kv_bytes(1000) for codec in ("none", "int8"))
     assert plain == 10**6 + 2_000_000
     assert encoded == pytest.approx(10**6 + 2_000_000 * (512 + 2) / 1024)
+    assert Solver(fleet(network={"compression": "int8"}), demand([1000])).codec == "int8"
 
 
 def test_nodes_that_cannot_change_their_role_do_not() -> None:
@@ -154,15 +147,3 @@ def test_nodes_that_cannot_change_their_role_do_not() -> None:
     solver = Solver(found, demand([1000]))
     assert list(solver.splits(solver.shape)) == [2]
     assert list(solver.splits(FleetShape(4, (), ()))) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("at_least", "step"), [(0.3, 1), (1.0, 1), (1.2, 2), (131.0, 200), (500.0, 500), (501.0, 1000)]
-)
-def test_steps_are_round(at_least: float, step: int) -> None:
-    assert round_step(at_least) == step
-
-
-def test_the_configuration_decides_the_codec() -> None:
-    found = fleet(network={"compression": "int8"})
-    assert Solver(found, demand([1000])).codec == "int8" and config().network.compression == "none"

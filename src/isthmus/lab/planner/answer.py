@@ -1,6 +1,7 @@
-"""What a plan says: plain values, which are also the JSON (docs/plan.md). Every number is finite; None: not there.
+"""The planner's answer: plain values, which are also the JSON; docs/plan.md explains every field.
 
-Rates are requests per second. A threshold of None offloads nothing.
+Rates are requests per second, every number is finite, None is a figure that does not exist. A threshold of None
+offloads nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,7 @@ from isthmus.lab.sim.spread import Percentiles
 
 
 class PlanFigures(msgspec.Struct, frozen=True):
-    """What the equations say of a plan, by one method.
-
-    `rate`: (6); `remote`, `local`, `decode`: (3) to (5); `binds`: the term that sets the rate; `share`: of requests
-    offloaded. `threshold_residual`, `split_residual`: (7) and (8), 0 where they hold, as shares of the lesser side.
-    """
+    """Equations (3) to (8) for one plan, by one method."""
 
     rate: float
     remote: float
@@ -29,8 +26,7 @@ class PlanFigures(msgspec.Struct, frozen=True):
 
 
 class IdleTtft(msgspec.Struct, frozen=True):
-    """Time to first token on an idle fleet: prefill alone. `wire_s`: what the KV of an offloaded prompt takes on the
-    link, most of it while the prefill runs."""
+    """Time to first token on an idle fleet: prefill alone."""
 
     mean_s: float
     p90_s: float
@@ -40,8 +36,7 @@ class IdleTtft(msgspec.Struct, frozen=True):
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
-    """A threshold and a split. `remote`: instances of each remote cluster; `cost`: of all instances, None without
-    prices; `mean_above`, `mean_below`: mean uncached lengths of the two classes."""
+    """A threshold and a split of the home cluster."""
 
     name: str
     threshold: int | None
@@ -62,8 +57,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """The cheapest fleet for a rate, by its number of nodes where there are no prices. `egress_gbps`: at that rate;
-    `attention`: nodes that hold KV, as many for each decode node as there are now."""
+    """The cheapest fleet for a rate; without prices, the smallest."""
 
     rate: float
     threshold: int | None
@@ -76,8 +70,6 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 class BandwidthPoint(msgspec.Struct, frozen=True):
-    """The best plan if every link had `gbps`. `int8`: its rate with 8-bit KV on the links."""
-
     gbps: float
     rate: float
     representative: float
@@ -90,8 +82,6 @@ class BandwidthPoint(msgspec.Struct, frozen=True):
 
 
 class ThresholdPoint(msgspec.Struct, frozen=True):
-    """Rates that each stage allows at a threshold, with the best plan's split; None: it has nothing to do."""
-
     threshold: int | None
     remote: float | None
     link: float | None
@@ -102,8 +92,6 @@ class ThresholdPoint(msgspec.Struct, frozen=True):
 
 
 class SplitPoint(msgspec.Struct, frozen=True):
-    """A split of the home: the rate at the best plan's threshold, and at a threshold of its own."""
-
     prefill: int
     decode: int
     rate_at_best: float
@@ -114,9 +102,6 @@ class SplitPoint(msgspec.Struct, frozen=True):
 
 
 class LinkFailure(msgspec.Struct, frozen=True):
-    """No remote cluster can be reached. `as_planned`: rate of the home with the best plan's split; `resplit`: with the
-    best split of its own; `needed`: nodes at home that would bear the best plan's rate alone."""
-
     as_planned: float
     resplit: float
     prefill: int
@@ -125,8 +110,6 @@ class LinkFailure(msgspec.Struct, frozen=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """`twice`: what bears twice the best plan's rate with the links as they are."""
-
     bandwidth: list[BandwidthPoint]
     threshold: list[ThresholdPoint]
     split: list[SplitPoint]
@@ -135,11 +118,7 @@ class WhatIf(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One simulation of a plan. `fraction`: of its exact rate that was offered; `requests`: how many, of which the
-    first quarter is not counted; `goodput`: share of them inside both limits.
-
-    `ttft`: arrival to first token, of which `queue` and `prefill`; `transfer`: from there to the decode batch.
-    """
+    """One simulation of a plan at a fraction of its exact rate."""
 
     plan: str
     arrivals: str
@@ -156,7 +135,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Sustained(msgspec.Struct, frozen=True):
-    """The highest rate simulated at which goodput was at least the target; `optimism`: the formula's over it."""
+    """The highest simulated rate with goodput at the target."""
 
     plan: str
     arrivals: str
@@ -167,9 +146,6 @@ class Sustained(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """`goodput`: the target. `requests`: of each simulation. `best`: of the plans, the one that sustains the most under
-    the arrivals that suit it least; None without limits."""
-
     goodput: float
     requests: int
     trials: list[Trial]
@@ -178,16 +154,13 @@ class Simulated(msgspec.Struct, frozen=True):
 
 
 class DecodeBatch(msgspec.Struct, frozen=True):
-    """What one decode instance does: (5). `binds`: what limits its batch."""
-
     size: int
     step_ms: float
     binds: str
 
 
 class BudgetSide(msgspec.Struct, frozen=True):
-    """One way to decode. `rate`: tokens a second; `per_price`: tokens for a unit of the price; `binds`: what limits the
-    batch; `turns`: as how many batches it is computed; `compute_bound`: a larger batch would bring little."""
+    """Decoding with or without attention nodes, for the same money."""
 
     nodes: str
     price: float
@@ -201,8 +174,6 @@ class BudgetSide(msgspec.Struct, frozen=True):
 
 
 class AttentionOffload(msgspec.Struct, frozen=True):
-    """Attention elsewhere, and the same money without. `ratio`: of tokens for the price; `reason`: of that in words."""
-
     elsewhere: BudgetSide
     alone: BudgetSide
     ratio: float
@@ -220,9 +191,6 @@ class DemandFacts(msgspec.Struct, frozen=True):
 
 
 class PlannedCluster(msgspec.Struct, frozen=True):
-    """`gbps`: of its link to the home, None for the home itself; `price`: of a node, None without prices;
-    `attention`: nodes beside them that hold KV."""
-
     name: str
     nodes: int
     home: bool
@@ -232,9 +200,6 @@ class PlannedCluster(msgspec.Struct, frozen=True):
 
 
 class PlanAnswer(msgspec.Struct, frozen=True):
-    """`plans`: the best splits, each with its best threshold, best first; `baselines`: the same demand otherwise;
-    `attention`: where there are attention nodes, what they bring."""
-
     demand: DemandFacts
     clusters: list[PlannedCluster]
     batch: DecodeBatch
@@ -247,7 +212,7 @@ class PlanAnswer(msgspec.Struct, frozen=True):
     attention: AttentionOffload | None = None
 
     def distinct(self) -> list[tuple[DeploymentPlan, str]]:
-        """Plans, the paper's and baselines, each once, with the names of all that are the same."""
+        """Plans, the paper's plan and baselines, each once, with the names of all that are equal to it."""
         names: dict[tuple[object, ...], list[str]] = {}
         first: dict[tuple[object, ...], DeploymentPlan] = {}
         for plan in [*self.plans, self.paper, *self.baselines]:
@@ -258,5 +223,4 @@ class PlanAnswer(msgspec.Struct, frozen=True):
 
 
 def to_json(answer: PlanAnswer) -> bytes:
-    """Indented JSON, keys in a fixed order."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=1) + b"\n"

@@ -1,8 +1,8 @@
-"""Whether it pays that attention nodes hold the KV: a decode node with its share of them, against decode nodes alone.
+"""Largest decode batches, with and without attention nodes, and whether attention nodes pay.
 
-Both sides cost as nearly the same as whole accelerators allow, and decode sequences of one length in the largest
-batches that memory, `slo.tbt_ms` and `max_sequences` allow. What counts is tokens for the price. Without attention
-nodes the accelerators are those of the decode node, grouped as is best.
+They pay if a decode node with its share of them gives more tokens for the price than decode nodes alone. Both sides
+cost as nearly the same as whole accelerators allow. Without attention nodes the accelerators are those of the decode
+node, grouped as is best.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _S_PER_HOUR = 3600
 
 
 def offload_of(fleet: Fleet, context: float) -> say.AttentionOffload | None:
-    """For sequences of so many tokens; None without attention nodes. Raises ConfigError where no sequence fits."""
+    """The comparison for sequences of `context` tokens; None without attention nodes. Raises ConfigError if no sequence
+    fits."""
     attending = fleet.home.attending
     if attending is None:
         return None

@@ -24,11 +24,8 @@ _EXAMPLE = "lognormal:mu=9.9,sigma=1,min=128,max=131072"
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """`lengths`: of what prefill has to compute of a prompt. `cached`: mean tokens of a prompt that it has not to.
-
-    `output_tokens`: mean of an answer. `workload`: the requests themselves, where they come from a trace; `rate`: how
-    many of them come in a second.
-    """
+    """Requests to plan for. `lengths`: uncached tokens of prompts, which prefill computes; `cached`: mean cached tokens
+    of a prompt; `output_tokens`: mean of an answer. Of a trace, also its `workload` and `rate` (requests/s)."""
 
     source: str
     lengths: Lengths

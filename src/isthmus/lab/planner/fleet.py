@@ -1,4 +1,5 @@
-"""A plan as a configuration: what the simulator runs, and what an operator would write."""
+"""The fleet to plan with: instances of a home cluster and of clusters that prefill for it, and the links between; and a
+plan as a configuration. An instance is a configured node: a replica of the model on its accelerators."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ _PS_PER_S = 1e12
 
 
 def step_s(facts: NodeFacts, batch: int, context: float) -> float:
-    """One decode step of `batch` sequences of `context` tokens each, in seconds."""
+    """Seconds of one decode step of `batch` sequences with `context` tokens each."""
     fixed, per_token = compile_cost(facts.cost).decode_step_ps(batch)
     return (fixed + per_token * batch * context) / _PS_PER_S
 
@@ -107,7 +108,7 @@ class Home(msgspec.Struct, frozen=True):
 
     @property
     def beside_cost(self) -> float:
-        """Of attention nodes, in the unit of the prices."""
+        """Price of all attention nodes."""
         return self.attending.nodes * self.attending.price if self.attending else 0.0
 
 
@@ -138,12 +139,12 @@ class Fleet(msgspec.Struct, frozen=True):
 
     @property
     def num_nodes(self) -> int:
-        """That prefill or decode."""
+        """Nodes that prefill or decode."""
         return self.home.nodes + sum(remote.nodes for remote in self.remotes)
 
     @property
     def cost(self) -> float:
-        """Of all instances, in the unit of the prices."""
+        """Price of all instances."""
         remote = sum(each.nodes * each.price for each in self.remotes)
         return self.home.nodes * self.home.price + self.home.beside_cost + remote
 
@@ -251,7 +252,7 @@ def _home(cluster: ClusterPlace) -> Home:
 
 
 def _attending(cluster: ClusterPlace) -> AttentionPool:
-    """Its attention nodes, which serve those that only decode."""
+    """The cluster's attention nodes, which serve its decode nodes."""
     roles = cluster.config.roles
     if roles.mixed.count or not roles.decode.count:
         raise ConfigError(
@@ -267,8 +268,8 @@ def _attending(cluster: ClusterPlace) -> AttentionPool:
 
 
 def _alone(cluster: ClusterPlace, times: float) -> tuple[tuple[int, NodeFacts], ...]:
-    """What so many times the price of a decode node buys of its kind, to the nearest accelerator, grouped in any way in
-    which the weights fit. A measured curve is of the nodes as they are."""
+    """Decode nodes for `times` the price of one, to the nearest accelerator, in all groupings that hold the weights.
+    With a measured curve nodes stay as they are."""
     config, decode = cluster.config, _instance(cluster, Role.DECODE)
     if not isinstance(decode.cost, Analytic):
         return ((max(1, round(times)), decode),)
@@ -306,7 +307,7 @@ def _check_alone(cluster: ClusterPlace, role: Role) -> None:
 
 
 def _instance(cluster: ClusterPlace, role: Role) -> NodeFacts:
-    """One node of a role as it would be, also where the configuration has none yet."""
+    """Facts of a node of a role, also of a role of which the configuration has no node."""
     config = cluster.config
     model = Path(config.model) if config.model else None
     cost = cost_of(config, role_config(config, role), model)

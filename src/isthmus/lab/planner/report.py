@@ -1,4 +1,4 @@
-"""Charts of a plan: rate over split, over threshold and over bandwidth; TTFT in parts; formula beside simulation."""
+"""A plan as charts, as sheets for terminal and page, and as the page that shows both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from isthmus.lab.planner.answer import AttentionOffload, DeploymentPlan, Needs, 
 from isthmus.lab.sim.report.charts import Trace, bar_axes, bars, limit, line
 from isthmus.lab.sim.report.page import Chart, Html, configuration, heading, headline, page, percent, seconds
 from isthmus.lab.sim.spread import Percentiles
-from isthmus.sheet import NOTHING, Cell, Sheet, numbers, texts, written
+from isthmus.sheet import NOTHING, Cell, Column, Sheet, Source, numbers, texts, written
 
 _HIGHEST = 1.8
 """Of the best rate: where curves that go to infinity are cut off."""
@@ -127,7 +127,7 @@ STAGES = "Stages"
 BANDWIDTHS = "Other bandwidths"
 """Titles of the sheets that the page draws, too."""
 
-_RATE = {"unit": "requests/s", "form": ".3f"}
+_RATE = Column("rate", "requests/s", ".3f")
 
 
 def analytic(answer: PlanAnswer) -> list[Sheet]:
@@ -175,24 +175,22 @@ def _question(answer: PlanAnswer) -> Sheet:
 
 def _plans(answer: PlanAnswer) -> Sheet:
     best = answer.plans[0].exact.rate
-    rows = [
-        (
-            *(name, threshold_text(plan.threshold), _nodes(plan), plan.exact.rate, plan.representative.rate),
-            *(100 * plan.exact.rate / best if best else None, plan.exact.binds, plan.cost),
-        )
-        for plan, name in answer.distinct()
+    columns: list[tuple[Column, Source]] = [
+        (Column("plan", left=True), lambda row: row[1]),
+        (Column("threshold"), lambda row: threshold_text(row[0].threshold)),
+        (Column("remote / prefill / decode"), lambda row: _nodes(row[0])),
+        (_RATE, lambda row: row[0].exact.rate),
+        (Column("representative", form=".3f"), lambda row: row[0].representative.rate),
+        (Column("of plan 1", "%", ".1f"), lambda row: 100 * row[0].exact.rate / best if best else None),
+        (Column("binds", left=True), lambda row: row[0].exact.binds),
+        (Column("price", form="g"), lambda row: row[0].cost),
     ]
-    columns = (
-        *(*texts("plan"), *numbers("threshold", "remote / prefill / decode"), *numbers("rate", **_RATE)),
-        *(*numbers("representative", form=".3f"), *numbers("of plan 1", unit="%", form=".1f")),
-        *(*texts("binds"), *numbers("price", form="g")),
-    )
     note = (
         "Highest rate by equation (6), with the exact distribution of lengths and with one representative length a "
         "class; queues grow without end as it is approached (--simulate). Prompts with more uncached tokens than the "
         "threshold are prefilled remotely."
     )
-    return Sheet("Plans", columns, rows, [note])
+    return Sheet.of("Plans", columns, answer.distinct(), [note])
 
 
 def _nodes(plan: DeploymentPlan | Needs) -> str:
@@ -202,74 +200,54 @@ def _nodes(plan: DeploymentPlan | Needs) -> str:
 
 
 def _stages(answer: PlanAnswer) -> Sheet:
-    rows = []
-    for plan, name in answer.distinct():
-        found, service = plan.exact, plan.service
-        residuals = (
-            None if each is None else 100 * each for each in (found.threshold_residual, found.split_residual)
-        )
-        rows.append(
-            (
-                *(name, found.remote or None, found.local or None, found.decode or None, *residuals),
-                *(100 * found.share, found.egress_gbps, service.mean_s, service.p90_s),
-            )
-        )
-    columns = (
-        *(*texts("plan"), *numbers("remote", "local", "decode", form=".3f")),
-        *(*numbers("(7)", "(8)", unit="%", form="+.1f"), *numbers("offloaded", unit="%", form=".1f")),
-        *(
-            *numbers("egress", unit="Gbps", form=".2f"),
-            *numbers("unloaded TTFT mean", "P90", unit="s", form=".2f"),
-        ),
-    )
+    columns: list[tuple[Column, Source]] = [
+        (Column("plan", left=True), lambda row: row[1]),
+        (Column("remote", form=".3f"), lambda row: row[0].exact.remote or None),
+        (Column("local", form=".3f"), lambda row: row[0].exact.local or None),
+        (Column("decode", form=".3f"), lambda row: row[0].exact.decode or None),
+        (Column("(7)", "%", "+.1f"), lambda row: _percent(row[0].exact.threshold_residual)),
+        (Column("(8)", "%", "+.1f"), lambda row: _percent(row[0].exact.split_residual)),
+        (Column("offloaded", "%", ".1f"), lambda row: 100 * row[0].exact.share),
+        (Column("egress", "Gbps", ".2f"), lambda row: row[0].exact.egress_gbps),
+        (Column("unloaded TTFT mean", "s", ".2f"), lambda row: row[0].service.mean_s),
+        (Column("P90", "s", ".2f"), lambda row: row[0].service.p90_s),
+    ]
     note = (
         "What each stage bears by equations (3) to (5), requests/s. (7): by how much the remote stage bears more of "
         "its class than the local one; (8): decode more than prefill; as a share of the lesser side. Unloaded TTFT "
         "is prefill alone."
     )
-    return Sheet(STAGES, columns, rows, [note])
+    return Sheet.of(STAGES, columns, answer.distinct(), [note])
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _splits(answer: PlanAnswer) -> Sheet:
-    rows = [
-        (
-            *(f"{each.prefill} / {each.decode}", each.rate_at_best),
-            *(threshold_text(each.threshold), each.rate, each.representative),
-        )
-        for each in answer.what_if.split
+    best = threshold_text(answer.plans[0].threshold)
+    columns: list[tuple[Column, Source]] = [
+        (Column("prefill / decode", left=True), lambda row: f"{row.prefill} / {row.decode}"),
+        (_RATE._replace(name=f"rate at {best}"), "rate_at_best"),
+        (Column("best threshold"), lambda row: threshold_text(row.threshold)),
+        (_RATE, "rate"),
+        (_RATE._replace(name="by representative lengths"), "representative"),
     ]
-    columns = (
-        *(
-            *texts("prefill / decode"),
-            *numbers(f"rate at {threshold_text(answer.plans[0].threshold)}", **_RATE),
-        ),
-        *(
-            *numbers("best threshold"),
-            *numbers("rate", **_RATE),
-            *numbers("by representative lengths", **_RATE),
-        ),
-    )
-    return Sheet(SPLITS, columns, rows)
+    return Sheet.of(SPLITS, columns, answer.what_if.split)
 
 
 def _bandwidths(answer: PlanAnswer) -> Sheet:
-    rows = [
-        (
-            *(each.gbps, each.rate, each.representative, each.int8, threshold_text(each.threshold)),
-            *(f"{each.prefill} / {each.decode}", each.egress_gbps, each.binds),
-        )
-        for each in answer.what_if.bandwidth
+    columns: list[tuple[Column, Source]] = [
+        (Column("Gbps", form="g"), "gbps"),
+        (_RATE, "rate"),
+        (Column("by representative lengths", form=".3f"), "representative"),
+        (Column("8-bit KV on the link", form=".3f"), "int8"),
+        (Column("threshold"), lambda row: threshold_text(row.threshold)),
+        (Column("prefill / decode"), lambda row: f"{row.prefill} / {row.decode}"),
+        (Column("egress", "Gbps", ".2f"), "egress_gbps"),
+        (Column("binds", left=True), "binds"),
     ]
-    columns = (
-        *(*numbers("Gbps", form="g"), *numbers("rate", **_RATE)),
-        *numbers("by representative lengths", "8-bit KV on the link", form=".3f"),
-        *(
-            *numbers("threshold", "prefill / decode"),
-            *numbers("egress", unit="Gbps", form=".2f"),
-            *texts("binds"),
-        ),
-    )
-    return Sheet(BANDWIDTHS, columns, rows, ["The best plan for each."])
+    return Sheet.of(BANDWIDTHS, columns, answer.what_if.bandwidth, ["The best plan for each."])
 
 
 def _others(answer: PlanAnswer) -> Sheet:
@@ -284,7 +262,7 @@ def _others(answer: PlanAnswer) -> Sheet:
             _needed(f"no link, for all {best:.2f} requests/s", failure.needed),
         ]
     rows.append(_needed("twice the rate of plan 1", answer.what_if.twice))
-    columns = (*texts(""), *numbers("threshold", "remote / prefill / decode"), *numbers("rate", **_RATE))
+    columns = (*texts(""), *numbers("threshold", "remote / prefill / decode"), _RATE)
     return Sheet("If", columns, rows, ["What remains, and the least that would bear it."])
 
 
@@ -293,64 +271,57 @@ def _needed(name: str, needs: Needs) -> tuple[Cell, ...]:
 
 
 def _attention(found: AttentionOffload) -> Sheet:
-    rows = [
-        (
-            *(side.nodes, side.price, side.batch, side.step_ms, side.rate, side.per_price),
-            *("computing" if side.compute_bound else "memory", side.binds),
-        )
-        for side in (found.alone, found.elsewhere)
+    columns: list[tuple[Column, Source]] = [
+        (Column("decode by", left=True), "nodes"),
+        (Column("price", form="g"), "price"),
+        (Column("batch"), "batch"),
+        (Column("step", "ms", ".1f"), "step_ms"),
+        (Column("tokens/s", form=",.0f"), "rate"),
+        (Column("tokens for the price", form=",.0f"), "per_price"),
+        (Column("bound by", left=True), lambda side: "computing" if side.compute_bound else "memory"),
+        (Column("batch limited by", left=True), "binds"),
     ]
-    columns = (
-        *(*texts("decode by"), *numbers("price", form="g"), *numbers("batch")),
-        *(*numbers("step", unit="ms", form=".1f"), *numbers("tokens/s", "tokens for the price", form=",.0f")),
-        *texts("bound by", "batch limited by"),
-    )
     verdict = "it pays" if found.ratio > 1 else "it does not pay"
     note = (
         f"{found.ratio:.2f} times the tokens for the price with attention elsewhere: {verdict}. {found.reason} "
         "A x B: A groups of B."
     )
-    return Sheet("Attention on nodes of its own", columns, rows, [note])
+    return Sheet.of("Attention on nodes of its own", columns, (found.alone, found.elsewhere), [note])
 
 
 def _sustained(found: Simulated) -> Sheet:
-    rows = [
+    columns: list[tuple[Column, Source]] = [
+        (Column("plan", left=True), "plan"),
+        (Column("arrivals", left=True), "arrivals"),
+        (Column("simulated", form=".3f"), lambda row: row.rate or None),
+        (Column("formula", form=".3f"), "formula"),
+        (Column("by representative lengths", form=".3f"), "representative"),
         (
-            *(each.plan, each.arrivals, each.rate or None, each.formula, each.representative),
-            None if each.optimism is None else 100 * (each.optimism - 1),
-        )
-        for each in found.sustained
-    ]
-    columns = (
-        *(
-            *texts("plan", "arrivals"),
-            *numbers("simulated", "formula", "by representative lengths", form=".3f"),
+            Column("formula above simulated", "%", "+.0f"),
+            lambda row: None if row.optimism is None else 100 * (row.optimism - 1),
         ),
-        *numbers("formula above simulated", unit="%", form="+.0f"),
-    )
+    ]
     note = (
         f"Requests/s at which {100 * found.goodput:g} % of {found.requests:,} requests were inside both limits. "
         f"Under the arrivals that suit it least, {found.best} sustains the most of the plans."
     )
-    return Sheet("Highest rate with queues", columns, rows, [note])
+    return Sheet.of("Highest rate with queues", columns, found.sustained, [note])
 
 
 def _trials(found: Simulated) -> Sheet:
-    rows = [
-        (
-            *(each.plan, each.arrivals, each.fraction, each.rate, 100 * each.goodput),
-            *map(_spread, (each.ttft, each.queue, each.prefill, each.transfer)),
-            each.egress_gbps,
-        )
-        for each in found.trials
+    columns: list[tuple[Column, Source]] = [
+        (Column("plan", left=True), "plan"),
+        (Column("arrivals", left=True), "arrivals"),
+        (Column("of formula", form=".2f"), "fraction"),
+        (_RATE, "rate"),
+        (Column("goodput", "%", ".1f"), lambda row: 100 * row.goodput),
+        (Column("TTFT mean, P90 (s)"), lambda row: _spread(row.ttft)),
+        (Column("queue"), lambda row: _spread(row.queue)),
+        (Column("prefill"), lambda row: _spread(row.prefill)),
+        (Column("then to decode"), lambda row: _spread(row.transfer)),
+        (Column("egress", "Gbps", ".2f"), "egress_gbps"),
     ]
-    columns = (
-        *(*texts("plan", "arrivals"), *numbers("of formula", form=".2f"), *numbers("rate", **_RATE)),
-        *numbers("goodput", unit="%", form=".1f"),
-        *numbers("TTFT mean, P90 (s)", "queue", "prefill", "then to decode"),
-        *numbers("egress", unit="Gbps", form=".2f"),
-    )
-    return Sheet("Simulated", columns, rows)
+    return Sheet.of("Simulated", columns, found.trials)
 
 
 def _spread(spread: Percentiles | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What would be with another bandwidth, threshold or split, without the links, and at twice the load."""
+"""Answers the planner's question: the best plans, baselines on equal terms, and what-if analyses around the best."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from isthmus.lab.planner.solve import GBPS, FleetShape, Method, Solver, round_st
 _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
 _CURVE_POINTS = 100
 _BANDWIDTHS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""Of the links as they are, where nobody says which to try."""
+"""Default bandwidths of the sweep, as multiples of the links' own."""
 
 
 def what_if(solver: Solver, best: Solution, bandwidths: Sequence[float]) -> say.WhatIf:
-    """Around the best plan by the exact method. `bandwidths`: in Gbps; none takes some around the links' own."""
+    """What-if analyses around the best plan of the exact method. `bandwidths` in Gbps; empty: some around the links'
+    own."""
     remote = bool(solver.fleet.remotes)
     return say.WhatIf(
         bandwidth=_bandwidths(solver, bandwidths) if remote else [],
@@ -45,7 +46,7 @@ def needs(solver: Solver, rate: float, *, offload: bool = True) -> say.Needs:
 
 
 def cost_of_nodes(fleet: Fleet, shape: FleetShape) -> float:
-    """Of so many instances, and the attention nodes that there are, in the unit of the prices."""
+    """Price of a shape's instances, and of the attention nodes beside them."""
     remote = sum(each.price * nodes for each, nodes in zip(fleet.remotes, shape.remotes, strict=False))
     return shape.home * fleet.home.price + fleet.home.beside_cost + remote
 
@@ -190,7 +191,7 @@ def answer(
 
 
 def plan(solver: Solver, shape: FleetShape, solution: Solution, name: str) -> say.DeploymentPlan:
-    """A solution with all that is to be said of it, by both methods."""
+    """A solution as it is reported, with the figures of both methods."""
     threshold, split = solution.classes.threshold, solution.num_prefill
     by = {method: solver.at(shape, threshold, split, method) for method in Method}
     fleet, lengths, share = solver.fleet, solver.demand.lengths, solution.classes.share
@@ -255,7 +256,7 @@ def _service(solver: Solver, shape: FleetShape, threshold: float) -> say.IdleTtf
 
 
 def _weighted(ordered: Sequence[tuple[float, float]], rank: float) -> float:
-    """The smallest value that values of so much weight do not exceed."""
+    """The smallest value up to which the weights add up to `rank`."""
     reached = 0.0
     for value, weight in ordered:
         reached += weight
@@ -269,7 +270,7 @@ def _mean(total: float, count: int) -> float | None:
 
 
 def _baselines(config: Config, solver: Solver) -> list[say.DeploymentPlan]:
-    """The same demand on as many nodes, or nodes of the same price, otherwise."""
+    """Plans for the same demand on as many nodes, or on nodes of the same price."""
     fleet, shape = solver.fleet, solver.shape
     found = []
     configured = _configured(config, solver)

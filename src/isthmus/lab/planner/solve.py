@@ -121,7 +121,7 @@ class Solver:
         return self._bear(shape, self.column(method, threshold), num_prefill)
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """What crosses a link for a prompt: KV of its uncached tokens, and the whole recurrent state."""
+        """Bytes that cross a link for a prompt: KV of its uncached tokens, and the whole recurrent state."""
         cost = compile_cost(self._link_source.cost)
         return cost.state_bytes + kept(self._link_source, self.codec) * cost.kv_token_bytes * num_tokens
 
@@ -129,7 +129,7 @@ class Solver:
         return PrefillSeconds(where, self.demand.cached)
 
     def column(self, method: Method, threshold: float) -> ThresholdColumn:
-        """What a threshold makes of the demand: of the grid, where it is on it."""
+        """Request classes at a threshold; those of the grid are computed once."""
         at = self._at.get(threshold)
         if at is None:
             return self._made(method, (threshold,))[0]
@@ -200,7 +200,7 @@ def _prefill(solution: Solution) -> float:
 
 
 def tokens(threshold: float) -> int | None:
-    """A threshold as it is said: None offloads nothing."""
+    """A threshold as it is reported: None offloads nothing."""
     return None if math.isinf(threshold) else round(threshold)
 
 

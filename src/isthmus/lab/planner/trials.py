@@ -59,7 +59,7 @@ class Course(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What came of a course."""
+    """Simulations of a course."""
 
     trials: list[say.Trial]
     sustained: say.Sustained | None
@@ -164,7 +164,7 @@ def _sustained(course: Course, fraction: float) -> say.Sustained:
 
 
 class _Rates:
-    """Of one course: each rate is simulated once."""
+    """Trials of one course; each rate is simulated once."""
 
     def __init__(self, common: TrialSetup, course: Course) -> None:
         self._common, self._course = common, course
@@ -205,7 +205,7 @@ class _Rates:
 
 
 def _best(names: Container[str], sustained: Iterable[say.Sustained]) -> str | None:
-    """Of the plans so named, in the order of the simulations where they are equal."""
+    """The named plan with the highest rate under the arrivals that suit it least; of equals the first simulated."""
     lowest: dict[str, float] = {}
     for each in sustained:
         if each.plan in names:

@@ -1,4 +1,4 @@
-"""End-to-end serving tables against the model: who was fitted on what is part of every line."""
+"""Published serving tables and requests against the cost model; what was fitted on which rows is part of every line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,11 +22,154 @@ from benchmarks.cost_fit import (
     predicted_tpot_s,
     read,
 )
-from benchmarks.cost_models import facts
 from isthmus.bench.profile import least_squares
-from isthmus.core.cost import ENGINES, Analytic, Coefficients, compile_cost, engine_coefficients, hardware_named
+from isthmus.core.conductor import Rules
+from isthmus.core.cost import (
+    ENGINES,
+    Analytic,
+    Coefficients,
+    ModelFacts,
+    compile_cost,
+    engine_coefficients,
+    facts_of,
+    hardware_named,
+)
 from isthmus.core.cost.analytic import AnalyticCost
 from isthmus.core.cost.hardware import carry_over
+from isthmus.core.types import NS_PER_S, NodeId, Role
+from isthmus.facts import NodeFacts, Sequences
+from isthmus.lab.papers.prfaas import configs as published
+from isthmus.lab.sim.deployment import FAR, Deployment
+from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.workloads import Request, Workload
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "head_dim": hidden // heads,
+    }
+
+
+def _latent(layers: int, heads: int, experts: int, dense: int, vocab: int) -> dict[str, Any]:
+    """DeepSeek-V3 and its relatives."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": 7168,
+        "num_attention_heads": heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": dense,
+        "vocab_size": vocab,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28_672, 128_256),
+    "Llama-3.1-8B": _llama(32, 4096, 32, 8, 14_336, 128_256),
+    "Llama-2-70B": _llama(80, 8192, 64, 8, 28_672, 32_000),
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "vocab_size": 201_088,
+    },
+    # The measured rows say in which precision each ran.
+    "MiniMax-M2.5": published.CONFIGS["MiniMax-M2.5"] | {"quantization_config": None},
+    "Qwen3-235B-A22B": published.CONFIGS["Qwen3-235B"],
+    "Qwen3.5-397B-A17B": published.CONFIGS["Qwen3.5-397B"],
+    "DeepSeek-R1": _latent(61, 128, 256, 3, 129_280),
+    "Kimi-K2.5": _latent(61, 64, 384, 1, 163_840),
+}
+
+
+def facts(name: str) -> ModelFacts:
+    return facts_of(CONFIGS[name])
+
+
+_BLOCKS, _BLOCK = 2_588, 16  # what the engine reported for this run
+_TOKEN_BUDGET, _MAX_RUNNING = 2_048, 256
+
+Times = tuple[float, float, float]
+"""When a request arrived, when its first token came and when its last, in seconds from the first arrival."""
+
+
+def request_findings(profiles: Path) -> Iterator[Finding]:
+    rows = list(read(profiles / "llmservingsim/vllm_requests_RTX4090_Llama-3.1-8B.csv"))
+    # Engine times are on a monotonic clock: arrival is taken as `queued_ts`, from the same clock.
+    rows.sort(key=lambda row: float(row["queued_ts"]))
+    names = ("queued_ts", "first_token_ts", "last_token_ts")
+    start = float(rows[0]["queued_ts"])
+    seconds = [[float(row[name]) - start for name in names] for row in rows]
+    measured: list[Times] = [(arrival_s, first_s, last_s) for arrival_s, first_s, last_s in seconds]
+    requests = [
+        Request(round(arrival_s * NS_PER_S), int(row["input_toks"]), int(row["output_toks"]))
+        for row, (arrival_s, _, _) in zip(rows, measured, strict=True)
+    ]
+    kernel_scaled = engine_coefficients("vllm", hardware_named("rtx4090"), weight_dtype="bf16", kv_dtype="bf16")
+    for case, coefficients in (
+        ("kernel-scaled", kernel_scaled),
+        ("H200 coefficients unchanged", ENGINES["vllm"]),
+    ):
+        yield from _compare(case, simulated(coefficients, requests), measured)
+
+
+def simulated(coefficients: Coefficients, requests: Sequence[Request]) -> list[Times]:
+    """On one node of the simulator, which prefills and decodes."""
+    gpu = hardware_named("rtx4090")
+    instance = Analytic(facts("Llama-3.1-8B"), gpu, coefficients, weight_dtype="bf16", kv_dtype="bf16")
+    node = NodeFacts(
+        NodeId("mixed-0"),
+        Role.MIXED,
+        instance,
+        _BLOCKS,
+        _BLOCK,
+        token_budget=_TOKEN_BUDGET,
+        sequences=Sequences(_MAX_RUNNING, _MAX_RUNNING, _MAX_RUNNING),
+        max_steps=FAR,
+        max_chunks=FAR,
+    )
+    workload = Workload("vLLM requests", _BLOCK, list(requests))
+    records = Simulation(Deployment((node,), Rules(max_requests=1 << 40)), workload).run().records
+    return [(r.arrival_ns / NS_PER_S, r.first_token_ns / NS_PER_S, r.end_ns / NS_PER_S) for r in records]
+
+
+def _compare(case: str, ours: Sequence[Times], measured: Sequence[Times]) -> Iterator[Finding]:
+    table = "llmservingsim, vLLM requests RTX 4090"
+    pairs = list(zip(ours, measured, strict=True))
+    tpots = [(a[2] - a[1]) / (b[2] - b[1]) - 1 for a, b in pairs]
+    yield finding(table, f"TPOT, {case}", "no refit", tpots)
+    yield finding(
+        table, f"end to end, {case}", "no refit", [(a[2] - a[0]) / (b[2] - b[0]) - 1 for a, b in pairs]
+    )
+    means = [statistics.fmean(first - arrival for arrival, first, _ in side) for side in (ours, measured)]
+    yield finding(table, f"mean TTFT, {case}", "no refit", [means[0] / means[1] - 1])
+    spans = [max(last for _, _, last in side) for side in (ours, measured)]
+    yield finding(table, f"makespan, {case}", "no refit", [spans[0] / spans[1] - 1])
+
 
 _SILICON = "aiconfigurator/silicon_e2e_ttft_tpot.csv"
 _LENGTH_SHARE = 0.9  # the clients draw lengths between 0.8 and 1.0 of the nominal ones

@@ -310,11 +310,6 @@ def test_answers_go_on_after_packing(prompts: Prompts) -> None:
 # Which tokens are alike.
 
 
-def test_the_same_tokens_at_the_same_places_are_found_there() -> None:
-    rows, at = randn(40, 64, seed=1)[torch.tensor(tokens_of(300, 80)) % 40], torch.arange(300)
-    assert nearest(rows, rows, at, at, least=0.6).tolist() == list(range(300))
-
-
 def test_without_rotation_tokens_are_drawn_to_other_copies() -> None:
     """SemShareKV's reason to rotate embeddings before they are hashed."""
     rows, at = randn(12, 64, seed=2)[torch.tensor(tokens_of(400, 81)) % 12], torch.arange(400)

@@ -9,9 +9,8 @@ import pytest
 from isthmus.core.errors import ModelError
 from isthmus.core.models import ModelSpec
 from isthmus.live.engine.spec import ARCHITECTURES, ROPE_TYPES, read_spec
-from tests.models import LLAMA3, MODEL_CASES, YARN
+from tests.models import LLAMA3, YARN
 
-from .conftest import FolderOf
 from .support import changed
 
 LLAMA = {
@@ -246,27 +245,6 @@ def test_each_layer_has_its_own_window(
     assert tuple(layer.mixer.window for layer in spec_of(tmp_path, config).layers) == windows
 
 
-@pytest.mark.parametrize(
-    ("config", "qkv", "output", "mlp"),
-    [
-        (LLAMA, False, False, False),
-        (LLAMA | {"attention_bias": True}, True, True, False),
-        (LLAMA | {"mlp_bias": True}, False, False, True),
-        (MISTRAL | {"attention_bias": True, "mlp_bias": True}, False, False, False),
-        (QWEN2, True, False, False),
-        (QWEN3, False, False, False),
-        (QWEN3 | {"attention_bias": True}, True, True, False),
-    ],
-)
-def test_each_family_has_its_biases(
-    tmp_path: Path, config: dict[str, Any], qkv: bool, output: bool, mlp: bool
-) -> None:
-    spec = spec_of(tmp_path, config)
-    for layer in spec.layers:
-        assert (layer.mixer.qkv_bias, layer.mixer.output_bias, layer.mlp.bias) == (qkv, output, mlp)
-        assert layer.mixer.qk_norm == (spec.architecture == "Qwen3ForCausalLM")
-
-
 def test_head_size_and_heads_have_their_defaults(tmp_path: Path) -> None:
     assert spec_of(tmp_path, LLAMA).head_dim == 16
     assert spec_of(tmp_path, QWEN3).head_dim == 128
@@ -280,16 +258,3 @@ def test_head_size_and_heads_have_their_defaults(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, field: str, stated: str, read: str) -> None:
     assert spec_of(tmp_path, changed(LLAMA, torch_dtype=None) | {field: stated}).dtype == read
-
-
-@pytest.mark.parametrize("case", MODEL_CASES)
-def test_what_transformers_saves_is_read(folder_of: FolderOf, case: str) -> None:
-    family, overrides = MODEL_CASES[case]
-    spec = read_spec(folder_of(case))
-    assert spec.architecture.lower() == f"{family}forcausallm" and spec.max_length == 4096
-    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (272, 64, 3)
-    assert all((layer.mixer.num_heads, layer.mlp.width) == (4, 96) for layer in spec.layers)
-    assert spec.num_kv_heads == overrides.get("num_key_value_heads", 2)
-    assert spec.head_dim == overrides.get("head_dim", 16)
-    assert spec.tied_embeddings == overrides.get("tie_word_embeddings", False)
-    assert spec.rope.kind == overrides.get("rope_parameters", {}).get("rope_type", "default")

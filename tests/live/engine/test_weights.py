@@ -73,11 +73,6 @@ def test_a_missing_or_misshapen_tensor_is_named(folder: Path, name: str) -> None
     assert name in refusal(folder)
 
 
-def test_a_bias_that_the_config_states_must_be_there(folder: Path) -> None:
-    edit_config(folder, attention_bias=True)
-    assert "q_proj.bias" in refusal(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
 def test_a_tensor_of_another_type_is_named(folder: Path, dtype: torch.dtype) -> None:
     edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=dtype)}))
@@ -255,11 +250,6 @@ def test_the_revision_is_that_of_the_weights_not_of_their_files(
     (folder / "model.safetensors").rename(folder / "other-name.safetensors")
     (folder / "tokenizer.json").unlink()
     assert load(folder).revision == revision
-
-
-def test_the_revision_does_not_depend_on_the_type_computed_in(folder: Path) -> None:
-    """The layout, which says the type, is in a block's name beside the revision."""
-    assert load(folder, "float32").revision == load(folder, "bfloat16").revision
 
 
 def nudged(name: str) -> Callable[[Path], object]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.live.engine.kernels import Kernels, native, select
 from isthmus.live.engine.kernels.plain import PlainKernels
-from isthmus.live.engine.linear.rule import advance_rule, step_each, step_together
+from isthmus.live.engine.linear import advance_rule, step_each, step_together
 
 from .support import NAN, attention, largest_error, permutation, randn, relative_error
 

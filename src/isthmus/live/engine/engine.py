@@ -46,7 +46,7 @@ from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is run here. None takes the model's own, and of `device` and `threads` the machine's."""
+    """How a model is run. None: the model's own value; for `device` and `threads` the machine's."""
 
     dtype: str | None = None
     device: str | None = None
@@ -100,7 +100,7 @@ class Engine:
         self.constraints = Constraints(model, self.spec.vocab_size, options.grammars)
 
     def _prepared(self, weights: Weights) -> Weights:
-        """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""
+        """Weights in the form that the kernels choose; the loaded ones are freed layer by layer."""
         layers, head = list(weights.layers), weights.head
         tied = head is not None and head.weight is weights.embedding
         weights = replace(weights, layers=())
@@ -109,7 +109,7 @@ class Engine:
         return replace(weights, embedding=embedding, layers=tuple(layers), head=head)
 
     def _own_layout(self) -> KVLayout:
-        """Of the KV bytes here: in a stage those of its own layers."""
+        """Layout of this stage's KV bytes."""
         if self.layers == (0, self.spec.num_layers):
             return self.layout
         if self.spec.recurrent:
@@ -187,7 +187,7 @@ class Engine:
             return found[0] if len(found) == 1 else torch.cat(found)
 
     def _score(self, residual: Residual, batch: BatchTensors, on_scores: OnScores) -> None:
-        """The head is put on so many tokens at a time as bounds the memory. Changes `residual`."""
+        """Scores targets, some at a time to bound memory. Changes `residual`."""
         x_TN, delta_TN = residual
         for part in parts_of(batch.scored, self.vocab_size):
             rows = slice(part.first, part.first + len(part.targets))
@@ -208,7 +208,7 @@ class Engine:
         return sample(logits_SV, rows, self.constraints.allowed(rows))
 
     def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
-        """Reads `memory` alone, and has no buffers in common with a step."""
+        """Reads `memory` only; shares no buffers with a step."""
         kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
             return answer_to(
@@ -232,8 +232,8 @@ class Engine:
 
     @contextmanager
     def _iteration(self, batch: BatchTensors) -> Iterator[None]:
-        """Nothing of an iteration is left in the queue of a device afterwards, however it ends: its blocks may be
-        given to another request then, whose KV comes on another stream."""
+        """Waits for the device after an iteration, however it ends: its blocks may then go to another request, whose
+        KV comes on another stream."""
         try:
             with torch.inference_mode(), self._threads(batch):
                 yield
@@ -248,7 +248,7 @@ class Engine:
         return nullcontext()
 
     def _taken(self, batch: BatchTensors, hidden: Hidden | None) -> Tensor:
-        """What the first layer here takes, as a tensor that may be changed."""
+        """Input of this stage's first layer, a tensor that may be changed. Raises ProtocolError."""
         assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
         if hidden is None:
             return self.model.embed(batch.tokens_T)
@@ -264,7 +264,7 @@ class Engine:
 
 
 def num_blocks_of(options: EngineOptions, layout: KVLayout) -> int:
-    """How many blocks there is memory for beside the live states. Raises StartError."""
+    """Number of KV blocks that fit beside the live states. Raises StartError."""
     live_bytes = layout.state_bytes * options.max_sequences
     num_blocks = (options.kv_bytes - live_bytes) // layout.block_bytes
     least = layout.least_blocks

@@ -149,7 +149,7 @@ class TensorSource(Protocol):
         """In `dtype`."""
 
     def weight(self, name: str, rows: int, width: int) -> Weight:
-        """What is only multiplied with: quantised, or in `dtype`."""
+        """Matrix that is only multiplied with: quantised, or in `dtype`."""
 
     def bias(self, name: str, size: int) -> Tensor:
         """In the activations' type."""

@@ -198,13 +198,13 @@ class Recurrent(Protocol):
         """Of the output projection; M = H V."""
 
     def gate(self, gate_THV: Tensor) -> Tensor:
-        """What the normed output is multiplied with, of the gate's projection (float32)."""
+        """Gate of the normed output, from its float32 projection."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the tokens of a batch bring to a layer's recurrence. `decay_TH1` is the logarithm (0 or less) of what the
-    state is multiplied with before the token: `[T, H, 1]`, or `[T, H, K]` where every channel has its own."""
+    """Inputs of a layer's recurrence for each token. `decay_TH1`: logarithm (0 or less) of the state's factor before
+    the token, `[T, H, 1]`, or `[T, H, K]` with one factor a channel."""
 
     qkv_TC: Tensor
     decay_TH1: Tensor
@@ -280,7 +280,7 @@ def convolve(x_TC: Tensor, window_WC: Tensor, weight_KC: Tensor) -> Tensor:
 
 
 def convolve_step(x_RC: Tensor, windows_SWC: Tensor, slots_R: Tensor, weight_KC: Tensor) -> Tensor:
-    """The same for one token each of R requests, `[R, C]`, whose windows lie at `slots_R` (distinct) and move on."""
+    """`convolve` for one token each of R requests, `[R, C]`, whose windows at the distinct `slots_R` move on."""
     padded_RKC = torch.cat((windows_SWC[slots_R], x_RC.float()[:, None]), dim=1)
     windows_SWC[slots_R] = padded_RKC[:, 1:]
     out = (padded_RKC * weight_KC).sum(dim=1)

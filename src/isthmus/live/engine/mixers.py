@@ -1,5 +1,5 @@
-"""What the tokens of a batch exchange: by attention over K and V of each head or over latent vectors, or by a recurrent
-state. One object a layer, whose operators (`isthmus.core.models.graph`) are its methods.
+"""Token mixers of the layers: attention over K and V, attention over latent vectors, recurrent states. One object a
+layer, whose methods are operators of `isthmus.core.models.graph`.
 
 Legend: T flat tokens, N hidden size, H query heads, D head size, L tokens of KV; of latent attention R rank, E shared
 numbers of a key, P its others, V numbers of a value.
@@ -27,26 +27,27 @@ from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
 EXPANDED_TOKENS = 4096
-"""Tokens whose K and V are projected from latent vectors at once: with many heads they are a hundred times larger."""
+"""Most tokens whose K and V are projected from latent vectors at once; they may be a hundred times larger."""
 LATENT_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the model's other norms have."""
+"""Epsilon of the norms inside latent attention, whatever the model's other norms have."""
 
 
 class Thinning(Protocol):
-    """A pass that loses tokens on its way: from some layer on only those go on that must be computed."""
+    """Reduces a pass layer by layer to the tokens that must be computed (`assembling.py`)."""
 
     def enter(self, layer: int) -> None:
-        """The KV of this layer is about to be written: what is not computed comes first."""
+        """Writes KV of tokens that are not computed, before the layer's own is written."""
 
     def thin(
         self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
     ) -> tuple[dict[str, Tensor], Pass]:
-        """Between the keys and values of a layer and its attention: what is left of the values, and of the pass."""
+        """Called between the keys and values of a layer and its attention; returns the values and the pass that are
+        left."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A batch on its way through the layers; KV layers say when they touch their KV and when it is in place."""
+    """One batch's pass through the layers, with the callbacks of layers that keep KV."""
 
     batch: BatchTensors
     memory: KVMemory
@@ -56,14 +57,14 @@ class Pass:
     thinning: Thinning | None = None
 
     def remote(self, layer: int, window: int = 0) -> RemoteAttention | None:
-        """Whom to ask for the rest of a layer's sums, if KV of the batch lies elsewhere."""
+        """Remote part of a layer's attention, if KV of the batch lies elsewhere."""
         if not self.batch.remote:
             return None
         assert self.elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
         return RemoteAttention(self.elsewhere, self.batch.remote, layer, window, self.memory.kernels)
 
     def enter(self, layer: int) -> Tensor:
-        """The KV of a layer, once it may be read and written."""
+        """Waits until a layer's KV may be read and written, and returns it."""
         if self.before_layer is not None:
             self.before_layer(layer)
         if self.thinning is not None:
@@ -78,7 +79,7 @@ class Pass:
         return self.memory.whole, *batch.packed.at(layer, batch.lens_R)
 
     def leave(self, layer: int) -> None:
-        """The batch's KV of a layer is in place."""
+        """Reports that the batch's KV of a layer is in place."""
         self.memory.written(layer)
         if self.on_layer is not None:
             self.on_layer(layer)
@@ -86,19 +87,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class SentQueries:
-    """Queries of a layer as they were sent to all who have more of its KV."""
+    """Queries of a layer as sent to the holders of its KV."""
 
     remote: RemoteAttention
     q_THD: Tensor
 
 
 Sums = tuple[Tensor, Tensor | None]
-"""Of the KV here: out [T, H, D], and lse [T, H] where others were asked for the rest."""
+"""Attention over local KV: out [T, H, D], and lse [T, H] where holders were asked for the rest."""
 
 
 class AttendingMixer(Protocol):
-    """Attention of a layer, in the three parts between which others may run: queries are sent, what is here is summed,
-    and what came back is added. `index`: which of the layers that keep KV it is."""
+    """Attention of a layer in three parts, between which other batches may run: send queries, attend to local KV, add
+    the answers. `index`: among the layers that keep KV."""
 
     index: int
 
@@ -109,7 +110,7 @@ class AttendingMixer(Protocol):
         """`kv`: of the layer, the batch's own in place. Where nobody was asked, that is all: `out [T, H, V]`."""
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
-        """`[T, H, V]`, with what those who were asked answer. Waits for them; raises HolderLost."""
+        """`[T, H, V]` with the holders' answers. Waits for them; raises HolderLost."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class LatentMixer:
         return q_THD
 
     def keep(self, run: Pass, x_TN: Tensor) -> Tensor:
-        """Puts what is kept of each token in its place: the layer's KV."""
+        """Writes each token's latent vector and shared numbers to the layer's KV, which is returned."""
         weights, rank = self.weights, self.shape.rank
         kept = self.kernels.linear(x_TN, weights.down.weight, weights.down.bias)
         latent = kept[:, :rank].contiguous()
@@ -223,7 +224,7 @@ class LatentMixer:
         return SentQueries(remote, absorbed)
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
-        """In the latent space if others were asked, in that of the values otherwise."""
+        """In the latent space if holders were asked, else in the space of the values."""
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
         scale = self.shape.scale

@@ -36,8 +36,8 @@ from isthmus.live.engine.weights import Weights
 
 
 class Model:
-    """Weights plus kernels: `embed`, `run_layers`, then `add` to go on elsewhere or `logits`. It keeps no state of
-    requests, and repeats a pass that was broken off with the same result."""
+    """Weights plus kernels: `embed`, `run_layers`, then `logits`, or `add` for the next stage. Keeps no state of
+    requests; a pass that was broken off is repeated with the same result."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
@@ -88,8 +88,8 @@ class Model:
 
 
 def _all_before(before_layer: BeforeLayer | None, memory: KVMemory) -> None:
-    """Calls it for every layer now: recurrent layers move their states on as they run, so whatever may break off
-    the pass, or bring the states, comes before the first of them."""
+    """Calls `before_layer` for every layer before a model with recurrent layers runs: these change live states, so a
+    pass must not be broken off later."""
     if before_layer is not None:
         for layer in range(len(memory.layers)):
             before_layer(layer)
@@ -107,7 +107,7 @@ class _ModelBuilder:
                 self.cos_sin = padded(self.cos_sin, spec.head_dim)
 
     def computes(self) -> dict[tuple[int, str], Any]:
-        """Of every operator of `graph_of`, by layer and kind."""
+        """Functions of all operators of `graph_of`, by layer and kind."""
         found, num_kv = dict[tuple[int, str], Any](), 0
         first, stop = self._weights.range
         for place, index in enumerate(range(first, stop)):

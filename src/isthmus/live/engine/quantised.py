@@ -100,7 +100,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def _halves(rows: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
-    """Of each head the first rows of all pairs, then the second ones."""
+    """Rows of each head reordered: the first rows of all pairs, then the second ones."""
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -167,7 +167,7 @@ def _q4_k(rows_NB: Tensor) -> Tiled | None:
 
 
 def _q5_k(rows_NB: Tensor) -> Tiled | None:
-    """The same, and a byte of fifth bits for each place in a group."""
+    """Numbers of 5 bits as bytes: four bits as in `Q4`, and the fifth from a word of bits per group."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 176))
     pairs = blocks_NSB[:, :, 48:].unflatten(2, (4, 1, 32))
     fifths = blocks_NSB[:, :, 16:48].unflatten(2, (1, 1, 32)) >> _BITS.view(4, 2, 1) & 1
@@ -240,10 +240,10 @@ class Parts(Protocol):
     def has(self, name: str) -> bool: ...
 
     def kind(self, name: str) -> str:
-        """Of a tensor's numbers, as safetensors writes it: "F8_E4M3"."""
+        """Type of a tensor's numbers, as safetensors writes it: "F8_E4M3"."""
 
     def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        """Of one of the types and shapes, and digested. Raises ModelError."""
+        """Reads and digests a tensor of one of the types and shapes. Raises ModelError."""
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises ModelError."""
@@ -258,7 +258,7 @@ class _Columns:
     group_K: Tensor | None = None
 
     def spread(self, grid_RG: Tensor) -> Tensor:
-        """What there is of each group, for each of its columns."""
+        """Repeats a group's value for each of its columns."""
         if self.group_K is not None:
             return grid_RG[:, self.group_K]
         return grid_RG[..., None].expand(-1, -1, self.size).flatten(1)[:, : self.width]
@@ -466,7 +466,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _rows_in(words: Tensor) -> Tensor:
-    """Of AWQ's words, which are rows here: 8 rows for each."""
+    """Unpacks AWQ's words, 8 rows from each row of words."""
     shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32)[:, None]
     return (words[:, None] >> shifts & 15).flatten(0, 1).to(torch.uint8)
 

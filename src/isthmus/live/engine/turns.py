@@ -1,7 +1,7 @@
-"""How many of something a step takes: as many as make it the quickest, which only a clock tells.
+"""Chooses how many threads or batches a decode step uses, by timing steps.
 
-Steps are timed: now and then one is taken with twice or half as many, and once most such trials were good, that is the
-number. What is right differs by machine and by the hour, so trials go on, more rarely.
+Some steps are trials with twice or half the number; a number that was faster in most trials becomes the usual one.
+The best number differs by machine and by load, so trials go on, more rarely.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing, Program, Residual, onward, through
 
 TRIALS = 5
-"""So many decide: their median, since any step may be disturbed."""
+"""Trials per decision; their median counts, since any step may be disturbed."""
 MORE, FEWER = 0.92, 1.0
-"""Twice as many are taken where a step then takes at most so many times as long, half as many where it takes no longer:
-what brings next to nothing is better left."""
+"""Highest ratio of a trial's time to the usual time at which twice (half) the number is taken over."""
 SELDOM, RARELY = 16, 128
-"""One step in so many is a trial: often at first, half as often after every series that changed nothing."""
+"""Steps per trial: at first, and at most; doubled after every series without a change."""
 
 
 class StepChoice:
-    """For steps that are alike, with 1 to `most`. `number`: the one that most are taken with, `first` in the beginning.
-    `offset`: trials come so many steps earlier, so that two choices do not try at once."""
+    """Chooses a number from 1 to `most` for steps of one size. `number`: the usual one. `offset`: shifts trials by as
+    many steps, to keep two choices from trying in the same step."""
 
     def __init__(self, most: int, first: int, offset: int = 0) -> None:
         self._most, self.number, self._offset = most, first, offset
         self._begin(SELDOM)
 
     def next(self) -> int:
-        """Of the next step. Trials take turns: with half as many, with twice as many."""
+        """Number for the next step. Trials alternate between half and twice the usual one."""
         self._steps += 1
         trial, between = divmod(self._steps + self._offset, self._every)
         if between or len(self._usual_s) < TRIALS:
@@ -82,7 +81,8 @@ class StepChoice:
 
 
 class Team:
-    """`threads`: the most. `set_threads` is told the number for what follows, whenever it is another one."""
+    """Chooses the number of threads for decode steps. `threads`: the most; `set_threads` is called when the number
+    changes."""
 
     def __init__(self, threads: int, set_threads: Callable[[int], None], clock_s: Callable[[], float]) -> None:
         self._threads, self._set_threads, self._clock_s = threads, set_threads, clock_s
@@ -90,7 +90,7 @@ class Team:
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """Takes a decode step of so many rows with the number of threads that is right, and times it."""
+        """Runs and times a decode step of `num_rows` rows with the chosen number of threads."""
         choice = self._choices.setdefault(num_rows.bit_length(), StepChoice(self._threads, self._threads))
         threads = choice.next()
         self._take(threads)
@@ -102,7 +102,7 @@ class Team:
             self.all()  # what else runs in this process counts on its number
 
     def all(self) -> None:
-        """All threads, for anything else."""
+        """Sets all threads, for anything but decode steps."""
         self._take(self._threads)
 
     def _take(self, threads: int) -> None:

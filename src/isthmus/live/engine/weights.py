@@ -53,7 +53,7 @@ class _Stored(Protocol):
 
     @property
     def digest(self) -> blake3.blake3:
-        """Of all that were taken."""
+        """Digest of all tensors that were taken."""
 
     def has(self, name: str) -> bool: ...
 
@@ -61,8 +61,8 @@ class _Stored(Protocol):
         """A copy; none of its numbers on the device "meta". Raises ModelError."""
 
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
-        """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
-        Raises ModelError."""
+        """The tensor quantised as stored; None where it is not, or not in groups of 32. It may be taken in both
+        forms. Raises ModelError."""
 
     def unties(self) -> bool:
         """Whether there is a head that is not the embedding, whatever config.json says."""

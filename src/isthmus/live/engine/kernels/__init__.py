@@ -34,11 +34,11 @@ class Kernels(Protocol):
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
     def prepare(self, layers: list[_L], head: _H) -> _H:
-        """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Changes the
-        layers, and returns the head, to how they are to be held."""
+        """Chooses the form of all matrices in these nested dataclasses that `linear` will multiply with. Changes the
+        layers in place and returns the head."""
 
     def described(self) -> tuple[str, ...]:
-        """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""
+        """Chosen products for each shape of prepared matrices, a line each."""
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""
@@ -127,7 +127,7 @@ class Kernels(Protocol):
         state_HKV: Tensor,
         taps_WC: Tensor,
     ) -> Tensor:
-        """The same for T tokens of one request, `[T, H, V]`. Cutting a run in two changes no more than the rounding."""
+        """`delta_step` for T tokens of one request in order, `[T, H, V]`. Cutting a run in two changes only rounding."""
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

@@ -18,9 +18,9 @@ from isthmus.live.engine.tiles import Weight
 _L = TypeVar("_L")
 _H = TypeVar("_H")
 MASKED_ROWS = 256
-"""So many queries at a time have a mask of their own."""
+"""Most queries under one mask."""
 MAX_PARTS = 8
-"""More pieces of KV than this are gathered into one: each part costs a call."""
+"""More pieces of KV than this are gathered into one, because each part costs a call."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,8 +69,7 @@ def attend_parts(
     window: int,
     scale: float,
 ) -> Part:
-    """What `Kernels.attend_chunk` gives, by parts, and its weight: one for each run of slots before the chunk, merged
-    with its own."""
+    """`Kernels.attend_chunk` and its lse: parts over each run of slots before the chunk, merged with the chunk's own."""
     stop = start + len(q_THD)
 
     def pieces(first: int, last: int) -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""Files of a model beside its weights, under the names of a Hugging Face folder."""
+"""Files of a model beside its weights, under the names of a Hugging Face folder: end tokens, special tokens, chat
+templates, choice of the weight files, and a fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ class Folder(ModelFiles):
         return f"no such file; a model folder needs a {name}"
 
 
-# Special tokens: by name, as templates know them (`bos_token`, `eos_token` and others), and all of them.
+# Special tokens by name, as templates know them (`bos_token`, `eos_token` and others), and all of them.
 
 
 def special_tokens(files: ModelFiles) -> dict[str, str]:
@@ -158,7 +160,7 @@ def _text(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-# Which tokens end an answer, as a model's files say.
+# Tokens that end an answer.
 
 
 class Ends(NamedTuple):
@@ -215,7 +217,7 @@ def _stated_ends(config: dict[str, Any], where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# A model's chat templates by name.
+# Chat templates by name.
 
 
 def chat_templates(files: ModelFiles) -> dict[str, str]:
@@ -250,7 +252,7 @@ def _stated_templates(files: ModelFiles, name: str) -> dict[str, str]:
     return named
 
 
-# Which files of a folder hold the model's weights.
+# Choice of a folder's weight files.
 
 
 WHOLE = "model.safetensors"
@@ -334,7 +336,7 @@ def _inside(where: str, name: str) -> str:
     return name
 
 
-# Whether two machines have the same model, told without reading all of it.
+# Fingerprint, to compare the models of two machines without reading all bytes.
 
 
 PIECE = 1 << 20

@@ -307,16 +307,6 @@ def test_answers_go_on_after_packing(prompts: Prompts) -> None:
 # Which tokens are alike.
 
 
-def test_without_rotation_tokens_are_drawn_to_other_copies() -> None:
-    """SemShareKV's reason to rotate embeddings before they are hashed."""
-    rows, at = randn(12, 64, seed=2)[torch.tensor(tokens_of(400, 81)) % 12], torch.arange(400)
-    rows = rows + 0.01 * randn(400, 64, seed=3)  # so that no place decides between equals
-    noisy = rows + 0.2 * randn(400, 64, seed=4)
-    right = [
-        float((nearest(noisy, rows, at, at, least=0.6, rotated=rotated) == at).float().mean())
-        for rotated in (True, False)
-    ]
-    assert right[0] > 0.9 and right[1] < 0.3, right
 
 
 def test_what_is_like_nothing_has_no_counterpart() -> None:

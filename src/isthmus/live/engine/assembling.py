@@ -1,10 +1,20 @@
-"""Tokens of two prompts that are alike, by their embeddings alone (SemShareKV, arXiv 2509.24832).
+"""Assembles a prompt from other prompts' KV: moves it to its new positions, and recomputes selected tokens.
 
-Embedding rows are rotated by their positions before they are hashed, as keys are: without positions all copies of a
-word would match the first copy. A hash has one bit for each random plane, the side on which the row lies; the share
-of bits in which two hashes agree measures the angle between the rows.
+One mechanism serves SemShareKV, CacheBlend and EPIC; a `Selection` (`isthmus.core.reuse`) says how many tokens each
+layer recomputes. The prompt passes the layers (`program.py`) and loses tokens on the way:
 
-Legend: T tokens of the target, R tokens of the donor, N hidden size, P planes.
+    layer    0 ... full - 1    full                     full + 1 ...
+    tokens   all               all up to K and V,       those that are left, fewer from layer to layer;
+                               then those chosen        others have their donor's K and V, moved
+
+Keys are kept with their rotation: a key that moves by d positions is rotated by d more, which is exact. Values are
+not rotated. Similar tokens are found by their embeddings alone (SemShareKV, arXiv 2509.24832), rotated by their
+positions before they are hashed, as keys are: without positions all copies of a word would match the first copy. A
+hash has one bit for each random plane, the side on which the row lies; the share of bits in which two hashes agree
+measures the angle.
+
+Legend: T tokens of the chunk or target, R tokens of the donor, N hidden size, P planes, S tokens that are computed, C
+candidates, L tokens of the whole prompt, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -45,16 +55,12 @@ def nearest(
     donor_at_R: Tensor,
     *,
     least: float,
-    rotated: bool = True,
 ) -> Tensor:
     """Index of the most similar donor token for each target token, or -1: `[T]` int64. The nearest of equally similar
     ones is taken. `least`: lowest cosine of a match. `..._at`: ascending positions; the donor's may be fractions
     (`warped`)."""
     device = target_TN.device
-    target, donor = (
-        _hashed(rows, at if rotated else None)
-        for rows, at in ((target_TN, target_at_T), (donor_RN, donor_at_R))
-    )
+    target, donor = _hashed(target_TN, target_at_T), _hashed(donor_RN, donor_at_R)
     target_at_T, donor_at_R = target_at_T.float(), donor_at_R.float()
     found, agreement = torch.full((len(target),), -1, device=device), _agreement(least)
     for start in range(0, len(target), _TILE):
@@ -149,31 +155,14 @@ def _agreement(cosine: float) -> float:
     return PLANES * (1 - 2 * math.acos(cosine) / math.pi)
 
 
-def _hashed(rows_TN: Tensor, at_T: Tensor | None) -> Tensor:
+def _hashed(rows_TN: Tensor, at_T: Tensor) -> Tensor:
     """1 or -1 for each plane, `[T, P]`."""
     hidden, device = rows_TN.shape[1], rows_TN.device
-    if at_T is not None:
-        turns = THETA ** (-torch.arange(0, hidden, 2, device=device) / hidden)
-        angles = at_T[:, None].float() * turns
-        rows_TN = rotate(rows_TN[:, None], torch.cat((angles.cos(), angles.sin()), 1))[:, 0]
+    turns = THETA ** (-torch.arange(0, hidden, 2, device=device) / hidden)
+    angles = at_T[:, None].float() * turns
+    rows_TN = rotate(rows_TN[:, None], torch.cat((angles.cos(), angles.sin()), 1))[:, 0]
     planes_NP = torch.randn(hidden, PLANES, generator=torch.Generator().manual_seed(_SEED)).to(device)
     return (rows_TN.float() @ planes_NP).sign_()
-
-
-# A prompt put together from other prompts' KV: moved to its place, and computed where that is not good enough.
-#
-# One mechanism for SemShareKV, CacheBlend and EPIC; which tokens are computed where is a `Selection`
-# (`isthmus.core.reuse`). The prompt passes the layers as any other (`program.py`), and loses tokens on its way:
-#
-# layer    0 ... full - 1    full                     full + 1 ...
-# tokens   all               all up to K and V,       those that are left, fewer from layer to layer;
-# then those chosen        others have their donor's K and V, moved
-#
-# Keys are kept with their rotation, so a key that moves by d positions is rotated by d more, which is exact; values are
-# not rotated.
-#
-# Legend: T tokens of the chunk, S of them that are computed, C candidates, L tokens of the whole prompt, H query
-# heads, K key/value heads, D head size.
 
 
 RECOVERED = 0.55

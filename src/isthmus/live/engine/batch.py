@@ -1,7 +1,11 @@
-"""Block tables of packed prompts: each layer keeps other tokens, and fewer the deeper it is (SemShareKV).
+"""A flat batch: the tokens of prefill chunks and decodes side by side, with the places of their KV.
 
-Kept slices of a prompt's first blocks fill all slices of some blocks of the engine, one layer's after the other's,
-without gaps. A slice is addressed in the whole KV memory as block `layer * num_blocks + block`.
+Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts. Rows come
+first in the flat order, chunks after them; rows that recurrent layers take one step for come first of all.
+
+Each layer of a packed prompt keeps other tokens, and fewer the deeper it is (SemShareKV). Kept slices fill all slices
+of some blocks of the engine, one layer's after the other's, without gaps. A slice is addressed in the whole KV memory
+as block `layer * num_blocks + block`.
 
 Legend: L layers, R rows, B blocks of the longest row.
 """
@@ -66,12 +70,6 @@ class PackedRows:
         found = object.__new__(PackedRows)
         found._tables_LRB, found._more_LR = self._tables_LRB[:, rows].contiguous(), self._more_LR[:, rows]
         return found
-
-
-# A flat batch: the tokens of prefill chunks and decodes side by side, with where their KV lies.
-#
-# Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts.
-# Rows come first in the flat order, chunks after them; of the rows first those that recurrent layers take one step for.
 
 
 if TYPE_CHECKING:

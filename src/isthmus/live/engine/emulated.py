@@ -381,10 +381,8 @@ def _certain(token: int, sampling: Sampling) -> TokenLogprobs | None:
     return TokenLogprobs(0.0, ((token, 0.0),) if sampling.logprobs else ())
 
 
-# What the emulated engine holds: KV bytes in blocks, and the live states of requests.
-#
-# A layer's state is a ring of digests (`recipe.Recipe.recur`). A step works on copies, which become the live states
-# when all of it is done: a step that was broken off can be repeated.
+# Memory and live states. A layer's state is a ring of digests (`recipe.Recipe.recur`). A step works on copies, which
+# become the live states after the last layer, so that a step that was broken off can be repeated.
 
 
 class EmulatedMemory:

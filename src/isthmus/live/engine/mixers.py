@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from isthmus.core.models import Attention, LatentAttention
-from isthmus.live.engine import linear
 from isthmus.live.engine.attention import Part, merge, partial
 from isthmus.live.engine.batch import BatchTensors, Prefill
 from isthmus.live.engine.interface import BeforeLayer, Elsewhere, OnLayer, runs_of
@@ -23,6 +22,7 @@ from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import attend_parts
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import AttentionWeights, LatentWeights
+from isthmus.live.engine.linear import Recurrent
 from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
@@ -310,27 +310,25 @@ class RecurrentMixer:
     """A gated delta rule over the live states of the batch's requests (`states.Recurrence`)."""
 
     index: int
-    weights: linear.GatedDeltaNet | linear.KimiDelta
+    weights: Recurrent
     kernels: Kernels
 
     def recur(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, N]`."""
         weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
         assert plan is not None, "a model with recurrent layers plans its batches' states"
-        if isinstance(weights, linear.GatedDeltaNet):
-            inputs = linear.inputs_gdn(weights, x_TN, kernels)
-        else:
-            inputs = linear.inputs_kda(weights, x_TN, kernels)
-        state, outs = plan.states.layers[self.index], []
+        inputs, state, outs = weights.inputs(x_TN, kernels), plan.states.layers[self.index], []
+        windows, matrices = state.window_SWC, state.matrix_SHKV
         if plan.num_steps:
-            outs.append(linear.step(weights, inputs[: plan.num_steps], state, plan.slots_R, kernels))
+            rule = inputs.rule(slice(plan.num_steps))
+            outs.append(kernels.delta_step(*rule, windows, matrices, plan.slots_R, weights.conv_KC))
         for stretch in plan.stretches:
-            part = inputs[stretch.first : stretch.last]
-            outs.append(linear.advance(weights, part, state, stretch.slot, kernels))
+            rule, slot = inputs.rule(slice(stretch.first, stretch.last)), stretch.slot
+            outs.append(kernels.delta_run(*rule, windows[slot], matrices[slot], weights.conv_KC))
             if stretch.snapshot is not None:
                 plan.states.take(stretch.snapshot, self.index, stretch.slot)
         out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
+        return weights.output(out_THV, inputs.gate_THV, kernels)
 
 
 def sum_here(

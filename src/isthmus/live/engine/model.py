@@ -20,11 +20,11 @@ from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import (
     AttentionWeights,
-    DenseWeights,
     LatentWeights,
     MixerWeights,
     Mixture,
     MlpWeights,
+    dense_mlp,
     mix,
 )
 from isthmus.live.engine.mixers import AttentionMixer, LatentMixer, Pass, RecurrentMixer
@@ -145,9 +145,4 @@ class _ModelBuilder:
         kernels = self._kernels
         if isinstance(weights, Mixture):
             return lambda run, x_TN: mix(weights, x_TN, kernels)
-        return lambda run, x_TN: _dense(weights, x_TN, kernels)
-
-
-def _dense(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:
-    inner = kernels.silu_mul(kernels.linear(x_TN, weights.gate_up.weight, weights.gate_up.bias))
-    return kernels.linear(inner, weights.down.weight, weights.down.bias)
+        return lambda run, x_TN: dense_mlp(weights, x_TN, kernels)

@@ -1,9 +1,20 @@
-"""The tensors of a GGUF file, widened one by one as they are taken, and digested as they lie in the file.
+"""Quantised matrices of GGUF and safetensors files: digested as stored, widened one by one or held in groups of 32.
 
-`_packed` gives a tensor's rows as stored, in the engine's order; `widened` makes numbers of them, and `GROUPED` what
-stays quantised in memory.
+Quantised safetensors hold for a matrix `X.weight` `[N, K]`, with G groups of columns and words of 32 bits, lowest
+first:
 
-Legend: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 numbers in a row.
+    fp8                 X.weight [N, K], X.weight_scale_inv or X.weight_scale: one, [N, 1], or one a block
+    compressed-tensors  the same, also of int8, perhaps with X.weight_zero_point of the scales' shape; or
+                        X.weight_packed, words along K, X.weight_shape, X.weight_scale [N, G], and perhaps
+                        X.weight_zero_point [N, G], words along N; of both perhaps X.weight_g_idx [K], the group of
+                        each column
+    gptq                X.qweight [K, N], words along K; X.qzeros [G, N], words along N; X.scales [G, N]; X.g_idx [K]
+    awq                 X.qweight [K, N], X.qzeros [G, N], words along N in an order of their own; X.scales [G, N]
+
+Formats are those of the sources of compressed-tensors, AutoGPTQ, AutoAWQ and transformers, which widen in the type of
+the scales; here numbers are computed in float32, as those of GGUF files are, and rounded once.
+
+Legend of GGUF: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 numbers in a row.
 """
 
 from __future__ import annotations
@@ -205,22 +216,6 @@ GROUPED: dict[str, Callable[[Tensor], Tiled | None]] = {
     "Q5_K": _q5_k,
 }
 """From the bytes of rows `[N, B]`; None if the offsets are too large for float16."""
-
-
-# Matrices that lie quantised in safetensors files: which tensors make one up, and what numbers they say.
-#
-# Of a matrix `X.weight` `[N, K]`, with G groups of columns and words of 32 bits, the lowest first:
-#
-# fp8                 X.weight [N, K], X.weight_scale_inv or X.weight_scale: one, [N, 1], or one a block
-# compressed-tensors  the same, also of int8, perhaps with X.weight_zero_point of the scales' shape; or
-# X.weight_packed, words along K, X.weight_shape, X.weight_scale [N, G], and perhaps
-# X.weight_zero_point [N, G], words along N; of both perhaps X.weight_g_idx [K], the group of
-# each column
-# gptq                X.qweight [K, N], words along K; X.qzeros [G, N], words along N; X.scales [G, N]; X.g_idx [K]
-# awq                 X.qweight [K, N], X.qzeros [G, N], words along N in an order of their own; X.scales [G, N]
-#
-# Read from the sources of compressed-tensors, AutoGPTQ, AutoAWQ and transformers. They widen in the type of the scales;
-# here numbers are computed in float32, as those of GGUF files are, and rounded once.
 
 
 LEAST_HALF = 2.0**-14

@@ -1,6 +1,12 @@
-"""ModelSpec of a model's files, for models that the engine computes as the reference does.
+"""Two readings of a model's files without torch: the spec that the engine computes, and the emulated model's recipe.
 
-Anything the engine would compute differently is refused here by name. Loads no torch.
+Fields that the engine would compute differently are refused by name.
+
+Emulated KV bytes of a position in a layer are a digest of those of the position before it and of the layer's input:
+the KV bytes of the layer below, or in the first layer a digest of token, model revision and tenant's salt. They are a
+function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its position in all
+layers. In a hybrid model a layer's input first goes through a recurrent state, which each token changes; the next
+token is then also a digest of the states after its position.
 """
 
 from __future__ import annotations
@@ -79,17 +85,6 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
         vectors=2 if isinstance(spec.kv_mixer, Attention) else 1,
         state_bytes=4 * sum(delta.state_numbers for delta in recurrent),
     )
-
-
-# What the emulated model is made of: its layout, its KV bytes and its tokens. Knows no memory and no time.
-#
-# The KV bytes of a position in a layer are a digest of those of the position before it and of what the layer takes:
-# the KV bytes of the layer below, or in the first layer a digest of the token, the model revision and the tenant's
-# salt. They are a function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its
-# position in all layers.
-#
-# In a hybrid model what a layer takes goes through a recurrent state first, which each token changes, and what comes
-# out goes to the KV bytes. The next token is then a digest of the states after its position, too.
 
 
 LAYERS = 2
@@ -215,7 +210,8 @@ class Recipe:
         return digest % self.vocab_size
 
     def score(self, kv: bytes, token: int) -> float:
-        """Pseudo log-probability of a token, in (-1, 0]. `kv`: KV bytes of the position before it, in the last layer."""
+        """Pseudo log-probability of a token, in (-1, 0]. `kv`: KV bytes of the position before it, in the last
+        layer."""
         return -xxhash.xxh3_64_intdigest(kv + token.to_bytes(4, "little")) / 2**64
 
     def _key(self, salt: str) -> bytes:

@@ -203,9 +203,7 @@ def _logprobs(logits_V: Tensor, token: int, row: Row) -> TokenLogprobs | None:
     return TokenLogprobs(chosen=float(logprobs_V[token]), top=top)
 
 
-# How likely the model finds each token of a prompt, given those before it.
-#
-# Legend: S scored tokens, V vocabulary.
+# Scores of a prompt's tokens. Legend: S scored tokens, V vocabulary.
 
 
 MAX_LOGITS = 1 << 23

@@ -1,7 +1,12 @@
-"""Chooses how many threads or batches a decode step uses, by timing steps.
+"""Chooses by timing how many threads or batches a decode step uses, and runs batches that take turns.
 
 Some steps are trials with twice or half the number; a number that was faster in most trials becomes the usual one.
-The best number differs by machine and by load, so trials go on, more rarely.
+The best number differs by machine and by load, so trials go on, more rarely. A thread's share of a loop may be less
+than its wake-up costs, above all where another process has its core. Prompts use all threads and are not timed.
+
+A batch of decodes whose KV lies elsewhere may be split: while holders attend for one part, layers run for the next
+(order and replicas: `isthmus.core.cost.pooled`). Two parts take turns in the engine's thread; more have a thread for
+each replica of the layers. Replicas share this engine's weights and device: on a CPU they share its cores, too.
 """
 
 from __future__ import annotations
@@ -72,14 +77,6 @@ class StepChoice:
         return sorted(near - {self.number})
 
 
-# How many threads a decode step takes: all that the node has, or fewer where these are quicker.
-#
-# A step has a hundred loops, and a thread's share of one may be less than what its coming and going costs, above all
-# where another process has its core; from which number of rows on it pays differs by machine and by the hour. So steps
-# are timed: now and then one is taken with twice or half as many threads, and once most such trials were good, that is
-# the number. Prompts are worth all threads always, and are not timed.
-
-
 class Team:
     """Chooses the number of threads for decode steps. `threads`: the most; `set_threads` is called when the number
     changes."""
@@ -109,13 +106,6 @@ class Team:
         if threads != self._set:
             self._set_threads(threads)
             self._set = threads
-
-
-# A batch of decodes as several that take turns: while others attend to KV of one, layers run for the next.
-#
-# Which of them runs when, and on which replica of the layers, is `isthmus.core.cost.pooled`. Its context goes from
-# replica to replica as the pass itself. Two take turns in the engine's thread; more have a thread for each replica.
-# Replicas share this engine's weights and device: on a CPU they share its cores, too.
 
 
 MOST_UNASKED = 2

@@ -127,7 +127,8 @@ class Kernels(Protocol):
         state_HKV: Tensor,
         taps_WC: Tensor,
     ) -> Tensor:
-        """`delta_step` for T tokens of one request in order, `[T, H, V]`. Cutting a run in two changes only rounding."""
+        """`delta_step` for T tokens of one request in order, `[T, H, V]`. Cutting a run in two changes only
+        rounding."""
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

@@ -69,7 +69,8 @@ def attend_parts(
     window: int,
     scale: float,
 ) -> Part:
-    """`Kernels.attend_chunk` and its lse: parts over each run of slots before the chunk, merged with the chunk's own."""
+    """`Kernels.attend_chunk` and its lse: parts over each run of slots before the chunk, merged with the chunk's
+    own."""
     stop = start + len(q_THD)
 
     def pieces(first: int, last: int) -> list[Tensor]:

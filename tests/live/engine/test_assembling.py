@@ -192,24 +192,6 @@ def test_it_follows_a_cached_prefix(prompts: Prompts) -> None:
     assert largest_error(found, expected) < 1e-5, "the donor had the same before it"
 
 
-def test_the_error_does_not_grow_with_what_is_computed(prompts: Prompts) -> None:
-    """On the mean of several prompts."""
-    errors = np.zeros(4)
-    for seed in range(6):
-        text, mine, other = tokens_of(160, 20 + seed), tokens_of(80, 30 + seed), tokens_of(60, 40 + seed)
-        _, blocks = prompts.computed(other + text)
-        _, fresh = prompts.computed(mine + text + other[:40])
-        own, length = prompts.blocks(280), 280
-        for at, share in enumerate((0.0, 0.2, 0.5, 1.0)):
-            selection = replace(CACHEBLEND, recompute=share)
-            assembling = Assembling(selection, (donated(other + text, blocks),), (Passage(80, 144, 0, 60),))
-            chunk = Chunk(mine + text + other[:40], 0, own, True, assembling=assembling)
-            prompts.assembled(chunk)
-            errors[at] += float((prompts.kv(2, own, length) - prompts.kv(2, fresh, length)).norm())
-        prompts._next -= sum(-(-count // SIZE) for count in (220, 280, 280))
-    assert errors[3] < 1e-3 and (np.diff(errors) < 0).all(), errors
-
-
 def test_beside_others_it_changes_nothing(prompts: Prompts) -> None:
     """A decode, a long chunk and an assembled prompt in one iteration give what each gives alone."""
     donor, target, long = tokens_of(150, 50), tokens_of(150, 51), tokens_of(90, 52)
@@ -305,8 +287,6 @@ def test_answers_go_on_after_packing(prompts: Prompts) -> None:
 
 
 # Which tokens are alike.
-
-
 
 
 def test_what_is_like_nothing_has_no_counterpart() -> None:

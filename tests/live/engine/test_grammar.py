@@ -64,19 +64,6 @@ def row_of(text: str, outputs: list[int] | None = None) -> Row:
 # ---- what may come next
 
 
-def test_a_row_that_comes_with_outputs_goes_on_as_one_that_made_them() -> None:
-    """As after the death of a node, in every place of the answer; the same step may come twice."""
-    text, outputs = grammar(PERSON), list[int]()
-    grammars, row = Grammars(BYTES, VOCABULARY), row_of(text, outputs)
-    draw = random.Random(2)
-    while (tokens := next_tokens(grammars, row)) != [END]:
-        assert next_tokens(grammars, row) == tokens
-        for other in (grammars, Grammars(BYTES, VOCABULARY)):
-            assert next_tokens(other, row_of(text, list(outputs))) == tokens
-        outputs.append(draw.choice(tokens))
-    validate(text_of(outputs), PERSON)
-
-
 def test_every_end_token_ends_a_grammar_and_tokens_beyond_the_tokenizer_never_come(tmp_path: Path) -> None:
     for file in BYTES.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -203,13 +190,15 @@ def test_compiled_grammars_are_bounded_in_bytes() -> None:
     assert 1 <= gauges["grammars"] <= 2 and gauges["grammar_bytes"] > 4 << 20
 
 
-def test_the_death_of_a_process_is_made_good_once() -> None:
-    """Somebody else may have killed it: another one is told what this one was."""
+def test_a_row_that_comes_with_outputs_goes_on_as_one_that_made_them_and_so_does_a_new_process() -> None:
+    """As after the death of a node or of the process, in every place of the answer; the same step may come twice."""
     text, outputs, draw = grammar(PERSON), list[int](), random.Random(5)
-    grammars, alone, row = Grammars(BYTES, VOCABULARY), Grammars(BYTES, VOCABULARY), row_of(text, outputs)
+    grammars, others, row = Grammars(BYTES, VOCABULARY), Grammars(BYTES, VOCABULARY), row_of(text, outputs)
     deaths = 0
     while (tokens := next_tokens(grammars, row)) != [END]:
-        assert tokens == next_tokens(alone, row_of(text, list(outputs)))
+        assert next_tokens(grammars, row) == tokens
+        for other in (grammars, others):
+            assert next_tokens(other, row_of(text, list(outputs))) == tokens
         outputs.append(draw.choice(tokens))
         if len(outputs) % 7 == 0:
             worker = grammars._grammars[text].sandbox._worker

@@ -197,95 +197,43 @@ def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> Non
 # ---- rope_store
 
 
-@dataclass
-class RopeStore:
-    """Inputs of one rope_store; slots that are not written hold 7."""
-
-    qkv: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    cos_sin: Tensor
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    kv_S2KD: Tensor
-    num_heads: int
-    eps: float = 1e-3
-
-    def run(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(rotated Q, the KV memory after)."""
-        kv = self.kv_S2KD.clone()
-        q = kernels.rope_store(
-            self.qkv,
-            self.positions_T,
-            self.slots_T,
-            self.cos_sin,
-            self.q_norm_D,
-            self.k_norm_D,
-            self.eps,
-            kv,
-            self.num_heads,
-        )
-        return q, kv
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """The same by complex multiplication, in float64."""
-        num_kv_heads, head_dim = self.kv_S2KD.shape[2:]
-        heads = self.qkv.double().view(self.qkv.shape[0], -1, head_dim)
-        q, k, v = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
-        angles = self.cos_sin.double()[self.positions_T.long()]
-        turn = torch.complex(angles[:, : head_dim // 2], angles[:, head_dim // 2 :])[:, None]
-
-        def rotated(x_THD: Tensor, norm_D: Tensor | None) -> Tensor:
-            if norm_D is not None:
-                x_THD = x_THD / (x_THD.square().mean(-1, keepdim=True) + self.eps).sqrt() * norm_D
-            pairs = torch.complex(x_THD[..., : head_dim // 2], x_THD[..., head_dim // 2 :]) * turn
-            return torch.cat((pairs.real, pairs.imag), dim=-1)
-
-        kv = self.kv_S2KD.double()
-        kv[self.slots_T.long()] = torch.stack((rotated(k, self.k_norm_D), v), dim=1)
-        return rotated(q, self.q_norm_D), kv
-
-
-def rope_store(
-    *, group: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, norms: bool, num_tokens: int = 11
-) -> RopeStore:
-    heads, num_slots = 2 * group + 4, num_tokens + 6
-    return RopeStore(
-        qkv=randn(num_tokens, heads * head_dim, seed=1, dtype=dtype),
-        positions_T=torch.tensor(permutation(num_tokens + 30, seed=2)[:num_tokens], dtype=torch.int32),
-        slots_T=torch.tensor(permutation(num_slots, seed=3)[:num_tokens], dtype=torch.int32),
-        cos_sin=randn(num_tokens + 30, head_dim, seed=4),
-        q_norm_D=randn(head_dim, seed=5) if norms else None,
-        k_norm_D=randn(head_dim, seed=6) if norms else None,
-        kv_S2KD=torch.full((num_slots, 2, 2, head_dim), 7.0, dtype=stored),
-        num_heads=2 * group,
-    )
+def rotated(x_THD: Tensor, turn_T1D: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
+    """By complex multiplication, in float64, after the norm if any."""
+    if norm_D is not None:
+        x_THD = x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * norm_D
+    half = x_THD.shape[-1] // 2
+    pairs = torch.complex(x_THD[..., :half], x_THD[..., half:]) * turn_T1D
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("norms", [False, True], ids=["no-norms", "qk-norms"])
-def test_q_and_k_are_rotated_and_k_and_v_stored(form: Form, head_dim: int, norms: bool) -> None:
-    for group, num_tokens in (
-        *[(group, 11) for group in range(1, 9)],
-        (4, 300),
-    ):  # so many are shared among threads
-        case = rope_store(
-            group=group,
-            head_dim=head_dim,
-            dtype=form.dtype,
-            stored=form.stored,
-            norms=norms,
-            num_tokens=num_tokens,
-        )
-        (expected_q, expected_kv), before = case.expected(), case.qkv.clone()
-        q, kv = case.run(form.kernels)
-        assert q.shape == (num_tokens, 2 * group, head_dim) and q.dtype == form.dtype
+def test_q_and_k_are_rotated_and_k_and_v_stored_and_nothing_else_changes(
+    form: Form, head_dim: int, norms: bool
+) -> None:
+    groups = [(group, 11) for group in range(1, 9)]
+    for group, num_tokens in (*groups, (4, 300)):  # so many are shared among threads
+        heads, num_slots, eps = 2 * group, num_tokens + 6, 1e-3
+        qkv = randn(num_tokens, (heads + 4) * head_dim, seed=1, dtype=form.dtype)
+        positions = torch.tensor(permutation(num_tokens + 30, seed=2)[:num_tokens], dtype=torch.int32)
+        slots = torch.tensor(permutation(num_slots, seed=3)[:num_tokens], dtype=torch.int32)
+        cos_sin, kv = randn(num_tokens + 30, head_dim, seed=4), torch.full((num_slots, 2, 2, head_dim), 7.0)
+        kv = kv.to(form.stored)
+        q_norm, k_norm = (randn(head_dim, seed=seed) if norms else None for seed in (5, 6))
+        before = qkv.clone()
+        q = form.kernels.rope_store(qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv, heads)
+        angles = cos_sin.double()[positions.long()]
+        turn = torch.complex(*angles.chunk(2, dim=-1))[:, None]
+        own_q, own_k, own_v = qkv.double().view(num_tokens, -1, head_dim).split((heads, 2, 2), dim=1)
+        assert q.shape == (num_tokens, heads, head_dim) and q.dtype == form.dtype
         # In bfloat16 the norm, its weight and the rotation round one after the other.
-        assert largest_error(q, expected_q) <= 2 * TOLERANCE[form.dtype], group
-        assert largest_error(kv, expected_kv) <= 2 * TOLERANCE[form.stored], group
-        values = case.qkv[:, -2 * head_dim :].view(-1, 2, head_dim).to(form.stored)
-        assert torch.equal(kv[case.slots_T.long(), 1], values) and torch.equal(case.qkv, before)
-        unused = sorted(set(range(len(kv))) - set(case.slots_T.tolist()))
+        assert largest_error(q, rotated(own_q, turn, q_norm, eps)) <= 2 * TOLERANCE[form.dtype], group
+        stored = kv[slots.long()]
+        assert largest_error(stored[:, 0], rotated(own_k, turn, k_norm, eps)) <= 2 * TOLERANCE[form.stored], (
+            group
+        )
+        assert torch.equal(stored[:, 1], own_v.to(form.stored)) and torch.equal(qkv, before)
+        unused = sorted(set(range(num_slots)) - set(slots.tolist()))
         assert unused and (kv[unused] == 7).all()
 
 

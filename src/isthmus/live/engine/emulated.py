@@ -465,7 +465,7 @@ class EmulatedStates:
         for chunk, states in zip(passage.chunks, passage.states, strict=True):
             if states:
                 self._live[chunk.slot] = states
-        for blocks, states in passage.snapshots():
+        for blocks, states in passage.snapshots.items():
             self._write(blocks, states)
 
     def _before(self, chunk: Chunk) -> LayerStates:
@@ -501,21 +501,21 @@ class EmulatedStates:
 
 
 class LayerPassage:
-    """States of a batch's chunks on the way through the layers, and copies for snapshots."""
+    """States of a batch's chunks on the way through the layers, and copies for snapshots, by their blocks."""
 
     def __init__(self, recipe: Recipe, chunks: Sequence[Chunk], states: list[LayerStates]) -> None:
         self._recipe, self.chunks, self.states = recipe, chunks, states
-        self._kept: list[list[LayerStates]] = [[[] for _ in chunk.snapshots] for chunk in chunks]
+        self.snapshots: dict[tuple[int, ...], LayerStates] = {}
 
     def recur(self, index: int, layer: int, below: Sequence[bytes]) -> Sequence[bytes]:
         """Advances a chunk's state of a layer by its tokens; returns the inputs of the layer's KV."""
         if not self.states[index]:
             return below
         chunk, state, found, at = self.chunks[index], self.states[index][layer], list[bytes](), 0
-        for (position, _), kept in zip(chunk.snapshots, self._kept[index], strict=True):
+        for position, blocks in chunk.snapshots:
             assert chunk.start + at < position <= chunk.stop, "snapshots lie inside their chunk, in order"
             found += self._recipe.recur(state, chunk.start + at, below[at : position - chunk.start])
-            kept.append(bytearray(state))
+            self.snapshots.setdefault(blocks, []).append(bytearray(state))
             at = position - chunk.start
         found += self._recipe.recur(state, chunk.start + at, below[at:])
         return found
@@ -523,12 +523,3 @@ class LayerPassage:
     def state(self, index: int, layer: int) -> bytes | bytearray:
         """A chunk's state of a layer after its last token so far."""
         return self.states[index][layer] if self.states[index] else b""
-
-    def snapshots(self) -> list[tuple[tuple[int, ...], LayerStates]]:
-        """The blocks and the states of all snapshots."""
-        return [
-            (blocks, states)
-            for chunk, kept in zip(self.chunks, self._kept, strict=True)
-            for (_, blocks), states in zip(chunk.snapshots, kept, strict=True)
-            if states
-        ]

@@ -19,10 +19,10 @@ Legend of GGUF: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 25
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import blake3
 import numpy as np
@@ -229,19 +229,41 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, counted by 4 bits from the lowest, each of its 8 rows stands."""
 
 
-class Parts(Protocol):
-    """Tensors as they lie in files."""
+@dataclass(frozen=True)
+class Parts:
+    """Tensors of a folder as stored, in the opened files `where`. `digest`: of all that were read, once each."""
 
-    def has(self, name: str) -> bool: ...
+    folder: Path
+    where: Mapping[str, Any]
+    digest: blake3.blake3
+    digested: set[str] = field(default_factory=set)
+
+    def has(self, name: str) -> bool:
+        return name in self.where
 
     def kind(self, name: str) -> str:
         """Type of a tensor's numbers, as safetensors writes it: "F8_E4M3"."""
+        return str(self.where[name].get_slice(name).get_dtype())
 
     def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         """Reads and digests a tensor of one of the types and shapes. Raises ModelError."""
+        if name not in self.where:
+            self.refuse(f"the weights have no tensor {name!r}")
+        tensor: Tensor = self.where[name].get_tensor(name)
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            self.refuse(f"{name} has shape {tuple(tensor.shape)}, by config.json it is {expected}")
+        if tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
+        if name not in self.digested:
+            self.digested.add(name)
+            self.digest.update(name.encode())
+            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return tensor
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises ModelError."""
+        raise ModelError(f"{self.folder}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import blake3
 import msgspec
@@ -22,7 +21,7 @@ from torch import Tensor
 from isthmus.core.errors import ModelError
 from isthmus.core.models import Fields, ModelSpec, read_quantisation
 from isthmus.live.engine.layers import Layer, Linear, load_layer
-from isthmus.live.engine.quantised import FLOATS, packed_name, stored
+from isthmus.live.engine.quantised import FLOATS, Parts, packed_name, stored
 from isthmus.live.engine.tiles import Tiled, Weight
 from isthmus.model_files import GgufFile, ModelFiles, open_files, weight_files
 
@@ -86,7 +85,7 @@ class _Safetensors:
             log.warning("%s: %s", self.folder, chosen.note)
         opened: dict[str, Any] = {name: self._open(name, stack) for name in chosen.names}
         where = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
-        self._parts = _Parts(self.folder, where, self.digest)
+        self._parts = Parts(self.folder, where, self.digest)
 
     def _open(self, name: str, stack: ExitStack) -> Any:
         path = self.folder / name
@@ -124,42 +123,6 @@ class _Safetensors:
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
         return found.widened(dtype).to(device)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read, once
-    each: `digested`."""
-
-    folder: Path
-    where: Mapping[str, Any]
-    digest: blake3.blake3
-    digested: set[str] = field(default_factory=set)
-
-    def has(self, name: str) -> bool:
-        return name in self.where
-
-    def kind(self, name: str) -> str:
-        return str(self.where[name].get_slice(name).get_dtype())
-
-    def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        if name not in self.where:
-            self.refuse(f"the weights have no tensor {name!r}")
-        tensor: Tensor = self.where[name].get_tensor(name)
-        if tuple(tensor.shape) not in shapes:
-            expected = " or ".join(map(str, dict.fromkeys(shapes)))
-            self.refuse(f"{name} has shape {tuple(tensor.shape)}, by config.json it is {expected}")
-        if tensor.dtype not in dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
-        if name not in self.digested:
-            self.digested.add(name)
-            self.digest.update(name.encode())
-            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return tensor
-
-    def refuse(self, reason: str) -> NoReturn:
-        raise ModelError(f"{self.folder}: {reason}")
 
 
 def load_weights(

@@ -14,11 +14,11 @@ from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, TAIL, Pac
 from isthmus.core.types import Reused
 from isthmus.live.engine.assembling import nearest, warped
 from isthmus.live.engine.batch import PackedRows, slices_of
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Assembling, Chunk, Donated
 
 from .conftest import FolderOf
-from .support import largest_error, randn, tokens_of
+from .support import engine_of, largest_error, randn, tokens_of
 
 SIZE = 16
 ALL = replace(SEMANTIC, recompute=1.0, decay=1.0, keep=1.0, fade=0.0)
@@ -58,8 +58,7 @@ def prompts(folder_of: FolderOf) -> Prompts:
 
 
 def of_model(folder_of: FolderOf, case: str) -> Prompts:
-    options = EngineOptions(device="cpu", dtype="float32", kv_bytes=8 << 20)
-    return Prompts(Engine(folder_of(case), options))
+    return Prompts(engine_of(folder_of(case), kv_bytes=8 << 20))
 
 
 def donated(tokens: Sequence[int], blocks: Sequence[int]) -> Donated:

@@ -79,10 +79,6 @@ def test_only_the_slots_of_the_tokens_are_written(engine: Engine) -> None:
 # ---- before_layer
 
 
-class GoneError(Exception):
-    """A prefix that was to be loaded is not there."""
-
-
 def memory_bits(engine: Engine) -> list[torch.Tensor]:
     return [layer.view(torch.uint8).clone() for layer in engine.memory.layers]
 
@@ -123,9 +119,9 @@ def test_a_step_that_before_layer_broke_off_can_be_repeated(
 
     def before(layer: int) -> None:
         if layer == broken:
-            raise GoneError
+            raise ConnectionError
 
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionError):
         engine.forward(batch, announced.append, before)
     assert announced == list(range(broken))
     assert torch.equal(engine.forward(batch, announced.append), expected)

@@ -276,10 +276,6 @@ def test_a_prompt_begins_with_an_empty_state_whatever_its_slot_held(
 # ---- hooks
 
 
-class GoneError(Exception):
-    """A prefix that was to be loaded is not there."""
-
-
 @EACH_RECURRENT
 @pytest.mark.parametrize("broken", [0, 1])
 def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated(
@@ -295,10 +291,10 @@ def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated
 
     def gone(layer: int) -> None:
         if layer == broken:
-            raise GoneError
+            raise ConnectionError
 
     batch = engine.build(chunks())
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionError):
         engine.forward(batch, before_layer=gone)
     found = engine.forward(
         batch, lambda layer: calls.append(("on", layer)), lambda layer: calls.append(("before", layer))

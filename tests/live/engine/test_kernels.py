@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.live.engine.kernels import Kernels, native, select
+from isthmus.live.engine.kernels import Kernels, Scope, native, select
 from isthmus.live.engine.kernels.plain import PlainKernels
 from isthmus.live.engine.linear import advance_rule, step_each, step_together
 
@@ -60,7 +60,7 @@ class Paged:
 
     def attend(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
         return kernels.attend_paged(
-            self.q_RHD, self.kv_S2KD, self.tables_RB, self.lens_R, BLOCK_SIZE, self.window, self.scale
+            self.q_RHD, self.kv_S2KD, self.tables_RB, self.lens_R, Scope(BLOCK_SIZE, self.window, self.scale)
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def test_a_chunk_attends_to_what_is_before_it_and_to_itself(
     for group in (1, 2, 3, 5, 12):
         q = randn(count, 2 * group, head_dim, seed=group, dtype=form.dtype)
         out = form.kernels.attend_chunk(
-            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), BLOCK_SIZE, window, scale
+            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), Scope(BLOCK_SIZE, window, scale)
         )
         expected, _ = attention(q, kv[seen], visible, scale)
         tolerance = TOLERANCE[BF16 if form.stored == BF16 else form.dtype]
@@ -190,7 +190,7 @@ def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> Non
     kv = torch.zeros(16, 2, 1, 16, dtype=BF16)
     kv[:9, 0, 0, 0] = torch.arange(9) // 2 * 2
     kv[:9, 1, 0] = torch.arange(9)[:, None]
-    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), 16, 0, 0.25)
+    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), Scope(16, 0, 0.25))
     assert out[:, 0, 0].tolist() == [0, 0.5, 2, 2.5, 4, 4.5, 6, 6.5, 8]
 
 

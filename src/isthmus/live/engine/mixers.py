@@ -18,7 +18,7 @@ from isthmus.core.models import Attention, LatentAttention
 from isthmus.live.engine.attention import Part, merge, partial
 from isthmus.live.engine.batch import BatchTensors, Prefill
 from isthmus.live.engine.interface import BeforeLayer, Elsewhere, OnLayer, runs_of
-from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.kernels import Kernels, Scope
 from isthmus.live.engine.kernels.plain import attend_parts
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import AttentionWeights, LatentWeights
@@ -156,10 +156,10 @@ class AttentionMixer:
         return SentQueries(remote, q_THD)
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
-        window, scale = self.shape.window, self.shape.head_dim**-0.5
+        scope = Scope(run.batch.block_size, self.shape.window, self.shape.head_dim**-0.5)
         remote = None if asked is None else asked.remote
         rows = run.rows(self.index, kv)
-        return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, window=window, scale=scale)
+        return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, scope)
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return sum_all(sums, asked.remote)
@@ -227,9 +227,8 @@ class LatentMixer:
         """In the latent space if holders were asked, else in the space of the values."""
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
-        scale = self.shape.scale
-        rows = run.rows(self.index, kv)
-        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, window=0, scale=scale)
+        scope, rows = Scope(run.batch.block_size, 0, self.shape.scale), run.rows(self.index, kv)
+        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, scope)
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return self._values(sum_all(sums, asked.remote))
@@ -241,12 +240,12 @@ class LatentMixer:
 
     def _attend(self, q_THD: Tensor, kv: Tensor, batch: BatchTensors) -> Tensor:
         """`[T, H, V]`, of KV that is all here."""
-        rows, scale = batch.num_rows, self.shape.scale
+        rows, scope = batch.num_rows, Scope(batch.block_size, 0, self.shape.scale)
         both = kv.expand(-1, 2, -1, -1)
         outs = []
         if rows:
             out, _ = self.kernels.attend_paged(
-                self._absorb(q_THD[:rows]), kv, batch.tables_RB, batch.lens_R, batch.block_size, 0, scale
+                self._absorb(q_THD[:rows]), kv, batch.tables_RB, batch.lens_R, scope
             )
             outs.append(self._values(out))
         for chunk in batch.prefills:
@@ -254,9 +253,7 @@ class LatentMixer:
             if self._expands(chunk.last - chunk.first):
                 outs.append(self._attend_expanded(q, kv, chunk, batch.block_size))
             else:
-                out, _ = attend_parts(
-                    self._absorb(q), both, chunk.blocks, chunk.start, batch.block_size, 0, scale
-                )
+                out, _ = attend_parts(self._absorb(q), both, chunk.blocks, chunk.start, scope)
                 outs.append(self._values(out))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -338,29 +335,27 @@ def sum_here(
     kernels: Kernels,
     remote: RemoteAttention | None,
     rows_in: tuple[Tensor, Tensor, Tensor],
-    *,
-    window: int,
-    scale: float,
+    scope: Scope,
 ) -> Sums:
     """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest;
     `rows_in`: memory, tables and lengths of its rows."""
-    (memory, tables, lens), size = rows_in, batch.block_size
+    memory, tables, lens = rows_in
     if not batch.prefills:  # rows are all there is
-        out, lse = kernels.attend_paged(q_THD, memory, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD, memory, tables, lens, scope)
         return out, None if remote is None else lse
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if rows := batch.num_rows:
-        out, lse = kernels.attend_paged(q_THD[:rows], memory, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD[:rows], memory, tables, lens, scope)
         outs.append(out)
         lses.append(lse)
     both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
-        q, where = q_THD[chunk.first : chunk.last], (size, window, scale)
+        q = q_THD[chunk.first : chunk.last]
         if remote is None:
-            outs.append(kernels.attend_chunk(q, both, chunk.blocks, chunk.positions, *where))
+            outs.append(kernels.attend_chunk(q, both, chunk.blocks, chunk.positions, scope))
         else:
-            out, lse = attend_parts(q, both, chunk.blocks, chunk.start, *where)
+            out, lse = attend_parts(q, both, chunk.blocks, chunk.start, scope)
             outs.append(out)
             lses.append(lse)
     out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -21,7 +21,7 @@ from isthmus.core.errors import ProtocolError
 from isthmus.core.models import Attention, LatentAttention, ModelSpec
 from isthmus.live.engine.attention import Part, partial
 from isthmus.live.engine.interface import Asking, Chunk, Elsewhere, HolderLost, HolderQueries, runs_of
-from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.kernels import Kernels, Scope
 
 FEW_ROWS = 8
 """Up to this many queries of one request read its KV one by one; more gather it once."""
@@ -192,7 +192,7 @@ def answer_to(
             q = q_RHD[first:stop].to(kv.device, kernels.activation_dtype(kv.dtype))
             if are_few:
                 tables, lens = _tables(each, kv.device)
-                parts.append(kernels.attend_paged(q, kv, tables, lens, block_size, 0, shape.scale))
+                parts.append(kernels.attend_paged(q, kv, tables, lens, Scope(block_size, 0, shape.scale)))
             else:
                 parts.append(_gathered(each[0], q, kv, block_size, shape))
             first = stop

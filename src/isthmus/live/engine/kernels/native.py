@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.config import cache_dir
 from isthmus.live.engine.attention import Part
 from isthmus.live.engine.compiled import library, machine_name
+from isthmus.live.engine.kernels import Scope
 from isthmus.live.engine.kernels.plain import attend_positions, each_expert
 from isthmus.live.engine.products import Products, described
 from isthmus.live.engine.tiles import TILES, Tiled, Weight
@@ -208,17 +209,19 @@ class NativeKernels:
         kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> tuple[Tensor, Tensor]:
         rows, num_heads, head_dim = q_RHD.shape
         out = torch.empty_like(q_RHD)
         lse = torch.empty(rows, num_heads)
         num_vectors, num_kv_heads = kv_SVKD.shape[1:3]
-        sizes = (rows, num_heads, num_kv_heads, head_dim, num_vectors, block_size, window)
+        sizes = (rows, num_heads, num_kv_heads, head_dim, num_vectors, scope.block_size, scope.window)
         self._functions["attend_paged", kv_SVKD.dtype](
-            *_dense(q_RHD, kv_SVKD, tables_RB), tables_RB.shape[1], *_dense(lens_R, out, lse), *sizes, scale
+            *_dense(q_RHD, kv_SVKD, tables_RB),
+            tables_RB.shape[1],
+            *_dense(lens_R, out, lse),
+            *sizes,
+            scope.scale,
         )
         return out, lse
 
@@ -236,18 +239,16 @@ class NativeKernels:
         kv_S2KD: Tensor,
         blocks: Sequence[int],
         positions_T: np.ndarray,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q_THD.shape
         if kv_S2KD.dtype != torch.bfloat16 or head_dim % LANES:
-            return attend_positions(q_THD, kv_S2KD, blocks, positions_T, block_size, window, scale)
+            return attend_positions(q_THD, kv_S2KD, blocks, positions_T, scope)
         assert positions_T.dtype == np.int32 and len(positions_T) == num_tokens
         out, table = torch.empty_like(q_THD), np.asarray(blocks, np.int32)
-        sizes = (num_tokens, num_heads, kv_S2KD.shape[2], head_dim, block_size, window)
+        sizes = (num_tokens, num_heads, kv_S2KD.shape[2], head_dim, scope.block_size, scope.window)
         indices = (table.ctypes.data, out.data_ptr(), positions_T.ctypes.data)
-        self._functions["attend_chunk_bf16", None](*_dense(q_THD, kv_S2KD), *indices, *sizes, scale)
+        self._functions["attend_chunk_bf16", None](*_dense(q_THD, kv_S2KD), *indices, *sizes, scope.scale)
         return out
 
     def delta_step(

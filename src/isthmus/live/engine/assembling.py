@@ -290,7 +290,7 @@ class Assembled:
     def thin(
         self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
     ) -> tuple[dict[str, Tensor], Pass]:
-        """See `Thinning`."""
+        """Reduces values and pass, between the keys and values of a layer and its attention."""
         packing, selection = self.assembling.packing, self._selection
         quota = self._quota(layer)
         chooses = quota is not None

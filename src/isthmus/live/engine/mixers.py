@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,35 +26,26 @@ from isthmus.live.engine.linear import Recurrent
 from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
+if TYPE_CHECKING:
+    from isthmus.live.engine.assembling import Assembled
+
 EXPANDED_TOKENS = 4096
 """Most tokens whose K and V are projected from latent vectors at once; they may be a hundred times larger."""
 LATENT_EPS = 1e-6
 """Epsilon of the norms inside latent attention, whatever the model's other norms have."""
 
 
-class Thinning(Protocol):
-    """Reduces a pass layer by layer to the tokens that must be computed (`assembling.py`)."""
-
-    def enter(self, layer: int) -> None:
-        """Writes KV of tokens that are not computed, before the layer's own is written."""
-
-    def thin(
-        self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
-    ) -> tuple[dict[str, Tensor], Pass]:
-        """Called between the keys and values of a layer and its attention; returns the values and the pass that are
-        left."""
-
-
 @dataclass(frozen=True)
 class Pass:
-    """One batch's pass through the layers, with the callbacks of layers that keep KV."""
+    """One batch's pass through the layers, with the callbacks of layers that keep KV. `thinning`: reduces the pass to
+    the tokens that must be computed."""
 
     batch: BatchTensors
     memory: KVMemory
     on_layer: OnLayer | None = None
     before_layer: BeforeLayer | None = None
     elsewhere: Elsewhere | None = None
-    thinning: Thinning | None = None
+    thinning: Assembled | None = None
 
     def remote(self, layer: int, window: int = 0) -> RemoteAttention | None:
         """Remote part of a layer's attention, if KV of the batch lies elsewhere."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.linear import GatedDeltaNet, KimiDelta, projection
 from isthmus.live.engine.rope import half_split
 from isthmus.live.engine.tiles import Weight, plain, stacked
+
+if TYPE_CHECKING:
+    from isthmus.live.engine.weights import TensorLoader
 
 Choice = tuple[Tensor, Tensor]
 """(experts [T, A], weights [T, A] float32)."""
@@ -125,29 +128,6 @@ def run_experts(mixture: Mixture, x_TN: Tensor, choice: Choice, kernels: Kernels
     return torch.einsum("tan,ta->tn", chosen_TAN.float(), weights_TA).to(x_TN.dtype)
 
 
-class TensorSource(Protocol):
-    """Where the tensors of a model come from, each of an exact shape. Raises ModelError naming file or tensor.
-
-    `dtype`: of matrices that are not quantised.
-    """
-
-    dtype: torch.dtype
-
-    def has(self, name: str) -> bool: ...
-
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        """In `dtype`."""
-
-    def weight(self, name: str, rows: int, width: int) -> Weight:
-        """Matrix that is only multiplied with: quantised, or in `dtype`."""
-
-    def bias(self, name: str, size: int) -> Tensor:
-        """In the activations' type."""
-
-    def vector(self, name: str, *shape: int) -> Tensor:
-        """In float32."""
-
-
 @dataclass(frozen=True)
 class AttentionWeights:
     """`gate`: of gated attention, one row for each number of the heads' outputs."""
@@ -188,7 +168,7 @@ class Layer:
     mlp: MlpWeights
 
 
-def load_layer(source: TensorSource, spec: ModelSpec, index: int) -> Layer:
+def load_layer(source: TensorLoader, spec: ModelSpec, index: int) -> Layer:
     """One layer of a model; every tensor of it is taken, always in the same order."""
     at, layer = f"model.layers.{index}", spec.layers[index]
     assert not isinstance(layer.mixer, Lightning), "read_spec refuses such a model"
@@ -202,7 +182,7 @@ def load_layer(source: TensorSource, spec: ModelSpec, index: int) -> Layer:
 
 
 class _LayerLoader:
-    def __init__(self, source: TensorSource, spec: ModelSpec, at: str) -> None:
+    def __init__(self, source: TensorLoader, spec: ModelSpec, at: str) -> None:
         self._source, self._spec, self._at, self._hidden = source, spec, at, spec.hidden_size
 
     def mixer(self, kind: Attention | LatentAttention | DeltaRule) -> MixerWeights:

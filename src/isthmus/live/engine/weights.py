@@ -146,7 +146,7 @@ def load_weights(
         if spec.tied_embeddings and stored.unties():  # as transformers has it
             log.warning("%s: config.json ties the head to the embedding; the weights' own is used", model)
             spec = msgspec.structs.replace(spec, tied_embeddings=False)
-        return _Loader(stored, spec, dtype, activations, device, groups).weights(held)
+        return TensorLoader(stored, spec, dtype, activations, device, groups).weights(held)
 
 
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
@@ -157,8 +157,9 @@ def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
     return GgufTensors(files, spec.head_dim)
 
 
-class _Loader:
-    """Takes tensors by name, as `layers.Source` asks; those that are not held are digested and placed on no device."""
+class TensorLoader:
+    """Takes tensors of exact shapes by name, all of them in one order, and only digests those that are not held. Raises
+    ModelError naming file or tensor. `dtype`: of matrices that are not quantised."""
 
     def __init__(
         self,
@@ -213,6 +214,7 @@ class _Loader:
         return self._stored.take(name, shape, self._target, self.dtype)
 
     def weight(self, name: str, rows: int, width: int) -> Weight:
+        """Matrix that is only multiplied with: quantised, or in `dtype`."""
         return self._grouped(name, rows, width) or self.matrix(name, rows, width)
 
     def _grouped(self, name: str, rows: int, width: int) -> Tiled | None:

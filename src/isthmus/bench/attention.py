@@ -27,6 +27,7 @@ from isthmus.core.blocks import KVLayout
 from isthmus.core.types import Span
 from isthmus.live.engine.batch import BatchTensors, build_batch
 from isthmus.live.engine.interface import Chunk, Elsewhere, Held
+from isthmus.live.engine.kernels import Scope
 from isthmus.live.engine.remote import RemoteAttention
 
 BLOCK = 16
@@ -162,7 +163,7 @@ class _Case:
                     remote = RemoteAttention(elsewhere, batch.remote, layer, 0, memory.kernels)
                     remote.ask(self.q_THD)
                 tables, lens, scale = batch.tables_RB, batch.lens_R, memory.shape.scale
-                out, lse = memory.kernels.attend_paged(self.q_THD, kv, tables, lens, BLOCK, 0, scale)
+                out, lse = memory.kernels.attend_paged(self.q_THD, kv, tables, lens, Scope(BLOCK, 0, scale))
                 found.append(out if remote is None else remote.add(out, lse))
         return found
 

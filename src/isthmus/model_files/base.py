@@ -1,4 +1,6 @@
-"""What every model brings beside its weights, by the names that a Hugging Face folder has for it."""
+"""Files of a model beside its weights, under the names of a Hugging Face folder: end tokens, special tokens, chat
+templates, choice of the weight files, and a fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class _Vocabulary(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """Of a tokenizer.json the ids of its tokens: millions of bytes, so nothing else is made of them."""
+    """Token ids of a tokenizer.json; nothing else of its millions of bytes is decoded."""
 
     added_tokens: list[_Added] | None = None
     model: _Vocabulary | None = None
@@ -45,11 +47,11 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """How messages name it."""
+        """Name of the file in messages."""
 
     @abstractmethod
     def missing(self, name: str) -> str:
-        """What messages say when it must be there and is not."""
+        """Reason in messages for a required file that is missing."""
 
     @abstractmethod
     def names(self, folder: str, suffix: str) -> Sequence[str]:
@@ -117,7 +119,7 @@ class Folder(ModelFiles):
         return f"no such file; a model folder needs a {name}"
 
 
-# Special tokens: by name, as templates know them (`bos_token`, `eos_token` and others), and all of them.
+# Special tokens by name, as templates know them (`bos_token`, `eos_token` and others), and all of them.
 
 
 def special_tokens(files: ModelFiles) -> dict[str, str]:
@@ -153,12 +155,12 @@ def _stated_special(files: ModelFiles) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    """Of a token, which is written as a string or as `{"content": string, ...}`."""
+    """Text of a token that is written as a string or as `{"content": string, ...}`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
-# Which tokens end an answer, as a model's files say.
+# Tokens that end an answer.
 
 
 class Ends(NamedTuple):
@@ -215,7 +217,7 @@ def _stated_ends(config: dict[str, Any], where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# A model's chat templates by name.
+# Chat templates by name.
 
 
 def chat_templates(files: ModelFiles) -> dict[str, str]:
@@ -235,7 +237,8 @@ def chat_templates(files: ModelFiles) -> dict[str, str]:
 
 
 def _stated_templates(files: ModelFiles, name: str) -> dict[str, str]:
-    """Of the field `chat_template`: one template, a list of `{"name": …, "template": …}`, or an object by name."""
+    """Templates of the field `chat_template`: one template, a list of `{"name": …, "template": …}`, or an object by
+    name."""
     value = files.object(name).get("chat_template")
     named: Any = {} if value is None else value
     if isinstance(value, str):
@@ -249,7 +252,7 @@ def _stated_templates(files: ModelFiles, name: str) -> dict[str, str]:
     return named
 
 
-# Which files of a folder hold the model's weights.
+# Choice of a folder's weight files.
 
 
 WHOLE = "model.safetensors"
@@ -268,7 +271,7 @@ class WeightFiles(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What somebody who put the files there may not expect; empty where nothing was to be chosen."""
+        """Warning about the choice; empty where nothing was to be chosen."""
         if not self.left and self.source in (WHOLE, INDEX):
             return ""
         more = ", ..." if len(self.left) > _SHOWN else ""
@@ -333,18 +336,18 @@ def _inside(where: str, name: str) -> str:
     return name
 
 
-# Whether two machines have the same model, told without reading all of it.
+# Fingerprint, to compare the models of two machines without reading all bytes.
 
 
 PIECE = 1 << 20
-"""Of each file its first and last bytes count, up to so many, and its length. What differs only between them is found
-when a node joins: its engine has read all."""
+"""Bytes at the beginning and end of each file that are digested, with its length. Differences between them show when
+a node joins, whose engine has read all."""
 _READ = (".json", ".jinja", ".safetensors", ".gguf", ".model")
 
 
 def fingerprint(model: Path) -> str:
-    """Of a folder or a GGUF file, in hexadecimal. Of a folder all weights count, since vLLM nodes may read more of them
-    than others. Raises OSError when there is none, or it cannot be read."""
+    """Digest of a folder or a GGUF file, in hexadecimal. All weights of a folder count, because vLLM nodes may read
+    more of them than other nodes. Raises OSError."""
     digest = blake3.blake3()
     if model.is_file():
         files = parts_of(model)

@@ -1,7 +1,7 @@
-"""A GGUF file as a model folder: what its metadata says, in the fields of a `config.json`, and its names of tensors.
+"""A GGUF file as a model folder: its metadata as a `config.json`, and its names of tensors.
 
-Keys and names are those of llama.cpp's converter (gguf-py, `constants.py`). What llama.cpp would compute otherwise than
-the engine is refused.
+Keys and names are those of llama.cpp's converter (gguf-py, `constants.py`). Models that llama.cpp computes
+differently from the engine are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = {
 _TEMPLATE = "tokenizer.chat_template"
 """The key of the default one; those of others go on with their names."""
 _FACTORS = "rope_freqs.weight"
-"""What each frequency is divided by: how Llama 3.1's smoothing is written."""
+"""Divisors of the rotary frequencies: the form of Llama 3.1's smoothing."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _DESCRIBED = re.compile(rf"{re.escape(_FACTORS)}|blk\.\d+\.attn_rot_embd\.weight")
 """Tensors that say what the metadata say, too, or that `config_of` reads."""
@@ -137,7 +137,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _dtype(header: Header) -> str:
-    """Of the matrices, where all have one that a model can be computed in; else what they are widened to."""
+    """Compute type: float32 if all matrices are, else bfloat16."""
     matrices = [info for info in header.tensors.values() if len(info.shape) > 1]
     return "float32" if all(info.kind.name == "F32" for info in matrices) else "bfloat16"
 

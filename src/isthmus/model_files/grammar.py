@@ -26,7 +26,7 @@ LIMITS = LLParserLimits(
 MAX_MULTIPLE = 10_000
 """Takes 0.15 s; a million would take 10 s and 344 MiB."""
 MAX_PRODUCT = (1 << 32) - 1
-"""Of all that may hold together: beyond it the library (1.9.1) reckons wrongly, without a word."""
+"""Largest product of multiples that hold together; beyond it the library (1.9.1) computes wrongly without an error."""
 MAX_DIGITS = 30
 _MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.0-9eE]+)')
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
@@ -87,7 +87,7 @@ def _places(number: str) -> int:
 
 
 def _without_tens(number: str) -> int:
-    """What is left of its digits without factors of two and five."""
+    """The number's digits without factors of two and five."""
     left = _digits(number)
     for factor in (2, 5):
         while left % factor == 0:
@@ -108,7 +108,7 @@ _PLAIN = (
     ("look-around", "look-ahead and look-behind of regular expressions are not followed"),
     ("backreferences", "backreferences of regular expressions are not followed"),
 )
-"""What the library says of a grammar that it cannot go on with, and what that means."""
+"""Parts of the library's messages, and their meaning in plain words."""
 
 
 _IN_LARK = "failed to compile JSON schema: "

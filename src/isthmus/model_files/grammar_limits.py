@@ -1,4 +1,4 @@
-"""What a grammar may take, and how it is objected to; `grammar`, which meets one, loads the library."""
+"""Limits of grammars and the error of one that is refused; loads no grammar library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class GrammarLimits(msgspec.Struct, frozen=True):
-    """Of one grammar: its text, in bytes; the CPU seconds that it may be compiled for; the memory that it may take, in
-    bytes. `kept_bytes`: of compiled grammars that nobody follows."""
+    """Limits of one grammar: bytes of text, CPU seconds of compilation, bytes of memory. `kept_bytes`: of all
+    compiled grammars without rows."""
 
     max_bytes: int = 1 << 17
     cpu_s: float = 2.0

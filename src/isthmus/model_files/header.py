@@ -86,7 +86,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """Of a file, or of all parts of a split model; its metadata is that of the first one.
+    """Reads the header of a file, or of all parts of a split model with the first one's metadata.
 
     Raises ModelError for what is no whole GGUF file, or has a tensor of a type that is not in KINDS, and for parts that
     are missing or belong to different models.

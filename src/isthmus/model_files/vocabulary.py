@@ -164,7 +164,7 @@ NO_ENDS = [
     ("<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})),
     ("</s>", ({"<|tool_response>"},)),
 ]
-"""Those that are no end where all texts of a set are tokens, too."""
+"""End texts that count only where not all texts of a set are tokens."""
 
 
 def tokenizer_of(fields: Fields) -> str | None:
@@ -326,7 +326,7 @@ def _list(fields: Fields, key: str) -> list[Any]:
 
 
 def _id(fields: Fields, name: str) -> int | None:
-    """Of a special token, if the file has it."""
+    """Id of a special token, if the file has it."""
     key = f"{_AT}.{name}_token_id"
     if fields.get(key) is None:
         return None

@@ -192,3 +192,16 @@ class Others:
             for index, rows, num_tokens, first, position in asking.chunks
         ]
         return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
+
+
+def copy_heads(
+    home: Engine, blocks: Sequence[int], holder: Engine, first: int, part: int, parts: int
+) -> list[int]:
+    """Copies a part of the KV heads of some blocks to a holder, which has the other parts in the same memory: the
+    blocks from `first` on there."""
+    memory, size = holder.memory.split(parts), home.layout.block_size
+    for new, block in enumerate(blocks, start=first):
+        for layer in range(home.layout.num_layers):
+            data = home.memory.export_heads(layer, block * size, (block + 1) * size, part, parts)
+            memory.export(layer, new * size, (new + 1) * size)[:] = data
+    return list(range(first, first + len(blocks)))

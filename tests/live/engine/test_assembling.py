@@ -14,11 +14,11 @@ from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, TAIL, Pac
 from isthmus.core.types import Reused
 from isthmus.live.engine.assembling import nearest, warped
 from isthmus.live.engine.batch import PackedRows, slices_of
-from isthmus.live.engine.engine import Engine, EngineOptions
+from isthmus.live.engine.engine import Engine
 from isthmus.live.engine.interface import Assembling, Chunk, Donated
 
 from .conftest import FolderOf
-from .support import largest_error, randn, tokens_of
+from .support import engine_of, largest_error, randn, tokens_of
 
 SIZE = 16
 ALL = replace(SEMANTIC, recompute=1.0, decay=1.0, keep=1.0, fade=0.0)
@@ -58,8 +58,7 @@ def prompts(folder_of: FolderOf) -> Prompts:
 
 
 def of_model(folder_of: FolderOf, case: str) -> Prompts:
-    options = EngineOptions(device="cpu", dtype="float32", kv_bytes=8 << 20)
-    return Prompts(Engine(folder_of(case), options))
+    return Prompts(engine_of(folder_of(case), kv_bytes=8 << 20))
 
 
 def donated(tokens: Sequence[int], blocks: Sequence[int]) -> Donated:
@@ -192,24 +191,6 @@ def test_it_follows_a_cached_prefix(prompts: Prompts) -> None:
     assert largest_error(found, expected) < 1e-5, "the donor had the same before it"
 
 
-def test_the_error_does_not_grow_with_what_is_computed(prompts: Prompts) -> None:
-    """On the mean of several prompts."""
-    errors = np.zeros(4)
-    for seed in range(6):
-        text, mine, other = tokens_of(160, 20 + seed), tokens_of(80, 30 + seed), tokens_of(60, 40 + seed)
-        _, blocks = prompts.computed(other + text)
-        _, fresh = prompts.computed(mine + text + other[:40])
-        own, length = prompts.blocks(280), 280
-        for at, share in enumerate((0.0, 0.2, 0.5, 1.0)):
-            selection = replace(CACHEBLEND, recompute=share)
-            assembling = Assembling(selection, (donated(other + text, blocks),), (Passage(80, 144, 0, 60),))
-            chunk = Chunk(mine + text + other[:40], 0, own, True, assembling=assembling)
-            prompts.assembled(chunk)
-            errors[at] += float((prompts.kv(2, own, length) - prompts.kv(2, fresh, length)).norm())
-        prompts._next -= sum(-(-count // SIZE) for count in (220, 280, 280))
-    assert errors[3] < 1e-3 and (np.diff(errors) < 0).all(), errors
-
-
 def test_beside_others_it_changes_nothing(prompts: Prompts) -> None:
     """A decode, a long chunk and an assembled prompt in one iteration give what each gives alone."""
     donor, target, long = tokens_of(150, 50), tokens_of(150, 51), tokens_of(90, 52)
@@ -305,23 +286,6 @@ def test_answers_go_on_after_packing(prompts: Prompts) -> None:
 
 
 # Which tokens are alike.
-
-
-def test_the_same_tokens_at_the_same_places_are_found_there() -> None:
-    rows, at = randn(40, 64, seed=1)[torch.tensor(tokens_of(300, 80)) % 40], torch.arange(300)
-    assert nearest(rows, rows, at, at, least=0.6).tolist() == list(range(300))
-
-
-def test_without_rotation_tokens_are_drawn_to_other_copies() -> None:
-    """SemShareKV's reason to rotate embeddings before they are hashed."""
-    rows, at = randn(12, 64, seed=2)[torch.tensor(tokens_of(400, 81)) % 12], torch.arange(400)
-    rows = rows + 0.01 * randn(400, 64, seed=3)  # so that no place decides between equals
-    noisy = rows + 0.2 * randn(400, 64, seed=4)
-    right = [
-        float((nearest(noisy, rows, at, at, least=0.6, rotated=rotated) == at).float().mean())
-        for rotated in (True, False)
-    ]
-    assert right[0] > 0.9 and right[1] < 0.3, right
 
 
 def test_what_is_like_nothing_has_no_counterpart() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -99,27 +98,19 @@ def scales(layout: KVLayout, x: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("codec", EXACT)
-@settings(max_examples=50)
+@pytest.mark.parametrize("codec", CODECS)
+@settings(max_examples=60)
 @given(layout=layouts, num_tokens=token_counts, seed=seeds)
-def test_lossless_codecs_restore_any_bytes_whatever_the_parts(
+def test_any_bytes_take_what_was_said_and_lossless_codecs_restore_them(
     codec: str, layout: KVLayout, num_tokens: int, seed: int
 ) -> None:
+    """Whatever the parts; ZSTD never takes more."""
     raw = random_bytes(num_tokens * layout.token_bytes, seed)
     data = encode(codec, layout, cut(raw, layout, seed), num_tokens)
-    assert decoded(codec, layout, data, num_tokens, seed + 1) == raw
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=50)
-@given(layout=layouts, num_tokens=token_counts, seed=seeds)
-def test_encoded_bytes_is_exact_and_for_zstd_enough(
-    codec: str, layout: KVLayout, num_tokens: int, seed: int
-) -> None:
-    raw = random_bytes(num_tokens * layout.token_bytes, seed)
-    size = len(encode(codec, layout, [raw], num_tokens))
     limit = encoded_bytes(codec, layout, num_tokens)
-    assert size <= limit if codec == ZSTD else size == limit
+    assert len(data) <= limit if codec == ZSTD else len(data) == limit
+    if codec in EXACT:
+        assert decoded(codec, layout, data, num_tokens, seed + 1) == raw
 
 
 @settings(max_examples=100)
@@ -151,14 +142,24 @@ def test_int8_of_a_block_does_not_depend_on_its_neighbours(
     assert b"".join(map(bytes, encoded_blocks(NONE, layout, raw, num_tokens))) == raw
 
 
+def through_int8(layout: KVLayout, data: Data, num_tokens: int) -> np.ndarray:
+    return numbers(
+        layout, decoded(INT8, layout, encode(INT8, layout, [memoryview(data)], num_tokens), num_tokens)
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_keeps_zeros_and_the_order_of_a_channel(dtype: str) -> None:
-    layout = replace(LAYOUT, dtype=dtype, num_kv_heads=1, head_dim=1)
-    x = np.stack([np.linspace(-3, 5, 16), np.zeros(16)], axis=1)
+def test_int8_keeps_zeros_and_the_largest_numbers(dtype: str) -> None:
+    layout = replace(LAYOUT, dtype=dtype, num_kv_heads=1, head_dim=2)
+    largest = {"float32": 3.4e38, "bfloat16": 3.3e38, "float16": 65504.0}[dtype]
+    x = np.stack([np.linspace(-3, 5, 16), np.zeros(16), np.full(16, largest), np.full(16, largest)], axis=1)
     x[4, 0] = 0
-    found = numbers(layout, decoded(INT8, layout, encode(INT8, layout, [stored(layout, x)], 16), 16))
-    assert found[4, 0] == 0 and (found[:, 1] == 0).all()
-    assert (np.diff(found[:, 0][np.argsort(x[:, 0], kind="stable")]) >= 0).all()
+    x[::2, 2:] *= 0.5
+    found = through_int8(layout, stored(layout, x), 16)
+    assert (found[:, 1] == 0).all() and np.isfinite(found).all()
+    assert (np.abs(found - x)[:, 2:] <= 0.01 * x[:, 2:]).all()
+    alone = through_int8(replace(layout, head_dim=1), stored(layout, x[:, :2]), 16)
+    assert alone[4, 0] == 0 and (np.diff(alone[:, 0][np.argsort(x[:, 0], kind="stable")]) >= 0).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -167,30 +168,20 @@ def test_a_channel_that_is_not_finite_is_nan_and_hurts_no_other(dtype: str, valu
     layout = replace(LAYOUT, dtype=dtype)
     x = numbers(layout, normal(layout, 32)).copy()
     x[3, 5] = value
-    found = numbers(layout, decoded(INT8, layout, encode(INT8, layout, [stored(layout, x)], 32), 32))
+    found = through_int8(layout, stored(layout, x), 32)
     assert np.isnan(found[:16, 5]).all()
     found[:16, 5] = x[:16, 5] = 0
     assert (np.abs(found - x) <= scales(layout, x) / 2 + np.abs(x) * 2.0**-8).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_numbers_stay_finite(dtype: str) -> None:
-    largest = {"float32": 3.4e38, "bfloat16": 3.3e38, "float16": 65504.0}[dtype]
-    layout = replace(LAYOUT, dtype=dtype)
-    x = np.full((16, 32), largest)
-    x[::2] *= 0.5
-    found = numbers(layout, decoded(INT8, layout, encode(INT8, layout, [stored(layout, x)], 16), 16))
-    assert np.isfinite(found).all() and (np.abs(found - x) <= 0.01 * x).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_does_not_grow_from_node_to_node(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
-    raw = normal(layout, 160)
-    x, errors, data = numbers(layout, raw), [], raw
+    x = found = numbers(layout, normal(layout, 160))
+    errors = []
     for _ in range(10):
-        data = memoryview(decoded(INT8, layout, encode(INT8, layout, [data], 160), 160))
-        errors.append(np.abs((numbers(layout, data) - x) / scales(layout, x)).mean())
+        found = through_int8(layout, stored(layout, found), 160)
+        errors.append(np.abs((found - x) / scales(layout, x)).mean())
     assert errors[-1] < 1.15 * errors[0]
 
 
@@ -225,22 +216,16 @@ def refused(codec: str, data: Data, num_tokens: int = 40) -> bool:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_cut_or_lengthened_bytes_are_refused(codec: str) -> None:
+def test_cut_or_lengthened_bytes_are_refused_and_flipped_bits_never_crash(codec: str) -> None:
     data = bytes(encode(codec, LAYOUT, [normal(LAYOUT, 40)], 40))
     assert not refused(codec, data)
-    for wrong in (data[:-1], data + b"\0", data[: len(data) // 2], b""):
-        assert refused(codec, wrong)
-
-
-@pytest.mark.parametrize("codec", [ZSTD, INT8])
-def test_flipped_bits_never_crash(codec: str) -> None:
-    data = bytes(encode(codec, LAYOUT, [normal(LAYOUT, 40)], 40))
+    assert all(refused(codec, wrong) for wrong in (data[:-1], data + b"\0", data[: len(data) // 2], b""))
     rng, num_refused = np.random.default_rng(0), 0
     for _ in range(1000):
         flipped = bytearray(data)
         flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
         num_refused += refused(codec, flipped)
-    assert 0 < num_refused < 1000
+    assert 0 < num_refused < 1000 or codec == NONE
 
 
 def test_a_frame_that_claims_to_be_huge_allocates_nothing() -> None:
@@ -265,10 +250,3 @@ def test_an_unknown_codec_is_named_with_those_there_are() -> None:
         encode("int4", LAYOUT, [raw], 16)
     with pytest.raises(ProtocolError, match="'int4'; known: none, zstd, int8"):
         decoded("int4", LAYOUT, raw, 16)
-
-
-@pytest.mark.parametrize("parts", [[8, 32], [40, 16], [16]])
-def test_parts_that_end_inside_a_block_or_are_other_tokens_are_our_bug(parts: Sequence[int]) -> None:
-    views = [memoryview(bytes(count * LAYOUT.token_bytes)) for count in parts]
-    with pytest.raises(AssertionError):
-        encode(INT8, LAYOUT, views, 40)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.core.errors import ModelError
-from isthmus.core.models import Attention, DeltaRule, Dense, Experts, LatentAttention, ModelSpec
+from isthmus.core.models import LatentAttention, ModelSpec
 from isthmus.live.engine.interface import Chunk
 from isthmus.live.engine.recipe import kv_layout, read_spec
 from tests.models import reference_logits
@@ -95,20 +95,14 @@ def spec_of(folder: Path, config: dict[str, Any]) -> ModelSpec:
     [
         ("qwen3_next", {"hidden_act": "gelu"}, "gelu"),
         ("qwen3_next", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        ("qwen3_next", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
         ("qwen3_next", {"linear_num_value_heads": 24}, "24 linear value heads over 16"),
         ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
-        ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 8}, "full_attention"),
         ("qwen3_next", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
         ("qwen3_next", {"mlp_only_layers": [8]}, "mlp_only_layers"),
-        ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers"),
         ("qwen3_next", {"num_experts_per_tok": 9}, "9 of 8 experts"),
         ("qwen3_next", {"num_experts": -1}, "num_experts"),
         ("qwen3_next", {"num_key_value_heads": 3}, "3 KV heads"),
-        ("qwen3_next", {"attention_bias": "yes"}, "attention_bias"),
-        ("qwen3_next", {"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
@@ -116,20 +110,14 @@ def spec_of(folder: Path, config: dict[str, Any]) -> ModelSpec:
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
         ("deepseek_v3", {"n_group": 3}, "groups"),
         ("deepseek_v3", {"topk_group": 5}, "groups"),
-        ("deepseek_v3", {"num_experts_per_tok": 9}, "9 of 16 experts"),
         ("deepseek_v3", {"moe_intermediate_size": None}, "moe_intermediate_size"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
         ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
-        ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, "factor"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}}, "kda_layers"),
         ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [0]}}, "full_attn_layers"),
         ("kimi_linear", {"linear_attn_config": {"kda_layers": [1, 2, 3, 4]}}, "full_attention"),
-        ("kimi_linear", {"linear_attn_config": 4}, "linear_attn_config"),
         ("kimi_linear", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
-        ("kimi_linear", {"num_experts": "many"}, "num_experts"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
@@ -173,16 +161,6 @@ def test_the_published_files_read_like_those_transformers_saves(tmp_path: Path) 
     assert spec_of(tmp_path, DEEPSEEK) == spec_of(tmp_path, new)
 
 
-def test_each_layer_is_of_its_kind(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, QWEN | {"mlp_only_layers": [5], "decoder_sparse_step": 2})
-    assert [type(layer.mixer) for layer in spec.layers] == [DeltaRule, DeltaRule, DeltaRule, Attention] * 2
-    sparse = [isinstance(layer.mlp, Experts) for layer in spec.layers]
-    assert sparse == [False, True, False, True, False, False, False, True]
-    spec = spec_of(tmp_path, DEEPSEEK | {"first_k_dense_replace": 2})
-    assert all(isinstance(layer.mixer, LatentAttention) for layer in spec.layers)
-    assert [isinstance(layer.mlp, Dense) for layer in spec.layers] == [True, True, False, False, False]
-
-
 def test_latent_queries_without_a_rank_are_told_by_a_null(tmp_path: Path) -> None:
     ranks = []
     for config in (DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}, changed(DEEPSEEK, q_lora_rank=None)):
@@ -216,6 +194,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}},
     ),
     "qwen-dense": ("qwen3_next", {"num_experts": 0}),
+    "qwen-every-other-dense": ("qwen3_next", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
     "qwen-tied-unnormalised": ("qwen3_next", {"tie_word_embeddings": True, "norm_topk_prob": False}),
     "qwen-more-taps-equal-heads": (
         "qwen3_next",
@@ -227,7 +206,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"rope_parameters": PLAIN_ROPE, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     ),
-    "deepseek-long-values": ("deepseek_v3", {"v_head_dim": 32, "norm_topk_prob": False}),
+    "deepseek-long-values": ("deepseek_v3", {"v_head_dim": 32, "norm_topk_prob": False, "topk_group": 3}),
     "kimi-low-rank-queries": ("kimi_linear", {"q_lora_rank": 16, "attention_bias": True}),
     "kimi-groups": ("kimi_linear", {"n_group": 4, "topk_group": 2, "linear_conv_kernel_dim": 3}),
 }
@@ -258,13 +237,10 @@ def test_the_published_name_of_kimis_dense_mlp_is_taken(tmp_path: Path) -> None:
     ("family", "name"),
     [
         ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba.weight"),
-        ("qwen3_next", "model.layers.3.mlp.experts.7.up_proj.weight"),
         ("qwen3_next", "model.layers.2.self_attn.q_norm.weight"),
         ("deepseek_v3", "model.layers.2.mlp.gate.e_score_correction_bias"),
-        ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj.weight"),
         ("kimi_linear", "model.layers.0.self_attn.A_log"),
         ("kimi_linear", "model.layers.4.block_sparse_moe.experts.0.w2.weight"),
-        ("kimi_linear", "model.layers.1.self_attn.v_conv1d.weight"),
     ],
 )
 def test_a_missing_misshapen_or_changed_tensor_shows(tmp_path: Path, family: str, name: str) -> None:

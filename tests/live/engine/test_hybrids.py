@@ -262,33 +262,6 @@ def test_a_prompt_handed_over_is_answered_as_if_nothing_had_moved(
 
 
 @EACH_RECURRENT
-def test_a_snapshot_kept_in_an_arena_is_the_same_state(
-    answer_of: AnswerOf, engine_of: EngineOf, family: str
-) -> None:
-    engine, state = engine_of(family), blocks_of(engine_of(family), 20)
-    layout = engine.layout
-    step(engine, [Chunk(PROMPT, 0, range(6), True, slot=2, snapshots=((64, state),))])
-    arena = memoryview(bytearray(layout.state_blocks * layout.block_bytes))
-    places = [
-        [at * layout.block_bytes + layer * layout.slice_bytes for at in range(layout.state_blocks)]
-        for layer in range(layout.num_layers)
-    ]
-    for layer, offsets in enumerate(places):
-        engine.memory.save(layer, state, arena, offsets)
-    assert not any(arena[layout.state_bytes :]), "the end of the last block is zeros"
-    assert engine.states is not None
-    numbers = torch.frombuffer(arena, dtype=torch.float32)[: layout.state_bytes // 4]
-    other = blocks_of(engine, 30)
-    for layer, offsets in enumerate(places):
-        engine.memory.fill(layer, other, arena, offsets)
-    batch = engine.build([Chunk(PROMPT[64:], 64, range(6), True, slot=4, restore=other)])
-    assert batch.recurrence is not None
-    batch.recurrence.begin(engine.memory)
-    assert torch.equal(engine.states._live_SLX[4].flatten(), numbers)
-    assert engine.step(batch, [GREEDY])[0] == answer_of(family)[:1]
-
-
-@EACH_RECURRENT
 def test_a_prompt_begins_with_an_empty_state_whatever_its_slot_held(
     answer_of: AnswerOf, engine_of: EngineOf, family: str
 ) -> None:
@@ -301,10 +274,6 @@ def test_a_prompt_begins_with_an_empty_state_whatever_its_slot_held(
 
 
 # ---- hooks
-
-
-class GoneError(Exception):
-    """A prefix that was to be loaded is not there."""
 
 
 @EACH_RECURRENT
@@ -322,10 +291,10 @@ def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated
 
     def gone(layer: int) -> None:
         if layer == broken:
-            raise GoneError
+            raise ConnectionError
 
     batch = engine.build(chunks())
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionError):
         engine.forward(batch, before_layer=gone)
     found = engine.forward(
         batch, lambda layer: calls.append(("on", layer)), lambda layer: calls.append(("before", layer))
@@ -336,37 +305,7 @@ def test_all_layers_are_awaited_before_any_state_moves_so_a_step_can_be_repeated
     assert torch.equal(engine.forward(engine.build(chunks())), found)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["a slot of two", "no such slot", "before", "behind", "twice", "too few blocks"]
-)
-def test_what_no_scheduler_may_ask_is_caught(engine_of: EngineOf, wrong: str) -> None:
-    engine = engine_of("qwen3_next")
-    state, other = blocks_of(engine, 20), blocks_of(engine, 30)
-    taken = {
-        "before": ((1, state),), "behind": ((6, state),), "twice": ((3, state), (3, other)),
-        "too few blocks": ((3, (1,)),),
-    }  # fmt: skip
-    slot = SLOTS if wrong == "no such slot" else 0
-    chunk = Chunk(PROMPT[1:5], 1, range(6), False, slot=slot, snapshots=taken.get(wrong, ()))
-    with pytest.raises(AssertionError):
-        engine.build([chunk, chunk] if wrong == "a slot of two" else [chunk])
-
-
 # ---- sizes and stages
-
-
-@EACH
-def test_the_layout_says_what_a_token_and_a_sequence_keep(engine_of: EngineOf, family: str) -> None:
-    layout = engine_of(family).layout
-    gdn = 3 * 4 * (3 * (2 * 2 * 16 + 4 * 24) + 4 * 16 * 24)  # layers, bytes, window and matrices
-    kda = 3 * 4 * (3 * 3 * 3 * 16 + 3 * 16 * 16)
-    expected = {
-        "qwen3_next": (2, 2 * 2 * 32 * 4, gdn),
-        "deepseek_v3": (3, 40 * 4, 0),
-        "kimi_linear": (2, 40 * 4, kda),
-    }
-    assert (layout.num_layers, layout.token_bytes, layout.state_bytes) == expected[family]
-    assert len(engine_of(family).memory.layers) == layout.num_layers
 
 
 @EACH_RECURRENT
@@ -384,19 +323,3 @@ def test_live_states_take_their_memory_from_that_of_the_kv(folder_of: FolderOf, 
 def test_stages_of_a_model_with_recurrent_layers_are_refused(folder_of: FolderOf, family: str) -> None:
     with pytest.raises(ConfigError, match="recurrent layers"):
         open_engine(folder_of(family), layers=(0, 2))
-
-
-@pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
-def test_latent_attention_works_in_stages_bit_for_bit(
-    folder_of: FolderOf, engine_of: EngineOf, cuts: tuple[int, ...]
-) -> None:
-    whole = engine_of("deepseek_v3")
-    stages = [open_engine(folder_of("deepseek_v3"), layers=at) for at in pairwise(cuts)]
-    assert {engine.revision for engine in stages} == {whole.revision}
-    for start, stop in ((0, 50), (50, 89), (89, 90)):
-        chunks = [Chunk(PROMPT[start:stop], start, range(6), True)]
-        hidden = None
-        for engine in stages[:-1]:
-            hidden = engine.relay(engine.build(chunks), hidden=hidden)
-        found = stages[-1].forward(stages[-1].build(chunks), hidden=hidden)
-        assert torch.equal(found, whole.forward(whole.build(chunks)))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.live.engine.kernels import Kernels, native, select
+from isthmus.live.engine.kernels import Kernels, Scope, native, select
 from isthmus.live.engine.kernels.plain import PlainKernels
+from isthmus.live.engine.linear import advance_rule, step_each, step_together
 
 from .support import NAN, attention, largest_error, permutation, randn, relative_error
 
@@ -38,12 +39,6 @@ def form(request: pytest.FixtureRequest, native_kernels: Kernels) -> Form:
     return Form(native_kernels if name == "native" else PlainKernels(), dtype, stored)
 
 
-def test_each_form_takes_the_activations_it_names(native_kernels: Kernels) -> None:
-    for stored in (F32, BF16):
-        assert native_kernels.activation_dtype(stored) == F32
-        assert PlainKernels().activation_dtype(stored) == stored
-
-
 # ---- attend_paged
 
 
@@ -65,7 +60,7 @@ class Paged:
 
     def attend(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
         return kernels.attend_paged(
-            self.q_RHD, self.kv_S2KD, self.tables_RB, self.lens_R, BLOCK_SIZE, self.window, self.scale
+            self.q_RHD, self.kv_S2KD, self.tables_RB, self.lens_R, Scope(BLOCK_SIZE, self.window, self.scale)
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -108,17 +103,12 @@ LENS = [1, 37, 4, 5, 100, 3, 64, 17]
 
 
 @HEAD_DIMS
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("window", [0, 1, 4, 6, 100])
 def test_rows_attend_to_their_own_keys_and_nothing_else(form: Form, head_dim: int, window: int) -> None:
     for group in range(1, 9):
         paged(LENS, group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored, window=window).check(
             form.kernels
         )
-
-
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 99, 100, 101])
-def test_a_window_keeps_the_last_keys(kernels: Kernels, window: int) -> None:
-    paged(LENS, group=2, head_dim=16, dtype=F32, stored=F32, window=window).check(kernels)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(40, 1), (40, 18), (64, 35), (192, 3), (576, 17)])
@@ -137,16 +127,6 @@ def test_one_vector_may_be_key_and_value(form: Form, head_dim: int, group: int) 
 @pytest.mark.parametrize(("lens", "group"), [(LENS, 23), ([2, 3001, 1], 3)], ids=["many heads", "a long row"])
 def test_more_than_one_task_computes(form: Form, lens: list[int], group: int, head_dim: int) -> None:
     paged(lens, group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored).check(form.kernels)
-
-
-def test_rows_may_share_blocks(kernels: Kernels) -> None:
-    """As the rows of one short chunk do: the same table, lengths that grow by one."""
-    case = paged([20], group=2, head_dim=16, dtype=F32, stored=F32)
-    case.q_RHD, slots = randn(4, 4, 16, seed=9), case.slots[0]
-    case.tables_RB = case.tables_RB.repeat(4, 1)
-    case.lens_R = torch.tensor([17, 18, 19, 20], dtype=torch.int32)
-    case.slots = [slots[:17], slots[:18], slots[:19], slots]
-    case.check(kernels)
 
 
 def test_attention_survives_scores_too_large_for_exp(kernels: Kernels) -> None:
@@ -194,7 +174,7 @@ def test_a_chunk_attends_to_what_is_before_it_and_to_itself(
     for group in (1, 2, 3, 5, 12):
         q = randn(count, 2 * group, head_dim, seed=group, dtype=form.dtype)
         out = form.kernels.attend_chunk(
-            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), BLOCK_SIZE, window, scale
+            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), Scope(BLOCK_SIZE, window, scale)
         )
         expected, _ = attention(q, kv[seen], visible, scale)
         tolerance = TOLERANCE[BF16 if form.stored == BF16 else form.dtype]
@@ -210,110 +190,51 @@ def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> Non
     kv = torch.zeros(16, 2, 1, 16, dtype=BF16)
     kv[:9, 0, 0, 0] = torch.arange(9) // 2 * 2
     kv[:9, 1, 0] = torch.arange(9)[:, None]
-    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), 16, 0, 0.25)
+    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), Scope(16, 0, 0.25))
     assert out[:, 0, 0].tolist() == [0, 0.5, 2, 2.5, 4, 4.5, 6, 6.5, 8]
 
 
 # ---- rope_store
 
 
-@dataclass
-class RopeStore:
-    """Inputs of one rope_store; slots that are not written hold 7."""
-
-    qkv: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-    cos_sin: Tensor
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
-    kv_S2KD: Tensor
-    num_heads: int
-    eps: float = 1e-3
-
-    def run(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(rotated Q, the KV memory after)."""
-        kv = self.kv_S2KD.clone()
-        q = kernels.rope_store(
-            self.qkv,
-            self.positions_T,
-            self.slots_T,
-            self.cos_sin,
-            self.q_norm_D,
-            self.k_norm_D,
-            self.eps,
-            kv,
-            self.num_heads,
-        )
-        return q, kv
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """The same by complex multiplication, in float64."""
-        num_kv_heads, head_dim = self.kv_S2KD.shape[2:]
-        heads = self.qkv.double().view(self.qkv.shape[0], -1, head_dim)
-        q, k, v = heads.split((self.num_heads, num_kv_heads, num_kv_heads), dim=1)
-        angles = self.cos_sin.double()[self.positions_T.long()]
-        turn = torch.complex(angles[:, : head_dim // 2], angles[:, head_dim // 2 :])[:, None]
-
-        def rotated(x_THD: Tensor, norm_D: Tensor | None) -> Tensor:
-            if norm_D is not None:
-                x_THD = x_THD / (x_THD.square().mean(-1, keepdim=True) + self.eps).sqrt() * norm_D
-            pairs = torch.complex(x_THD[..., : head_dim // 2], x_THD[..., head_dim // 2 :]) * turn
-            return torch.cat((pairs.real, pairs.imag), dim=-1)
-
-        kv = self.kv_S2KD.double()
-        kv[self.slots_T.long()] = torch.stack((rotated(k, self.k_norm_D), v), dim=1)
-        return rotated(q, self.q_norm_D), kv
-
-
-def rope_store(
-    *, group: int, head_dim: int, dtype: torch.dtype, stored: torch.dtype, norms: bool, num_tokens: int = 11
-) -> RopeStore:
-    heads, num_slots = 2 * group + 4, num_tokens + 6
-    return RopeStore(
-        qkv=randn(num_tokens, heads * head_dim, seed=1, dtype=dtype),
-        positions_T=torch.tensor(permutation(num_tokens + 30, seed=2)[:num_tokens], dtype=torch.int32),
-        slots_T=torch.tensor(permutation(num_slots, seed=3)[:num_tokens], dtype=torch.int32),
-        cos_sin=randn(num_tokens + 30, head_dim, seed=4),
-        q_norm_D=randn(head_dim, seed=5) if norms else None,
-        k_norm_D=randn(head_dim, seed=6) if norms else None,
-        kv_S2KD=torch.full((num_slots, 2, 2, head_dim), 7.0, dtype=stored),
-        num_heads=2 * group,
-    )
+def rotated(x_THD: Tensor, turn_T1D: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
+    """By complex multiplication, in float64, after the norm if any."""
+    if norm_D is not None:
+        x_THD = x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * norm_D
+    half = x_THD.shape[-1] // 2
+    pairs = torch.complex(x_THD[..., :half], x_THD[..., half:]) * turn_T1D
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("norms", [False, True], ids=["no-norms", "qk-norms"])
-def test_q_and_k_are_rotated_and_k_and_v_stored(form: Form, head_dim: int, norms: bool) -> None:
-    for group, num_tokens in (
-        *[(group, 11) for group in range(1, 9)],
-        (4, 300),
-    ):  # so many are shared among threads
-        case = rope_store(
-            group=group,
-            head_dim=head_dim,
-            dtype=form.dtype,
-            stored=form.stored,
-            norms=norms,
-            num_tokens=num_tokens,
-        )
-        expected_q, expected_kv = case.expected()
-        q, kv = case.run(form.kernels)
-        assert q.shape == (num_tokens, 2 * group, head_dim) and q.dtype == form.dtype
+def test_q_and_k_are_rotated_and_k_and_v_stored_and_nothing_else_changes(
+    form: Form, head_dim: int, norms: bool
+) -> None:
+    groups = [(group, 11) for group in range(1, 9)]
+    for group, num_tokens in (*groups, (4, 300)):  # so many are shared among threads
+        heads, num_slots, eps = 2 * group, num_tokens + 6, 1e-3
+        qkv = randn(num_tokens, (heads + 4) * head_dim, seed=1, dtype=form.dtype)
+        positions = torch.tensor(permutation(num_tokens + 30, seed=2)[:num_tokens], dtype=torch.int32)
+        slots = torch.tensor(permutation(num_slots, seed=3)[:num_tokens], dtype=torch.int32)
+        cos_sin, kv = randn(num_tokens + 30, head_dim, seed=4), torch.full((num_slots, 2, 2, head_dim), 7.0)
+        kv = kv.to(form.stored)
+        q_norm, k_norm = (randn(head_dim, seed=seed) if norms else None for seed in (5, 6))
+        before = qkv.clone()
+        q = form.kernels.rope_store(qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv, heads)
+        angles = cos_sin.double()[positions.long()]
+        turn = torch.complex(*angles.chunk(2, dim=-1))[:, None]
+        own_q, own_k, own_v = qkv.double().view(num_tokens, -1, head_dim).split((heads, 2, 2), dim=1)
+        assert q.shape == (num_tokens, heads, head_dim) and q.dtype == form.dtype
         # In bfloat16 the norm, its weight and the rotation round one after the other.
-        assert largest_error(q, expected_q) <= 2 * TOLERANCE[form.dtype], group
-        assert largest_error(kv, expected_kv) <= 2 * TOLERANCE[form.stored], group
-
-
-def test_values_are_stored_exactly_and_other_slots_are_left_alone(form: Form) -> None:
-    case = rope_store(group=2, head_dim=20, dtype=form.dtype, stored=form.stored, norms=True)
-    before = case.qkv.clone()
-    _, kv = case.run(form.kernels)
-    values = case.qkv[:, -2 * 20 :].view(-1, 2, 20).to(form.stored)
-    assert torch.equal(kv[case.slots_T.long(), 1], values)
-    unused = sorted(set(range(len(kv))) - set(case.slots_T.tolist()))
-    assert unused and (kv[unused] == 7).all()
-    assert torch.equal(case.qkv, before)
+        assert largest_error(q, rotated(own_q, turn, q_norm, eps)) <= 2 * TOLERANCE[form.dtype], group
+        stored = kv[slots.long()]
+        assert largest_error(stored[:, 0], rotated(own_k, turn, k_norm, eps)) <= 2 * TOLERANCE[form.stored], (
+            group
+        )
+        assert torch.equal(stored[:, 1], own_v.to(form.stored)) and torch.equal(qkv, before)
+        unused = sorted(set(range(num_slots)) - set(slots.tolist()))
+        assert unused and (kv[unused] == 7).all()
 
 
 # ---- linear
@@ -352,27 +273,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 100), (3, 64), (0, 64), (300, 257)])
-def test_delta_is_added_in_place_then_the_sum_is_normed(form: Form, rows: int, width: int) -> None:
-    x, delta = randn(rows, width, seed=1, dtype=form.dtype), randn(rows, width, seed=2, dtype=form.dtype)
-    weight = randn(width, seed=3)
-    added, kept = x + delta, delta.clone()
+@pytest.mark.parametrize("adds", [True, False])
+def test_delta_if_any_is_added_in_place_then_the_sum_is_normed(
+    form: Form, rows: int, width: int, adds: bool
+) -> None:
+    x, weight = randn(rows, width, seed=1, dtype=form.dtype), randn(width, seed=3)
+    delta = randn(rows, width, seed=2, dtype=form.dtype) if adds else None
+    added, kept = x if delta is None else x + delta, None if delta is None else delta.clone()
+    added = added.clone()
     out = form.kernels.add_rms_norm(x, delta, weight, 1e-3)
-    assert torch.equal(x, added) and torch.equal(delta, kept)
+    assert torch.equal(x, added) and (kept is None or torch.equal(delta, kept))
     assert out.shape == x.shape and out.dtype == form.dtype
     assert largest_error(out, rms_norm(added, weight, 1e-3)) <= TOLERANCE[form.dtype]
-
-
-def test_without_delta_the_input_is_not_changed(form: Form) -> None:
-    x, weight = randn(5, 100, dtype=form.dtype), randn(100, seed=3)
-    before = x.clone()
-    out = form.kernels.add_rms_norm(x, None, weight, 1e-6)
-    assert torch.equal(x, before)
-    assert largest_error(out, rms_norm(x, weight, 1e-6)) <= TOLERANCE[form.dtype]
-
-
-def test_a_row_of_zeros_is_normed_to_zeros(form: Form) -> None:
-    out = form.kernels.add_rms_norm(torch.zeros(2, 48, dtype=form.dtype), None, torch.ones(48), 1e-6)
-    assert torch.equal(out, torch.zeros(2, 48, dtype=form.dtype))
 
 
 # ---- add_part
@@ -414,15 +326,19 @@ def test_gate_is_passed_through_silu_and_multiplied(form: Form, rows: int, width
     out = form.kernels.silu_mul(gate_up)
     assert out.shape == (rows, width) and out.dtype == form.dtype
     assert largest_error(out, gate * up / (1 + (-gate).exp())) <= TOLERANCE[form.dtype]
-
-
-@pytest.mark.parametrize("gate", [-1e4, -100.0, -90.0, -88.0, -50.0, 0.0, 50.0, 100.0, 1e4])
-def test_silu_of_an_extreme_gate_is_zero_or_the_gate(form: Form, gate: float) -> None:
-    """exp(-gate) overflows float32 below -88; a whole row of them, so that vector code meets them too."""
-    gate_up = torch.cat((torch.full((1, 33), gate), torch.full((1, 33), 2.0)), dim=1).to(form.dtype)
-    out = form.kernels.silu_mul(gate_up)
-    expected = 2 * max(float(gate_up[0, 0]), 0.0)
-    assert torch.allclose(out.double(), torch.full_like(out, expected).double(), rtol=1e-6, atol=1e-18)
+    for extreme in (
+        -1e4,
+        -100.0,
+        -90.0,
+        -88.0,
+        -50.0,
+        0.0,
+        50.0,
+        1e4,
+    ):  # exp(-gate) overflows float32 below -88
+        gate_up[:, :width], gate_up[:, width:] = extreme, 2.0
+        expected = torch.full_like(out, 2 * max(extreme, 0.0))
+        assert torch.allclose(form.kernels.silu_mul(gate_up), expected, rtol=1e-6, atol=1e-18)
 
 
 # ---- expert_mlps
@@ -492,10 +408,15 @@ DELTA_SIZES = pytest.mark.parametrize(
 )
 
 
-def delta_inputs(num: int, heads: int, decays: int, channels: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv, a part of a wider projection; decays, some hardly any and some to nearly nothing; beta."""
+def delta_inputs(
+    num: int, heads: int, decays: int, channels: int, seed: int, strength: float = 1.0, alike: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv, a part of a wider projection; decays, some hardly any and some to nothing; beta. `alike`: equal keys, each
+    of which replaces what the one before wrote, the triangular system at its worst."""
     qkv = randn(num, channels + 5, seed=seed)[:, :channels]
-    decay = -(3 * randn(num, heads, decays, seed=seed + 1)).exp()
+    decay = -strength * (3 * randn(num, heads, decays, seed=seed + 1)).exp()
+    if alike:
+        return qkv[:1].expand(num, -1).contiguous(), torch.zeros_like(decay), torch.ones(num, heads)
     return qkv, decay, randn(num, heads, seed=seed + 2).sigmoid()
 
 
@@ -528,8 +449,17 @@ def test_one_token_of_each_request_goes_through_convolution_and_rule(
 
 
 @DELTA_SIZES
+@pytest.mark.parametrize(("strength", "alike"), [(1e-3, False), (1.0, False), (1e4, False), (1.0, True)])
 def test_a_run_of_tokens_is_one_token_after_the_other(
-    kernels: Kernels, keys: int, heads: int, key_dim: int, value_dim: int, taps: int, decays: str
+    kernels: Kernels,
+    keys: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    taps: int,
+    decays: str,
+    strength: float,
+    alike: bool,
 ) -> None:
     """Shorter than the window, longer, and past the chunks that the plain form cuts it into."""
     channels = 2 * keys * key_dim + heads * value_dim
@@ -537,13 +467,44 @@ def test_a_run_of_tokens_is_one_token_after_the_other(
     state = randn(heads, key_dim, value_dim, seed=4)
     case = DeltaCase(keys, heads, key_dim, value_dim, weight, window.double(), state.double())
     for num in (1, 2, 70):
-        qkv, decay, beta = delta_inputs(num, heads, 1 if decays == "head" else key_dim, channels, 10 * num)
+        num_decays = 1 if decays == "head" else key_dim
+        qkv, decay, beta = delta_inputs(num, heads, num_decays, channels, 10 * num, strength, alike)
         out = kernels.delta_run(qkv, decay, beta, window, state, weight)
         assert out.shape == (num, heads, value_dim) and out.dtype == F32
         expected = torch.stack([case.token(*each) for each in zip(qkv, decay, beta, strict=True)])
         assert largest_error(out, expected) <= 2e-5
         assert largest_error(state, case.state) <= 2e-5
         assert torch.equal(window, case.inputs.float())
+
+
+@pytest.mark.parametrize("decays", [1, 16])
+def test_a_strong_decay_does_not_blur_the_weak_ones_after_it(decays: int) -> None:
+    """Sums of decays from the chunk's start would lose the digits of the later ones."""
+    q, k = (torch.nn.functional.normalize(randn(64, 4, 16, seed=seed), dim=-1) for seed in (1, 2))
+    v, beta, decay = (
+        randn(64, 4, 12, seed=3),
+        randn(64, 4, seed=4).sigmoid(),
+        -0.05 * randn(64, 4, decays).abs(),
+    )
+    decay[3], states, alone = -1e6, torch.zeros(1, 4, 16, 12), torch.zeros(1, 4, 16, 12)
+    tokens = zip(q.split(1), k.split(1), v.split(1), decay.split(1), beta.split(1), strict=True)
+    expected = torch.cat([step_together(*token, states, torch.tensor([0])) for token in tokens])
+    assert largest_error(advance_rule(q, k, v, decay, beta, alone[0]), expected) < 1e-6
+
+
+def test_single_tokens_may_step_all_at_once() -> None:
+    """As on a GPU."""
+    q, k, v = randn(3, 2, 16, seed=1), randn(3, 2, 16, seed=2), randn(3, 4, 12, seed=3)
+    decay, beta, states = (
+        -randn(3, 4, 1, seed=4).abs(),
+        randn(3, 4, seed=5).sigmoid(),
+        randn(5, 4, 16, 12, seed=6),
+    )
+    other, slots = states.clone(), torch.tensor([4, 0, 2])
+    found, expected = (
+        step(q, k, v, decay, beta, held, slots) for step, held in ((step_together, states), (step_each, other))
+    )
+    assert largest_error(found, expected) < 1e-6 and largest_error(states, other) < 1e-6
 
 
 # ---- choice and building

@@ -40,11 +40,6 @@ def test_runs_cover_the_positions_in_order_and_are_as_few_as_the_blocks_allow(
     assert all(left[1] != right[0] for left, right in pairwise(runs))
 
 
-def test_no_positions_give_no_runs_even_without_blocks() -> None:
-    assert list(runs_of([], 16, 0, 0)) == []
-    assert list(runs_of([3], 16, 16, 16)) == []
-
-
 def memory_of(dtype: str, *, fill: bool) -> KVMemory:
     layout = KVLayout(dtype=dtype, block_size=4, num_layers=2, num_kv_heads=3, head_dim=6)
     memory = KVMemory(layout, 5, CPU)

@@ -74,7 +74,7 @@ def assert_logits(found: dict[int, Tensor], expected_TV: Tensor) -> None:
 # ---- one request
 
 
-@matrix("case, layout, chunk", MODEL_CASES, TABLES, [1, 7, 64, 512])
+@matrix("case, layout, chunk", MODEL_CASES, TABLES, [1, 7, 8, 9, 16, 41, 48, 64, 512])
 def test_logits_are_those_of_transformers(
     engines: Callable[[str], Engine], expected: Logits, case: str, layout: str, chunk: int
 ) -> None:
@@ -84,26 +84,16 @@ def test_logits_are_those_of_transformers(
         assert_logits(found, expected(case))
 
 
-@pytest.mark.parametrize("chunk", [8, 9, 16, 41, 48])
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-bias-yarn-window"])
-def test_chunks_about_as_long_as_rows_tiles_blocks_and_windows_are_right_too(
-    engines: Callable[[str], Engine], expected: Logits, case: str, chunk: int
-) -> None:
-    assert_logits(logits_by_position(engines(case), PROMPT, TABLES["shuffled"], chunk), expected(case))
-
-
-@pytest.mark.parametrize("case", ["llama-rope-yarn"])
-def test_a_long_prompt_in_chunks_is_right(folder_of: FolderOf, case: str) -> None:
+def test_a_long_prompt_in_chunks_is_right(folder_of: FolderOf) -> None:
     """YaRN past its original length, and, shuffled, more runs of blocks than are merged as parts."""
-    prompt = tokens_of(3000, seed=3)
-    expected_TV = reference_logits(folder_of(case), prompt)
-    engine = engine_of(folder_of(case), num_tokens=3008)
-    for blocks in (list(range(188)), permutation(188)):
-        poison(engine)
-        assert_logits(logits_by_position(engine, prompt, blocks, 512), expected_TV)
-        poison(engine)
-        whole = logits_by_position(engine, prompt[:2997], blocks, 4096)
-        assert_logits(whole | logits_by_position(engine, prompt, blocks, 1, start=2997), expected_TV)
+    prompt, folder = tokens_of(3000, seed=3), folder_of("llama-rope-yarn")
+    expected_TV = reference_logits(folder, prompt)
+    engine = engine_of(folder, num_tokens=3008)
+    blocks = permutation(188)
+    assert_logits(logits_by_position(engine, prompt, blocks, 512), expected_TV)
+    poison(engine)
+    whole = logits_by_position(engine, prompt[:2997], blocks, 4096)
+    assert_logits(whole | logits_by_position(engine, prompt, blocks, 1, start=2997), expected_TV)
 
 
 # ---- many requests
@@ -151,39 +141,24 @@ def test_a_mixed_batch_equals_each_request_alone(engines: Callable[[str], Engine
 
 
 @CASES
-def test_decoding_by_advance_equals_computing_anew(
-    engines: Callable[[str], Engine], expected: Logits, case: str
-) -> None:
-    """Three requests, each a prefix of PROMPT; the tokens that follow are PROMPT's own."""
-    lengths, steps = [30, 1, 47], 20
-    tables = [TABLES["shuffled"][row * 10 : row * 10 + 10] for row in range(3)]
-    engine = engines(case)
-    engine.forward(
-        engine.build([Chunk(PROMPT[:n], 0, blocks, False) for n, blocks in zip(lengths, tables, strict=True)])
-    )
-    batch = engine.build(
-        [Chunk([PROMPT[n]], n, blocks, True) for n, blocks in zip(lengths, tables, strict=True)]
-    )
-    for step in range(steps):
-        logits = engine.forward(batch)
-        for row, length in enumerate(lengths):
-            assert_logits({length + step: logits[row]}, expected(case))
-        batch.advance([PROMPT[length + step + 1] for length in lengths])
-
-
-@CASES
 def test_greedy_answers_are_those_of_transformers(
     engines: Callable[[str], Engine], folder_of: FolderOf, case: str
 ) -> None:
-    engine, count = engines(case), 24
-    prompt, blocks = PROMPT[:33], TABLES["shuffled"]
-    first = engine.forward(engine.build([Chunk(prompt, 0, blocks, True)])).argmax(dim=-1).tolist()
-    batch = engine.build([Chunk(first, len(prompt), blocks, True)])
-    answer = list(first)
-    while len(answer) < count:
-        answer += engine.forward(batch).argmax(dim=-1).tolist()
-        batch.advance(answer[-1:])
-    assert answer == reference_tokens(folder_of(case), prompt, count)
+    """Of three requests that decode together."""
+    engine, lengths = engines(case), (33, 1, 47)
+    tables = [TABLES["shuffled"][row * 10 : row * 10 + 10] for row in range(3)]
+    chunks = [Chunk(PROMPT[:length], 0, blocks, True) for length, blocks in zip(lengths, tables, strict=True)]
+    batch = engine.build(chunks)
+    first = engine.forward(batch).argmax(dim=-1).tolist()
+    answers = [[token] for _, token in sorted(zip(batch.order, first, strict=True))]
+    batch = engine.build([Chunk(answers[at], lengths[at], blocks, True) for at, blocks in enumerate(tables)])
+    for _ in range(23):
+        tokens = engine.forward(batch).argmax(dim=-1).tolist()
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.append(token)
+        batch.advance(tokens)
+    for length, answer in zip(lengths, answers, strict=True):
+        assert answer == reference_tokens(folder_of(case), PROMPT[:length], 24)
 
 
 # ---- kernels and types

@@ -67,15 +67,14 @@ def test_each_number_of_rows_gets_the_form_that_is_the_fastest_there(clock: Cloc
     assert names == {1: "few", 5: "few", 8: "few", 9: "many", 16: "many", 17: "many", 256: "many", 999: "many"}
 
 
-def test_the_head_takes_no_form_that_rounds_sums(clock: Clock, tmp_path: Path) -> None:
+def test_the_head_takes_no_form_that_rounds_sums_and_is_timed_with_as_many_rows_as_are_sampled(
+    clock: Clock, tmp_path: Path
+) -> None:
     found, head, other = made(clock, tmp_path / "products.json"), randn(*SHAPE), randn(SHAPE[0] + 1, SHAPE[1])
-    found.prepare([other], head)
-    assert [used(clock, found, 256, weight) for weight in (head, other)] == ["few", "many"]
-
-
-def test_the_head_is_timed_with_no_more_rows_than_are_sampled(clock: Clock, tmp_path: Path) -> None:
-    made(clock, tmp_path / "products.json").prepare([], randn(*SHAPE))
+    found.prepare([], head)
     assert max(rows for _, rows, _ in clock.calls) == HEAD_ROWS
+    found.prepare([other], None)
+    assert [used(clock, found, 256, weight) for weight in (head, other)] == ["few", "many"]
 
 
 @pytest.mark.parametrize("slower", [1.0, 4.0])

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -70,9 +69,3 @@ def test_values_go_when_nobody_takes_them_any_more() -> None:
     assert watched.alive[ATTEND] == {"kept", "q", "kv"}
     assert watched.alive["output"] <= {"kept", "sums"}
     assert watched.alive["mlp"] <= {"kept", "mixed"}
-
-
-def test_operators_of_more_than_two_values_are_refused() -> None:
-    operator = Operator("add", 0, ("x", "x", "x"), ("y",))
-    with pytest.raises(AssertionError, match="one or two values"):
-        Program(Graph((operator,), (("x", 1), ("y", 1)), ("y",)), {(0, "add"): torch.add})

@@ -269,14 +269,6 @@ def test_what_prompt_or_answer_has_is_repeated_less_as_transformers_does(penalty
         assert torch.equal(_adjusted(each, row), expected)
 
 
-def test_logits_are_not_changed() -> None:
-    logits = randn(2, 8)
-    before = logits.clone()
-    adjusts = Sampling(presence_penalty=1.0, frequency_penalty=1.0, logit_bias=((1, 5.0),), logprobs=3, top_k=2)
-    sample(logits, [Row(adjusts, [1, 1, 2]), Row(Sampling(temperature=0), [])])
-    assert torch.equal(logits, before)
-
-
 # ---- independence of the batch
 
 
@@ -296,11 +288,6 @@ def test_a_draw_depends_on_seed_and_index_alone_whatever_the_batch() -> None:
     for seed in range(5):
         order = permutation(12, seed)[: 3 + seed]
         assert sample(logits[order], [rows[at] for at in order])[0] == [alone[at] for at in order]
-
-
-def test_what_was_generated_does_not_matter_without_penalties_only_how_much() -> None:
-    logits = randn(100)
-    assert choose(logits, Sampling(seed=5), (1, 2, 3)) == choose(logits, Sampling(seed=5), (9, 9, 9))
 
 
 # ---- log-probabilities

@@ -86,9 +86,6 @@ def test_layers_of_a_stage_are_its_own() -> None:
     }
 
 
-# ---- other layers
-
-
 # ---- all graphs
 
 
@@ -117,7 +114,7 @@ def computed(graph: Graph, operators: Sequence[Operator], known: dict[str, str])
             )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(graphs())
 def test_slices_one_after_the_other_are_the_whole(found: Graph) -> None:
     """With nothing kept over an attention but what is carried."""
@@ -140,7 +137,7 @@ def test_slices_one_after_the_other_are_the_whole(found: Graph) -> None:
     }
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(graphs())
 def test_queries_wait_for_nothing_that_they_do_not_need(found: Graph) -> None:
     givers = {value: each for each in found.operators for value in each.gives}
@@ -155,7 +152,7 @@ def test_queries_wait_for_nothing_that_they_do_not_need(found: Graph) -> None:
         assert set(piece.first) <= needed
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(graphs())
 def test_no_less_can_be_carried(found: Graph) -> None:
     """Over the first attention, of all ways to compute some of what does not need its sums before it."""

@@ -116,13 +116,6 @@ def test_bfloat16_products_of_any_width(native_kernels: Kernels, width: int, out
         assert largest_error(found, x.double() @ weight.double().T) < 1e-5 * width**0.5
 
 
-@ANY_BITS
-def test_a_large_product_is_shared_among_threads_without_a_change(native_kernels: Kernels, bits: int) -> None:
-    weight, x = drawn(515, 256, bits), whole_numbers(9, 256)
-    expected = x.double() @ plain(weight, torch.float32).double().T
-    assert relative_error(native_kernels.linear(x, weight, None), expected) < 1e-6
-
-
 def test_stacked_alike_they_stay_quantised() -> None:
     parts = [drawn(32, 64, 4, seed) for seed in range(3)]
     found = stacked(parts, torch.bfloat16)

@@ -23,7 +23,7 @@ from isthmus.live.engine.turns import SELDOM, BatchTurns, rows_of
 from tests.models import check_greedy
 
 from .conftest import FolderOf
-from .support import Others, engine_of, tokens_of
+from .support import Others, copy_heads, engine_of, tokens_of
 
 SIZE, BLOCKS, STEPS = 16, 8, 20
 LENGTHS = (60, 33, 48, 90, 17, 75, 64)
@@ -52,7 +52,10 @@ class Run:
         held = []
         for holders, count in self._holdings(index):
             for part, holder in enumerate(holders):
-                self._copy(index, blocks[:count], holder, part, len(holders))
+                first = index * BLOCKS * len(holders)  # wherever it lies at home
+                engine = self.others.engines[holder]
+                there = copy_heads(self.home, blocks[:count], engine, first, part, len(holders))
+                self.others.tables[index][holder] = there
             held.append(Held(holders, count * SIZE))
             blocks = blocks[count:] + blocks[:count]
         token = int(logits.argmax())
@@ -66,16 +69,6 @@ class Run:
         if index % 2 and self.home.layout.num_kv_heads == 2:
             return [(("two", "one"), count)]
         return [(("one",), count), (("two",), 1)]
-
-    def _copy(self, index: int, blocks: Sequence[int], holder: str, part: int, parts: int) -> None:
-        """Each request has a place of its own there, wherever it lies at home."""
-        memory, home = self.others.engines[holder].memory.split(parts), self.home.memory
-        there = [index * BLOCKS * parts + at for at in range(len(blocks))]
-        for block, new in zip(blocks, there, strict=True):
-            for layer in range(home.layout.num_layers):
-                data = home.export_heads(layer, block * SIZE, (block + 1) * SIZE, part, parts)
-                memory.export(layer, new * SIZE, (new + 1) * SIZE)[:] = data
-        self.others.tables[index][holder] = there
 
     def step(self) -> None:
         found, _ = self.home.step(self.batch, self.rows, elsewhere=self.others)

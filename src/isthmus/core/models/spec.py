@@ -108,8 +108,10 @@ class Dense(msgspec.Struct, frozen=True, tag="dense"):
 class Experts(msgspec.Struct, frozen=True, tag="experts"):
     """A mixture of experts of `width` each, and one of `shared_width` for every token (0: none).
 
-    `scores`, `normalise`, `scale`, `groups`, `top_groups`: see `isthmus.live.engine.layers.Routing`. `shared_gate`:
-    the shared one is multiplied with a gate. `latent`: the size that routed experts work in, 0 for the hidden size.
+    `scores`: "softmax" over all experts (Qwen3-Next), or "sigmoid" of each (DeepSeek-V3's noaux_tc, Kimi-Linear),
+    where a bias is added for the choice alone, and only experts of the `top_groups` best of `groups` groups can be
+    chosen. `normalise`: a token's weights sum to `scale`. `shared_gate`: the shared one is multiplied with a gate.
+    `latent`: the size that routed experts work in, 0 for the hidden size.
     """
 
     num_experts: int

@@ -1,10 +1,20 @@
-"""Tokens of two prompts that are alike, by their embeddings alone (SemShareKV, arXiv 2509.24832).
+"""Assembles a prompt from other prompts' KV: moves it to its new positions, and recomputes selected tokens.
 
-Rows of the embedding table know no place, so all copies of a word would be drawn to the first of them. They are rotated
-by their positions before they are hashed, as keys are. The hash is the side of random planes on which a row lies: the
-share of bits in which two hashes agree is the angle between the rows.
+One mechanism serves SemShareKV, CacheBlend and EPIC; a `Selection` (`isthmus.core.reuse`) says how many tokens each
+layer recomputes. The prompt passes the layers (`program.py`) and loses tokens on the way:
 
-Legend: T tokens of the target, R tokens of the donor, N hidden size, P planes.
+    layer    0 ... full - 1    full                     full + 1 ...
+    tokens   all               all up to K and V,       those that are left, fewer from layer to layer;
+                               then those chosen        others have their donor's K and V, moved
+
+Keys are kept with their rotation: a key that moves by d positions is rotated by d more, which is exact. Values are
+not rotated. Similar tokens are found by their embeddings alone (SemShareKV, arXiv 2509.24832), rotated by their
+positions before they are hashed, as keys are: without positions all copies of a word would match the first copy. A
+hash has one bit for each random plane, the side on which the row lies; the share of bits in which two hashes agree
+measures the angle.
+
+Legend: T tokens of the chunk or target, R tokens of the donor, N hidden size, P planes, S tokens that are computed, C
+candidates, L tokens of the whole prompt, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ from isthmus.live.engine.rope import rotate
 PLANES = 256
 _SEED = 2509_24832
 REACH = 512
-"""So far from its own place a token is looked for. Rotation makes even the same word unlike itself before that."""
+"""Tokens at most this far apart are compared. Rotation makes equal words unlike each other at a smaller distance."""
 THETA = 10_000.0
 RUN = 4
 SPARSE = 64
@@ -45,16 +55,12 @@ def nearest(
     donor_at_R: Tensor,
     *,
     least: float,
-    rotated: bool = True,
 ) -> Tensor:
-    """For each token of the target the one of the donor that is most alike, or -1: `[T]` int64. Several may have the
-    same one. Of equals the nearest counts; `least`: a cosine below which none is alike. `..._at`: ascending positions;
-    of the donor they may be between the target's (float), for a rewritten prompt drifts away from the one it was."""
+    """Index of the most similar donor token for each target token, or -1: `[T]` int64. The nearest of equally similar
+    ones is taken. `least`: lowest cosine of a match. `..._at`: ascending positions; the donor's may be fractions
+    (`warped`)."""
     device = target_TN.device
-    target, donor = (
-        _hashed(rows, at if rotated else None)
-        for rows, at in ((target_TN, target_at_T), (donor_RN, donor_at_R))
-    )
+    target, donor = _hashed(target_TN, target_at_T), _hashed(donor_RN, donor_at_R)
     target_at_T, donor_at_R = target_at_T.float(), donor_at_R.float()
     found, agreement = torch.full((len(target),), -1, device=device), _agreement(least)
     for start in range(0, len(target), _TILE):
@@ -72,9 +78,9 @@ def nearest(
 def warped(
     target: Sequence[int], target_at: np.ndarray, donor: Sequence[int], donor_at: np.ndarray
 ) -> np.ndarray:
-    """Positions of the donor's tokens in the target: a sentence more, and all that follows stands elsewhere. Runs of
-    `RUN` tokens that both have once are where they are in the target, as far as they are in the same order; what is
-    between them keeps its distances."""
+    """Maps positions of the donor's tokens to positions of the target, which an inserted sentence shifts. Runs of
+    `RUN` tokens that occur once in both, in the same order, are fixed points; positions between them are
+    interpolated."""
     runs, places = zip(*[_unique_runs(tokens) for tokens in (target, donor)], strict=True)
     _, mine, other = np.intersect1d(runs[0], runs[1], assume_unique=True, return_indices=True)
     pairs = sorted(zip(places[0][mine].tolist(), places[1][other].tolist(), strict=True))
@@ -114,10 +120,9 @@ def _increasing(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]
 def directions(embedding_VN: Tensor) -> bytes:
     """See `isthmus.live.engine.interface.Engine`.
 
-    What all texts have in common says nothing of one: frequent tokens count less (Arora et al., ICLR'17: a / (a + p)),
-    and the directions in which rows differ most are taken out (Mu and Viswanath, ICLR'18). Else any two prompts are
-    alike at 0.98. How frequent a token is nobody tells; by Zipf's law it is one over its number, for tokenizers number
-    tokens as they found them, the most frequent first.
+    Frequent tokens count less (Arora et al., ICLR'17: a / (a + p)), and the directions in which rows differ most
+    are taken out (Mu and Viswanath, ICLR'18): otherwise any two prompts are alike at 0.98. Frequencies p are by
+    Zipf's law one over the token's number, because tokenizers number frequent tokens first.
     """
     size, hidden = embedding_VN.shape
     device = embedding_VN.device
@@ -146,39 +151,22 @@ def directions(embedding_VN: Tensor) -> bytes:
 
 
 def _agreement(cosine: float) -> float:
-    """Bits that agree less those that do not, between rows at this angle."""
+    """Agreeing minus differing bits of two hashes at this angle."""
     return PLANES * (1 - 2 * math.acos(cosine) / math.pi)
 
 
-def _hashed(rows_TN: Tensor, at_T: Tensor | None) -> Tensor:
+def _hashed(rows_TN: Tensor, at_T: Tensor) -> Tensor:
     """1 or -1 for each plane, `[T, P]`."""
     hidden, device = rows_TN.shape[1], rows_TN.device
-    if at_T is not None:
-        turns = THETA ** (-torch.arange(0, hidden, 2, device=device) / hidden)
-        angles = at_T[:, None].float() * turns
-        rows_TN = rotate(rows_TN[:, None], torch.cat((angles.cos(), angles.sin()), 1))[:, 0]
+    turns = THETA ** (-torch.arange(0, hidden, 2, device=device) / hidden)
+    angles = at_T[:, None].float() * turns
+    rows_TN = rotate(rows_TN[:, None], torch.cat((angles.cos(), angles.sin()), 1))[:, 0]
     planes_NP = torch.randn(hidden, PLANES, generator=torch.Generator().manual_seed(_SEED)).to(device)
     return (rows_TN.float() @ planes_NP).sign_()
 
 
-# A prompt put together from other prompts' KV: moved to its place, and computed where that is not good enough.
-#
-# One mechanism for SemShareKV, CacheBlend and EPIC; which tokens are computed where is a `Selection`
-# (`isthmus.core.reuse`). The prompt passes the layers as any other (`program.py`), and loses tokens on its way:
-#
-# layer    0 ... full - 1    full                     full + 1 ...
-# tokens   all               all up to K and V,       those that are left, fewer from layer to layer;
-# then those chosen        others have their donor's K and V, moved
-#
-# Keys are kept with their rotation, so a key that moves by d positions is rotated by d more, which is exact; values are
-# not rotated.
-#
-# Legend: T tokens of the chunk, S of them that are computed, C candidates, L tokens of the whole prompt, H query
-# heads, K key/value heads, D head size.
-
-
 RECOVERED = 0.55
-"""The tokens that have this share of the tail's attention are hot (SemShareKV's attention recovery)."""
+"""Share of the tail's attention that the hot tokens have together (SemShareKV's attention recovery)."""
 
 
 class Assembled:
@@ -222,8 +210,8 @@ class Assembled:
         self._is_matched = True
 
     def _sources(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of each token where its donor's KV lies, -1 for none; the position it had there; whether it is computed in
-        any case; whether its KV is of another text."""
+        """Finds for each token: the slot of its donor's KV (-1: none), its position there, whether it must be
+        computed, and whether it was matched by similarity."""
         start, num_tokens, size = chunk.start, len(chunk.tokens), self._memory.layout.block_size
         slots, old = np.full(num_tokens, -1, np.int64), np.zeros(num_tokens, np.int64)
         must, similar = np.zeros(num_tokens, bool), np.zeros(num_tokens, bool)
@@ -253,9 +241,9 @@ class Assembled:
         return slots, old, must, similar
 
     def _counterparts(self, chunk: Chunk) -> np.ndarray:
-        """For each token the first donor's that is most like it, -1 for none. As a rule another word is none, however
-        much alike: its KV says what the donor said there, and answers follow it where the two texts contradict each
-        other (measured: docs/reuse.md)."""
+        """Index of the first donor's most similar token for each token, -1 for none. With `selection.same` another
+        word never matches: its KV would carry the donor's statement into the answer (measured:
+        docs/reuse.md)."""
         donor, device, selection = self.assembling.donors[0], self._slots_L.device, self._selection
         own, other = (self._embed(torch.tensor(each, device=device)) for each in (chunk.tokens, donor.tokens))
         at, there = (
@@ -272,11 +260,11 @@ class Assembled:
 
     @property
     def whole(self) -> bool:
-        """Nothing of a donor is of use: all is computed, as for any other prompt."""
+        """Whether every token is computed, as in a plain prefill."""
         return not self._num_candidates or self._selection.computed(self._memory.layout.num_layers - 1) >= 1
 
     def begin(self, run: Pass) -> Pass:
-        """The pass with which it begins. It may be begun anew."""
+        """Pass over the prompt's first layer; a step that was broken off begins again."""
         if not self._is_matched:
             self._match()
         self._left_S = self._chosen_T = None
@@ -289,7 +277,7 @@ class Assembled:
         return replace(run, batch=batch, thinning=self if thins else None)
 
     def enter(self, layer: int) -> None:
-        """See `Thinning`: tokens that are not computed in this layer have their donor's KV."""
+        """Writes the donor's KV of all tokens that this layer does not compute."""
         if layer <= self._selection.full_layers and self._selection.full_layers:
             return
         if self._left_S is None:
@@ -302,7 +290,7 @@ class Assembled:
     def thin(
         self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
     ) -> tuple[dict[str, Tensor], Pass]:
-        """See `Thinning`."""
+        """Reduces values and pass, between the keys and values of a layer and its attention."""
         packing, selection = self.assembling.packing, self._selection
         quota = self._quota(layer)
         chooses = quota is not None
@@ -329,14 +317,15 @@ class Assembled:
         return values, replace(run, batch=run.batch.thinned(rows))
 
     def _quota(self, layer: int) -> int | None:
-        """How many candidates go on, None where that is not asked."""
+        """Number of candidates that go on behind this layer; None: all."""
         selection = self._selection
         if self.whole or not selection.full_layers or layer < selection.full_layers:
             return None
         return math.ceil(self._num_candidates * selection.computed(layer))
 
     def _chosen(self, layer: int, before_S: Tensor, quota: int, scores_L: Tensor | None) -> Tensor:
-        """Which of the tokens that came so far go on, `[S]`: those that must, and so many candidates."""
+        """Mask `[S]` of the tokens that go on: all that must be computed, and the `quota` candidates whose donated KV
+        differs most from computed KV, hot ones first."""
         stays = self._must_T[before_S]
         open_C = (~stays).nonzero()[:, 0]
         if quota >= len(open_C):
@@ -356,7 +345,7 @@ class Assembled:
         return stays
 
     def _attended(self, q_SHD: Tensor, kv: Tensor, batch: BatchTensors) -> Tensor:
-        """What the last tokens attend to in this layer: mean weights over them and all heads, `[L]`."""
+        """Attention weights of the prompt's last tokens in this layer, mean over tokens and heads, `[L]`."""
         q, length = q_SHD[-TAIL:].float() * q_SHD.shape[-1] ** -0.5, len(self._slots_L)
         k_KDL = kv[self._slots_L, 0].float().permute(1, 2, 0)
         q_KRD = q.unflatten(1, (len(k_KDL), -1)).permute(1, 2, 0, 3).flatten(1, 2)
@@ -368,14 +357,14 @@ class Assembled:
         return scores_RTL.softmax(-1).flatten(0, 1).mean(0)
 
     def _donated(self, layer: int, rows_C: Tensor) -> Tensor:
-        """KV of candidates as their donors had it, moved: `[C, 2, K, D]`."""
+        """Donors' KV of candidates with keys rotated to their new positions, `[C, 2, K, D]`."""
         kv = self._memory.layers[layer][self._slots_of_donor_T[rows_C]]
         if self._cos_sin_TD is not None:
             kv[:, 0] = rotate(kv[:, 0], self._cos_sin_TD[rows_C]).to(kv.dtype)
         return kv
 
     def finish(self) -> Reused:
-        """All layers are through: what is to be packed is."""
+        """Packs the kept tokens after the last layer, and counts where the prompt's KV came from."""
         packing, memory = self.assembling.packing, self._memory
         if packing is not None:
             size, device = memory.layout.block_size, self._slots_L.device
@@ -394,8 +383,8 @@ class Assembled:
 
 
 def _between(cos_sin: Tensor, old_T: Tensor, new_T: Tensor) -> Tensor:
-    """What rotates a key from one position to another, `[T, D]` as the table has it. A table that scales, as YaRN's
-    does, has scaled the key before."""
+    """Rotation of keys from old to new positions, `[T, D]` as in the table, without the table's scale (YaRN), which
+    keys have already."""
     (cos, sin), (was_cos, was_sin) = cos_sin[new_T].chunk(2, -1), cos_sin[old_T].chunk(2, -1)
     scale, _ = cos_sin[0].chunk(2)
     squared = scale.square()

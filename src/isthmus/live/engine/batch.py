@@ -1,8 +1,11 @@
-"""Prompts whose KV was packed: each layer keeps other tokens, and fewer the deeper it is (SemShareKV).
+"""A flat batch: the tokens of prefill chunks and decodes side by side, with the places of their KV.
 
-What is kept of a prompt's first blocks lies in some blocks of the engine as if all their slices, one layer's after the
-other's, were one row of slices: so none of it is lost, whatever the layers keep. A slice is addressed in all of the KV
-memory, as block `layer * num_blocks + block`; the kernels do not know.
+Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts. Rows come
+first in the flat order, chunks after them; rows that recurrent layers take one step for come first of all.
+
+Each layer of a packed prompt keeps other tokens, and fewer the deeper it is (SemShareKV). Kept slices fill all slices
+of some blocks of the engine, one layer's after the other's, without gaps. A slice is addressed in the whole KV memory
+as block `layer * num_blocks + block`.
 
 Legend: L layers, R rows, B blocks of the longest row.
 """
@@ -25,7 +28,7 @@ from isthmus.live.engine.states import LiveStates, Recurrence, steps
 
 
 def slices_of(packing: Packing, packed: Sequence[int] | np.ndarray, num_blocks: int) -> list[np.ndarray]:
-    """Of each layer, where the blocks that it keeps lie in all of the memory, which has `num_blocks` a layer."""
+    """Block numbers in the whole memory (`num_blocks` a layer) of the blocks that each layer keeps."""
     num_layers, blocks = len(packing.kept), np.asarray(packed)
     stops = np.cumsum(packing.kept)
     pieces = [np.arange(stop - count, stop) for count, stop in zip(packing.kept, stops, strict=True)]
@@ -63,23 +66,17 @@ class PackedRows:
         return self._tables_LRB[layer], lens_R + self._more_LR[layer]
 
     def within(self, rows: slice) -> PackedRows:
-        """Of these rows; nothing but tables is copied."""
+        """Tables and lengths of these rows."""
         found = object.__new__(PackedRows)
         found._tables_LRB, found._more_LR = self._tables_LRB[:, rows].contiguous(), self._more_LR[:, rows]
         return found
-
-
-# A flat batch: the tokens of prefill chunks and decodes side by side, with where their KV lies.
-#
-# Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts.
-# Rows come first in the flat order, chunks after them; of the rows first those that recurrent layers take one step for.
 
 
 if TYPE_CHECKING:
     from isthmus.live.engine.assembling import Assembled
 
 ROW_TOKENS = 8
-"""A chunk of at most so many tokens is computed as rows of the paged kernel."""
+"""Chunks of at most this length are computed as rows of the paged kernel."""
 
 
 @dataclass
@@ -104,8 +101,8 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Scored:
-    """Of the chunk `index`, in the caller's order: what follows the flat tokens `[first, first + len(targets))`, from
-    `position` on."""
+    """Targets of chunk `index` (caller's order), which follow the flat tokens `[first, first + len(targets))`;
+    `position`: of the first target."""
 
     index: int
     first: int
@@ -130,15 +127,15 @@ class BatchTensors:
     block_size: int
     scored: list[Scored]
     recurrence: Recurrence | None = None
-    """What it does with live states, in models that have any."""
+    """Reads and writes of live states, in models with recurrent layers."""
     remote: tuple[Rows, ...] = ()
-    """Who is asked what of KV that lies elsewhere."""
+    """Queries for holders of the batch's KV."""
     before_R: Tensor | None = None
     """Tokens of each row that lie elsewhere, if there are any."""
     packed: PackedRows | None = None
-    """Where the rows' KV is, in each layer, if any of them was packed."""
+    """Tables of each layer, if any row's prompt was packed."""
     assembled: tuple[Assembled, ...] = ()
-    """Prompts put together from others' KV, each of which passes alone."""
+    """Prompts assembled from others' KV, each computed in a pass of its own."""
     reused: dict[int, Reused] = field(default_factory=dict)
 
     @property
@@ -173,7 +170,7 @@ class BatchTensors:
         )
 
     def thinned(self, rows_S: Tensor) -> BatchTensors:
-        """Of a batch that is one long chunk, these tokens, ascending; the others are through."""
+        """The batch (one long chunk) with these tokens only, ascending."""
         (chunk,), device = self.prefills, self.slots_T.device
         positions = chunk.positions[rows_S.cpu().numpy()]
         return replace(
@@ -211,8 +208,8 @@ def build_batch(
     *,
     num_blocks: int = 0,
 ) -> BatchTensors:
-    """Lays out chunks (in any order) as one flat batch. Mutates nothing. `states`: of the model, if it has any;
-    `num_blocks`: of the KV memory, for what is packed."""
+    """Lays out chunks (in any order) as one flat batch. Mutates nothing. `num_blocks`: of the KV memory, for packed
+    prompts."""
     by_rows = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) <= ROW_TOKENS]
     by_rows.sort(key=lambda index: not steps(chunks[index]))
     by_parts = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) > ROW_TOKENS]

@@ -1,4 +1,4 @@
-"""What KV becomes on a slow link: one layer of a run of tokens, encoded in one message.
+"""Codecs for KV on slow links: one layer of a run of tokens, encoded in one message.
 
     none   the bytes themselves
     zstd   lossless: the exponents, which alone are regular, entropy-coded; sign and mantissa as they are
@@ -73,7 +73,7 @@ def encode(codec: str, layout: KVLayout, parts: Sequence[memoryview], num_tokens
 
 
 def decode(codec: str, layout: KVLayout, data: Data, targets: Sequence[memoryview], num_tokens: int) -> None:
-    """The reverse; `targets` are writable and cut at block borders, as the parts are, if not at the same ones.
+    """Decodes into writable `targets`, which are cut at block borders, not necessarily where the parts were.
 
     Raises ProtocolError for what `encode` cannot have written; the targets may be overwritten in part then. It is
     no digest: bytes that were changed on the way can be well-formed, so compare seals.
@@ -101,7 +101,7 @@ def encoded_bytes(codec: str, layout: KVLayout, num_tokens: int) -> int:
 
 
 def encoded_blocks(codec: str, layout: KVLayout, data: Data, num_tokens: int) -> list[memoryview]:
-    """The bytes of each block in what `encode` made with a codec that keeps blocks apart: none or int8."""
+    """Encoded bytes of each block, for codecs that keep blocks apart: none and int8."""
     assert codec in (NONE, INT8), f"{codec} does not keep blocks apart"
     starts = range(0, num_tokens, layout.block_size)
     edges = [encoded_bytes(codec, layout, start) for start in starts]

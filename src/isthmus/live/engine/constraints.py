@@ -1,7 +1,7 @@
-"""Which tokens rows may go on with: `Sampling.grammar`, `allowed_tokens`, `bad_words` and `min_tokens`, in this order.
+"""Restricts next tokens by `Sampling.grammar`, `allowed_tokens`, `bad_words` and `min_tokens`, in this order.
 
-One that would leave nothing after those before it is passed over for this token: a complete grammar ends the answer,
-whatever `min_tokens` says. Legend: M rows that are not free, V vocabulary, W words of 32 tokens.
+A constraint that would leave no token is skipped for this step: a complete grammar ends the answer, whatever
+`min_tokens` says. Legend: M rows that are not free, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which tokens, never none, each of some rows may go on with. `rows`: their indices."""
+    """Allowed next tokens, at least one, of the constrained rows with indices `rows`."""
 
     rows: Sequence[int]
     tokens_MV: NDArray[np.bool_]
@@ -33,14 +33,14 @@ class Allowed:
 
 
 class Constraints:
-    """Of one engine, whose model has tokenizer and end tokens in `model`, if it has any."""
+    """Constraints of one engine. `model`: where tokenizer and end tokens are, if it has any."""
 
     def __init__(self, model: Path | None, vocab_size: int, limits: GrammarLimits = GRAMMAR_LIMITS) -> None:
         self._grammars, self._vocab_size = Grammars(model, vocab_size, limits), vocab_size
         self._listed: WeakKeyDictionary[Row, NDArray[np.bool_]] = WeakKeyDictionary()
 
     def prepare(self, sampling: Sampling) -> Future[None] | None:
-        """Begins with what a first token will need; done when that is there. From any thread."""
+        """Starts to compile the grammar, if any; done when it can be followed. From any thread."""
         return self._grammars.prepare(sampling.grammar) if sampling.grammar else None
 
     def gauges(self) -> dict[str, float]:
@@ -48,8 +48,8 @@ class Constraints:
         return self._grammars.gauges()
 
     def allowed(self, rows: Sequence[Row]) -> Allowed | None:
-        """None: all rows are free. To be asked after the layers: on a CPU they need its cores, and a GPU still computes
-        them meanwhile."""
+        """Allowed tokens of constrained rows; None: all rows are free. Called after the layers are launched: a GPU
+        still computes them, a CPU needs its cores for them."""
         held = [at for at, row in enumerate(rows) if _holds(row)]
         return self._allowed(held, [rows[at] for at in held]) if held else None
 
@@ -75,7 +75,7 @@ class Constraints:
         return Allowed(held, tokens_MV)
 
     def _restrict(self, tokens_V: NDArray[np.bool_], row: Row) -> None:
-        """By all but the grammar, in place."""
+        """Applies all constraints but the grammar, in place."""
         sampling = row.sampling
         if sampling.allowed_tokens:
             kept_V = tokens_V & self._listed_of(row)
@@ -95,7 +95,7 @@ class Constraints:
             tokens_V[excluded] = before
 
     def _listed_of(self, row: Row) -> NDArray[np.bool_]:
-        """Its `allowed_tokens`, which may be nearly all."""
+        """Mask of `allowed_tokens`, kept because it may name nearly all tokens."""
         listed_V = self._listed.get(row)
         if listed_V is None:
             listed_V = self._listed[row] = np.zeros(self._vocab_size, np.bool_)
@@ -115,7 +115,7 @@ def _holds(row: Row) -> bool:
 
 
 def _endings(bad_words: Sequence[tuple[int, ...]], outputs: Sequence[int]) -> list[int]:
-    """The last tokens of those whose others the answer ends with."""
+    """Last tokens of the bad words whose other tokens end the answer."""
     return [
         word[-1] for word in bad_words if word and tuple(outputs[len(outputs) - len(word) + 1 :]) == word[:-1]
     ]

@@ -1,11 +1,10 @@
-"""An engine that computes nothing and still shows every wrong byte: time from the cost model, tell-tale tokens.
+"""Emulated engine: tokens are digests of all KV bytes, so that any wrong byte shows; time is the cost model's.
 
-All KV bytes up to a token's position, of every layer, are read anew from memory in every iteration, and are digested
-into the token (`recipe`), and so is the live state of its request, in models that have recurrent layers. A stale,
-foreign or damaged byte therefore changes the token that reads it and all that follow. Sampling parameters do not
-matter, but for what a token must not be: each is certain, so its log-probability is 0. A token of a prompt is scored
-with a digest of itself and of the KV bytes before it, put between -1 and 0. Digests are of all bytes in their order, so
-another engine that has some of them answers with the bytes.
+Every iteration reads all KV bytes up to a token's position from memory, in every layer, and digests them into the
+token (`recipe`), with the live state of its request in models with recurrent layers. A stale, foreign or damaged byte
+changes the token that reads it and all that follow. Of the sampling parameters only constraints matter;
+log-probabilities are 0. The score of a prompt's token is a digest of it and of the KV bytes before it, in (-1, 0].
+Holders answer queries with their KV bytes, because digests need all bytes in order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ __all__ = [
 
 @dataclass
 class EmulatedBatch:
-    """Chunks as the scheduler gave them; when their run began, and the engine time of its iterations so far."""
+    """Chunks of a run, with its start and the engine time of its iterations so far (for `PacedEngine`)."""
 
     chunks: list[Chunk]
     order: list[int]
@@ -101,7 +100,7 @@ class EmulatedBatch:
 
 
 class EmulatedEngine:
-    """Owns emulated KV memory and live states. A step here takes no time: drivers of virtual time wait `step_ps`
+    """Owns emulated KV memory and live states. A step takes no time; drivers of virtual time wait `step_ps`
     themselves."""
 
     def __init__(
@@ -156,8 +155,8 @@ class EmulatedEngine:
         return EmulatedBatch(list(chunks), order)
 
     def step_ps(self, batch: EmulatedBatch) -> int:
-        """How long the next iteration of a batch takes (ps): a stage takes its layers' share, and the shares of all
-        stages sum to the time of the whole."""
+        """Time of the batch's next iteration, ps: the share of this stage's layers; the shares of all stages sum to
+        the whole."""
         prefills, num_decodes, context = [], 0, 0
         for chunk in batch.chunks:
             if chunk.decodes:
@@ -275,7 +274,7 @@ class EmulatedEngine:
         return self.recipe.digest(lower, parts)
 
     def _unpack(self, batch: EmulatedBatch, hidden: Hidden | None) -> _States:
-        """What the first layer here takes: from the tokens in the first stage, in others from the one before."""
+        """Inputs of this stage's first layer: embedded tokens, or the hidden states of the stage before."""
         assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
         if hidden is None:
             embedded = [self.recipe.embed(chunk.salt, chunk.tokens) for chunk in batch.chunks]
@@ -296,12 +295,12 @@ class EmulatedEngine:
 Runs = Sequence[tuple[int, int]]
 """Half-open ranges of slots."""
 _States = tuple[list[list[bytes]], list[int]]
-"""Between layers: of each chunk what the next layer takes; of each chunk that samples the digest so far."""
+"""Between layers: inputs of the next layer for each chunk, and the digest so far of each chunk that samples."""
 _DIGEST_BYTES = 8
 
 
 def _ask(elsewhere: Elsewhere | None, layer: int, index: int, chunk: Chunk) -> bytes:
-    """The KV bytes of a chunk that other engines have, in their order."""
+    """KV bytes of a chunk that lie with its holders, in order."""
     found, position = b"", 0
     for held in chunk.holdings:
         assert elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
@@ -325,10 +324,10 @@ def _cut(data: memoryview, size: int) -> Iterator[bytes]:
 
 
 class PacedEngine(EmulatedEngine):
-    """The same at the speed of the emulated hardware: layer by layer, each step sleeps as long as it takes.
+    """Emulated engine that sleeps, layer by layer, as long as the cost model says.
 
-    Iterations end at the start of their run plus the exact sum of their steps, so lateness does not add up; what
-    `before_layer` waits for puts them off.
+    An iteration ends at the start of its run plus the exact sum of steps, so late wake-ups do not add up; waits
+    in `before_layer` postpone it.
     """
 
     def build(self, chunks: Sequence[Chunk]) -> EmulatedBatch:
@@ -347,7 +346,7 @@ class PacedEngine(EmulatedEngine):
         step_ps, num_layers = self.step_ps(batch), self.memory.layout.num_layers
 
         def reached_ns(layer: int) -> int:
-            """When the time of the layers before this one is over."""
+            """End of the time of the layers before this one."""
             return batch.started_ns + (batch.elapsed_ps + step_ps * layer // num_layers) // 1000
 
         def before(layer: int) -> None:
@@ -377,16 +376,13 @@ def _sleep_until(when_ns: int) -> None:
 
 
 def _certain(token: int, sampling: Sampling) -> TokenLogprobs | None:
-    """The tell-tale token is certain; no other token has a finite log-probability."""
     if sampling.logprobs is None:
         return None
     return TokenLogprobs(0.0, ((token, 0.0),) if sampling.logprobs else ())
 
 
-# What the emulated engine holds: KV bytes in blocks, and the live states of requests.
-#
-# A layer's state is a ring of digests (`recipe.Recipe.recur`). A step works on copies, which become the live states
-# when all of it is done: a step that was broken off can be repeated.
+# Memory and live states. A layer's state is a ring of digests (`recipe.Recipe.recur`). A step works on copies, which
+# become the live states after the last layer, so that a step that was broken off can be repeated.
 
 
 class EmulatedMemory:
@@ -439,7 +435,7 @@ class EmulatedMemory:
 
 
 def join_heads(parts: Sequence[memoryview], width: int) -> bytes:
-    """What holders of parts of the heads answered, `width` bytes of each vector, as the bytes of all heads."""
+    """Joins the answers of holders with a part of the heads each, `width` bytes of every vector."""
     found = [np.frombuffer(each, np.uint8).reshape(-1, width) for each in parts]
     return np.stack(found, axis=1).tobytes()
 
@@ -449,14 +445,14 @@ LayerStates = list[bytearray]
 
 
 class EmulatedStates:
-    """Live states by slot, of the layers whose KV `memory` has; none of them is set before a chunk sets it."""
+    """Live states by slot, of the layers whose KV `memory` has."""
 
     def __init__(self, recipe: Recipe, memory: EmulatedMemory, max_sequences: int) -> None:
         self._recipe, self._memory, self.max_sequences = recipe, memory, max_sequences
         self._live: dict[int, LayerStates] = {}
 
     def begin(self, chunks: Sequence[Chunk]) -> LayerPassage:
-        """The passage of a batch's chunks through the layers. The blocks they restore from are in place."""
+        """Starts a batch's way through the layers. Blocks to restore from are in place."""
         if not self._recipe.layout.state_bytes:
             return LayerPassage(self._recipe, chunks, [[] for _ in chunks])
         slots = [chunk.slot for chunk in chunks]
@@ -465,15 +461,15 @@ class EmulatedStates:
         return LayerPassage(self._recipe, chunks, [self._before(chunk) for chunk in chunks])
 
     def finish(self, passage: LayerPassage) -> None:
-        """All layers are done: states and snapshots are where others find them."""
+        """Publishes states and snapshots after the last layer."""
         for chunk, states in zip(passage.chunks, passage.states, strict=True):
             if states:
                 self._live[chunk.slot] = states
-        for blocks, states in passage.snapshots():
+        for blocks, states in passage.snapshots.items():
             self._write(blocks, states)
 
     def _before(self, chunk: Chunk) -> LayerStates:
-        """What a chunk goes on from."""
+        """State before a chunk's first token."""
         if chunk.start == 0:
             return self._zeros()
         if chunk.restore:
@@ -505,21 +501,21 @@ class EmulatedStates:
 
 
 class LayerPassage:
-    """A batch on its way through the layers: the states of its chunks so far, and those that are to be kept."""
+    """States of a batch's chunks on the way through the layers, and copies for snapshots, by their blocks."""
 
     def __init__(self, recipe: Recipe, chunks: Sequence[Chunk], states: list[LayerStates]) -> None:
         self._recipe, self.chunks, self.states = recipe, chunks, states
-        self._kept: list[list[LayerStates]] = [[[] for _ in chunk.snapshots] for chunk in chunks]
+        self.snapshots: dict[tuple[int, ...], LayerStates] = {}
 
     def recur(self, index: int, layer: int, below: Sequence[bytes]) -> Sequence[bytes]:
-        """Takes a chunk's tokens into its state of a layer; gives what goes on to the layer's KV."""
+        """Advances a chunk's state of a layer by its tokens; returns the inputs of the layer's KV."""
         if not self.states[index]:
             return below
         chunk, state, found, at = self.chunks[index], self.states[index][layer], list[bytes](), 0
-        for (position, _), kept in zip(chunk.snapshots, self._kept[index], strict=True):
+        for position, blocks in chunk.snapshots:
             assert chunk.start + at < position <= chunk.stop, "snapshots lie inside their chunk, in order"
             found += self._recipe.recur(state, chunk.start + at, below[at : position - chunk.start])
-            kept.append(bytearray(state))
+            self.snapshots.setdefault(blocks, []).append(bytearray(state))
             at = position - chunk.start
         found += self._recipe.recur(state, chunk.start + at, below[at:])
         return found
@@ -527,12 +523,3 @@ class LayerPassage:
     def state(self, index: int, layer: int) -> bytes | bytearray:
         """A chunk's state of a layer after its last token so far."""
         return self.states[index][layer] if self.states[index] else b""
-
-    def snapshots(self) -> list[tuple[tuple[int, ...], LayerStates]]:
-        """The blocks and the states of all snapshots."""
-        return [
-            (blocks, states)
-            for chunk, kept in zip(self.chunks, self._kept, strict=True)
-            for (_, blocks), states in zip(chunk.snapshots, kept, strict=True)
-            if states
-        ]

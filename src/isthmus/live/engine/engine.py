@@ -46,7 +46,7 @@ from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is run here. None takes the model's own, and of `device` and `threads` the machine's."""
+    """How a model is run. None: the model's own value; for `device` and `threads` the machine's."""
 
     dtype: str | None = None
     device: str | None = None
@@ -60,56 +60,34 @@ class EngineOptions:
     grammars: GrammarLimits = GRAMMAR_LIMITS
 
 
-class Engine:
-    """Owns weights and KV memory. Not thread-safe: one thread steps it."""
+class KVEngine:
+    """KV of a model on one device, and attention over it, with or without weights. Subclasses allocate `memory`."""
+
+    memory: KVMemory
 
     def __init__(self, model: Path, options: EngineOptions) -> None:
-        """`model`: a folder, or a GGUF file."""
+        """`model`: a folder, or a GGUF file. Raises ModelError, ConfigError, StartError."""
         if options.threads:
             torch.set_num_threads(options.threads)
         self.spec: ModelSpec = read_spec(model)
         self.device = device_of(options.device)
-        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
-        self._team = Team(threads, torch.set_num_threads, time.perf_counter)
-        self._turns = BatchTurns(options.batches, time.perf_counter)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
+        self.stored = TORCH_DTYPES[dtype]
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
         self.layers = options.layers or (0, self.spec.num_layers)
-        layout = self._own_layout()
-        num_blocks = num_blocks_of(options, layout)
+        self._kept = self._own_layout()
+        self._num_blocks = num_blocks_of(options, self._kept)
         self.kernels = kernels.select(self.device)
-        stored = TORCH_DTYPES[dtype]
-        activations = self.kernels.activation_dtype(stored)
-        weights = self._prepared(
-            load_weights(
-                model,
-                self.spec,
-                dtype=stored,
-                activations=activations,
-                device=self.device,
-                layers=self.layers,
-                groups=self.kernels.takes_groups and stored == torch.bfloat16,
-            )
-        )
-        self.revision = weights.revision
-        self.model = Model(self.spec, weights, self.kernels, self.max_length)
-        self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
-        self._shapes = shapes_of(self.spec, self.layers)
-        self.states = self._live_states(options.max_sequences)
         self.constraints = Constraints(model, self.spec.vocab_size, options.grammars)
+        self._shapes = shapes_of(self.spec, self.layers)
 
-    def _prepared(self, weights: Weights) -> Weights:
-        """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""
-        layers, head = list(weights.layers), weights.head
-        tied = head is not None and head.weight is weights.embedding
-        weights = replace(weights, layers=())
-        head = self.kernels.prepare(layers, head)
-        embedding = head.weight if tied and head is not None else weights.embedding
-        return replace(weights, embedding=embedding, layers=tuple(layers), head=head)
+    def _new_memory(self) -> KVMemory:
+        """Memory for KV, which is allocated after the weights are loaded."""
+        return KVMemory(self._kept, self._num_blocks, self.device, self.kernels)
 
     def _own_layout(self) -> KVLayout:
-        """Of the KV bytes here: in a stage those of its own layers."""
+        """Layout of this stage's KV bytes."""
         if self.layers == (0, self.spec.num_layers):
             return self.layout
         if self.spec.recurrent:
@@ -119,19 +97,61 @@ class Engine:
             )
         return stage_layout(self.layout, self.layers)
 
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
+        """See `isthmus.live.engine.interface.Engine`. Reads `memory` only; shares no buffers with a step."""
+        kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
+        with torch.inference_mode():
+            return answer_to(
+                asked, queries_of(q, shape, asked), kv, self.layout.block_size, shape, self.kernels
+            )
+
+
+class Engine(KVEngine):
+    """Owns weights and KV memory. Not thread-safe: one thread steps it."""
+
+    def __init__(self, model: Path, options: EngineOptions) -> None:
+        super().__init__(model, options)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        self._team = Team(threads, torch.set_num_threads, time.perf_counter)
+        self._turns = BatchTurns(options.batches, time.perf_counter)
+        weights = self._prepared(
+            load_weights(
+                model,
+                self.spec,
+                dtype=self.stored,
+                activations=self.kernels.activation_dtype(self.stored),
+                device=self.device,
+                layers=self.layers,
+                groups=self.kernels.takes_groups and self.stored == torch.bfloat16,
+            )
+        )
+        self.revision = weights.revision
+        self.model = Model(self.spec, weights, self.kernels, self.max_length)
+        self.memory = self._new_memory()
+        self.states = self._live_states(options.max_sequences)
+
+    def _prepared(self, weights: Weights) -> Weights:
+        """Weights in the form that the kernels choose; the loaded ones are freed layer by layer."""
+        layers, head = list(weights.layers), weights.head
+        tied = head is not None and head.weight is weights.embedding
+        weights = replace(weights, layers=())
+        head = self.kernels.prepare(layers, head)
+        embedding = head.weight if tied and head is not None else weights.embedding
+        return replace(weights, embedding=embedding, layers=tuple(layers), head=head)
+
     def _live_states(self, max_sequences: int) -> LiveStates | None:
         recurrent = self.spec.recurrent
         if not recurrent:
             return None
         return LiveStates(recurrent[0], len(recurrent), max_sequences, self.layout, self.device)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.memory.num_blocks
-
-    @property
-    def vocab_size(self) -> int:
-        return self.spec.vocab_size
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -187,7 +207,7 @@ class Engine:
             return found[0] if len(found) == 1 else torch.cat(found)
 
     def _score(self, residual: Residual, batch: BatchTensors, on_scores: OnScores) -> None:
-        """The head is put on so many tokens at a time as bounds the memory. Changes `residual`."""
+        """Scores targets, some at a time to bound memory. Changes `residual`."""
         x_TN, delta_TN = residual
         for part in parts_of(batch.scored, self.vocab_size):
             rows = slice(part.first, part.first + len(part.targets))
@@ -207,14 +227,6 @@ class Engine:
         logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores, elsewhere)
         return sample(logits_SV, rows, self.constraints.allowed(rows))
 
-    def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
-        """Reads `memory` alone, and has no buffers in common with a step."""
-        kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
-        with torch.inference_mode():
-            return answer_to(
-                asked, queries_of(q, shape, asked), kv, self.layout.block_size, shape, self.kernels
-            )
-
     def relay(
         self,
         batch: BatchTensors,
@@ -232,8 +244,8 @@ class Engine:
 
     @contextmanager
     def _iteration(self, batch: BatchTensors) -> Iterator[None]:
-        """Nothing of an iteration is left in the queue of a device afterwards, however it ends: its blocks may be
-        given to another request then, whose KV comes on another stream."""
+        """Waits for the device after an iteration, however it ends: its blocks may then go to another request, whose
+        KV comes on another stream."""
         try:
             with torch.inference_mode(), self._threads(batch):
                 yield
@@ -248,7 +260,7 @@ class Engine:
         return nullcontext()
 
     def _taken(self, batch: BatchTensors, hidden: Hidden | None) -> Tensor:
-        """What the first layer here takes, as a tensor that may be changed."""
+        """Input of this stage's first layer, a tensor that may be changed. Raises ProtocolError."""
         assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
         if hidden is None:
             return self.model.embed(batch.tokens_T)
@@ -264,7 +276,7 @@ class Engine:
 
 
 def num_blocks_of(options: EngineOptions, layout: KVLayout) -> int:
-    """How many blocks there is memory for beside the live states. Raises StartError."""
+    """Number of KV blocks that fit beside the live states. Raises StartError."""
     live_bytes = layout.state_bytes * options.max_sequences
     num_blocks = (options.kv_bytes - live_bytes) // layout.block_bytes
     least = layout.least_blocks

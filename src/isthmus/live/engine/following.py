@@ -1,4 +1,4 @@
-"""Follows one grammar, in a process that may die: which tokens its rows may go on with. See `grammar.py`."""
+"""Process that follows one grammar and may die; see `grammar.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from isthmus.model_files.grammar_limits import GrammarError
 from isthmus.sandbox import Answer, cpu_limit, grown_bytes, serve
 
 NUM_THREADS = len(os.sched_getaffinity(0)) // 2
-"""That share the rows of a batch. To hand a few to one other thread takes longer than to do them alone."""
+"""Threads that share a batch's rows; handing a few to a single other thread takes longer than computing them."""
 MASK_S = 0.05
-"""CPU seconds that a row may take in one step."""
+"""Most CPU seconds of a row in one step."""
 SLOW_S, SLOW_TOKEN_S = 0.1, 0.005
-"""CPU seconds that a row may take in all, and beyond them for each of its tokens. Grammars of schemas take 0.15 ms for
-one, and 1 ms at worst; what may be read in ever more ways takes ever longer."""
+"""Most CPU seconds of a row in all, plus for each of its tokens. Schemas take 0.15 ms a token, at worst 1 ms;
+ambiguous grammars take ever longer."""
 IDLE_S = 20.0
-"""Without a grammar, the fork server leaves."""
+"""Seconds without a grammar after which the fork server ends."""
 
 
 class _MatcherRow:
@@ -92,7 +92,7 @@ class _Follower:
         ]
 
     def _mask(self, rows: Sequence[_MatcherRow], bits_RW: NDArray[np.int32]) -> None:
-        """Of rows that are objected to the bits mean nothing."""
+        """Bits of rows with an objection mean nothing."""
         address, stride = bits_RW.ctypes.data, self._width * bits_RW.itemsize
         pairs = [(row.matcher, at) for at, row in enumerate(rows) if row.matcher is not None]
         if len(pairs) > 1 and NUM_THREADS > 1:

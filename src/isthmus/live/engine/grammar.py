@@ -1,12 +1,11 @@
-"""Which tokens may come next in answers that must match a grammar.
+"""Masks of the tokens that may come next in answers that must match a grammar.
 
-Each grammar is followed by a process of its own, which may die (`following.py`): it compiles the grammar once, gives
-each row a copy of that matcher, and is told the row's tokens as they come. What a row may go on with depends on its
-grammar and its outputs alone, so another node that is given both goes on alike, and so does a process that takes the
-place of one that somebody killed: rows' outputs are replayed.
+Each grammar has a process of its own, which may die (`following.py`): it compiles the grammar once, copies the
+matcher for each row, and is told the rows' tokens. A mask depends on grammar and outputs alone, so another node
+continues alike, and a new process replays the rows' outputs.
 
-A grammar that cannot be followed (it does not compile, it takes too much, or the library fails on it) is an objection
-to its own rows; nothing is raised, and other rows do not notice.
+A grammar that cannot be followed (it does not compile, takes too much, or the library fails) is an objection to its
+own rows; nothing is raised, and other rows go on.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.sandbox import ForkServer, Limits, Sandbox, SandboxError, ask_all
 
 MAX_IDLE = 8
-"""So many grammars that no row follows stay compiled."""
+"""Most compiled grammars that are kept without a row."""
 IDLE_S = 5.0
-"""For so long."""
+"""Seconds without a question after which a grammar's process ends."""
 NUM_COMPILERS = max(1, len(os.sched_getaffinity(0)) // 2)
 """Grammars that are compiled at once: not on all cores."""
 
@@ -48,8 +47,8 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """`grammar`: of this worker, once; "" from then on. `gone`: rows that are over. `rows`: by number, each with its
-    tokens since it was told of last. The answer is a `GrammarStep`, and behind it a mask of each row."""
+    """Question to a grammar's process. `grammar`: its text in the first question, else "". `gone`: rows that ended.
+    `rows`: number and new tokens of each row. The answer is a `GrammarStep` followed by the mask of each row."""
 
     grammar: str
     gone: tuple[int, ...] = ()
@@ -57,8 +56,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GrammarStep(msgspec.Struct, frozen=True, array_like=True):
-    """Why the grammar cannot be followed at all, and why each row cannot go on; empty while it can. `num_bytes`: of
-    memory that all of it takes."""
+    """Objections to the grammar and to each row, empty where there is none. `num_bytes`: memory of the process."""
 
     num_bytes: int
     objection: str
@@ -71,12 +69,12 @@ _stepped = msgspec.msgpack.Decoder(GrammarStep).decode
 
 @lru_cache(8)
 def _server(setup: bytes) -> ForkServer:
-    """One for all engines of this process that follow grammars of the same model."""
+    """One fork server for all engines of this process with the same model."""
     return ForkServer("isthmus.live.engine.following", setup)
 
 
 class _Told:
-    """A row as the process of its grammar knows it."""
+    """Number of a row in its grammar's process, tokens told so far, and the objection to it."""
 
     def __init__(self, number: int) -> None:
         self.number, self.num_tokens, self.objection = number, 0, ""
@@ -105,7 +103,7 @@ class _Grammar:
                 self.rows[row] = _Told(next(self._numbers))
 
     def question(self, rows: Sequence[Row]) -> bytes:
-        """What the process, which may be a new one, has not been told of these rows, and that others are over."""
+        """News of these rows for the process, all of them if it is a new one, and the rows that ended."""
         is_new = self._generation != self.sandbox.generation
         if is_new:
             self._generation = self.sandbox.generation
@@ -144,8 +142,8 @@ class _Grammar:
 
 
 class Grammars:
-    """Of one model. `prepare` and `objection` from any thread, `fill` from one at a time. What is known of rows goes
-    with them; of grammars that none follows the least recently used go first."""
+    """Grammars of one model. `prepare` and `objection` from any thread, `fill` from one at a time. State of a row
+    goes with the row; grammars without rows go least recently used first."""
 
     def __init__(self, model: Path | None, vocab_size: int, limits: GrammarLimits = GRAMMAR_LIMITS) -> None:
         """`model`: where tokenizer and end tokens are, if it has them; None, or without: every grammar is objected to.
@@ -164,12 +162,12 @@ class Grammars:
         return () if self._model is None else end_tokens(open_files(self._model))
 
     def prepare(self, text: str) -> Future[None]:
-        """Begins to compile it, unless that was done; done when it can be followed, or is objected to."""
+        """Compiles a grammar unless that was begun; done when it can be followed, or is objected to."""
         return self._begun(text).compiled
 
     def fill(self, rows: Sequence[tuple[int, Row]], bits_RW: NDArray[np.int32]) -> None:
-        """Row `at` of `bits_RW` becomes the tokens that each of these (at, row) may go on with, 32 in a word. Of rows
-        that are objected to it means nothing."""
+        """Writes the mask of each (at, row) to row `at` of `bits_RW`, 32 tokens in a word. Undefined for rows with an
+        objection."""
         groups: dict[str, list[tuple[int, Row]]] = {}
         for at, row in rows:
             groups.setdefault(row.sampling.grammar, []).append((at, row))
@@ -188,7 +186,7 @@ class Grammars:
             bits_RW[[at for at, _ in group]] = mask
 
     def objection(self, row: Row) -> str:
-        """Why this row cannot go on; empty while it can."""
+        """Reason why this row cannot go on; empty while it can."""
         grammar = self._grammars.get(row.sampling.grammar)
         if grammar is None:
             return ""

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine, and what both sides pass. Loads no torch.
+"""Interface between a worker and an engine, and the values they exchange. Loads no torch.
 
 An engine computes batches of chunks into paged KV memory, addressed by slot = block * block_size + offset.
 """
@@ -38,8 +38,8 @@ and of the targets behind it. All targets of a chunk are told once a step, in th
 
 @dataclass(frozen=True)
 class Held:
-    """So many of a request's tokens lie with `holders`, in all layers that keep KV; an equal part of the heads with
-    each, in their order."""
+    """`num_tokens` tokens of a request whose KV lies with `holders`: in all layers that keep KV, an equal part of the
+    heads with each, in their order."""
 
     holders: tuple[str, ...]
     num_tokens: int
@@ -47,9 +47,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Asking:
-    """Of one holder, that has part number `part` of `parts` of the heads: what each of the flat tokens whose KV it has
-    some of asks, in their order. `chunks`: (index of the chunk in the caller's order, its flat tokens, tokens there
-    that they attend to, position of its first flat token, position of the first of those there)."""
+    """Queries of a batch for one holder, which has part number `part` of `parts` of the heads. `chunks`, in flat
+    order: (index of the chunk in the caller's order, its number of queries, tokens at the holder that they attend
+    to, position of the first query, position of the holder's first token)."""
 
     holder: str
     chunks: tuple[tuple[int, int, int, int, int], ...]
@@ -62,18 +62,18 @@ class Asking:
 
 
 class Elsewhere(Protocol):
-    """Attention over KV that other engines hold. For one step; each flat token goes layer by layer. Where parts of a
-    batch take turns, each asks for tokens of its own, perhaps from several threads."""
+    """Attention over KV that other engines hold, for one step. Batches that take turns ask for tokens of their own,
+    perhaps from several threads."""
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        """Sends the queries `[R, H, D]` of these rows, float32, H heads of this part; does not wait."""
+        """Sends queries `[R, H, D]`, float32, with the H heads of this part; does not wait."""
 
     def answer(self, layer: int, asking: Asking) -> memoryview:
         """`out [R, H, D]` and then `lse [R, H]`, both float32, natural logarithm. Raises HolderLost."""
 
 
 class HolderLost(Exception):
-    """A holder did not answer: the step ends, and may not be repeated with it."""
+    """A holder did not answer: the step ends, and cannot be repeated with this holder."""
 
     def __init__(self, holder: str, reason: str) -> None:
         super().__init__(reason)
@@ -82,8 +82,8 @@ class HolderLost(Exception):
 
 @dataclass(frozen=True)
 class HolderQueries:
-    """At the holder: the next `num_rows` queries attend to the first `num_tokens` tokens in `blocks`, which are those
-    from `position` on of a request. `first`: position of the first query, each further one follows it (for windows)."""
+    """Queries at a holder: the next `num_rows` attend to the first `num_tokens` tokens in `blocks`, a request's
+    tokens from `position` on. `first`: position of the first query; the others follow it (for windows)."""
 
     blocks: Sequence[int]
     num_rows: int
@@ -94,7 +94,7 @@ class HolderQueries:
 
 @dataclass(frozen=True)
 class Donated:
-    """KV of another prompt, for one that is assembled: `tokens` from `position` on, in these blocks of the engine."""
+    """KV of a donor prompt: `tokens` from `position` on, in these blocks of the engine."""
 
     tokens: Sequence[int]
     blocks: Sequence[int]
@@ -103,9 +103,9 @@ class Donated:
 
 @dataclass(frozen=True)
 class Assembling:
-    """How a chunk, which is then all that is left of its prompt, is computed with donors' KV: as `selection` says
-    (`isthmus.core.reuse`). `passages`: what is the same text, or some of it. `packed`: blocks to pack into what
-    `packing` keeps of the prompt; no donor needs them when the step is over."""
+    """Computes a chunk, the whole rest of its prompt, with donors' KV by `selection` (`isthmus.core.reuse`).
+    `passages`: text that prompt and donors share. `packed`: blocks for the part of the prompt that `packing`
+    keeps; no donor uses them after the step."""
 
     selection: Selection
     donors: tuple[Donated, ...]
@@ -116,23 +116,21 @@ class Assembling:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
+    """Tokens to compute, at positions `[start, start + len(tokens))` of one request.
 
-    `blocks` cover at least those positions; KV of the positions before `start` is in place already. Where `holdings`
-    are given, the first tokens lie elsewhere, so many with each in the order of their positions, and `blocks` begin
-    with the token behind them. They end at or before `start`, and are whole blocks.
-    `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
-    prompt. `salt`: of the request's caches. `targets`: to be scored, the tokens that follow the first, second and so on
-    of `tokens`; with the `num_top` most likely in place of each.
+    `blocks` cover at least those positions; KV before `start` is in place. `holdings`: whole blocks at the
+    request's beginning, up to `start` at most, that lie with holders; `blocks` then begin behind them. `samples`:
+    the next token is wanted. `decodes`: one token of an answer, not part of a prompt. `salt`: of the request's
+    caches. `targets`: next tokens of the first, second and so on of `tokens`, to be scored with the `num_top`
+    most likely tokens each.
 
-    Of a model with recurrent layers only (others ignore them): `slot`, where the engine keeps the request's live
-    state, below its number of slots. The chunk continues from that state, unless `start` is 0, which zeroes it, or
-    `restore` names the `layout.state_blocks` blocks whose snapshot, taken at position `start`, becomes the live
-    state first. `snapshots`: (position, blocks), ascending and in `(start, stop]`: the live state after the token
-    at `position - 1` is written to those blocks, and is there when the step returns.
+    Only for models with recurrent layers: `slot` of the request's live state, below the engine's number of slots.
+    The chunk continues from that state; a `start` of 0 zeroes it, and `restore` names the `layout.state_blocks`
+    blocks whose snapshot, taken at position `start`, becomes the live state first. `snapshots`: (position,
+    blocks), ascending, in `(start, stop]`: the state after the token at `position - 1` is written to the blocks
+    before the step returns.
 
-    `assembling`: see there. `packing`: of a prompt that was packed, what is kept of its first blocks: `blocks` begin
-    with the packed ones.
+    `packing`: the kept part of a packed prompt's first blocks, with whose packed blocks `blocks` begin.
     """
 
     tokens: Sequence[int]
@@ -155,17 +153,18 @@ class Chunk:
         return self.start + len(self.tokens)
 
     def num_absent(self, block_size: int) -> int:
-        """Leading tokens that are not in `blocks`: their KV lies elsewhere, or was dropped."""
+        """Number of leading tokens that are not in `blocks`: their KV lies elsewhere, or was dropped."""
         dropped = self.packing.num_dropped * block_size if self.packing is not None else 0
         return sum([held.num_tokens for held in self.holdings]) + dropped
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What the choice of one next token depends on beside its KV. `outputs`: the tokens generated so far; `prompt`:
-    the distinct tokens before them, if those are to be repeated less.
+    """Inputs of the choice of a next token beside its logits. `outputs`: tokens generated so far; `prompt`: distinct
+    tokens of the prompt, if a repetition penalty needs them.
 
-    It is one row from its first token to its last: `outputs` grows, and nothing in it changes."""
+    One object for a whole answer: `outputs` only grows.
+    """
 
     sampling: Sampling
     outputs: Sequence[int]
@@ -178,10 +177,9 @@ Sampled = tuple[list[int], list[TokenLogprobs | None]]
 
 @dataclass(frozen=True)
 class Hidden:
-    """What one pipeline stage hands the next for one batch, bit for bit: `data` is a dense array of this shape.
+    """Hidden states between two pipeline stages, bit for bit: `data` is a dense array of this shape.
 
-    Only a stage of the same model and kind of engine can take it. `shape` and `dtype` are all that a peer must be
-    told beside the bytes.
+    Only a stage of the same model and kind of engine can take them.
     """
 
     shape: tuple[int, ...]
@@ -195,14 +193,14 @@ class Batch(Protocol):
     order: list[int]
     """Index of the chunk, in the caller's order, that each sampled token belongs to."""
     reused: dict[int, Reused]
-    """After a step, of each chunk that was assembled: where its KV came from; `exact` tokens are those before it."""
+    """Sources of the KV of each assembled chunk, after a step; `exact` tokens are those before it."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""
 
 
 class KVBytes(Protocol):
-    """KV memory as bytes, for those that move it."""
+    """KV memory as bytes, for transfers and caches."""
 
     layout: KVLayout
     num_blocks: int
@@ -214,8 +212,8 @@ class KVBytes(Protocol):
         """A copy of part number `part` of `parts` of the KV heads of these slots, laid out as in `split(parts)`."""
 
     def split(self, parts: int) -> KVBytes:
-        """The same memory as blocks with a `parts`-th of the KV heads each, `parts` times as many: block b of these is
-        blocks `[parts b, parts (b + 1))` of those."""
+        """View of the memory as `parts` times as many blocks with a `parts`-th of the KV heads each: block b becomes
+        blocks `[parts b, parts (b + 1))`."""
 
     def landing(self, layer: int, first: int, stop: int) -> memoryview:
         """A buffer to receive slots `[first, stop)` of a layer into; `land` makes its bytes the KV."""
@@ -260,17 +258,17 @@ class Engine(Protocol):
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Which product was the fastest for each shape of its weights, where that was timed, a line each:
-        "576x1536 bfloat16: native to 2, torch bfloat16 beyond"."""
+        """Fastest product for each shape of weights that was timed, a line each: "576x1536 bfloat16: native to 2,
+        torch bfloat16 beyond"."""
 
     def directions(self) -> bytes:
-        """`[vocab_size, SIGNATURE_BITS]` int8: what each token adds to a prompt's embedding in so many random
-        directions. The signs of the sum over a prompt's distinct tokens are its signature. From any thread, while a
-        step runs; only engines that assemble prompts are asked."""
+        """`[vocab_size, SIGNATURE_BITS]` int8: each token's share of a prompt's embedding in random directions. A
+        prompt's signature is the signs of the sum over its distinct tokens. From any thread, while a step
+        runs; only for engines that assemble prompts."""
 
     def build(self, chunks: Sequence[Chunk]) -> Any:
-        """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the
-        same order, each with its own blocks."""
+        """`Batch` of this engine's own kind. Stages of a pipeline build it from the same chunks in the same order,
+        with their own blocks."""
 
     def step(
         self,
@@ -293,9 +291,10 @@ class Engine(Protocol):
         """
 
     def attend(self, layer: int, asked: Sequence[HolderQueries], q: memoryview, parts: int = 1) -> memoryview:
-        """What queries `[R, H, D]` of other engines get of KV that lies here: `out [R, H, D]` and then `lse [R, H]`,
-        all float32, H a `parts`-th of the model's heads; blocks are those of `memory.split(parts)`. From any thread,
-        while a step runs; nobody writes to those blocks meanwhile. Raises ProtocolError for queries of other rows."""
+        """Attention of other engines' queries `[R, H, D]` over KV here: `out [R, H, D]`, then `lse [R, H]`, all
+        float32, H a `parts`-th of the model's heads; blocks are those of `memory.split(parts)`. From any
+        thread, while a step runs; the blocks are not written meanwhile. Raises ProtocolError if `q` does not
+        fit `asked`."""
 
     def relay(
         self,
@@ -304,13 +303,13 @@ class Engine(Protocol):
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
     ) -> Hidden:
-        """The iteration of a stage that is not the last: writes its layers' KV, and gives what the next stage
-        takes. `hidden` and the rest as for `step`; the first stage takes none."""
+        """Iteration of a stage that is not the last: writes its layers' KV and returns the next stage's input.
+        Parameters as for `step`; the first stage takes no `hidden`."""
 
 
 def split_layers(num_layers: int, stages: int) -> list[tuple[int, int]]:
-    """Half-open layer ranges of the stages of a pipeline, as even as can be, the longer ones first: the last stage
-    also has the head to compute. Raises ConfigError when a stage would be empty."""
+    """Half-open layer ranges of pipeline stages, as even as possible, the longer ones first because the last stage
+    also computes the head. Raises ConfigError if a stage would be empty."""
     if not 1 <= stages <= num_layers:
         raise ConfigError(
             f"a model of {num_layers} layers makes 1 to {num_layers} pipeline stages, not {stages}"

@@ -135,7 +135,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 STAGE_BYTES = 8 << 20
-"""Of one half of the pinned memory: long copies run at full speed, and little memory is taken from paging."""
+"""Bytes of each half of the pinned memory: enough for copies at full speed."""
 
 
 class Staging:
@@ -192,7 +192,7 @@ class Staging:
                 self._empty(*before, target, offsets)
 
     def _empty(self, half: int, part: slice, target: np.ndarray, offsets: np.ndarray) -> None:
-        """What the device copied into a half goes to its place in the arena."""
+        """Copies a half, once the device has filled it, to its places in the arena."""
         self._copied[half].synchronize()
         places = self._places[: part.stop - part.start]
         self._kernels.copy_slices(target, offsets[part], self._host[half], places, self._size)

@@ -1,15 +1,18 @@
-"""Mixtures of experts: which experts a token goes to, and their work, expert by expert.
+"""Weights of a model's layers in the engine's arrangement, loaded from the published formats, and mixtures of experts.
 
-Legend: T tokens, N hidden size, E experts, A experts of a token, I inner size of an expert.
+Q, K and V are fused in one matrix, gate and up in another: a step of a plain layer is four matrix products. Numbers of
+heads that are rotated come in the order of `rope.half_split`. Norm weights are float32 whatever the compute type.
+
+Legend: T tokens, N hidden size, E experts, A experts of a token, I inner size of an expert; of latent attention H
+heads, R rank, P numbers of a key without position, V numbers of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -19,45 +22,46 @@ from isthmus.live.engine.linear import GatedDeltaNet, KimiDelta, projection
 from isthmus.live.engine.rope import half_split
 from isthmus.live.engine.tiles import Weight, plain, stacked
 
+if TYPE_CHECKING:
+    from isthmus.live.engine.weights import TensorLoader
+
 Choice = tuple[Tensor, Tensor]
 """(experts [T, A], weights [T, A] float32)."""
 
 
-class Routing(msgspec.Struct, frozen=True):
-    """How experts are chosen. `normalise`: a token's weights sum to `scale`.
+@dataclass(frozen=True)
+class Linear:
+    """`x @ weight.T + bias`; weight `[out, in]`, bias in the activations' type."""
 
-    `scores`: "softmax" over all experts (Qwen3-Next), or "sigmoid" of each (DeepSeek-V3's noaux_tc, Kimi-Linear), where
-    a bias is added for the choice alone, and only experts of the `top_groups` best of `groups` groups can be chosen.
-    """
-
-    top_k: int
-    scores: str
-    normalise: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
+    weight: Weight
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Mlp:
-    """silu(gate) * up, down: `gate_up_2IN` with the rows of gate first, matrices as stored `[out, in]`."""
+class DenseWeights:
+    """down(silu(gate) * up), with the rows of gate first in `gate_up`."""
 
-    gate_up_2IN: Tensor
-    down_NI: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def dense_mlp(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:
+    inner = kernels.silu_mul(kernels.linear(x_TN, weights.gate_up.weight, weights.gate_up.bias))
+    return kernels.linear(inner, weights.down.weight, weights.down.bias)
 
 
 @dataclass(frozen=True)
 class Mixture:
     """The MLP of a layer with experts. `router_EN`: as stored with softmax scores, float32 with sigmoid ones;
-    `bias_E`: float32, of sigmoid scores; `shared`: runs for every token (shared experts side by side are one);
-    `shared_gate_1N`: of whose sigmoid the shared one's output is multiplied with, if any."""
+    `bias_E`: float32, of sigmoid scores; `shared`: runs for every token (shared experts side by side are one), its
+    output times the sigmoid of `shared_gate_1N`, if any."""
 
-    routing: Routing
+    routing: Experts
     router_EN: Tensor
     bias_E: Tensor | None
     gate_up_E2IN: Tensor
     down_ENI: Tensor
-    shared: Mlp | None = None
+    shared: DenseWeights | None = None
     shared_gate_1N: Tensor | None = None
 
 
@@ -66,7 +70,7 @@ def mix(mixture: Mixture, x_TN: Tensor, kernels: Kernels) -> Tensor:
     out = run_experts(mixture, x_TN, choose(mixture, x_TN, kernels), kernels)
     if mixture.shared is None:
         return out
-    shared = _mlp(x_TN, mixture.shared.gate_up_2IN, mixture.shared.down_NI, kernels)
+    shared = dense_mlp(mixture.shared, x_TN, kernels)
     if mixture.shared_gate_1N is not None:
         shared *= kernels.linear(x_TN, mixture.shared_gate_1N, None).sigmoid()
     return out.add_(shared)
@@ -81,12 +85,12 @@ def choose(mixture: Mixture, x_TN: Tensor, kernels: Kernels) -> Choice:
     return by_sigmoid(logits_TE, mixture.bias_E, mixture.routing)
 
 
-def by_softmax(logits_TE: Tensor, routing: Routing) -> Choice:
+def by_softmax(logits_TE: Tensor, routing: Experts) -> Choice:
     weights, experts = logits_TE.float().softmax(-1).topk(routing.top_k, dim=-1)
     return experts, _scaled(weights, routing)
 
 
-def by_sigmoid(logits_TE: Tensor, bias_E: Tensor, routing: Routing) -> Choice:
+def by_sigmoid(logits_TE: Tensor, bias_E: Tensor, routing: Experts) -> Choice:
     """DeepSeek-V3 (2024), section 2.1.2. A group counts as much as its two best experts together."""
     scores_TE = logits_TE.float().sigmoid()
     biased = scores_TE + bias_E
@@ -101,7 +105,7 @@ def by_sigmoid(logits_TE: Tensor, bias_E: Tensor, routing: Routing) -> Choice:
     return experts, _scaled(scores_TE.gather(-1, experts), routing)
 
 
-def _scaled(weights_TA: Tensor, routing: Routing) -> Tensor:
+def _scaled(weights_TA: Tensor, routing: Experts) -> Tensor:
     if routing.normalise:
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
     return weights_TA * routing.scale
@@ -124,48 +128,6 @@ def run_experts(mixture: Mixture, x_TN: Tensor, choice: Choice, kernels: Kernels
     return torch.einsum("tan,ta->tn", chosen_TAN.float(), weights_TA).to(x_TN.dtype)
 
 
-def _mlp(x_TN: Tensor, gate_up_2IN: Tensor, down_NI: Tensor, kernels: Kernels) -> Tensor:
-    return kernels.linear(kernels.silu_mul(kernels.linear(x_TN, gate_up_2IN, None)), down_NI, None)
-
-
-# The weights of one layer in the engine's own arrangement, from the tensors of the published formats.
-#
-# Fused once here: Q, K, V in one matrix, gate and up in one, so that a step of a plain layer is four matrix products.
-# Numbers of heads that are rotated come in the order of `rope.half_split`. Norm weights are float32 whatever the
-# compute type: they are small and the kernels want them so.
-
-
-class TensorSource(Protocol):
-    """Where the tensors of a model come from, each of an exact shape. Raises ModelError naming file or tensor.
-
-    `dtype`: of matrices that are not quantised.
-    """
-
-    dtype: torch.dtype
-
-    def has(self, name: str) -> bool: ...
-
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        """In `dtype`."""
-
-    def weight(self, name: str, rows: int, width: int) -> Weight:
-        """What is only multiplied with: quantised, or in `dtype`."""
-
-    def bias(self, name: str, size: int) -> Tensor:
-        """In the activations' type."""
-
-    def vector(self, name: str, *shape: int) -> Tensor:
-        """In float32."""
-
-
-@dataclass(frozen=True)
-class Linear:
-    """`x @ weight.T + bias`; weight `[out, in]`, bias in the activations' type."""
-
-    weight: Weight
-    bias: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class AttentionWeights:
     """`gate`: of gated attention, one row for each number of the heads' outputs."""
@@ -179,12 +141,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """Legend: H heads, R rank, P numbers of a key without position, V numbers of a value.
-
-    `query_down` and its norm: of the low-rank queries, if any. `down`: rank and shared numbers of a token. `key_HPR`
-    and `value_HVR`: what keys and values are projected from the latent vector with; `up`: the same as one matrix, a
-    head's P rows of keys before its V rows of values.
-    """
+    """`query_down` and its norm: of low-rank queries, if any. `down`: rank and shared numbers of a token. `key_HPR` and
+    `value_HVR`: projections of keys and values from the latent vector; `up`: both as one matrix, a head's P rows of
+    keys before its V rows of values."""
 
     query_down: Linear | None
     query_norm: Tensor | None
@@ -195,12 +154,6 @@ class LatentWeights:
     key_HPR: Tensor
     value_HVR: Tensor
     output: Linear
-
-
-@dataclass(frozen=True)
-class DenseWeights:
-    gate_up: Linear
-    down: Linear
 
 
 MixerWeights = AttentionWeights | LatentWeights | GatedDeltaNet | KimiDelta
@@ -215,7 +168,7 @@ class Layer:
     mlp: MlpWeights
 
 
-def load_layer(source: TensorSource, spec: ModelSpec, index: int) -> Layer:
+def load_layer(source: TensorLoader, spec: ModelSpec, index: int) -> Layer:
     """One layer of a model; every tensor of it is taken, always in the same order."""
     at, layer = f"model.layers.{index}", spec.layers[index]
     assert not isinstance(layer.mixer, Lightning), "read_spec refuses such a model"
@@ -229,7 +182,7 @@ def load_layer(source: TensorSource, spec: ModelSpec, index: int) -> Layer:
 
 
 class _LayerLoader:
-    def __init__(self, source: TensorSource, spec: ModelSpec, at: str) -> None:
+    def __init__(self, source: TensorLoader, spec: ModelSpec, at: str) -> None:
         self._source, self._spec, self._at, self._hidden = source, spec, at, spec.hidden_size
 
     def mixer(self, kind: Attention | LatentAttention | DeltaRule) -> MixerWeights:
@@ -383,11 +336,12 @@ class _LayerLoader:
         always, gate_row = None, None
         if kind.shared_width:
             dense = self._dense(f"{at}.{shared}", kind.shared_width, bias=False)
-            always = Mlp(plain(dense.gate_up.weight, take.dtype), plain(dense.down.weight, take.dtype))
+            gate_up_dense, down_dense = (plain(each.weight, take.dtype) for each in (dense.gate_up, dense.down))
+            always = DenseWeights(Linear(gate_up_dense), Linear(down_dense))
         if kind.shared_gate:
             gate_row = take.matrix(f"{at}.shared_expert_gate.weight", 1, hidden)
         return Mixture(
-            routing=Routing(kind.top_k, kind.scores, kind.normalise, kind.scale, kind.groups, kind.top_groups),
+            routing=kind,
             router_EN=router,
             bias_E=bias,
             gate_up_E2IN=torch.stack(gate_up),

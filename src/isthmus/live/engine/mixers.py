@@ -1,5 +1,5 @@
-"""What the tokens of a batch exchange: by attention over K and V of each head or over latent vectors, or by a recurrent
-state. One object a layer, whose operators (`isthmus.core.models.graph`) are its methods.
+"""Token mixers of the layers: attention over K and V, attention over latent vectors, recurrent states. One object a
+layer, whose methods are operators of `isthmus.core.models.graph`.
 
 Legend: T flat tokens, N hidden size, H query heads, D head size, L tokens of KV; of latent attention R rank, E shared
 numbers of a key, P its others, V numbers of a value.
@@ -9,61 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from isthmus.core.models import Attention, LatentAttention
-from isthmus.live.engine import linear
 from isthmus.live.engine.attention import Part, merge, partial
 from isthmus.live.engine.batch import BatchTensors, Prefill
 from isthmus.live.engine.interface import BeforeLayer, Elsewhere, OnLayer, runs_of
-from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.kernels import Kernels, Scope
 from isthmus.live.engine.kernels.plain import attend_parts
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import AttentionWeights, LatentWeights
+from isthmus.live.engine.linear import Recurrent
 from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
+if TYPE_CHECKING:
+    from isthmus.live.engine.assembling import Assembled
+
 EXPANDED_TOKENS = 4096
-"""Tokens whose K and V are projected from latent vectors at once: with many heads they are a hundred times larger."""
+"""Most tokens whose K and V are projected from latent vectors at once; they may be a hundred times larger."""
 LATENT_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the model's other norms have."""
-
-
-class Thinning(Protocol):
-    """A pass that loses tokens on its way: from some layer on only those go on that must be computed."""
-
-    def enter(self, layer: int) -> None:
-        """The KV of this layer is about to be written: what is not computed comes first."""
-
-    def thin(
-        self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
-    ) -> tuple[dict[str, Tensor], Pass]:
-        """Between the keys and values of a layer and its attention: what is left of the values, and of the pass."""
+"""Epsilon of the norms inside latent attention, whatever the model's other norms have."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A batch on its way through the layers; KV layers say when they touch their KV and when it is in place."""
+    """One batch's pass through the layers, with the callbacks of layers that keep KV. `thinning`: reduces the pass to
+    the tokens that must be computed."""
 
     batch: BatchTensors
     memory: KVMemory
     on_layer: OnLayer | None = None
     before_layer: BeforeLayer | None = None
     elsewhere: Elsewhere | None = None
-    thinning: Thinning | None = None
+    thinning: Assembled | None = None
 
     def remote(self, layer: int, window: int = 0) -> RemoteAttention | None:
-        """Whom to ask for the rest of a layer's sums, if KV of the batch lies elsewhere."""
+        """Remote part of a layer's attention, if KV of the batch lies elsewhere."""
         if not self.batch.remote:
             return None
         assert self.elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
         return RemoteAttention(self.elsewhere, self.batch.remote, layer, window, self.memory.kernels)
 
     def enter(self, layer: int) -> Tensor:
-        """The KV of a layer, once it may be read and written."""
+        """Waits until a layer's KV may be read and written, and returns it."""
         if self.before_layer is not None:
             self.before_layer(layer)
         if self.thinning is not None:
@@ -78,7 +70,7 @@ class Pass:
         return self.memory.whole, *batch.packed.at(layer, batch.lens_R)
 
     def leave(self, layer: int) -> None:
-        """The batch's KV of a layer is in place."""
+        """Reports that the batch's KV of a layer is in place."""
         self.memory.written(layer)
         if self.on_layer is not None:
             self.on_layer(layer)
@@ -86,19 +78,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class SentQueries:
-    """Queries of a layer as they were sent to all who have more of its KV."""
+    """Queries of a layer as sent to the holders of its KV."""
 
     remote: RemoteAttention
     q_THD: Tensor
 
 
 Sums = tuple[Tensor, Tensor | None]
-"""Of the KV here: out [T, H, D], and lse [T, H] where others were asked for the rest."""
+"""Attention over local KV: out [T, H, D], and lse [T, H] where holders were asked for the rest."""
 
 
 class AttendingMixer(Protocol):
-    """Attention of a layer, in the three parts between which others may run: queries are sent, what is here is summed,
-    and what came back is added. `index`: which of the layers that keep KV it is."""
+    """Attention of a layer in three parts, between which other batches may run: send queries, attend to local KV, add
+    the answers. `index`: among the layers that keep KV."""
 
     index: int
 
@@ -109,7 +101,7 @@ class AttendingMixer(Protocol):
         """`kv`: of the layer, the batch's own in place. Where nobody was asked, that is all: `out [T, H, V]`."""
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
-        """`[T, H, V]`, with what those who were asked answer. Waits for them; raises HolderLost."""
+        """`[T, H, V]` with the holders' answers. Waits for them; raises HolderLost."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +147,10 @@ class AttentionMixer:
         return SentQueries(remote, q_THD)
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
-        window, scale = self.shape.window, self.shape.head_dim**-0.5
+        scope = Scope(run.batch.block_size, self.shape.window, self.shape.head_dim**-0.5)
         remote = None if asked is None else asked.remote
         rows = run.rows(self.index, kv)
-        return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, window=window, scale=scale)
+        return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, scope)
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return sum_all(sums, asked.remote)
@@ -199,7 +191,7 @@ class LatentMixer:
         return q_THD
 
     def keep(self, run: Pass, x_TN: Tensor) -> Tensor:
-        """Puts what is kept of each token in its place: the layer's KV."""
+        """Writes each token's latent vector and shared numbers to the layer's KV, which is returned."""
         weights, rank = self.weights, self.shape.rank
         kept = self.kernels.linear(x_TN, weights.down.weight, weights.down.bias)
         latent = kept[:, :rank].contiguous()
@@ -223,12 +215,11 @@ class LatentMixer:
         return SentQueries(remote, absorbed)
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: SentQueries | None) -> Sums:
-        """In the latent space if others were asked, in that of the values otherwise."""
+        """In the latent space if holders were asked, else in the space of the values."""
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
-        scale = self.shape.scale
-        rows = run.rows(self.index, kv)
-        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, window=0, scale=scale)
+        scope, rows = Scope(run.batch.block_size, 0, self.shape.scale), run.rows(self.index, kv)
+        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, scope)
 
     def add(self, sums: Sums, asked: SentQueries) -> Tensor:
         return self._values(sum_all(sums, asked.remote))
@@ -240,12 +231,12 @@ class LatentMixer:
 
     def _attend(self, q_THD: Tensor, kv: Tensor, batch: BatchTensors) -> Tensor:
         """`[T, H, V]`, of KV that is all here."""
-        rows, scale = batch.num_rows, self.shape.scale
+        rows, scope = batch.num_rows, Scope(batch.block_size, 0, self.shape.scale)
         both = kv.expand(-1, 2, -1, -1)
         outs = []
         if rows:
             out, _ = self.kernels.attend_paged(
-                self._absorb(q_THD[:rows]), kv, batch.tables_RB, batch.lens_R, batch.block_size, 0, scale
+                self._absorb(q_THD[:rows]), kv, batch.tables_RB, batch.lens_R, scope
             )
             outs.append(self._values(out))
         for chunk in batch.prefills:
@@ -253,9 +244,7 @@ class LatentMixer:
             if self._expands(chunk.last - chunk.first):
                 outs.append(self._attend_expanded(q, kv, chunk, batch.block_size))
             else:
-                out, _ = attend_parts(
-                    self._absorb(q), both, chunk.blocks, chunk.start, batch.block_size, 0, scale
-                )
+                out, _ = attend_parts(self._absorb(q), both, chunk.blocks, chunk.start, scope)
                 outs.append(self._values(out))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -309,27 +298,25 @@ class RecurrentMixer:
     """A gated delta rule over the live states of the batch's requests (`states.Recurrence`)."""
 
     index: int
-    weights: linear.GatedDeltaNet | linear.KimiDelta
+    weights: Recurrent
     kernels: Kernels
 
     def recur(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, N]`."""
         weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
         assert plan is not None, "a model with recurrent layers plans its batches' states"
-        if isinstance(weights, linear.GatedDeltaNet):
-            inputs = linear.inputs_gdn(weights, x_TN, kernels)
-        else:
-            inputs = linear.inputs_kda(weights, x_TN, kernels)
-        state, outs = plan.states.layers[self.index], []
+        inputs, state, outs = weights.inputs(x_TN, kernels), plan.states.layers[self.index], []
+        windows, matrices = state.window_SWC, state.matrix_SHKV
         if plan.num_steps:
-            outs.append(linear.step(weights, inputs[: plan.num_steps], state, plan.slots_R, kernels))
+            rule = inputs.rule(slice(plan.num_steps))
+            outs.append(kernels.delta_step(*rule, windows, matrices, plan.slots_R, weights.conv_KC))
         for stretch in plan.stretches:
-            part = inputs[stretch.first : stretch.last]
-            outs.append(linear.advance(weights, part, state, stretch.slot, kernels))
+            rule, slot = inputs.rule(slice(stretch.first, stretch.last)), stretch.slot
+            outs.append(kernels.delta_run(*rule, windows[slot], matrices[slot], weights.conv_KC))
             if stretch.snapshot is not None:
                 plan.states.take(stretch.snapshot, self.index, stretch.slot)
         out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
+        return weights.output(out_THV, inputs.gate_THV, kernels)
 
 
 def sum_here(
@@ -339,29 +326,27 @@ def sum_here(
     kernels: Kernels,
     remote: RemoteAttention | None,
     rows_in: tuple[Tensor, Tensor, Tensor],
-    *,
-    window: int,
-    scale: float,
+    scope: Scope,
 ) -> Sums:
     """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest;
     `rows_in`: memory, tables and lengths of its rows."""
-    (memory, tables, lens), size = rows_in, batch.block_size
+    memory, tables, lens = rows_in
     if not batch.prefills:  # rows are all there is
-        out, lse = kernels.attend_paged(q_THD, memory, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD, memory, tables, lens, scope)
         return out, None if remote is None else lse
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if rows := batch.num_rows:
-        out, lse = kernels.attend_paged(q_THD[:rows], memory, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD[:rows], memory, tables, lens, scope)
         outs.append(out)
         lses.append(lse)
     both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
-        q, where = q_THD[chunk.first : chunk.last], (size, window, scale)
+        q = q_THD[chunk.first : chunk.last]
         if remote is None:
-            outs.append(kernels.attend_chunk(q, both, chunk.blocks, chunk.positions, *where))
+            outs.append(kernels.attend_chunk(q, both, chunk.blocks, chunk.positions, scope))
         else:
-            out, lse = attend_parts(q, both, chunk.blocks, chunk.start, *where)
+            out, lse = attend_parts(q, both, chunk.blocks, chunk.start, scope)
             outs.append(out)
             lses.append(lse)
     out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)

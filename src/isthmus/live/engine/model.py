@@ -20,11 +20,11 @@ from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import (
     AttentionWeights,
-    DenseWeights,
     LatentWeights,
     MixerWeights,
     Mixture,
     MlpWeights,
+    dense_mlp,
     mix,
 )
 from isthmus.live.engine.mixers import AttentionMixer, LatentMixer, Pass, RecurrentMixer
@@ -36,8 +36,8 @@ from isthmus.live.engine.weights import Weights
 
 
 class Model:
-    """Weights plus kernels: `embed`, `run_layers`, then `add` to go on elsewhere or `logits`. It keeps no state of
-    requests, and repeats a pass that was broken off with the same result."""
+    """Weights plus kernels: `embed`, `run_layers`, then `logits`, or `add` for the next stage. Keeps no state of
+    requests; a pass that was broken off is repeated with the same result."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
@@ -88,8 +88,8 @@ class Model:
 
 
 def _all_before(before_layer: BeforeLayer | None, memory: KVMemory) -> None:
-    """Calls it for every layer now: recurrent layers move their states on as they run, so whatever may break off
-    the pass, or bring the states, comes before the first of them."""
+    """Calls `before_layer` for every layer before a model with recurrent layers runs: these change live states, so a
+    pass must not be broken off later."""
     if before_layer is not None:
         for layer in range(len(memory.layers)):
             before_layer(layer)
@@ -107,7 +107,7 @@ class _ModelBuilder:
                 self.cos_sin = padded(self.cos_sin, spec.head_dim)
 
     def computes(self) -> dict[tuple[int, str], Any]:
-        """Of every operator of `graph_of`, by layer and kind."""
+        """Functions of all operators of `graph_of`, by layer and kind."""
         found, num_kv = dict[tuple[int, str], Any](), 0
         first, stop = self._weights.range
         for place, index in enumerate(range(first, stop)):
@@ -145,9 +145,4 @@ class _ModelBuilder:
         kernels = self._kernels
         if isinstance(weights, Mixture):
             return lambda run, x_TN: mix(weights, x_TN, kernels)
-        return lambda run, x_TN: _dense(weights, x_TN, kernels)
-
-
-def _dense(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:
-    inner = kernels.silu_mul(kernels.linear(x_TN, weights.gate_up.weight, weights.gate_up.bias))
-    return kernels.linear(inner, weights.down.weight, weights.down.bias)
+        return lambda run, x_TN: dense_mlp(weights, x_TN, kernels)

@@ -1,9 +1,9 @@
-"""Which product is the fastest here, for each shape of weights and number of rows.
+"""Chooses the fastest matrix product for each shape of weights and number of rows, by timing.
 
-No flag of a CPU tells: one multiplies bfloat16 at half the speed of float32 and another at four times it, and where a
-skinny kernel stops to pay differs by shape and by threads. So the forms are timed when a model is loaded, once a
-machine: the choice is kept beside the compiled kernels, by CPU, threads and version of torch. Quantised weights are
-timed as they are and widened, and stay as they are where that is faster.
+CPU flags do not tell: bfloat16 products run at half to four times the speed of float32, and the row count up to which
+a skinny kernel pays differs by shape and threads. Forms are timed when a model is loaded, once a machine; choices are
+kept beside the compiled kernels, by CPU, threads and torch version. Quantised weights are timed as they are and
+widened, and the faster form is held.
 
 Legend: T rows, N and K output and input width.
 """
@@ -34,18 +34,18 @@ log = logging.getLogger(__name__)
 Form = Callable[[Tensor, Any, Tensor | None], Tensor]
 """x [T, K], weight [N, K] and perhaps bias [N] to x @ weight.T + bias [T, N]."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-"""Products of up to so many rows are timed with so many; those of more as the last."""
+"""Row counts that are timed; products of other counts use the next one up, or the last."""
 HEAD_ROWS = 64
-"""The head multiplies with rows that are sampled only."""
+"""Most rows that are timed for the head, which multiplies sampled rows only."""
 LEAST_WEIGHTS = 1 << 18
-"""Products with fewer take microseconds in any form, less than the noise of a clock."""
+"""Smaller matrices are not timed: their products take microseconds in any form."""
 TRIALS, TRIAL_S, ENOUGH_S = 3, 0.002, 0.01
-"""Of each form the quickest of so many trials counts; a trial goes on for so long at least, and after so long in all
-there is no other."""
+"""Trials of each form, of which the quickest counts; least seconds of a trial; seconds in all after which there is no
+further trial."""
 HOPELESS = 3.0
-"""A form that takes so many times as long as the best is not tried again."""
+"""Forms that take this many times the best form's time are not tried again."""
 SAMPLE_BYTES, WIDEST_BYTES = 64 << 20, 2
-"""So many bytes of weights are timed in turn, more than caches hold, with so many a number."""
+"""Bytes of weights that are timed in turn, more than caches hold, and bytes of a number at most."""
 
 _Kept = dict[str, dict[str, list[str]]]
 _Type = torch.dtype | str
@@ -74,7 +74,7 @@ class Products:
         self._machine = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
         self._chosen: dict[_Key, list[Form]] = {}
         self.names: dict[str, list[str]] = {}
-        """Of each shape in use, the form for each of `ROWS`."""
+        """Chosen forms of each shape, one for each of `ROWS`."""
 
     def __call__(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
@@ -118,7 +118,7 @@ class Products:
         return _Alike(key, weights, ways, HEAD_ROWS if is_head else ROWS[-1])
 
     def _take(self, shapes: Sequence[_Alike]) -> bool:
-        """Whether there is a choice for all now."""
+        """Takes kept choices; whether all shapes have one now."""
         kept = self._read().get(self._machine, {})
         for shape in shapes:
             names = kept.get(shape.name, [])
@@ -145,7 +145,7 @@ class Products:
             return {}  # none yet, or none of ours: it is written anew
 
     def _keep(self, timed: dict[str, list[str]]) -> None:
-        """In one step: others may read it."""
+        """Writes choices for the next start, atomically because other processes may read them."""
         kept = self._read()
         kept.setdefault(self._machine, {}).update(timed)
         temporary = self._path.with_suffix(f".{os.getpid()}")

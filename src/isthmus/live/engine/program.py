@@ -90,14 +90,14 @@ class Program:
 
 
 def through(passing: Passing) -> Residual:
-    """To the end, without a stop."""
+    """Runs a pass to its end."""
     while (residual := onward(passing)) is None:
         pass
     return residual
 
 
 def onward(passing: Passing) -> Residual | None:
-    """Up to the next attention; None unless that was all."""
+    """Runs a pass to the next attention; None unless it is over."""
     try:
         next(passing)
     except StopIteration as end:

@@ -1,17 +1,28 @@
-"""The tensors of a GGUF file, widened one by one as they are taken, and digested as they lie in the file.
+"""Quantised matrices of GGUF and safetensors files: digested as stored, widened one by one or held in groups of 32.
 
-`_packed` gives a tensor's rows as stored, in the engine's order; `widened` makes numbers of them, and `GROUPED` what
-stays quantised in memory.
+Quantised safetensors hold for a matrix `X.weight` `[N, K]`, with G groups of columns and words of 32 bits, lowest
+first:
 
-Legend: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 numbers in a row.
+    fp8                 X.weight [N, K], X.weight_scale_inv or X.weight_scale: one, [N, 1], or one a block
+    compressed-tensors  the same, also of int8, perhaps with X.weight_zero_point of the scales' shape; or
+                        X.weight_packed, words along K, X.weight_shape, X.weight_scale [N, G], and perhaps
+                        X.weight_zero_point [N, G], words along N; of both perhaps X.weight_g_idx [K], the group of
+                        each column
+    gptq                X.qweight [K, N], words along K; X.qzeros [G, N], words along N; X.scales [G, N]; X.g_idx [K]
+    awq                 X.qweight [K, N], X.qzeros [G, N], words along N in an order of their own; X.scales [G, N]
+
+Formats are those of the sources of compressed-tensors, AutoGPTQ, AutoAWQ and transformers, which widen in the type of
+the scales; here numbers are computed in float32, as those of GGUF files are, and rounded once.
+
+Legend of GGUF: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 numbers in a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import blake3
 import numpy as np
@@ -100,7 +111,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def _halves(rows: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
-    """Of each head the first rows of all pairs, then the second ones."""
+    """Rows of each head reordered: the first rows of all pairs, then the second ones."""
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -167,7 +178,7 @@ def _q4_k(rows_NB: Tensor) -> Tiled | None:
 
 
 def _q5_k(rows_NB: Tensor) -> Tiled | None:
-    """The same, and a byte of fifth bits for each place in a group."""
+    """Numbers of 5 bits as bytes: four bits as in `Q4`, and the fifth from a word of bits per group."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 176))
     pairs = blocks_NSB[:, :, 48:].unflatten(2, (4, 1, 32))
     fifths = blocks_NSB[:, :, 16:48].unflatten(2, (1, 1, 32)) >> _BITS.view(4, 2, 1) & 1
@@ -207,22 +218,6 @@ GROUPED: dict[str, Callable[[Tensor], Tiled | None]] = {
 """From the bytes of rows `[N, B]`; None if the offsets are too large for float16."""
 
 
-# Matrices that lie quantised in safetensors files: which tensors make one up, and what numbers they say.
-#
-# Of a matrix `X.weight` `[N, K]`, with G groups of columns and words of 32 bits, the lowest first:
-#
-# fp8                 X.weight [N, K], X.weight_scale_inv or X.weight_scale: one, [N, 1], or one a block
-# compressed-tensors  the same, also of int8, perhaps with X.weight_zero_point of the scales' shape; or
-# X.weight_packed, words along K, X.weight_shape, X.weight_scale [N, G], and perhaps
-# X.weight_zero_point [N, G], words along N; of both perhaps X.weight_g_idx [K], the group of
-# each column
-# gptq                X.qweight [K, N], words along K; X.qzeros [G, N], words along N; X.scales [G, N]; X.g_idx [K]
-# awq                 X.qweight [K, N], X.qzeros [G, N], words along N in an order of their own; X.scales [G, N]
-#
-# Read from the sources of compressed-tensors, AutoGPTQ, AutoAWQ and transformers. They widen in the type of the scales;
-# here numbers are computed in float32, as those of GGUF files are, and rounded once.
-
-
 LEAST_HALF = 2.0**-14
 """Smaller numbers lose bits in float16."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -234,19 +229,41 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, counted by 4 bits from the lowest, each of its 8 rows stands."""
 
 
-class Parts(Protocol):
-    """Tensors as they lie in files."""
+@dataclass(frozen=True)
+class Parts:
+    """Tensors of a folder as stored, in the opened files `where`. `digest`: of all that were read, once each."""
 
-    def has(self, name: str) -> bool: ...
+    folder: Path
+    where: Mapping[str, Any]
+    digest: blake3.blake3
+    digested: set[str] = field(default_factory=set)
+
+    def has(self, name: str) -> bool:
+        return name in self.where
 
     def kind(self, name: str) -> str:
-        """Of a tensor's numbers, as safetensors writes it: "F8_E4M3"."""
+        """Type of a tensor's numbers, as safetensors writes it: "F8_E4M3"."""
+        return str(self.where[name].get_slice(name).get_dtype())
 
     def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        """Of one of the types and shapes, and digested. Raises ModelError."""
+        """Reads and digests a tensor of one of the types and shapes. Raises ModelError."""
+        if name not in self.where:
+            self.refuse(f"the weights have no tensor {name!r}")
+        tensor: Tensor = self.where[name].get_tensor(name)
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            self.refuse(f"{name} has shape {tuple(tensor.shape)}, by config.json it is {expected}")
+        if tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
+        if name not in self.digested:
+            self.digested.add(name)
+            self.digest.update(name.encode())
+            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return tensor
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises ModelError."""
+        raise ModelError(f"{self.folder}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -258,7 +275,7 @@ class _Columns:
     group_K: Tensor | None = None
 
     def spread(self, grid_RG: Tensor) -> Tensor:
-        """What there is of each group, for each of its columns."""
+        """Repeats a group's value for each of its columns."""
         if self.group_K is not None:
             return grid_RG[:, self.group_K]
         return grid_RG[..., None].expand(-1, -1, self.size).flatten(1)[:, : self.width]
@@ -466,7 +483,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _rows_in(words: Tensor) -> Tensor:
-    """Of AWQ's words, which are rows here: 8 rows for each."""
+    """Unpacks AWQ's words, 8 rows from each row of words."""
     shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32)[:, None]
     return (words[:, None] >> shifts & 15).flatten(0, 1).to(torch.uint8)
 

@@ -1,6 +1,12 @@
-"""ModelSpec of a model's files, for models that the engine computes as the reference does.
+"""Two readings of a model's files without torch: the spec that the engine computes, and the emulated model's recipe.
 
-Anything the engine would compute differently is refused here by name. Loads no torch.
+Fields that the engine would compute differently are refused by name.
+
+Emulated KV bytes of a position in a layer are a digest of those of the position before it and of the layer's input:
+the KV bytes of the layer below, or in the first layer a digest of token, model revision and tenant's salt. They are a
+function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its position in all
+layers. In a hybrid model a layer's input first goes through a recurrent state, which each token changes; the next
+token is then also a digest of the states after its position.
 """
 
 from __future__ import annotations
@@ -41,11 +47,11 @@ _ONLY: dict[str, dict[str, Any]] = {
 """The one supported value of fields that may be absent, by architecture."""
 ARCHITECTURES = tuple(_ONLY)
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
-"""What weights of each dtype are computed in by default."""
+"""Default compute type of weights of each type."""
 
 
 def read_spec(model: Path) -> ModelSpec:
-    """Of a model folder or a GGUF file. Raises ModelError naming what is not supported."""
+    """Reads the spec of a model folder or a GGUF file. Raises ModelError naming an unsupported field."""
     files = open_files(model)
     config, where = files.required_object("config.json"), files.where("config.json")
     fields, spec = Fields(where, config), read_model(config, where, ARCHITECTURES)
@@ -68,7 +74,7 @@ def _check_rope(fields: Fields, spec: ModelSpec) -> None:
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
-    """Of its KV, and of the states of its recurrent layers: all of them one after the other, in float32."""
+    """Layout of a model's KV, and of its recurrent layers' states in float32."""
     recurrent = spec.recurrent
     return KVLayout(
         dtype=dtype,
@@ -79,17 +85,6 @@ def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
         vectors=2 if isinstance(spec.kv_mixer, Attention) else 1,
         state_bytes=4 * sum(delta.state_numbers for delta in recurrent),
     )
-
-
-# What the emulated model is made of: its layout, its KV bytes and its tokens. Knows no memory and no time.
-#
-# The KV bytes of a position in a layer are a digest of those of the position before it and of what the layer takes:
-# the KV bytes of the layer below, or in the first layer a digest of the token, the model revision and the tenant's
-# salt. They are a function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its
-# position in all layers.
-#
-# In a hybrid model what a layer takes goes through a recurrent state first, which each token changes, and what comes
-# out goes to the KV bytes. The next token is then a digest of the states after its position, too.
 
 
 LAYERS = 2
@@ -111,9 +106,8 @@ def layout_of(block_size: int, *, layers: int = LAYERS, state_tokens: int = 0) -
 
 
 def state_tokens_of(config: Mapping[str, Any]) -> int:
-    """Of how many tokens the KV is as long as the recurrent states of a sequence, in the model of a parsed config.json
-    with 16-bit KV: a snapshot of the emulated one then fills as many blocks. 0 for models without such states, and for
-    those that have no cost model and so are not known to have any."""
+    """Size of a sequence's recurrent states in tokens of 16-bit KV, for a parsed config.json: a snapshot of the
+    emulated model fills as many blocks as one of the real model. 0 without such states or without a cost model."""
     try:
         facts = facts_of(config)
     except ModelError:
@@ -164,16 +158,15 @@ def _embedded(key: bytes, token: int) -> bytes:
 
 
 class Recipe:
-    """What KV bytes and tokens are made of. `revision`: any name of model and vocabulary."""
+    """Functions for KV bytes and tokens of one emulated model. `revision`: any name of model and vocabulary."""
 
     def __init__(self, revision: str, layout: KVLayout, vocab_size: int) -> None:
         self.revision, self.layout, self.vocab_size = revision, layout, vocab_size
         self.layer_state_bytes = layout.state_bytes // layout.num_layers
-        """Of the recurrent state of one layer."""
         self._keys: dict[str, bytes] = {}
 
     def embed(self, salt: str, tokens: Iterable[int]) -> list[bytes]:
-        """What the first layer takes, one entry a token."""
+        """Inputs of the first layer, one a token."""
         return list(map(_embedded, repeat(self._key(salt)), tokens))
 
     def recur(self, state: bytearray, position: int, below: Iterable[bytes]) -> Sequence[bytes]:
@@ -205,8 +198,8 @@ class Recipe:
         return found
 
     def digest(self, lower: int, parts: Iterable[memoryview | bytearray | bytes]) -> int:
-        """Of all KV bytes of a layer, position by position, and of all layers below it, whose digest is `lower` (0
-        for the first layer)."""
+        """Digest of a layer's KV bytes in order of positions, and of `lower`, the digest of the layers below (0 for
+        the first layer)."""
         digest = xxhash.xxh3_64(seed=lower)
         for part in parts:
             digest.update(part)
@@ -217,7 +210,8 @@ class Recipe:
         return digest % self.vocab_size
 
     def score(self, kv: bytes, token: int) -> float:
-        """What stands for a token's log-probability, in (-1, 0]. `kv`: of the position before it, in the last layer."""
+        """Pseudo log-probability of a token, in (-1, 0]. `kv`: KV bytes of the position before it, in the last
+        layer."""
         return -xxhash.xxh3_64_intdigest(kv + token.to_bytes(4, "little")) / 2**64
 
     def _key(self, salt: str) -> bytes:
@@ -234,7 +228,7 @@ class Recipe:
 def expected_tokens(
     recipe: Recipe, prompt: Sequence[int], num_tokens: int, *, salt: str = "", stop_tokens: Sequence[int] = ()
 ) -> list[int]:
-    """What any cluster must answer: the same tokens from plain byte strings, without blocks or transfers."""
+    """Tokens that any cluster must answer, from plain byte strings without blocks or transfers."""
     held = [bytearray() for _ in range(recipe.layout.num_layers)]
     states = [bytearray(recipe.layer_state_bytes) for _ in held]
     known, position, answer = list(prompt), 0, list[int]()

@@ -1,8 +1,8 @@
-"""Attention over KV that lies in several engines: what home asks of the others, and what each of them answers.
+"""Attention over KV in several engines: queries of the home engine, and answers of the holders.
 
-A layer's attention is a sum of parts (`attention.merge`; DistAttention of Infinite-LLM): queries go to whoever holds a
-part, what lies here is summed meanwhile, and sums come back with the logarithm of their weight. What travels is float32
-and does not depend on how much KV there is: `R H D` numbers there, `R H (D + 1)` back.
+A layer's attention is a sum of parts (`attention.merge`; DistAttention of Infinite-LLM): queries go to the holders,
+local KV is summed meanwhile, and sums come back with their lse. `R H D` float32 numbers go out and `R H (D + 1)` come
+back, however much KV there is.
 
 Legend: T flat tokens, R rows of queries, H query heads, D head size, B blocks of the longest row.
 """
@@ -21,16 +21,16 @@ from isthmus.core.errors import ProtocolError
 from isthmus.core.models import Attention, LatentAttention, ModelSpec
 from isthmus.live.engine.attention import Part, partial
 from isthmus.live.engine.interface import Asking, Chunk, Elsewhere, HolderLost, HolderQueries, runs_of
-from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.kernels import Kernels, Scope
 
 FEW_ROWS = 8
-"""So many queries of one request read its KV one by one; more of them gather it once."""
+"""Up to this many queries of one request read its KV one by one; more gather it once."""
 _NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What attention of a layer is. A `window` of 0 is none."""
+    """Shape of a layer's attention. A `window` of 0 is none."""
 
     num_heads: int
     head_dim: int
@@ -39,7 +39,7 @@ class AttentionShape:
 
 
 def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[AttentionShape, ...]:
-    """Of those of a half-open range of layers that keep KV."""
+    """Shapes of the layers in a half-open range that keep KV."""
     found = []
     for layer in spec.layers[slice(*layers)]:
         mixer = layer.mixer
@@ -52,13 +52,13 @@ def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[AttentionShape,
 
 @dataclass(frozen=True)
 class Rows:
-    """Of a batch, the flat tokens that ask one holder of the same part of their heads."""
+    """Flat tokens of a batch that ask one holder for the same part of their heads."""
 
     asking: Asking
     flat: slice | Tensor
 
     def heads(self, num_heads: int) -> slice:
-        """Of all query heads, those whose KV the holder has."""
+        """Query heads whose KV the holder has."""
         count = num_heads // self.asking.parts
         return slice(self.asking.part * count, (self.asking.part + 1) * count)
 
@@ -70,7 +70,7 @@ class Rows:
         return replace(self, asking=replace(self.asking, chunks=chunks))
 
     def within(self, first: int, stop: int) -> Rows | None:
-        """Those among the flat tokens `[first, stop)` of a batch of decodes, counted from `first`; None for none."""
+        """Rows among the flat tokens `[first, stop)` of a batch of decodes, counted from `first`; None for none."""
         flat = range(self.flat.start, self.flat.stop) if isinstance(self.flat, slice) else self.flat.tolist()
         found = [
             (range(at - first, at - first + 1), chunk)
@@ -184,7 +184,7 @@ def answer_to(
     shape: AttentionShape,
     kernels: Kernels,
 ) -> memoryview:
-    """What a layer's KV here adds to each query: `out [R, H, D]` and then `lse [R, H]`, float32."""
+    """Attention of each query over this layer's KV here: `out [R, H, D]`, then `lse [R, H]`, float32."""
     parts, first = [], 0
     for are_few, group in groupby(asked, lambda each: each.num_rows <= FEW_ROWS and not shape.window):
         for each in [list(group)] if are_few else [[one] for one in group]:
@@ -192,7 +192,7 @@ def answer_to(
             q = q_RHD[first:stop].to(kv.device, kernels.activation_dtype(kv.dtype))
             if are_few:
                 tables, lens = _tables(each, kv.device)
-                parts.append(kernels.attend_paged(q, kv, tables, lens, block_size, 0, shape.scale))
+                parts.append(kernels.attend_paged(q, kv, tables, lens, Scope(block_size, 0, shape.scale)))
             else:
                 parts.append(_gathered(each[0], q, kv, block_size, shape))
             first = stop
@@ -200,7 +200,7 @@ def answer_to(
 
 
 def _answer_of(parts: Sequence[Part]) -> memoryview:
-    """Of rows one after the other."""
+    """Joins parts of consecutive rows into one answer."""
     outs, lses = [out.reshape(-1) for out, _ in parts], [lse.reshape(-1) for _, lse in parts]
     data = torch.cat([each.to("cpu", torch.float32) for each in (*outs, *lses)])
     answer: memoryview = data.view(torch.uint8).numpy().data
@@ -208,7 +208,7 @@ def _answer_of(parts: Sequence[Part]) -> memoryview:
 
 
 def _gathered(asked: HolderQueries, q_RHD: Tensor, kv: Tensor, block_size: int, shape: AttentionShape) -> Part:
-    """Of many queries of one request, or with a window, which each of them has elsewhere."""
+    """Part of many queries of one request, or of queries with windows."""
     if kv.shape[1] == 1:  # one vector that is key and value
         kv = kv.expand(-1, 2, -1, -1)
     pieces = [kv[low:high] for low, high in runs_of(asked.blocks, block_size, 0, asked.num_tokens)]

@@ -29,7 +29,7 @@ CHUNK = 256
 _MINUS_INFINITY = np.int32(-(1 << 23))
 """Its bits as a float32, read as an integer."""
 LEADING = 256
-"""So many of the largest weights are looked at first for where top-p ends."""
+"""Largest weights that are searched first for the end of top-p."""
 
 
 def uniform(seed: int, index: int) -> float:
@@ -181,8 +181,8 @@ def _adjusted(logits_V: Tensor, row: Row) -> Tensor:
 
 
 def _mask(logits_SV: Tensor, allowed: Allowed) -> None:
-    """Minus infinity where a token is not allowed, in place. It is added, which takes a tenth of what filling does, and
-    in host memory by one thread: so little is done before several would have met."""
+    """Sets logits of tokens that are not allowed to minus infinity, in place. On the host it is added by one thread:
+    a tenth of the time of filling, and too little for several threads."""
     if logits_SV.device.type == "cpu":
         logits = logits_SV.numpy()
         for at, tokens_V in allowed:
@@ -203,19 +203,17 @@ def _logprobs(logits_V: Tensor, token: int, row: Row) -> TokenLogprobs | None:
     return TokenLogprobs(chosen=float(logprobs_V[token]), top=top)
 
 
-# How likely the model finds each token of a prompt, given those before it.
-#
-# Legend: S scored tokens, V vocabulary.
+# Scores of a prompt's tokens. Legend: S scored tokens, V vocabulary.
 
 
 MAX_LOGITS = 1 << 23
-"""So many logits exist at a time: 32 MiB, and as much again for their log-probabilities."""
+"""Most logits at a time: 32 MiB, and as much again for log-probabilities."""
 MAX_ENTRIES = 1 << 15
-"""So many tokens with their log-probabilities are told at a time, in at most a MiB."""
+"""Most tokens with log-probabilities that are told at a time, in at most a MiB."""
 
 
 def parts_of(scored: Sequence[Scored], vocab_size: int) -> Iterator[Scored]:
-    """The same, in parts within these limits; one token at least."""
+    """Splits targets into parts within these limits, of at least one token."""
     for each in scored:
         most = max(1, min(MAX_LOGITS // vocab_size, MAX_ENTRIES // (1 + each.num_top)))
         for at in range(0, len(each.targets), most):
@@ -224,7 +222,7 @@ def parts_of(scored: Sequence[Scored], vocab_size: int) -> Iterator[Scored]:
 
 
 def score(logits_SV: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Of each row's target its log-probability, the `num_top` most likely, and its rank: 1 if no token is likelier."""
+    """Log-probability and rank (1: no token is likelier) of each row's target, and the `num_top` most likely tokens."""
     targets_S1 = torch.tensor(targets, device=logits_SV.device)[:, None]
     rank_S = (logits_SV > logits_SV.gather(1, targets_S1)).count_nonzero(dim=-1) + 1
     logprobs_SV = logits_SV.log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Live states of recurrent layers, and how a batch uses them: which slots go on, which tokens are one run.
+"""Live states of recurrent layers, and a batch's reads and writes of them.
 
 A snapshot is one sequence's live state as bytes: of each recurrent layer in order the window of the convolution and
 then the matrices (`linear.State`), float32. It lies in `layout.state_blocks` blocks of the KV memory: their bytes in
@@ -56,7 +56,7 @@ class LiveStates:
         return self._live_SLX.shape[0]
 
     def plan(self, placed: Sequence[tuple[int, Chunk]]) -> Recurrence:
-        """Of a batch: each chunk with the flat place of its first token, those that `steps` first."""
+        """Plans a batch. `placed`: chunks with the flat index of their first token, those that `steps` first."""
         slots = [chunk.slot for _, chunk in placed]
         assert len(set(slots)) == len(slots), "each request of a batch has a live state of its own"
         assert all(0 <= slot < self.max_sequences for slot in slots), "slots lie among those the engine has"
@@ -110,8 +110,8 @@ def steps(chunk: Chunk) -> bool:
 
 @dataclass
 class Recurrence:
-    """What a batch does with live states. The first `num_steps` flat tokens go one step each, at `slots_R`; the
-    stretches follow in flat order. Before them, slots are zeroed (`fresh`) or take the state of some blocks."""
+    """A batch's plan for live states: zero `fresh` slots and fill `restores` from blocks; then one step each for the
+    first `num_steps` flat tokens, at `slots_R`, and runs over the stretches, which follow in flat order."""
 
     states: LiveStates
     slots_R: Tensor
@@ -124,14 +124,14 @@ class Recurrence:
         return self.slots_R.shape[0]
 
     def begin(self, memory: KVMemory) -> None:
-        """Puts each live state where its chunk continues. May be repeated as long as no layer has run."""
+        """Zeroes or restores live states. May be repeated until the first layer runs."""
         if self.fresh:
             self.states.zero(self.fresh)
         for slot, blocks in self.restores:
             self.states.restore(slot, memory.read_blocks(blocks))
 
     def finish(self, memory: KVMemory) -> None:
-        """All layers have run: the snapshots go to their blocks."""
+        """Writes snapshots to their blocks, after all layers."""
         for stretch in self.stretches:
             if stretch.snapshot is not None:
                 memory.write_blocks(stretch.snapshot.blocks, stretch.snapshot.data)
@@ -142,7 +142,7 @@ class Recurrence:
         return not (self.stretches or self.fresh or self.restores)
 
     def within(self, first: int, stop: int) -> Recurrence:
-        """Of these flat tokens, where there are only steps."""
+        """Plan of these flat tokens, in a batch of steps only."""
         assert self.only_steps, "a prompt's tokens stay together"
         return Recurrence(self.states, self.slots_R[first:stop])
 

@@ -1,4 +1,4 @@
-"""Matrices in tiles of 16 outputs, as our products read them: from the first byte to the last, an output in each lane.
+"""Matrices in tiles of 16 outputs, one for each vector lane, in the order in which products read them.
 
 Numbers are bfloat16, or stay quantised: of 4 or 8 bits, in groups of 32 along the width. Such a number is d u + m, with
 d and m of its group and u without a sign: GGUF's types of 4, 5 and 8 bits are of this form.
@@ -24,8 +24,8 @@ TILES = "bfloat16 tiles"
 
 @dataclass(frozen=True)
 class Tiled:
-    """`tiles`: as kernels/tiles.h and kernels/groups.h take them, `[I, P, 16, 2]` bfloat16 if `bits` is 16, else
-    `[I, G, bytes]`. What fills up the last tile or pair is 0."""
+    """`tiles`: as kernels/tiles.h and kernels/groups.h take them, `[I, P, 16, 2]` bfloat16 if `bits` is 16, else `[I,
+    G, bytes]`; padded with 0."""
 
     tiles: Tensor
     shape: torch.Size
@@ -33,7 +33,7 @@ class Tiled:
 
     @property
     def dtype(self) -> str:
-        """What stands for a tensor's type."""
+        """Name in place of a tensor's type."""
         return TILES if self.bits == 16 else f"{self.bits} bits"
 
     def numel(self) -> int:
@@ -55,8 +55,8 @@ def tiled(weight_NK: Tensor) -> Tiled:
 
 
 def grouped(quads_NGQ: Tensor, factors_2NG: Tensor, bits: int) -> Tiled:
-    """Of each group Q = `bits` times 4 bytes: 8 bits in their order; of 4 bits the first 16 are the low halves, the
-    others the high ones. `factors`: d, then m, in float16."""
+    """Tiles of quantised groups of Q = 4 `bits` bytes: numbers of 8 bits in order; of 4 bits the first 16 in the low
+    halves, the others in the high halves. `factors`: d, then m, in float16."""
     rows, groups, _ = quads_NGQ.shape
     tiles = -(-rows // TILE)
     rest = tiles * TILE - rows

@@ -1,7 +1,12 @@
-"""How many of something a step takes: as many as make it the quickest, which only a clock tells.
+"""Chooses by timing how many threads or batches a decode step uses, and runs batches that take turns.
 
-Steps are timed: now and then one is taken with twice or half as many, and once most such trials were good, that is the
-number. What is right differs by machine and by the hour, so trials go on, more rarely.
+Some steps are trials with twice or half the number; a number that was faster in most trials becomes the usual one.
+The best number differs by machine and by load, so trials go on, more rarely. A thread's share of a loop may be less
+than its wake-up costs, above all where another process has its core. Prompts use all threads and are not timed.
+
+A batch of decodes whose KV lies elsewhere may be split: while holders attend for one part, layers run for the next
+(order and replicas: `isthmus.core.cost.pooled`). Two parts take turns in the engine's thread; more have a thread for
+each replica of the layers. Replicas share this engine's weights and device: on a CPU they share its cores, too.
 """
 
 from __future__ import annotations
@@ -23,24 +28,23 @@ from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing, Program, Residual, onward, through
 
 TRIALS = 5
-"""So many decide: their median, since any step may be disturbed."""
+"""Trials per decision; their median counts, since any step may be disturbed."""
 MORE, FEWER = 0.92, 1.0
-"""Twice as many are taken where a step then takes at most so many times as long, half as many where it takes no longer:
-what brings next to nothing is better left."""
+"""Highest ratio of a trial's time to the usual time at which twice (half) the number is taken over."""
 SELDOM, RARELY = 16, 128
-"""One step in so many is a trial: often at first, half as often after every series that changed nothing."""
+"""Steps per trial: at first, and at most; doubled after every series without a change."""
 
 
 class StepChoice:
-    """For steps that are alike, with 1 to `most`. `number`: the one that most are taken with, `first` in the beginning.
-    `offset`: trials come so many steps earlier, so that two choices do not try at once."""
+    """Chooses a number from 1 to `most` for steps of one size. `number`: the usual one. `offset`: shifts trials by as
+    many steps, to keep two choices from trying in the same step."""
 
     def __init__(self, most: int, first: int, offset: int = 0) -> None:
         self._most, self.number, self._offset = most, first, offset
         self._begin(SELDOM)
 
     def next(self) -> int:
-        """Of the next step. Trials take turns: with half as many, with twice as many."""
+        """Number for the next step. Trials alternate between half and twice the usual one."""
         self._steps += 1
         trial, between = divmod(self._steps + self._offset, self._every)
         if between or len(self._usual_s) < TRIALS:
@@ -73,16 +77,9 @@ class StepChoice:
         return sorted(near - {self.number})
 
 
-# How many threads a decode step takes: all that the node has, or fewer where these are quicker.
-#
-# A step has a hundred loops, and a thread's share of one may be less than what its coming and going costs, above all
-# where another process has its core; from which number of rows on it pays differs by machine and by the hour. So steps
-# are timed: now and then one is taken with twice or half as many threads, and once most such trials were good, that is
-# the number. Prompts are worth all threads always, and are not timed.
-
-
 class Team:
-    """`threads`: the most. `set_threads` is told the number for what follows, whenever it is another one."""
+    """Chooses the number of threads for decode steps. `threads`: the most; `set_threads` is called when the number
+    changes."""
 
     def __init__(self, threads: int, set_threads: Callable[[int], None], clock_s: Callable[[], float]) -> None:
         self._threads, self._set_threads, self._clock_s = threads, set_threads, clock_s
@@ -90,7 +87,7 @@ class Team:
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """Takes a decode step of so many rows with the number of threads that is right, and times it."""
+        """Runs and times a decode step of `num_rows` rows with the chosen number of threads."""
         choice = self._choices.setdefault(num_rows.bit_length(), StepChoice(self._threads, self._threads))
         threads = choice.next()
         self._take(threads)
@@ -102,20 +99,13 @@ class Team:
             self.all()  # what else runs in this process counts on its number
 
     def all(self) -> None:
-        """All threads, for anything else."""
+        """Sets all threads, for anything but decode steps."""
         self._take(self._threads)
 
     def _take(self, threads: int) -> None:
         if threads != self._set:
             self._set_threads(threads)
             self._set = threads
-
-
-# A batch of decodes as several that take turns: while others attend to KV of one, layers run for the next.
-#
-# Which of them runs when, and on which replica of the layers, is `isthmus.core.cost.pooled`. Its context goes from
-# replica to replica as the pass itself. Two take turns in the engine's thread; more have a thread for each replica.
-# Replicas share this engine's weights and device: on a CPU they share its cores, too.
 
 
 MOST_UNASKED = 2

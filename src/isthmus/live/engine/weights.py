@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import blake3
 import msgspec
@@ -22,7 +21,7 @@ from torch import Tensor
 from isthmus.core.errors import ModelError
 from isthmus.core.models import Fields, ModelSpec, read_quantisation
 from isthmus.live.engine.layers import Layer, Linear, load_layer
-from isthmus.live.engine.quantised import FLOATS, packed_name, stored
+from isthmus.live.engine.quantised import FLOATS, Parts, packed_name, stored
 from isthmus.live.engine.tiles import Tiled, Weight
 from isthmus.model_files import GgufFile, ModelFiles, open_files, weight_files
 
@@ -53,7 +52,7 @@ class _Stored(Protocol):
 
     @property
     def digest(self) -> blake3.blake3:
-        """Of all that were taken."""
+        """Digest of all tensors that were taken."""
 
     def has(self, name: str) -> bool: ...
 
@@ -61,8 +60,8 @@ class _Stored(Protocol):
         """A copy; none of its numbers on the device "meta". Raises ModelError."""
 
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
-        """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
-        Raises ModelError."""
+        """The tensor quantised as stored; None where it is not, or not in groups of 32. It may be taken in both
+        forms. Raises ModelError."""
 
     def unties(self) -> bool:
         """Whether there is a head that is not the embedding, whatever config.json says."""
@@ -86,7 +85,7 @@ class _Safetensors:
             log.warning("%s: %s", self.folder, chosen.note)
         opened: dict[str, Any] = {name: self._open(name, stack) for name in chosen.names}
         where = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
-        self._parts = _Parts(self.folder, where, self.digest)
+        self._parts = Parts(self.folder, where, self.digest)
 
     def _open(self, name: str, stack: ExitStack) -> Any:
         path = self.folder / name
@@ -126,42 +125,6 @@ class _Safetensors:
         return found.widened(dtype).to(device)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read, once
-    each: `digested`."""
-
-    folder: Path
-    where: Mapping[str, Any]
-    digest: blake3.blake3
-    digested: set[str] = field(default_factory=set)
-
-    def has(self, name: str) -> bool:
-        return name in self.where
-
-    def kind(self, name: str) -> str:
-        return str(self.where[name].get_slice(name).get_dtype())
-
-    def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
-        if name not in self.where:
-            self.refuse(f"the weights have no tensor {name!r}")
-        tensor: Tensor = self.where[name].get_tensor(name)
-        if tuple(tensor.shape) not in shapes:
-            expected = " or ".join(map(str, dict.fromkeys(shapes)))
-            self.refuse(f"{name} has shape {tuple(tensor.shape)}, by config.json it is {expected}")
-        if tensor.dtype not in dtypes:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
-        if name not in self.digested:
-            self.digested.add(name)
-            self.digest.update(name.encode())
-            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return tensor
-
-    def refuse(self, reason: str) -> NoReturn:
-        raise ModelError(f"{self.folder}: {reason}")
-
-
 def load_weights(
     model: Path,
     spec: ModelSpec,
@@ -183,7 +146,7 @@ def load_weights(
         if spec.tied_embeddings and stored.unties():  # as transformers has it
             log.warning("%s: config.json ties the head to the embedding; the weights' own is used", model)
             spec = msgspec.structs.replace(spec, tied_embeddings=False)
-        return _Loader(stored, spec, dtype, activations, device, groups).weights(held)
+        return TensorLoader(stored, spec, dtype, activations, device, groups).weights(held)
 
 
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
@@ -194,8 +157,9 @@ def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
     return GgufTensors(files, spec.head_dim)
 
 
-class _Loader:
-    """Takes tensors by name, as `layers.Source` asks; those that are not held are digested and placed on no device."""
+class TensorLoader:
+    """Takes tensors of exact shapes by name, all of them in one order, and only digests those that are not held. Raises
+    ModelError naming file or tensor. `dtype`: of matrices that are not quantised."""
 
     def __init__(
         self,
@@ -250,6 +214,7 @@ class _Loader:
         return self._stored.take(name, shape, self._target, self.dtype)
 
     def weight(self, name: str, rows: int, width: int) -> Weight:
+        """Matrix that is only multiplied with: quantised, or in `dtype`."""
         return self._grouped(name, rows, width) or self.matrix(name, rows, width)
 
     def _grouped(self, name: str, rows: int, width: int) -> Tiled | None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,14 @@ from isthmus.live.engine.tiles import Weight
 
 _L = TypeVar("_L")
 _H = TypeVar("_H")
+
+
+class Scope(NamedTuple):
+    """Which keys an attention sees: the last `window` (0: all) in blocks of `block_size`; `scale`: of the scores."""
+
+    block_size: int
+    window: int
+    scale: float
 
 
 class Kernels(Protocol):
@@ -34,11 +42,11 @@ class Kernels(Protocol):
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
     def prepare(self, layers: list[_L], head: _H) -> _H:
-        """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Changes the
-        layers, and returns the head, to how they are to be held."""
+        """Chooses the form of all matrices in these nested dataclasses that `linear` will multiply with. Changes the
+        layers in place and returns the head."""
 
     def described(self) -> tuple[str, ...]:
-        """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""
+        """Chosen products for each shape of prepared matrices, a line each."""
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""
@@ -72,11 +80,9 @@ class Kernels(Protocol):
         kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> tuple[Tensor, Tensor]:
-        """Row r attends to the last `window` (0: all) of the `lens[r]` tokens in `tables[r]`.
+        """Row r attends to the `lens[r]` tokens in `tables[r]` that the window leaves.
 
         V is 2 for keys and values, 1 for one vector that is both.
 
@@ -93,12 +99,10 @@ class Kernels(Protocol):
         kv_S2KD: Tensor,
         blocks: Sequence[int],
         positions_T: np.ndarray,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> Tensor:
         """Tokens at these positions (int32, ascending, on the host) of the request with these blocks attend to those up
-        to their own, or the last `window` (0: all) of them: `[T, H, D]`. All KV up to the last of them is in place."""
+        to their own that the window leaves: `[T, H, D]`. All KV up to the last of them is in place."""
 
     def delta_step(
         self,
@@ -127,7 +131,8 @@ class Kernels(Protocol):
         state_HKV: Tensor,
         taps_WC: Tensor,
     ) -> Tensor:
-        """The same for T tokens of one request, `[T, H, V]`. Cutting a run in two changes no more than the rounding."""
+        """`delta_step` for T tokens of one request in order, `[T, H, V]`. Cutting a run in two changes only
+        rounding."""
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

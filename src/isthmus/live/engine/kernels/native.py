@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.config import cache_dir
 from isthmus.live.engine.attention import Part
 from isthmus.live.engine.compiled import library, machine_name
+from isthmus.live.engine.kernels import Scope
 from isthmus.live.engine.kernels.plain import attend_positions, each_expert
 from isthmus.live.engine.products import Products, described
 from isthmus.live.engine.tiles import TILES, Tiled, Weight
@@ -35,6 +36,8 @@ _FLAGS = (
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 _L = TypeVar("_L")
 _H = TypeVar("_H")
+
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
@@ -61,11 +64,13 @@ def load() -> NativeKernels | None:
     return None if functions is None else NativeKernels(functions)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), "native kernels take dense tensors"
-    return tensor.data_ptr()
+def _dense(*tensors: Tensor | None) -> list[int | None]:
+    """Addresses of dense tensors; None, a null pointer, for None."""
+    found: list[int | None] = []
+    for tensor in tensors:
+        assert tensor is None or tensor.is_contiguous(), "native kernels take dense tensors"
+        found.append(None if tensor is None else tensor.data_ptr())
+    return found
 
 
 class NativeKernels:
@@ -151,22 +156,20 @@ class NativeKernels:
         (rows, width), size = x_TK.shape, weight_NK.shape[0]
         numbers = weight_NK.tiles if isinstance(weight_NK, Tiled) else weight_NK
         out = torch.empty(rows, size)
-        function(_pointer(x_TK), _pointer(numbers), _pointer(bias_N), _pointer(out), rows, width, size, *more)
+        function(*_dense(x_TK, numbers, bias_N, out), rows, width, size, *more)
         return out
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         assert x_TN.dtype == torch.float32, "native kernels take float32 activations"
         out = torch.empty_like(x_TN)
         rows, width = x_TN.shape
-        self._functions["add_rms_norm", None](
-            _pointer(x_TN), _pointer(delta_TN), _pointer(weight_N), _pointer(out), rows, width, eps
-        )
+        self._functions["add_rms_norm", None](*_dense(x_TN, delta_TN, weight_N, out), rows, width, eps)
         return out
 
     def silu_mul(self, gate_up_T2N: Tensor) -> Tensor:
         rows, width = gate_up_T2N.shape[0], gate_up_T2N.shape[1] // 2
         out = torch.empty(rows, width)
-        self._functions["silu_mul", None](_pointer(gate_up_T2N), _pointer(out), rows, width)
+        self._functions["silu_mul", None](*_dense(gate_up_T2N, out), rows, width)
         return out
 
     def expert_mlps(
@@ -174,18 +177,10 @@ class NativeKernels:
     ) -> Tensor:
         if max(counts) > SKINNY_ROWS:
             return each_expert(self, x_PN, counts, gate_up_E2IN, down_ENI)
-        assert sum(counts) == len(x_PN), "each row has its expert"
+        assert sum(counts) == len(x_PN) and x_PN.is_contiguous(), "each row has its expert"
         out, numbers = torch.empty_like(x_PN), np.asarray(counts, np.int64)
-        num_experts, width, inner = down_ENI.shape
         self._functions["expert_mlps", down_ENI.dtype](
-            _pointer(x_PN),
-            numbers.ctypes.data,
-            _pointer(gate_up_E2IN),
-            _pointer(down_ENI),
-            _pointer(out),
-            num_experts,
-            width,
-            inner,
+            x_PN.data_ptr(), numbers.ctypes.data, *_dense(gate_up_E2IN, down_ENI, out), *down_ENI.shape
         )
         return out
 
@@ -203,21 +198,9 @@ class NativeKernels:
     ) -> Tensor:
         num_kv_heads, head_dim = kv_S2KD.shape[2:]
         q = torch.empty(qkv.shape[0], num_heads, head_dim)
-        self._functions["rope_store", kv_S2KD.dtype](
-            _pointer(qkv),
-            _pointer(positions_T),
-            _pointer(slots_T),
-            _pointer(cos_sin),
-            _pointer(q_norm_D),
-            _pointer(k_norm_D),
-            eps,
-            _pointer(q),
-            _pointer(kv_S2KD),
-            qkv.shape[0],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        )
+        inputs = _dense(qkv, positions_T, slots_T, cos_sin, q_norm_D, k_norm_D)
+        sizes = (len(qkv), num_heads, num_kv_heads, head_dim)
+        self._functions["rope_store", kv_S2KD.dtype](*inputs, eps, *_dense(q, kv_S2KD), *sizes)
         return q
 
     def attend_paged(
@@ -226,29 +209,19 @@ class NativeKernels:
         kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> tuple[Tensor, Tensor]:
         rows, num_heads, head_dim = q_RHD.shape
         out = torch.empty_like(q_RHD)
         lse = torch.empty(rows, num_heads)
+        num_vectors, num_kv_heads = kv_SVKD.shape[1:3]
+        sizes = (rows, num_heads, num_kv_heads, head_dim, num_vectors, scope.block_size, scope.window)
         self._functions["attend_paged", kv_SVKD.dtype](
-            _pointer(q_RHD),
-            _pointer(kv_SVKD),
-            _pointer(tables_RB),
+            *_dense(q_RHD, kv_SVKD, tables_RB),
             tables_RB.shape[1],
-            _pointer(lens_R),
-            _pointer(out),
-            _pointer(lse),
-            rows,
-            num_heads,
-            kv_SVKD.shape[2],
-            head_dim,
-            kv_SVKD.shape[1],
-            block_size,
-            window,
-            scale,
+            *_dense(lens_R, out, lse),
+            *sizes,
+            scope.scale,
         )
         return out, lse
 
@@ -256,19 +229,9 @@ class NativeKernels:
         assert out_THD.dtype == torch.float32, "native kernels take float32 activations"
         out_RJD, lse_RJ = part
         num_rows, num_heads, head_dim = out_RJD.shape
-        self._functions["add_part", None](
-            _pointer(out_THD),
-            _pointer(lse_TH),
-            _pointer(out_RJD),
-            _pointer(lse_RJ),
-            _pointer(rows) if isinstance(rows, Tensor) else None,
-            0 if isinstance(rows, Tensor) else rows.start,
-            num_rows,
-            out_THD.shape[1],
-            num_heads,
-            heads.start,
-            head_dim,
-        )
+        named, start = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
+        sizes = (num_rows, out_THD.shape[1], num_heads, heads.start, head_dim)
+        self._functions["add_part", None](*_dense(out_THD, lse_TH, out_RJD, lse_RJ, named), start, *sizes)
 
     def attend_chunk(
         self,
@@ -276,29 +239,16 @@ class NativeKernels:
         kv_S2KD: Tensor,
         blocks: Sequence[int],
         positions_T: np.ndarray,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q_THD.shape
         if kv_S2KD.dtype != torch.bfloat16 or head_dim % LANES:
-            return attend_positions(q_THD, kv_S2KD, blocks, positions_T, block_size, window, scale)
+            return attend_positions(q_THD, kv_S2KD, blocks, positions_T, scope)
         assert positions_T.dtype == np.int32 and len(positions_T) == num_tokens
         out, table = torch.empty_like(q_THD), np.asarray(blocks, np.int32)
-        self._functions["attend_chunk_bf16", None](
-            _pointer(q_THD),
-            _pointer(kv_S2KD),
-            table.ctypes.data,
-            _pointer(out),
-            positions_T.ctypes.data,
-            num_tokens,
-            num_heads,
-            kv_S2KD.shape[2],
-            head_dim,
-            block_size,
-            window,
-            scale,
-        )
+        sizes = (num_tokens, num_heads, kv_S2KD.shape[2], head_dim, scope.block_size, scope.window)
+        indices = (table.ctypes.data, out.data_ptr(), positions_T.ctypes.data)
+        self._functions["attend_chunk_bf16", None](*_dense(q_THD, kv_S2KD), *indices, *sizes, scope.scale)
         return out
 
     def delta_step(
@@ -317,25 +267,12 @@ class NativeKernels:
         # Dense copies must live until the call returns.
         decay, beta = decay_RH1.contiguous(), beta_RH.contiguous()
         assert qkv_RC.stride(1) == 1 and windows_SWC[0].is_contiguous() and states_SHKV[0].is_contiguous()
+        keys = (qkv_RC.shape[1] - heads * value_dim) // (2 * key_dim)
+        strides = (qkv_RC.stride(0), windows_SWC.stride(0), states_SHKV.stride(0))
+        sizes = (rows, heads, keys, key_dim, value_dim, windows_SWC.shape[1], decays)
+        live = (windows_SWC.data_ptr(), states_SHKV.data_ptr())
         self._functions["delta_step", None](
-            qkv_RC.data_ptr(),
-            _pointer(decay),
-            _pointer(beta),
-            windows_SWC.data_ptr(),
-            states_SHKV.data_ptr(),
-            _pointer(slots_R),
-            _pointer(taps_WC),
-            _pointer(out),
-            qkv_RC.stride(0),
-            windows_SWC.stride(0),
-            states_SHKV.stride(0),
-            rows,
-            heads,
-            (qkv_RC.shape[1] - heads * value_dim) // (2 * key_dim),
-            key_dim,
-            value_dim,
-            windows_SWC.shape[1],
-            decays,
+            qkv_RC.data_ptr(), *_dense(decay, beta), *live, *_dense(slots_R, taps_WC, out), *strides, *sizes
         )
         return out
 
@@ -353,30 +290,16 @@ class NativeKernels:
         out = torch.empty(tokens, heads, value_dim)
         decay, beta = decay_TH1.contiguous(), beta_TH.contiguous()
         assert qkv_TC.stride(1) == 1, "a token's channels are dense"
-        self._functions["delta_run", None](
-            qkv_TC.data_ptr(),
-            _pointer(decay),
-            _pointer(beta),
-            _pointer(window_WC),
-            _pointer(state_HKV),
-            _pointer(taps_WC),
-            _pointer(out),
-            qkv_TC.stride(0),
-            tokens,
-            heads,
-            (qkv_TC.shape[1] - heads * value_dim) // (2 * key_dim),
-            key_dim,
-            value_dim,
-            window_WC.shape[0],
-            decays,
-        )
+        keys = (qkv_TC.shape[1] - heads * value_dim) // (2 * key_dim)
+        sizes = (qkv_TC.stride(0), tokens, heads, keys, key_dim, value_dim, window_WC.shape[0], decays)
+        arrays = _dense(decay, beta, window_WC, state_HKV, taps_WC, out)
+        self._functions["delta_run", None](qkv_TC.data_ptr(), *arrays, *sizes)
         return out
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int
     ) -> None:
-        arrays = (target, targets, source, sources)
-        addresses = (array.ctypes.data for array in arrays)
+        addresses = [array.ctypes.data for array in (target, targets, source, sources)]
         self._functions["copy_slices", None](*addresses, len(targets), size)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isthmus.live.engine.attention import Part, merge, partial
 from isthmus.live.engine.interface import runs_of
+from isthmus.live.engine.kernels import Kernels, Scope
 from isthmus.live.engine.linear import advance_rule, convolve, convolve_step, step_rule
 from isthmus.live.engine.rope import rotate
 from isthmus.live.engine.tiles import Weight
@@ -18,9 +19,9 @@ from isthmus.live.engine.tiles import Weight
 _L = TypeVar("_L")
 _H = TypeVar("_H")
 MASKED_ROWS = 256
-"""So many queries at a time have a mask of their own."""
+"""Most queries under one mask."""
 MAX_PARTS = 8
-"""More pieces of KV than this are gathered into one: each part costs a call."""
+"""More pieces of KV than this are gathered into one, because each part costs a call."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,14 +42,8 @@ def _heads_of(qkv_TC: Tensor, state_HKV: Tensor) -> tuple[Tensor, Tensor, Tensor
     return q * key_dim**-0.5, k, v.unflatten(1, (-1, value_dim))
 
 
-class _Products(Protocol):
-    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor: ...
-
-    def silu_mul(self, gate_up_T2N: Tensor) -> Tensor: ...
-
-
 def each_expert(
-    kernels: _Products, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
+    kernels: Kernels, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
 ) -> Tensor:
     """`Kernels.expert_mlps` by two products for each expert that has rows."""
     out, at = torch.empty_like(x_PN), 0
@@ -65,13 +60,11 @@ def attend_parts(
     kv_S2KD: Tensor,
     blocks: Sequence[int],
     start: int,
-    block_size: int,
-    window: int,
-    scale: float,
+    scope: Scope,
 ) -> Part:
-    """What `Kernels.attend_chunk` gives, by parts, and its weight: one for each run of slots before the chunk, merged
-    with its own."""
-    stop = start + len(q_THD)
+    """`Kernels.attend_chunk` and its lse: parts over each run of slots before the chunk, merged with the chunk's
+    own."""
+    (block_size, window, scale), stop = scope, start + len(q_THD)
 
     def pieces(first: int, last: int) -> list[Tensor]:
         found = [kv_S2KD[low:high] for low, high in runs_of(blocks, block_size, first, last)]
@@ -94,15 +87,13 @@ def attend_positions(
     kv_S2KD: Tensor,
     blocks: Sequence[int],
     positions_T: np.ndarray,
-    block_size: int,
-    window: int,
-    scale: float,
+    scope: Scope,
 ) -> Tensor:
     """`Kernels.attend_chunk`: by parts where the tokens follow each other, else some at a time under a mask."""
     start, last = int(positions_T[0]), int(positions_T[-1])
     if last - start + 1 == len(positions_T):
-        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
-    device, num_kv_heads = q_THD.device, kv_S2KD.shape[2]
+        return attend_parts(q_THD, kv_S2KD, blocks, start, scope)[0]
+    device, num_kv_heads, (block_size, window, scale) = q_THD.device, kv_S2KD.shape[2], scope
     kv_L2KD = torch.cat([kv_S2KD[low:high] for low, high in runs_of(blocks, block_size, 0, last + 1)])
     k_KLD, v_KLD = kv_L2KD.to(q_THD.dtype).permute(1, 2, 0, 3)
     at_T, keys_L = torch.as_tensor(positions_T, device=device), torch.arange(last + 1, device=device)
@@ -183,12 +174,10 @@ class PlainKernels:
         kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> tuple[Tensor, Tensor]:
         rows, num_heads, head_dim = q_RHD.shape
-        num_vectors, num_kv_heads = kv_SVKD.shape[1:3]
+        (num_vectors, num_kv_heads), (block_size, window, scale) = kv_SVKD.shape[1:3], scope
         longest = int(lens_R.max())
         offsets_L = torch.arange(longest, device=q_RHD.device)
         slots_RL = tables_RB.long()[:, offsets_L // block_size] * block_size + offsets_L % block_size
@@ -215,11 +204,9 @@ class PlainKernels:
         kv_S2KD: Tensor,
         blocks: Sequence[int],
         positions_T: np.ndarray,
-        block_size: int,
-        window: int,
-        scale: float,
+        scope: Scope,
     ) -> Tensor:
-        return attend_positions(q_THD, kv_S2KD, blocks, positions_T, block_size, window, scale)
+        return attend_positions(q_THD, kv_S2KD, blocks, positions_T, scope)
 
     def delta_step(
         self,

@@ -1,4 +1,4 @@
-"""What `isthmus.live.engine.codecs` does to KV bytes, in two forms that give the same bytes.
+"""Bit packing for `isthmus.live.engine.codecs`, in two forms that give the same bytes.
 
 `plain` is numpy; `native` is C, compiled on first use. Both let go of the interpreter lock, use one core and load
 no torch. `select` picks; nothing else asks which one is in use.
@@ -20,7 +20,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PLANES = {4: (2, 1, 1), 2: (1, 1)}
 """Bytes that a number of 4 or 2 bytes has in each plane of `split`."""
 HEADER_BYTES, CHANNEL_BYTES = 2, 2
-"""Of a packed block, beside its numbers: in all, and for each channel."""
+"""Bytes of a packed block beside its numbers: in all, and for each channel."""
 
 
 class Grid(NamedTuple):
@@ -50,7 +50,7 @@ class BitPacking(Protocol):
     """
 
     def pack(self, grid: Grid, raw: Bytes, packed: Bytes) -> None:
-        """Of each channel, the least scale by which its values fit; granules: those in its minimum, rounded down.
+        """Uses the least scale by which a channel's values fit; granules: its minimum in granules, rounded down.
 
         A channel that holds NaN or infinity, or spans more than float32 can, is NaN when unpacked.
         """

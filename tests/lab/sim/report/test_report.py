@@ -67,8 +67,6 @@ RESULTS = {
         [record(times_s={"landed": -1, "joined": 4})], nodes=[NodeRecord(NodeId("m"), Role.MIXED)] * 2
     ),
     "many limits": result([record(at, ttft_limit_ns=(at + 1) * NS_PER_S, tbt_ns=1.0 * MS) for at in range(9)]),
-        [record(index, ttft_limit_ns=(index + 1) * NS_PER_S, tbt_ns=float(MS)) for index in range(9)]
-    ),
     "an odd stage": result([record(status=RequestStatus.REFUSED, stage=NASTY, times_s=NEVER)]),
     "beyond full": result([record()], links=[LinkRecord("n", "network", 1.0, 10**15)]),
 }

@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 
-from isthmus.lab.papers.lamina import tables
-from isthmus.lab.papers.lamina.setup import MODELS, TRACES, batches, pool, vllm
-from isthmus.lab.papers.lamina.tables import BATCHES, least
+from isthmus.lab.papers import lamina
+from isthmus.lab.papers.lamina import BATCHES, MODELS, TRACES, batches, least, pool, vllm
 from tests.lab.papers.traces import ours, untraced
 
 
@@ -24,16 +23,16 @@ def test_more_throughput_where_memory_binds_and_none_where_compute_does() -> Non
     """70B on Azure-Conv: half as many H100 have to compute a batch of 800."""
     for model, trace in product(MODELS, TRACES):
         if (model, trace) == ("70B", "Azure-Conv"):
-            assert tables.gain(model, trace) < 1
+            assert lamina.gain(model, trace) < 1
         else:
-            assert tables.gain(model, trace) > 1.1
-            assert tables.gain(model, trace, tables.measured()) > 1.1
-    batch, rate, bound = tables.at(4)
+            assert lamina.gain(model, trace) > 1.1
+            assert lamina.gain(model, trace, lamina.measured()) > 1.1
+    batch, rate, bound = lamina.at(4)
     assert batch == pytest.approx(800, rel=0.02) and bound
-    twice, more, _ = tables.at(8)
+    twice, more, _ = lamina.at(8)
     assert twice > 1.9 * batch and more < 1.05 * rate
-    _, long, bound = tables.at(4, "Kimi-Conv")
-    assert not bound and tables.at(8, "Kimi-Conv")[1] > 1.9 * long
+    _, long, bound = lamina.at(4, "Kimi-Conv")
+    assert not bound and lamina.at(8, "Kimi-Conv")[1] > 1.9 * long
 
 
 def test_the_range_is_not_called_a_reproduction() -> None:

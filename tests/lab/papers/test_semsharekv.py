@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from isthmus.core.reuse import EPIC
-from isthmus.lab.papers.semsharekv import tables
-from isthmus.lab.papers.semsharekv.setup import LENGTHS, MODELS, SCHEDULES, SEMBLEND, node
+from isthmus.lab.papers import semsharekv as tables
+from isthmus.lab.papers.semsharekv import LENGTHS, MODELS, SCHEDULES, SEMBLEND, node
 from tests.lab.papers.traces import ours, starred
 
 

@@ -151,8 +151,8 @@ def test_what_hangs_on_an_inferred_input_is_starred() -> None:
 def test_no_other_change_of_an_inferred_input_moves_what_has_no_star(name: str, factor: float) -> None:
     changed = case.Factors(**{name: factor})
     for table, measure in (
-        ("prfaas-deployments", deployments._measure),
-        ("prfaas-inferred", sensitivity._measure_inferred),
+        ("prfaas-deployments", deployments.offloading_table.measure.__wrapped__),
+        ("prfaas-inferred", sensitivity.inferred_inputs_table.measure.__wrapped__),
     ):
         stars, before = starred(table), ours(table)
         for cell in measure(changed):

@@ -39,9 +39,8 @@ from isthmus.lab.papers.prfaas.case import (
 )
 from isthmus.lab.papers.prfaas.case import LENGTHS_PUBLISHED as NOMINAL_LENGTHS
 from isthmus.lab.papers.prfaas.interpolation import RULES, Points, Times, held_out, polynomial
-from isthmus.lab.papers.table import PaperCell, Table, compare
+from isthmus.lab.papers.table import PaperCell, cells, table
 
-_UNPUBLISHED = "not published"
 _VARIED = {
     "as it is": AS_IS,
     "times on H200 -5 %": Factors(h200=0.95),
@@ -53,28 +52,37 @@ _VARIED = {
 }
 
 
-def _measure_inferred(factors: Factors) -> Iterator[PaperCell]:
-    published = {
-        "remote prefill at 19,400 tokens (req/s)": PRFAAS.remote_rate,
-        "remote capacity at 19,400 tokens (req/s)": PRFAAS.rate,
-        "remote capacity reaches 3.24 req/s at (tokens)": THRESHOLD,
-        "remote capacity meets local capacity at (tokens)": THRESHOLD,
-        "all (req/s)": PRFAAS.rate,
-        "ratio": PRFAAS.ratio,
-        "over naive": OVER_NAIVE,
-    }
+@table(
+    "prfaas-inferred",
+    title="What hangs on the inputs inferred from Table 6, and what does not",
+    source="Table 6",
+    setup=(
+        "Capacity: requests per second of all, of which a stage bears its share, so remote prefill / p and local "
+        "prefill / (1 - p) of equation (6), with 3 prefill and 5 decode instances. At the best threshold the two are "
+        "equal, so beside both stands the published rate of all. Local capacity at 19,400 tokens is the published one "
+        "by construction. The last three: threshold and split solved anew for each row."
+    ),
+    unpublished="not published",
+)
+@marked
+def inferred_inputs_table(factors: Factors) -> Iterator[PaperCell]:
+    published = (PRFAAS.remote_rate, PRFAAS.rate, THRESHOLD, THRESHOLD, PRFAAS.rate, PRFAAS.ratio, OVER_NAIVE)
     for row, varied in _VARIED.items():
         inputs, there = varied * factors, _at(THRESHOLD, varied * factors)
         rates = [
             each.held(each.solved(factors=varied), factors=inputs).rate
             for each in (OFFLOADING, HOMOGENEOUS_PD, NAIVE_PD)
         ]
-        ours = (
-            there.remote, _remote_capacity(there), _remote_reaches(PRFAAS.rate, inputs),
-            _remote_meets_local(inputs), rates[0], rates[0] / rates[1], rates[0] / rates[2],
-        )  # fmt: skip
-        figures = published if varied == AS_IS else dict.fromkeys(published)
-        yield from compare(row, figures, dict(zip(published, ours, strict=True)), unpublished=_UNPUBLISHED)
+        ours = {
+            "remote prefill at 19,400 tokens (req/s)": there.remote,
+            "remote capacity at 19,400 tokens (req/s)": _remote_capacity(there),
+            "remote capacity reaches 3.24 req/s at (tokens)": _remote_reaches(PRFAAS.rate, inputs),
+            "remote capacity meets local capacity at (tokens)": _remote_meets_local(inputs),
+            "all (req/s)": rates[0],
+            "ratio": rates[0] / rates[1],
+            "over naive": rates[0] / rates[2],
+        }
+        yield from cells(row, ours, *(published if varied == AS_IS else ()))
 
 
 def _at(threshold: float, factors: Factors) -> Solution:
@@ -110,35 +118,22 @@ def _remote_meets_local(factors: Factors) -> int:
     return bisect_left(range(LONGEST), 0.0, lo=SHORTEST + 1, key=excess)
 
 
-INFERRED_INPUTS = Table(
-    name="prfaas-inferred",
-    title="What hangs on the inputs inferred from Table 6, and what does not",
-    source="Table 6",
-    setup=(
-        "Capacity: requests per second of all, of which a stage bears its share, so remote prefill / p and local "
-        "prefill / (1 - p) of equation (6), with 3 prefill and 5 decode instances. At the best threshold the two are "
-        "equal, so beside both stands the published rate of all. Local capacity at 19,400 tokens is the published one "
-        "by construction. The last three: threshold and split solved anew for each row."
-    ),
-    measure=marked(_measure_inferred),
-)
-
-
 @cache
 def _read(rule: Callable[[Points], Times], lengths: tuple[int, ...]) -> RequestWork:
     return work(rule(h200_points(lengths)))
 
 
-def _measure_rules(factors: Factors) -> Iterator[PaperCell]:
-    published = {
-        "all (req/s)": PRFAAS.rate,
-        "threshold (tokens)": THRESHOLD,
-        "prefill instances here": PRFAAS.prefill,
-        "remote prefill (req/s)": PRFAAS.remote_rate,
-        "egress (Gbps)": EGRESS_GBPS,
-        "TTFT P90 (s)": PRFAAS.ttft_p90_s,
-        "naive, all (req/s)": NAIVE.rate,
-    }
+@table(
+    "prfaas-interpolation",
+    title="The same study by how the profile of Table 5 is read",
+    source="Table 6",
+    setup=(
+        "The paper does not say how it interpolates, and its K is 1,000 in some places and 1,024 in others. Everywhere "
+        "else the rule is least squares in seconds at the lengths that the KV sizes of the same rows give."
+    ),
+)
+@marked
+def interpolation_table(factors: Factors) -> Iterator[PaperCell]:
     readings = {"lengths from the KV": MEASURED_LENGTHS, "K = 1,024": tuple(NOMINAL_LENGTHS.values())}
     for reading, lengths in readings.items():
         for name, rule in RULES.items():
@@ -147,37 +142,23 @@ def _measure_rules(factors: Factors) -> Iterator[PaperCell]:
             held = OFFLOADING.held(plan, what=what, factors=factors)
             naive = NAIVE_PD.held(NAIVE_PD.solved(what=what), what=what, factors=factors)
             _, p90_s = ttft_s(plan.classes.threshold, factors.work(what))
-            values = (
-                held.rate, solved.classes.threshold, solved.num_prefill, held.remote, held.egress / GBPS, p90_s,
-                naive.rate,
+            ours = {
+                "all (req/s)": held.rate,
+                "threshold (tokens)": solved.classes.threshold,
+                "prefill instances here": solved.num_prefill,
+                "remote prefill (req/s)": held.remote,
+                "egress (Gbps)": held.egress / GBPS,
+                "TTFT P90 (s)": p90_s,
+                "naive, all (req/s)": naive.rate,
+            }
+            yield from cells(
+                f"{name}, {reading}", ours, PRFAAS.rate, THRESHOLD, PRFAAS.prefill, PRFAAS.remote_rate,
+                EGRESS_GBPS, PRFAAS.ttft_p90_s, NAIVE.rate,
             )  # fmt: skip
-            yield from compare(f"{name}, {reading}", published, dict(zip(published, values, strict=True)))
 
 
-INTERPOLATION = Table(
-    name="prfaas-interpolation",
-    title="The same study by how the profile of Table 5 is read",
-    source="Table 6",
-    setup=(
-        "The paper does not say how it interpolates, and its K is 1,000 in some places and 1,024 in others. Everywhere "
-        "else the rule is least squares in seconds at the lengths that the KV sizes of the same rows give."
-    ),
-    measure=marked(_measure_rules),
-)
-
-
-def _measure_held_out(lab: Lab) -> Iterator[PaperCell]:
-    profiles = {"the paper's model": h200_points(), **{name: implied_points(name) for name in THROUGHPUT}}
-    for name, rule in RULES.items():
-        if name == "cubic":
-            continue  # needs four points, of which one is held out
-        errors = [abs(error) for points in profiles.values() for error in held_out(rule, points)]
-        yield PaperCell(name, "mean error (%)", None, 100 * sum(errors) / len(errors), _UNPUBLISHED)
-        yield PaperCell(name, "largest error (%)", None, 100 * max(errors), _UNPUBLISHED)
-
-
-HELD_OUT = Table(
-    name="prfaas-held-out",
+@table(
+    "prfaas-held-out",
     title="Which interpolation predicts a prefill time that it has not seen",
     source="not in the paper",
     setup=(
@@ -185,11 +166,27 @@ HELD_OUT = Table(
         "the other three. Straight lines are out. Of the two that are close, the study takes a + b l + c l^2, which is "
         "the cost model's own form; the other is in prfaas-interpolation."
     ),
-    measure=_measure_held_out,
+    unpublished="not published",
 )
+def held_out_table(lab: Lab) -> Iterator[PaperCell]:
+    profiles = {"the paper's model": h200_points(), **{name: implied_points(name) for name in THROUGHPUT}}
+    for name, rule in RULES.items():
+        if name == "cubic":
+            continue  # needs four points, of which one is held out
+        errors = [abs(error) for points in profiles.values() for error in held_out(rule, points)]
+        mean, largest = 100 * sum(errors) / len(errors), 100 * max(errors)
+        yield from cells(name, {"mean error (%)": mean, "largest error (%)": largest})
 
 
-def _measure_bandwidth(factors: Factors) -> Iterator[PaperCell]:
+@table(
+    "prfaas-bandwidth",
+    title="The best threshold and split by bandwidth",
+    source="not in the paper",
+    setup="The case study with another link. Where the link does not bind, more of it changes nothing.",
+    unpublished="not published",
+)
+@marked
+def bandwidth_table(factors: Factors) -> Iterator[PaperCell]:
     for gbps in (1, 2, 5, 10, 20, 50, 100):
         deployment = CaseDeployment(fleet(gbps=gbps), GRID)
         solved, held = deployment.solved(factors=factors), deployment.held(deployment.solved(), factors=factors)
@@ -200,61 +197,50 @@ def _measure_bandwidth(factors: Factors) -> Iterator[PaperCell]:
             "prefill instances here": solved.num_prefill,
             "egress (Gbps)": held.egress / GBPS,
         }
-        for column, figure in figures.items():
-            yield _ours(f"{gbps} Gbps, {held.binds} binds", column, figure)
+        yield from cells(f"{gbps} Gbps, {held.binds} binds", figures)
 
 
-BANDWIDTH = Table(
-    name="prfaas-bandwidth",
-    title="The best threshold and split by bandwidth",
-    source="not in the paper",
-    setup="The case study with another link. Where the link does not bind, more of it changes nothing.",
-    measure=marked(_measure_bandwidth),
-)
-
-
-def _measure_beyond(factors: Factors) -> Iterator[PaperCell]:
-    what = factors.work(work())
-    for name, deployment in DEPLOYMENTS.items():
-        for how, split in (("representative lengths", representative), ("distribution", expected)):
-            held = deployment.held(deployment.solved(split), split, factors=factors)
-            yield _ours(f"{name}, {how}", "all (req/s)", held.rate)
-            if name == "PrfaaS-PD":
-                solved = deployment.solved(split, factors=factors)
-                yield _ours(f"{name}, {how}", "threshold (tokens)", solved.classes.threshold)
-    (classes,) = expected(LENGTHS_CASE, what, [THRESHOLD])
-    planned = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
-    yield _ours("the published plan, distribution", "all (req/s)", planned.rate)
-    for gbps in (100, 25, 10):
-        rate = gbps * GBPS
-        mean_s, p90_s = ttft_s(THRESHOLD, what, _sent_at(rate))
-        row = f"the published plan, KV sent after the prefill at {gbps} Gbps"
-        yield _ours(row, "TTFT mean (s)", mean_s)
-        yield _ours(row, "TTFT P90 (s)", p90_s)
-        yield _ours(row, "of which states, which cannot be sent sooner (s)", STATE_BYTES / rate)
-    new, cached = 10_000, 50_000
-    pair_s = polynomial(h200_points(), 2)[2]
-    by_uncached = what.remote_s(new)
-    row = f"{new:,} tokens after {cached:,} cached, on H200"
-    yield _ours(row, "prefill by uncached length alone (s)", by_uncached)
-    yield _ours(row, "prefill with the pairs it has (s)", by_uncached + 2 * pair_s * new * cached)
-
-
-def _sent_at(rate: float) -> Times:
-    return lambda length: kv_bytes(length) / rate
-
-
-def _ours(row: str, column: str, figure: float) -> PaperCell:
-    return PaperCell(row, column, None, figure, _UNPUBLISHED)
-
-
-BEYOND = Table(
-    name="prfaas-beyond",
+@table(
+    "prfaas-beyond",
     title="What the formula leaves out",
     source="not in the paper",
     setup=(
         "The paper replaces each class by its mean length; the distribution takes what its requests take on average. "
         "It also leaves out queues, states that cannot leave before the last token, and attention over a cached prefix."
     ),
-    measure=marked(_measure_beyond),
+    unpublished="not published",
 )
+@marked
+def beyond_table(factors: Factors) -> Iterator[PaperCell]:
+    what = factors.work(work())
+    for name, deployment in DEPLOYMENTS.items():
+        for how, split in (("representative lengths", representative), ("distribution", expected)):
+            held = deployment.held(deployment.solved(split), split, factors=factors)
+            ours: dict[str, float] = {"all (req/s)": held.rate}
+            if name == "PrfaaS-PD":
+                ours["threshold (tokens)"] = deployment.solved(split, factors=factors).classes.threshold
+            yield from cells(f"{name}, {how}", ours)
+    (classes,) = expected(LENGTHS_CASE, what, [THRESHOLD])
+    planned = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
+    yield from cells("the published plan, distribution", {"all (req/s)": planned.rate})
+    for gbps in (100, 25, 10):
+        rate = gbps * GBPS
+        mean_s, p90_s = ttft_s(THRESHOLD, what, _sent_at(rate))
+        ours = {
+            "TTFT mean (s)": mean_s,
+            "TTFT P90 (s)": p90_s,
+            "of which states, which cannot be sent sooner (s)": STATE_BYTES / rate,
+        }
+        yield from cells(f"the published plan, KV sent after the prefill at {gbps} Gbps", ours)
+    new, cached = 10_000, 50_000
+    pair_s = polynomial(h200_points(), 2)[2]
+    by_uncached = what.remote_s(new)
+    ours = {
+        "prefill by uncached length alone (s)": by_uncached,
+        "prefill with the pairs it has (s)": by_uncached + 2 * pair_s * new * cached,
+    }
+    yield from cells(f"{new:,} tokens after {cached:,} cached, on H200", ours)
+
+
+def _sent_at(rate: float) -> Times:
+    return lambda length: kv_bytes(length) / rate

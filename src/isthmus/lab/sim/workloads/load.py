@@ -16,7 +16,7 @@ import msgspec
 
 from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.workloads import record
-from isthmus.lab.sim.workloads.generators import ARRIVALS, generate, is_spec
+from isthmus.lab.sim.workloads.generators import generate
 from isthmus.lab.sim.workloads.lines import (
     Notes,
     TraceClock,
@@ -27,6 +27,7 @@ from isthmus.lab.sim.workloads.lines import (
     whole,
     wrong_line,
 )
+from isthmus.lab.sim.workloads.specification import ARRIVALS, is_spec
 from isthmus.lab.sim.workloads.workload import AS_IT_STANDS, PLAIN_BLOCK_SIZE, Replay, Request, Workload
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

@@ -1,13 +1,13 @@
-"""No search for cycles of objects while a simulation runs: nothing that ends there is part of one.
+"""The simulated world: one conductor, nodes and links, driven by a clock that jumps from event to event.
 
-A file of its own, for the command line loads it before it knows that anything is simulated.
+The order of events at equal times is fixed (`clock.py`), nothing is drawn at random and no set is iterated: the same
+input gives the same result. Nodes decide by the code of live nodes (`isthmus.core.node`); this room gives the actions
+their durations. When a node or a transfer fails, the conductor is told and may route the request again.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -37,6 +37,7 @@ from isthmus.core.conductor import (
 )
 from isthmus.core.conductor.view import WAITING
 from isthmus.core.types import NS_PER_MS, NS_PER_S, RequestId
+from isthmus.lab.sim import no_cycles
 from isthmus.lab.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.network import NEVER
@@ -54,31 +55,8 @@ from isthmus.lab.sim.records import (
 from isthmus.lab.sim.summary import set_tbt
 from isthmus.lab.sim.workloads import Workload
 
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """The collector rests meanwhile, if it was at work before."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-# The simulated world: one conductor, nodes, links, and a clock that jumps from event to event.
-#
-# What comes first at equal times is fixed (`clock`), nothing is drawn at random and no set is iterated: the same input
-# gives the same result.
-#
-# Each node decides for itself, with the code that decides in a live one (`isthmus.core.node`); this room gives what it
-# asks for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request
-# again.
-
-
 PATIENCE_NS = 600 * NS_PER_S
-"""How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
+"""Links are still measured for so long when nothing else happens: only another role for a node can help what is left."""
 
 _STATUS: dict[type, RequestStatus] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 

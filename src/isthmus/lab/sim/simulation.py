@@ -56,7 +56,7 @@ from isthmus.lab.sim.summary import set_tbt
 from isthmus.lab.sim.workloads import Workload
 
 PATIENCE_NS = 600 * NS_PER_S
-"""Links are still measured for so long when nothing else happens: only another role for a node can help what is left."""
+"""Links are measured for so long while nothing else happens: a node may still get another role and serve the rest."""
 
 _STATUS: dict[type, RequestStatus] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 
@@ -65,7 +65,8 @@ Progress = Callable[[int, int], None]
 
 
 class Simulation:
-    """`run` it once. `log` hears every event of the conductor and its answer; `check` tests invariants after each."""
+    """One simulation, to be `run` once. `log` is called with every event of the conductor and its answer; `check`
+    asserts invariants after each event."""
 
     def __init__(
         self, deployment: Deployment, workload: Workload, *, log: Log | None = None, check: bool = False
@@ -98,7 +99,7 @@ class Simulation:
     # The loop.
 
     def run(self, progress: Progress | None = None) -> Result:
-        """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
+        """Simulates until no event is left. Calls `progress(requests arrived, all requests)` now and then."""
         with no_cycles():
             return self._run(progress)
 
@@ -164,7 +165,7 @@ class Simulation:
         assert all(requests[job.name].state is WAITING for job in waiting), "a request was forgotten"
 
     def _check_idle(self) -> None:
-        """Every request has ended."""
+        """Asserts that every request has ended."""
         assert not self._job_of and not self._num_left, "a request never ended"
         self._desk.check()
         self._nodes.check_idle()
@@ -215,7 +216,7 @@ class Simulation:
         self._clock.call(self._clock.now + hold.wait_ms * NS_PER_MS, OTHERS, expired)
 
     def _end(self, end: End) -> None:
-        """The one end of a request."""
+        """Records how a request ended."""
         job = self._job_of.pop(end.request)
         job.record.status, job.record.end_ns = _STATUS[type(end)], self._clock.now
         if isinstance(end, Refuse):
@@ -249,7 +250,7 @@ class Simulation:
         clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
     def _change_faults(self) -> None:
-        """One of the faults begins or ends."""
+        """Applies faults that begin or end now."""
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)
         for node in self._nodes.nodes:
@@ -287,4 +288,4 @@ class Simulation:
 
 
 def _keeps_no_tokens(order: Remember | Unremember) -> None:
-    """Live, the head keeps a donor's tokens; here nobody has any."""
+    """Does nothing: live, the head keeps a donor's tokens, and a simulated prompt has none."""

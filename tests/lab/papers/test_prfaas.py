@@ -8,7 +8,7 @@ import pytest
 
 from isthmus.core.cost import compile_cost, curve_of
 from isthmus.core.cost.offload import decode_imbalance, prefill_imbalance, work_of
-from isthmus.lab.papers.prfaas import case, deployments, sensitivity
+from isthmus.lab.papers.prfaas import case, tables
 from isthmus.lab.papers.prfaas.case import (
     GBPS,
     HOMOGENEOUS,
@@ -151,8 +151,8 @@ def test_what_hangs_on_an_inferred_input_is_starred() -> None:
 def test_no_other_change_of_an_inferred_input_moves_what_has_no_star(name: str, factor: float) -> None:
     changed = case.Factors(**{name: factor})
     for table, measure in (
-        ("prfaas-deployments", deployments.offloading_table.measure.__wrapped__),
-        ("prfaas-inferred", sensitivity.inferred_inputs_table.measure.__wrapped__),
+        ("prfaas-deployments", tables.offloading_table.measure.__wrapped__),
+        ("prfaas-inferred", tables.inferred_inputs_table.measure.__wrapped__),
     ):
         stars, before = starred(table), ours(table)
         for cell in measure(changed):

@@ -69,14 +69,14 @@ def price_table(factors: Factors) -> Iterator[PaperCell]:
 
 
 def _cost(price: float) -> float:
-    """Of the two clusters, in that of as many instances of H20."""
+    """Cost of the two clusters, as a share of that of as many instances of H20."""
     return (case.REMOTE_INSTANCES * price + case.LOCAL_INSTANCES) / (
         case.REMOTE_INSTANCES + case.LOCAL_INSTANCES
     )
 
 
 def _price(ratio: float, gain: float) -> float:
-    """At which a throughput of `ratio` is a gain of `gain` for the same money."""
+    """Price of an H200 at which a throughput of `ratio` is a gain of `gain` for the same money."""
     cost = ratio / (1 + gain)
     return (
         cost * (case.REMOTE_INSTANCES + case.LOCAL_INSTANCES) - case.LOCAL_INSTANCES
@@ -127,17 +127,9 @@ def offloading_table(factors: Factors) -> Iterator[PaperCell]:
                 "egress (Gbps)": egress_gbps,
                 "egress of the link (%)": 100 * egress_gbps / case.LINK_GBPS,
             }
-            share, of_link = 100 * case.SHARE, 100 * case.EGRESS_GBPS / case.LINK_GBPS
-            yield from cells(
-                name,
-                offloaded,
-                case.OVER_NAIVE,
-                case.THRESHOLD,
-                share,
-                case.MEAN_ABOVE,
-                case.EGRESS_GBPS,
-                of_link,
-            )
+            egress = (case.EGRESS_GBPS, 100 * case.EGRESS_GBPS / case.LINK_GBPS)
+            known = (case.OVER_NAIVE, case.THRESHOLD, 100 * case.SHARE, case.MEAN_ABOVE, *egress)
+            yield from cells(name, offloaded, *known)
 
 
 @table(
@@ -205,15 +197,9 @@ _VARIED = {
 )
 @marked
 def inferred_inputs_table(factors: Factors) -> Iterator[PaperCell]:
-    published = (
-        case.PRFAAS.remote_rate,
-        case.PRFAAS.rate,
-        case.THRESHOLD,
-        case.THRESHOLD,
-        case.PRFAAS.rate,
-        case.PRFAAS.ratio,
-        case.OVER_NAIVE,
-    )
+    paper = case.PRFAAS
+    capacities = (paper.remote_rate, paper.rate, case.THRESHOLD, case.THRESHOLD)
+    published = (*capacities, paper.rate, paper.ratio, case.OVER_NAIVE)
     for row, varied in _VARIED.items():
         inputs, there = varied * factors, _at(case.THRESHOLD, varied * factors)
         rates = [
@@ -301,10 +287,10 @@ def interpolation_table(factors: Factors) -> Iterator[PaperCell]:
                 "TTFT P90 (s)": p90_s,
                 "naive, all (req/s)": naive.rate,
             }
-            yield from cells(
-                f"{name}, {reading}", ours, case.PRFAAS.rate, case.THRESHOLD, case.PRFAAS.prefill, case.PRFAAS.remote_rate,
-                case.EGRESS_GBPS, case.PRFAAS.ttft_p90_s, case.NAIVE.rate,
-            )  # fmt: skip
+            paper = case.PRFAAS
+            rates = (paper.rate, case.THRESHOLD, paper.prefill, paper.remote_rate)
+            known = (*rates, case.EGRESS_GBPS, paper.ttft_p90_s, case.NAIVE.rate)
+            yield from cells(f"{name}, {reading}", ours, *known)
 
 
 @table(

@@ -36,8 +36,8 @@ _SENT_BYTES = 2
 
 
 class PaperModel(msgspec.Struct, frozen=True):
-    """Of its Lamina: `compute` and `memory` devices; its vLLM has twice as many H100 as the former. `weights_gb`: as
-    printed."""
+    """A model, the `compute` and `memory` devices of its Lamina, and its printed weights. Its vLLM has twice as many
+    H100 as `compute`."""
 
     config: dict[str, object]
     compute: int
@@ -60,7 +60,7 @@ class MeanLengths(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> float:
-        """Of a sequence half way through its answer."""
+        """Context of a sequence half way through its answer."""
         return self.prompt + self.answer / 2
 
 
@@ -73,14 +73,14 @@ TRACES = {
 
 
 def device(name: str) -> Hardware:
-    """With the memory and the network of the paper's testbed; the other figures are the same here."""
+    """A device with the memory and network of the paper's testbed."""
     memory = {"h100": 80, "h20": 96}[name] * 10**9
     return msgspec.structs.replace(hardware_named(name), memory_bytes=memory, nic_bw=50e9)
 
 
 @cache
 def instance(model: str, name: str, count: int, by: Coefficients = ROOFLINE) -> Analytic:
-    """So many devices as one."""
+    """`count` devices as one instance."""
     return Analytic(facts_of(MODELS[model].config), device(name), by, num_gpus=count)
 
 
@@ -164,7 +164,7 @@ DEVICES = (1, 2, 4, 8)
 
 
 def at(memory: int, trace: str = _TRACE) -> tuple[int, float, bool]:
-    """Of 70B on two H100 and so many H20: batch, tokens a second, whether compute binds."""
+    """Batch, tokens a second, and whether compute binds, of 70B on two H100 and `memory` H20."""
     context = TRACES[trace].context
     batch = int(instance(_MODEL, "h20", memory).lent_capacity_tokens // context)
     found = pool(_MODEL, memory=memory)
@@ -202,7 +202,7 @@ def saturation_table(lab: Lab) -> Iterator[PaperCell]:
 PUBLISHED = (16.1, 90.1)
 """Least and most, in percent."""
 EFFICIENCIES = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Of vLLM, as shares of the roofline: a parameter, fitted to nothing."""
+"""Efficiencies of vLLM as shares of the roofline: a parameter, fitted to nothing."""
 _COLUMN = "throughput (% more)"
 
 

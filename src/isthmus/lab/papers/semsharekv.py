@@ -23,7 +23,7 @@ HIDDEN = 4_096
 LENGTHS = (500, 700, 1_000, 2_000, 5_000, 10_000)
 
 SEMBLEND = Selection("semblend", recompute=0.8 * 0.85, decay=0.85, floor=0.01)
-"""Of the re-implementation WorldFlowAI/semblend: layer 1 in full, then 0.8 * 0.85^i of the tokens, at least 0.01."""
+"""Schedule of the re-implementation WorldFlowAI/semblend: layer 1 in full, then 0.8 * 0.85^i of the tokens, >= 0.01."""
 SCHEDULES = {"ours": SEMANTIC, "semblend's": SEMBLEND}
 """The paper's own factors are not known."""
 
@@ -42,7 +42,7 @@ def kv_bytes(num_tokens: int) -> int:
 
 
 def load_s(num_tokens: int, bytes_per_s: float) -> float:
-    """Until a donor's KV is here."""
+    """Time to load a donor's KV."""
     return kv_bytes(num_tokens) / bytes_per_s
 
 
@@ -60,7 +60,7 @@ COMPUTING, ON_GPU, IN_DRAM = (
 
 
 def rows_share(selection: Selection) -> float:
-    """Of a long prompt's tokens, computed in the mean layer."""
+    """Share of a long prompt's tokens computed in the mean layer."""
     rows = rows_per_layer(selection, _MANY, 0, node().num_layers)
     return sum(rows) / len(rows) / _MANY
 
@@ -140,7 +140,7 @@ def host_matching_s(num_tokens: int) -> float:
 
 
 def moving_s(num_tokens: int) -> float:
-    """All donor's KV is read and written once: to its new places, keys turned on the way."""
+    """Time to move the donor's KV to its new places, with keys rotated: one read and one write."""
     return 2 * kv_bytes(num_tokens) / (coefficients().kv_read * A100.memory_bw)
 
 
@@ -150,14 +150,14 @@ def computing_s(cost: NodeCost, selection: Selection, num_tokens: int) -> float:
 
 
 def beside_s(num_tokens: int, *, in_dram: bool) -> float:
-    """All but computing, one step after the other; matching on the GPU."""
+    """Time of all steps but computing, one after the other; matching on the GPU."""
     loading = load_s(num_tokens, A100.pcie_bw) if in_dram else 0.0
     return search_s() + matching_s(num_tokens) + moving_s(num_tokens) + loading
 
 
 LENGTHS_STEPS = (700, 5_000, 10_000)
 HOST_S = (0.0, 0.01, 0.02, 0.03)
-"""That a host takes to launch an iteration's work, while the GPU is at it: a parameter, fitted to nothing."""
+"""Launch time of an iteration on the host, beside the GPU's work: a parameter, fitted to nothing."""
 
 
 def host_bound(num_tokens: int, host_s: float) -> float:
@@ -210,7 +210,7 @@ _SET = "the schedule's `fade` is set by the published 42 %"
 
 
 def packed_bytes(num_tokens: int, block_size: int) -> int:
-    """Of the blocks that the prompt's KV takes then."""
+    """Bytes of the blocks of a packed prompt's KV."""
     packing = pack(SEMANTIC, num_tokens, node().num_layers, block_size)
     num_dropped = packing.num_dropped if packing else 0
     return kv_bytes((-(-num_tokens // block_size) - num_dropped) * block_size)
@@ -262,7 +262,7 @@ PASSAGE = 512
 FIRSTS = (1, 16, 64)
 CACHEBLEND_PUBLISHED, EPIC_PUBLISHED = (2.2, 3.3), 8.0
 PLACES = {"GPU": 0.0, "DRAM": A100.pcie_bw, "SSD": A100.ssd_read_bw}
-"""Where donors' KV is -> bytes per second from there; 0: it is here."""
+"""Place of donors' KV -> bytes per second from there; 0: no load."""
 
 
 def full_s(num_tokens: int) -> float:

@@ -43,7 +43,7 @@ MODELS = {
 
 
 def measured() -> Coefficients:
-    """Of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
+    """Coefficients of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
     return engine_coefficients("vllm", A100, weight_dtype="bf16", kv_dtype="bf16")
 
 
@@ -53,7 +53,7 @@ def instance(model: str, num_gpus: int = 1, by: Coefficients = ROOFLINE) -> Anal
 
 
 def least_gpus(model: str) -> int:
-    """Of an instance: the fewest, a power of two, that leave memory for KV."""
+    """GPUs of the smallest instance, a power of two, that has memory for KV."""
     num_gpus = 1
     while not instance(model, num_gpus).fits:
         num_gpus *= 2
@@ -61,7 +61,7 @@ def least_gpus(model: str) -> int:
 
 
 def cluster(model: str, count: int, by: Coefficients = ROOFLINE, **changed: Any) -> Deployment:
-    """So many instances as small as hold the model. `changed`: sections of the configuration."""
+    """`count` instances as small as hold the model. `changed`: sections of the configuration."""
     return _mixed(instance(model, least_gpus(model), by), count, changed)
 
 
@@ -100,8 +100,8 @@ _SHORT, _ANSWER, _LONG_ANSWER = 1_000, 256, 3_000
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):
-    """What comes at once: so many short requests an instance, and before them some with `length` tokens. Of 90 short
-    ones no instance is full."""
+    """Requests that come at once: `each` short ones an instance, after `longs` with `length` tokens. 90 short ones do
+    not fill an instance."""
 
     each: int
     longs: int = 0
@@ -131,7 +131,7 @@ class ServedTokens(msgspec.Struct, frozen=True):
 
 @cache
 def served(load: InstanceLoad, lending: str, placement: str = "round_robin") -> ServedTokens:
-    """By instances that lend by this policy."""
+    """Throughput of instances that lend by this policy."""
     return _run(
         load, cluster(_MODEL_GAIN, _INSTANCES, measured(), policy=placement, lending={"policy": lending})
     )
@@ -139,7 +139,7 @@ def served(load: InstanceLoad, lending: str, placement: str = "round_robin") -> 
 
 @cache
 def served_by_one(load: InstanceLoad) -> ServedTokens:
-    """By one instance on all GPUs, with tensor parallelism."""
+    """Throughput of one instance on all GPUs, with tensor parallelism."""
     return _run(load, single(_MODEL_GAIN, _INSTANCES, measured()))
 
 
@@ -193,7 +193,7 @@ def gain_table(lab: Lab) -> Iterator[PaperCell]:
 LONGEST = {"v1": 1_900, "v2": 2_000}
 """Thousands of tokens on 32 A100."""
 TIMES = (2, 19)
-"""Of a vLLM with instances of its own (vLLM-M), least and most over all traces; both versions."""
+"""Times the context of vLLM-M (instances that do not lend), least and most over all traces; both versions."""
 _COUNTS = (2, 4, 8, 16, 32)
 _STEP = 1000
 
@@ -205,7 +205,7 @@ def pool_tokens(model: str, num_gpus: int = NUM_GPUS, each: int | None = None) -
 
 
 def completes(model: str, count: int, num_tokens: int) -> bool:
-    """Whether so many instances serve one prompt of this length, in virtual time."""
+    """Whether `count` instances serve a prompt of this length, in virtual time."""
     workload = Workload("one prompt", BLOCK_SIZE, [Request(0, num_tokens, BLOCK_SIZE)])
     [record] = Simulation(cluster(model, count), workload).run().records
     return record.status is RequestStatus.COMPLETED
@@ -296,7 +296,7 @@ def moves_table(lab: Lab) -> Iterator[PaperCell]:
 
 _MODEL_TRAFFIC, _DEVICES = "13B", 4
 MEASURED_MS = {8_192: (0.075, 0.581), 32_768: (0.12, 1.98), 131_072: (0.36, 7.48)}
-"""Of one layer: ship queries, ship KV."""
+"""ms of one layer: ship queries, ship KV."""
 _SENT_BYTES = 2
 
 

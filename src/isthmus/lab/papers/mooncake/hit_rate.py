@@ -1,4 +1,4 @@
-"""Which blocks of one pool go first by the policies that Mooncake compares with least recently used."""
+"""Hit rates of one pool by its size and eviction policy (FAST'25, arXiv 2407.00079, the authors' blog)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from isthmus.lab.planner.demand import pool_hits
 
 
 class RankedBlock:
-    """What the ranks are made of."""
+    """Facts of a block that ranks use."""
 
     __slots__ = ("depth", "last_store", "last_use", "reach", "uses")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        """How many blocks come before it in its chain."""
+        """Number of blocks before it in its chain."""
         self.uses = 0
         self.last_use = 0
         self.last_store = 0
-        """When this block, or one that follows it, last came in."""
+        """Time at which this block, or one that follows it, was last stored."""
         self.reach = 0
         """Length in blocks of the longest chain that used it."""
 
@@ -124,7 +124,7 @@ class HitRate(msgspec.Struct, frozen=True):
 def hit_rate(
     prompts: Sequence[Prompt], capacity: int | None, policy: str, *, block_size: int = 512, warmup: float = 0.0
 ) -> HitRate:
-    """Of one pool of `capacity` blocks (None: no limit), which holds no block without its head.
+    """Hit rate of a pool of `capacity` blocks (None: no limit), which holds no block without its head.
 
     The first `warmup` share of the requests fills the pool and is not counted. A hit on a partial last block
     counts as the tokens it holds. `policy`: `lru`, one of `RANKS`, or the optimum.

@@ -1,4 +1,7 @@
-"""What Prefill-as-a-Service (arXiv 2604.15039v2) prints. Its K is read as 1,024 tokens unless `case` says otherwise."""
+"""The case study of Prefill-as-a-Service (arXiv 2604.15039v2): published figures, inferred inputs, solutions.
+
+The paper's K is read as 1,024 tokens unless a comment says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ PRFAAS = PublishedColumn(4, 3, 5, 2.22, 3.51, 1.61, 1.64, 3.91, 3.24, 1.54)
 HOMOGENEOUS = PublishedColumn(0, 9, 3, 4.44, 9.73, 0.0, 2.11, 2.35, 2.11, 1.00)
 NAIVE = PublishedColumn(4, 0, 8, 1.74, 3.51, 2.45, 0.0, 6.25, 2.45, 1.16)
 SHARE, EGRESS_GBPS, MEAN_ABOVE = 0.496, 13, 44 * KIBI
-"""Of PRFAAS: requests offloaded, what crosses the link, mean uncached length of what is offloaded."""
+"""Of PRFAAS: share of requests offloaded, traffic of the link, mean uncached length of offloaded requests."""
 OVER_NAIVE = 1.32
 EQUAL_COST_GAIN = 0.15
 
@@ -252,7 +255,7 @@ class Factors(msgspec.Struct, frozen=True):
 
 AS_IS = Factors()
 INFERRED = ("h20", "decode")
-"""Those of Factors that come from Table 6, the result. Times on H200 are printed, in Table 5."""
+"""Fields of Factors inferred from Table 6, the result. Times on H200 are printed, in Table 5."""
 # Enough to move whatever halving them moves: a minimum of rates follows what slows, not always what quickens.
 _SLOWER = tuple(Factors(**{name: 2.0}) for name in INFERRED)
 
@@ -371,7 +374,7 @@ class CaseDeployment(msgspec.Struct, frozen=True):
         what: RequestWork | None = None,
         factors: Factors = AS_IS,
     ) -> Solution:
-        """What the threshold and the split of `plan` bear with these inputs."""
+        """The load that the threshold and split of `plan` bear with these inputs."""
         (classes,) = by(LENGTHS_CASE, factors.work(what or work()), [plan.classes.threshold])
         return bear(classes, factors.fleet(self.fleet), plan.num_prefill)
 
@@ -389,9 +392,9 @@ def fleet(
 
 OFFLOADING = CaseDeployment(fleet(), GRID)
 HOMOGENEOUS_PD = CaseDeployment(fleet(remote=0, local=REMOTE_INSTANCES + LOCAL_INSTANCES, gbps=0), (LONGEST,))
-"""As many instances, all H20 and in one cluster."""
+"""The same number of instances, all H20 and in one cluster."""
 NAIVE_PD = CaseDeployment(fleet(), (0,))
-"""As OFFLOADING, but every request is prefilled remotely, so all H20 decode."""
+"""OFFLOADING with every request prefilled remotely, so all H20 decode."""
 DEPLOYMENTS = {"PrfaaS-PD": OFFLOADING, "homogeneous PD": HOMOGENEOUS_PD, "naive heterogeneous": NAIVE_PD}
 
 

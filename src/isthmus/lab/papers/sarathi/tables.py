@@ -1,4 +1,4 @@
-"""What chunked prefills with piggybacked decodes gain over batches of prompts only and of decodes only.
+"""Gains of chunked prefills with piggybacked decodes over batches of prompts only and of decodes only.
 
 Both are runs of the same node: requests of one shape queue for `batch` places, the scheduler forms the batches. The
 baseline computes prompts whole and each of its batches as two, one of prompts and one of decodes.
@@ -38,7 +38,7 @@ from isthmus.lab.papers.sarathi.one_node import (
 from isthmus.lab.papers.table import PaperCell, cells, table
 
 _ROUNDS_GAIN = 8
-"""How often each place is taken."""
+"""Requests that each place of the batch serves."""
 
 
 class BatchShape(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ def gain(shape: BatchShape, step_ps: StepTime, budget: int) -> float:
 
 
 def best_gain(shape: BatchShape, step_ps: StepTime, budgets: Sequence[int]) -> float:
-    """With whichever of the budgets is best for this shape, or with the baseline's batches if none is better."""
+    """Gain of the best budget for this shape, or 1 if the baseline's batches are better."""
     return max(1.0, *[gain(shape, step_ps, budget) for budget in budgets])
 
 
@@ -160,7 +160,7 @@ def iterations_table(lab: Lab) -> Iterator[PaperCell]:
 
 _LENGTH = 1024
 _PUBLISHED_CHUNKS = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}
-"""In words: about 5 times, more than 2 times, within 20 %, within 10 %."""
+"""Published in words: about 5 times, more than 2 times, within 20 %, within 10 %."""
 
 
 def _prefill_ps(budget: int) -> int:
@@ -255,7 +255,7 @@ _BUDGETS = tuple(TILE * tiles for tiles in range(1, 9))
 
 
 def balanced(length: int, budget: int) -> BatchShape:
-    """All decodes piggyback on the chunks of others, exactly: P:D = chunk / (batch - 1)."""
+    """The shape whose decodes exactly fill the chunks: P:D = chunk / (batch - 1)."""
     batch = _LENGTHS[length]
     return BatchShape(length, batch, (budget - (batch - 1)) / (batch - 1))
 
@@ -395,7 +395,7 @@ def ablation_table(lab: Lab) -> Iterator[PaperCell]:
 _STAGES, _REPLICAS = 8, 8
 _STAGED_BATCH, _WHOLE_BATCH, _CHUNK_BUBBLES = 27, 11, 256
 _ROUNDS_BUBBLES = 4
-"""How often each place of a batch is taken; the paper serves 10,000 requests."""
+"""Requests that each place of a batch serves; the paper serves 10,000 in all."""
 _SHORTEST, _LONGEST, _THETA, _RATIO = 1024, 4096, 0.4, 10
 
 _PUBLISHED_BUBBLES = {

@@ -1,10 +1,8 @@
-"""Prompts that are spec of documents, as retrieval makes them: a common beginning, documents in any order, a question.
+"""Prompts as retrieval makes them: a common beginning, documents in any order, a question.
 
-Tokens are drawn, so that block names, pieces and their ends are those of a real prompt: names are a chain over blocks
-of tokens, pieces are cut by the code that cuts them live.
-
-A paraphrase says what an earlier prompt says in other words: nothing but the beginning is equal, and its signature is
-alike. Those of any two other prompts are not, whatever documents both have.
+Tokens are drawn, so that block names and pieces are those of a real prompt: names are a chain over blocks of tokens,
+pieces are cut by the code of the live cluster. A paraphrase shares only the beginning with its original, and has a
+similar signature; signatures of other prompts are never similar, whatever documents they share.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ SIGNATURE_BITS = 256
 
 
 class Prompt(NamedTuple):
-    """Ids of its blocks, and what it says if it may be computed with more than its own prefix."""
+    """A prompt's block ids, and its content if it may use KV beyond its own prefix."""
 
     num_tokens: int
     blocks: tuple[int, ...]
@@ -34,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 class _Paraphrase(NamedTuple):
-    """A prompt that may be said in other words: tokens after its `beginning`."""
+    """A prompt that may be paraphrased: `num_more` tokens follow its `beginning`."""
 
     beginning: list[int]
     num_more: int
@@ -42,7 +40,7 @@ class _Paraphrase(NamedTuple):
 
 
 class DocumentPrompts:
-    """`draw` gives one after the other. The `reuse` of a specification changes nothing but what they ask for."""
+    """Draws prompts one after the other. The `reuse` of a specification changes only the kind of reuse asked for."""
 
     def __init__(self, spec: Spec) -> None:
         assert spec.document_tokens is not None
@@ -82,7 +80,7 @@ class DocumentPrompts:
         return bisect_left(popularity, self._picks.random() * popularity[-1])
 
     def _alike(self, signature: bytes) -> bytes:
-        """One whose bits differ in as many places as stand for that cosine."""
+        """A signature with as many flipped bits as the specified cosine means."""
         differing = round(math.acos(self._spec.alike) / math.pi * SIGNATURE_BITS)
         flipped = sum([1 << bit for bit in self._others.sample(range(SIGNATURE_BITS), differing)])
         return (int.from_bytes(signature, "little") ^ flipped).to_bytes(len(signature), "little")
@@ -94,8 +92,7 @@ class DocumentPrompts:
         return Prompt(len(tokens), self._names(tokens), content)
 
     def _names(self, tokens: list[int]) -> tuple[int, ...]:
-        """A number for each block, the same for the same tokens up to its end; one of its own for the last if it is not
-        full."""
+        """An id for each block, equal for equal tokens up to its end; a partial last block gets an id of its own."""
         ids, size, names = self._ids, self._spec.block_size, list[int]()
         for at in range(0, len(tokens) - size + 1, size):
             key = names[-1] if names else -1, array("I", tokens[at : at + size]).tobytes()
@@ -108,7 +105,7 @@ class DocumentPrompts:
 
 
 def _popularity(number: int, zipf: float) -> list[float]:
-    """The i-th most popular of so many is chosen in proportion to i ** -zipf."""
+    """Cumulative weights: the i-th most popular is chosen in proportion to i ** -zipf."""
     return list(accumulate([rank**-zipf for rank in range(1, number + 1)]))
 
 

@@ -1,4 +1,4 @@
-"""Workloads made up by rule, from one seed and a specification (`specification.py`)."""
+"""Generates workloads from a specification (`specification.py`) and its seed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _retrieved(spec: Spec, gap: Callable[[], float]) -> Iterator[Request]:
 
 
 class _Conversation:
-    """What its next prompt starts with: so many tokens, whose full blocks are `blocks`."""
+    """Beginning of the next prompt of a conversation: its tokens and full blocks."""
 
     __slots__ = ("blocks", "num_tokens")
 

@@ -7,6 +7,7 @@ for a prefill, and whole at the end of every hand-over, since it is final only w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,47 +44,40 @@ class _Leg(NamedTuple):
     link: SimulatedLink | None
 
 
+@dataclass(slots=True, eq=False)
 class _Handover:
-    """KV of an attempt on its way to its decode node, since `since_ns`. `rest`: bytes that follow when all is computed;
-    `kv`: bytes before encoding."""
+    """KV of an attempt on its way to its decode node."""
 
-    __slots__ = ("flow", "job", "key", "kv", "leg", "rest", "since_ns")
-
-    flow: Flow
-
-    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int, kv: int, since_ns: int) -> None:
-        self.key, self.job, self.leg, self.rest = key, job, leg, rest
-        self.kv, self.since_ns = kv, since_ns
+    key: RequestId
+    job: SimJob
+    leg: _Leg
+    rest: int  # bytes that follow when all is computed
+    kv: int  # bytes before encoding
+    since_ns: int
+    flow: Flow = field(init=False)
 
     @property
     def ends(self) -> tuple[SimNode, SimNode]:
         return self.leg.source, self.leg.target
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
-    """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: end of the load of the other
-    blocks (-1: not known). `is_prompts`: a prefill waits for them, whose load counts on `counted_on` tokens. Donors'
-    blocks have no job: they are fetched before their prompt queues."""
+    """Blocks on their way from one node's cache to another's."""
 
-    __slots__ = (
-        "asked",
-        "counted_on",
-        "flow",
-        "is_prompts",
-        "job",
-        "kv",
-        "source",
-        "stop",
-        "target",
-        "until_ns",
-    )
+    asked: events.Fetch
+    source: SimNode
+    target: SimNode
+    job: SimJob | None  # None for donors' blocks, which are fetched before their prompt queues
+    flow: Flow | None = None
+    stop: int = 0  # of the blocks that are sent, which begin at `asked.start`
+    kv: int = 0  # bytes before encoding
+    counted_on: int = 0  # tokens that the load of the waiting prefill expects
+    until_ns: int = -1  # end of the load of the blocks beside these, -1: not known
+    is_prompts: bool = field(init=False)  # a prefill waits for the blocks
 
-    def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: SimJob | None) -> None:
-        self.asked, self.source, self.target, self.job = asked, source, target, job
-        self.flow: Flow | None = None
-        self.stop = self.kv = self.counted_on = 0
-        self.until_ns = -1
-        self.is_prompts = job is not None and job.prefill_slot == target.slot
+    def __post_init__(self) -> None:
+        self.is_prompts = self.job is not None and self.job.prefill_slot == self.target.slot
 
     @property
     def ends(self) -> tuple[SimNode, SimNode]:

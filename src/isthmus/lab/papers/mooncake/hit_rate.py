@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
@@ -15,20 +16,15 @@ from isthmus.lab.papers.table import PaperCell, on_traces, table
 from isthmus.lab.planner.demand import pool_hits
 
 
+@dataclass(slots=True, eq=False)
 class RankedBlock:
     """Facts of a block that ranks use."""
 
-    __slots__ = ("depth", "last_store", "last_use", "reach", "uses")
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        """Number of blocks before it in its chain."""
-        self.uses = 0
-        self.last_use = 0
-        self.last_store = 0
-        """Time at which this block, or one that follows it, was last stored."""
-        self.reach = 0
-        """Length in blocks of the longest chain that used it."""
+    depth: int  # blocks before it in its chain
+    uses: int = 0
+    last_use: int = 0
+    last_store: int = 0  # time at which this block, or one that follows it, was last stored
+    reach: int = 0  # blocks of the longest chain that used it
 
 
 Rank = tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.lab.sim.simulation import no_cycles
+from isthmus.lab.sim import no_cycles
 
 if TYPE_CHECKING:
     from isthmus.config import Config

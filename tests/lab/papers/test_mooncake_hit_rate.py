@@ -58,17 +58,14 @@ def most_hits(chains: list[Chain], capacity: int) -> int:
 
 
 def test_the_shares_of_blocks_and_of_tokens() -> None:
+    """The first requests may only fill the pool; LRU loses what the optimum keeps."""
     rate = hit_rate(prompts("ab", "abc", "abc"), None, "lru", block_size=10)
     # Found: none, 2 of 3 blocks, and all 3, of which the last holds 4 tokens.
     assert rate == HitRate(blocks=(2 + 3) / 8, tokens=(20 + 24) / (14 + 24 + 24))
 
-
-def test_requests_of_the_warm_up_fill_the_pool_and_are_not_counted() -> None:
     rate = hit_rate(prompts("ab", "cd", "ab", "xy"), None, "lru", block_size=10, warmup=0.5)
     assert rate == HitRate(blocks=0.5, tokens=0.5)
 
-
-def test_the_least_recently_used_chain_is_lost_and_the_optimum_keeps_what_is_needed_next() -> None:
     workload = prompts("ab", "cd", "ab", "cd")
     assert hit_rate(workload, 2, "lru", block_size=10).blocks == 0
     assert hit_rate(workload, 2, "optimum", block_size=10).blocks == 2 / 8
@@ -88,8 +85,10 @@ def test_no_choice_of_what_to_keep_finds_more_than_the_optimum(chains: list[Chai
 
 @given(long_workloads, st.integers(0, 25))
 def test_no_policy_finds_more_than_the_optimum(chains: list[Chain], capacity: int) -> None:
-    most = sum(optimal_hits(chains, capacity))
-    assert sum(pool_hits(chains, capacity)) <= most
+    """And a larger pool finds no less: with LRU at every request."""
+    most, lru = sum(optimal_hits(chains, capacity)), list(pool_hits(chains, capacity))
+    assert sum(lru) <= most <= sum(optimal_hits(chains, capacity + 1))
+    assert all(few <= many for few, many in zip(lru, pool_hits(chains, capacity + 1), strict=True))
     for rank in RANKS.values():
         assert sum(ranked_hits(chains, capacity, rank)) <= most
 
@@ -131,19 +130,6 @@ def test_the_lowest_rank_goes_first_as_if_it_was_searched_for(
 ) -> None:
     plain = plain_hits(cast(list[list[str]], [list(names) for names in chains]), capacity, policy)
     assert list(ranked_hits(chains, capacity, RANKS[policy])) == list(plain)
-
-
-@given(long_workloads, st.integers(0, 25))
-def test_lru_finds_at_every_request_at_least_what_a_smaller_pool_finds(
-    chains: list[Chain], capacity: int
-) -> None:
-    smaller, larger = pool_hits(chains, capacity), pool_hits(chains, capacity + 1)
-    assert all(few <= many for few, many in zip(smaller, larger, strict=True))
-
-
-@given(long_workloads, st.integers(0, 25))
-def test_the_optimum_grows_with_capacity(chains: list[Chain], capacity: int) -> None:
-    assert sum(optimal_hits(chains, capacity)) <= sum(optimal_hits(chains, capacity + 1))
 
 
 @given(long_workloads, st.sampled_from(POLICIES))

@@ -8,50 +8,24 @@ import pytest
 
 from isthmus.core.cost import compile_cost, curve_of
 from isthmus.core.cost.offload import decode_imbalance, prefill_imbalance
-from isthmus.lab.papers.prfaas import case, deployments, sensitivity
+from isthmus.lab.papers.prfaas import case, tables
 from isthmus.lab.papers.prfaas.case import (
     GBPS,
     HOMOGENEOUS,
     LENGTHS_PUBLISHED,
-    MEBI,
-    NAIVE,
     PRFAAS,
-    PROFILE,
     THRESHOLD,
     THROUGHPUT,
 )
 from isthmus.yaml_file import read_document
 from tests.core.cost.models import work_of
 from tests.core.cost.test_curve import PROFILES
-from tests.lab.papers.traces import untraced
-
-
-def ours(name: str) -> dict[tuple[str, str], Any]:
-    return {(row["row"], row["column"]): row["ours"] for row in untraced(name)}
+from tests.lab.papers.traces import ours, starred
 
 
 def profile(name: str) -> Any:
     (path,) = (path for path in PROFILES if path.stem == name)
     return curve_of(read_document(path).values)
-
-
-def test_the_three_deployments_bear_what_is_published() -> None:
-    published = {"PrfaaS-PD": PRFAAS, "homogeneous PD": HOMOGENEOUS, "naive heterogeneous": NAIVE}
-    for name, deployment in case.DEPLOYMENTS.items():
-        solution = deployment.solved()
-        assert solution.rate == pytest.approx(published[name].rate, rel=0.02)
-        assert (solution.num_prefill, solution.num_decode) == (published[name].prefill, published[name].decode)
-        instances = deployment.fleet.num_remote + deployment.fleet.num_local
-        assert instances == 12
-
-
-def test_the_best_threshold_and_what_crosses_the_link() -> None:
-    solution = case.OFFLOADING.solved()
-    assert solution.classes.threshold == pytest.approx(THRESHOLD, rel=0.03)
-    assert solution.egress / GBPS == pytest.approx(13, rel=0.06)
-    assert solution.classes.share == pytest.approx(0.496, rel=0.01)
-    assert solution.remote == pytest.approx(PRFAAS.remote_rate, rel=0.02)
-    assert solution.decode == pytest.approx(PRFAAS.decode_rate, rel=0.01)
 
 
 def test_equations_7_and_8_are_as_near_as_instances_allow() -> None:
@@ -64,23 +38,12 @@ def test_equations_7_and_8_are_as_near_as_instances_allow() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "mean_s", "p90_s"),
-    [("PrfaaS-PD", 2.22, 3.51), ("homogeneous PD", 4.44, 9.73), ("naive heterogeneous", 1.74, 3.51)],
-)
-def test_unloaded_ttft(name: str, mean_s: float, p90_s: float) -> None:
-    solution = case.DEPLOYMENTS[name].solved()
-    assert case.ttft_s(solution.classes.threshold, case.work()) == pytest.approx((mean_s, p90_s), rel=0.04)
-
-
-def test_the_structure_explains_the_published_sizes() -> None:
-    for row, length in zip(PROFILE.values(), case.MEASURED_LENGTHS, strict=True):
-        assert case.kv_bytes(length) / MEBI == pytest.approx(row.kv_mib, abs=0.1)
-        assert row.kv_mib * MEBI / row.prefill_s / GBPS == pytest.approx(row.gbps, rel=0.01)
-
-
 def test_h20_is_what_table_6_implies() -> None:
+    """So local capacity at the published threshold is the published one: threshold, rate and ratios are no test."""
     times = case.h20()
+    solution = case.OFFLOADING.solved()
+    assert (solution.classes.threshold, solution.binds) == (THRESHOLD, "local compute")
+    assert solution.rate == pytest.approx(PRFAAS.local_rate / (1 - solution.classes.share))
     assert PRFAAS.prefill / times(case.LENGTHS_CASE.mean_below(THRESHOLD)) == pytest.approx(PRFAAS.local_rate)
     assert times(case.LENGTHS_CASE.quantile(0.9)) == pytest.approx(HOMOGENEOUS.ttft_p90_s)
     for length, seconds in {1024: 0.602, 8192: 1.554, 32_768: 5.045, 131_072: 22.57}.items():
@@ -129,16 +92,6 @@ def test_throughput_is_not_assumed_to_fall_with_the_length() -> None:
     assert solution.binds in ("link", "local compute")
 
 
-def test_no_interpolation_hides_the_result() -> None:
-    """Every rule agrees on the split, within 3 % on the rate and the threshold."""
-    found = ours("prfaas-interpolation")
-    rates = [value for (_, column), value in found.items() if column == "all (req/s)"]
-    assert len(rates) == 10 and all(rate == pytest.approx(PRFAAS.rate, rel=0.03) for rate in rates)
-    thresholds = [value for (_, column), value in found.items() if column == "threshold (tokens)"]
-    assert all(threshold == pytest.approx(THRESHOLD, rel=0.03) for threshold in thresholds)
-    assert {value for (_, column), value in found.items() if column == "prefill instances here"} == {3}
-
-
 def test_the_chosen_rule_predicts_what_it_has_not_seen_far_better_than_lines() -> None:
     found = ours("prfaas-held-out")
     chosen = found["quadratic, least squares in seconds", "mean error (%)"]
@@ -168,22 +121,14 @@ def test_means_of_a_class_flatter_every_deployment() -> None:
         assert 0.95 < exact / found[f"{name}, representative lengths", "all (req/s)"] < 1
 
 
-def test_sizing_and_price() -> None:
-    for row in untraced("prfaas-sizing"):
-        assert row["ours"] == pytest.approx(row["published"], rel=0.03 if "bound" not in row["row"] else 0.07)
+def test_the_price_of_a_gain() -> None:
     prices = [value for (_, column), value in ours("prfaas-price").items() if "price of" in column]
     assert prices == pytest.approx([2.05, 2.02, 1.98], abs=0.01)
 
 
 def test_what_is_inferred_says_so() -> None:
     marked = ("prfaas-implied-prefill", "prfaas-profile", "prfaas-kv-throughput", "prfaas-price")
-    for name in marked:
-        cells = untraced(name)
-        assert any("inferred" in " ".join(map(str, (cell["row"], cell["column"]))) for cell in cells)
-
-
-def starred(name: str) -> set[tuple[str, str]]:
-    return {(row["row"], row["column"]) for row in untraced(name) if row.get("inferred")}
+    assert all(any("inferred" in " ".join(cell) for cell in ours(name)) for name in marked)
 
 
 def test_what_hangs_on_an_inferred_input_is_starred() -> None:
@@ -207,8 +152,8 @@ def test_what_hangs_on_an_inferred_input_is_starred() -> None:
 def test_no_other_change_of_an_inferred_input_moves_what_has_no_star(name: str, factor: float) -> None:
     changed = case.Factors(**{name: factor})
     for table, measure in (
-        ("prfaas-deployments", deployments._measure),
-        ("prfaas-inferred", sensitivity._measure_inferred),
+        ("prfaas-deployments", tables.offloading_table.measure.__wrapped__),
+        ("prfaas-inferred", tables.inferred_inputs_table.measure.__wrapped__),
     ):
         stars, before = starred(table), ours(table)
         for cell in measure(changed):
@@ -240,10 +185,3 @@ def test_what_is_independent_of_the_inferred_inputs_and_what_is_not() -> None:
         },
         abs=5e-4,
     )
-
-
-def test_local_capacity_at_the_published_threshold_is_the_published_one() -> None:
-    """Why the threshold, the rate and its ratios are no test: the other curve goes through them by construction."""
-    solution = case.OFFLOADING.solved()
-    assert (solution.classes.threshold, solution.binds) == (THRESHOLD, "local compute")
-    assert solution.rate == pytest.approx(PRFAAS.local_rate / (1 - solution.classes.share))

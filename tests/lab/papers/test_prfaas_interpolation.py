@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -58,16 +58,15 @@ def test_a_quadratic_is_found_again(coefficients: list[float]) -> None:
 
 
 @pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("power", [0, 1, 2])
-@pytest.mark.parametrize("change", [-1e-3, 1e-3])
-def test_least_squares_are_least(relative: bool, power: int, change: float) -> None:
+def test_least_squares_are_least(relative: bool) -> None:
     def error(coefficients: list[float]) -> float:
         times = evaluated(coefficients)
         return sum(((times(x) - y) / (y if relative else 1)) ** 2 for x, y in POINTS)
 
     found = polynomial(POINTS, 2, relative=relative)
-    moved = [c * (1 + change) if at == power else c for at, c in enumerate(found)]
-    assert error(found) < error(moved)
+    for power, change in product(range(3), (-1e-3, 1e-3)):
+        moved = [c * (1 + change) if at == power else c for at, c in enumerate(found)]
+        assert error(found) < error(moved)
 
 
 def test_outside_the_points() -> None:

@@ -24,6 +24,9 @@ def test_a_request_alone() -> None:
     assert served.ttft_ns() == [55_000_000] and served.gaps_ns() == [11_000_000] * 2
     assert served.worked_ps == 77 * MS and served.ends_ps[-1] == 84 * MS
     assert (served.admitted, served.first, served.last(0)) == ([0], [2], 4)
+    later = [PaperRequest(5, 1), PaperRequest(5, 1, arrival_ns=10**12)]
+    served = serve(later, step_ps, BatchLimits(WHOLE, 4))
+    assert served.ttft_ns() == [15_000_000] * 2 and served.worked_ps == 30 * MS
 
 
 def test_who_comes_while_it_works_joins_the_next_batch() -> None:
@@ -38,11 +41,6 @@ def test_who_comes_while_it_works_joins_the_next_batch() -> None:
     ]
     assert served.ttft_ns() == [15_000_000, 27_000_000]
     assert served.gaps_ns() == [11_000_000, 17_000_000, 11_000_000]
-
-
-def test_it_is_idle_until_somebody_comes() -> None:
-    served = serve([PaperRequest(5, 1), PaperRequest(5, 1, arrival_ns=10**12)], step_ps, BatchLimits(WHOLE, 4))
-    assert served.ttft_ns() == [15_000_000] * 2 and served.worked_ps == 30 * MS
 
 
 def test_short_prompts_wait_less_beside_a_long_one_and_the_node_works_no_longer() -> None:

@@ -1,4 +1,4 @@
-"""Small traces under the names of the published ones, and tables that need none."""
+"""Small traces under the names of the published ones, and the rows of tables."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from isthmus.lab.sim.workloads import generate
 def untraced(name: str) -> tuple[dict[str, Any], ...]:
     """Rows of a table without traces, computed once for all tests of a worker."""
     return tuple(TABLES[name].rows(Lab(None)))
+
+
+def ours(name: str, lab: Lab | None = None) -> dict[tuple[str, str], Any]:
+    """Our figures by row and column."""
+    rows = untraced(name) if lab is None else TABLES[name].rows(lab)
+    return {(row["row"], row["column"]): row["ours"] for row in rows}
+
+
+def starred(name: str) -> set[tuple[str, str]]:
+    """Row and column of each figure that depends on an inferred input."""
+    return {(row["row"], row["column"]) for row in untraced(name) if row.get("inferred")}
 
 
 def write_traces(folder: Path, spec: str) -> None:

@@ -17,10 +17,9 @@ from isthmus.core.types import NodeId, Role
 from isthmus.facts import Rates
 from isthmus.lab.sim.node import LOOK_STEPS, Occupancy, Questions, SimNode, build_node
 from isthmus.lab.sim.records import COMPLETED, REFUSED, NodeRecord, Result
-from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request
 
-from .cluster import BLOCK_SIZE, CURVE, deployment, nodes, workload
+from .cluster import BLOCK_SIZE, CURVE, MS, deployment, nodes, run, statuses
 
 COST = compile_cost(CURVE)
 
@@ -103,7 +102,7 @@ def simulated(roles: dict[Role, int], requests: list[tuple[int, int]], **fields:
     made = [each for role, count in roles.items() for each in nodes(role, count, **fields)]
     small = [msgspec.structs.replace(each, kv_blocks=40 if each.role is Role.DECODE else 600) for each in made]
     come = [Request(arrival_ns=0, num_tokens=tokens, output_tokens=out) for tokens, out in requests]
-    return Simulation(deployment(small), workload(come), check=True).run()
+    return run(deployment(small), come)
 
 
 def node(result: Result, name: str) -> NodeRecord:
@@ -117,16 +116,14 @@ MANY = [(1500, 60)] * 6
 def test_a_batch_that_attention_nodes_hold_decodes_on_a_small_node() -> None:
     """Six requests of 98 blocks on a node of 40: their KV lies with others, whose time is used."""
     found = simulated(SPLIT, MANY)
-    assert {record.status for record in found.records} == {COMPLETED}
+    assert statuses(found) == {COMPLETED}
     assert 40 * BLOCK_SIZE < 6 * 1500, "more than its memory"
     for name in ("attention-0", "attention-1"):
         busy = node(found, name).busy_ns
         assert 0 < busy < found.end_ns
         assert node(found, name).iterations == 0
     assert found.bytes_moved["queries"] > 0
-    assert {record.status for record in simulated({Role.PREFILL: 1, Role.DECODE: 1}, MANY).records} == {
-        "refused"
-    }
+    assert statuses(simulated({Role.PREFILL: 1, Role.DECODE: 1}, MANY)) == {REFUSED}
 
 
 def test_bytes_of_queries_do_not_depend_on_the_context() -> None:
@@ -178,7 +175,6 @@ def test_prompts_of_any_length_together_all_end(
     small = [
         msgspec.structs.replace(each, kv_blocks=100 if each.role is not Role.ATTENTION else 60) for each in made
     ]
-    come = [Request(at * 10**6, tokens, out) for at, tokens, out in sorted(requests)]
     cluster = deployment(small, prompt_batch=1 << 30, token_budget=96)
-    found = Simulation(cluster, workload(come), check=True).run()
-    assert {record.status for record in found.records} <= {COMPLETED, REFUSED}
+    found = run(cluster, [Request(at * MS, tokens, out) for at, tokens, out in sorted(requests)])
+    assert statuses(found) <= {COMPLETED, REFUSED}

@@ -4,13 +4,12 @@ import pytest
 
 from isthmus.core.conductor import Rules
 from isthmus.core.errors import ConfigError
-from isthmus.core.types import NS_PER_MS, NS_PER_S, Role
+from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
-from isthmus.lab.sim.records import RequestStatus
-from isthmus.lab.sim.simulation import Simulation
+from isthmus.lab.sim.records import COMPLETED, REFUSED, RequestStatus
 from isthmus.lab.sim.workloads import Request
 
-from .cluster import deployment, nodes, workload
+from .cluster import MS, deployment, disaggregated, run
 
 ENDS = frozenset(("dense", "local"))
 
@@ -56,52 +55,56 @@ def test_what_nodes_say_is_late_both_ways_and_the_longest_delay_holds() -> None:
     assert faults.times() == [time * NS_PER_S for time in (1, 2, 3, 5)]
 
 
-def test_a_disk_fails_with_its_cluster_too() -> None:
-    faults = Faults(disks=(DiskFault("far", 1, float("inf")),))
-    assert [faults.has_disk(("p", "far"), time) for time in (NS_PER_S - 1, NS_PER_S)] == [True, False]
-    assert faults.has_disk(("p", ""), NS_PER_S)
-
-
-def test_the_smallest_factor_of_overlapping_faults_holds() -> None:
-    faults = Faults((LinkFault("dense", "local", 1, 5, 0.5), LinkFault("local", "dense", 2, 3, 0.1)))
+def test_a_fault_holds_from_its_start_to_its_stop_and_for_all_of_a_cluster() -> None:
+    """Of faults of one link that overlap the smallest factor holds."""
+    faults = Faults(
+        (LinkFault("dense", "local", 1, 5, 0.5), LinkFault("local", "dense", 2, 3, 0.1)),
+        nodes=(NodeFault("dense", 1, float("inf")),),
+        disks=(DiskFault("dense", 1, float("inf")),),
+    )
     found = [faults.factor(ENDS, int(time * NS_PER_S)) for time in (0, 1, 2, 3, 5)]
     assert found == [1.0, 0.5, 0.1, 0.5, 1.0]
     assert faults.factor(frozenset(("dense", "other")), 2 * NS_PER_S) == 1.0
     assert faults.times() == [1 * NS_PER_S, 2 * NS_PER_S, 3 * NS_PER_S, 5 * NS_PER_S]
-
-
-def test_a_node_is_dead_with_its_cluster_too_and_some_never_come_back() -> None:
-    faults = Faults(nodes=(NodeFault("dense", 1, float("inf")),))
-    assert faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S)
-    assert not faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S - 1)
-    assert not faults.is_dead(("local-prefill-0", "local"), NS_PER_S)
-    assert faults.times() == [NS_PER_S]
-
-
-def test_a_fault_of_nothing_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a:b: no such link; there are: dense:local"):
-        Faults((LinkFault("a", "b", 0, 1),)).check([("dense", "local")], [])
-    with pytest.raises(
-        ConfigError, match="x: no node or cluster has that name; there are: local, local-decode-0"
+    for names, time, fails in (
+        ("dense", NS_PER_S, True),
+        ("dense", NS_PER_S - 1, False),
+        ("", NS_PER_S, False),
     ):
-        Faults(nodes=(NodeFault("x", 0, 1),)).check([], ["local", "local-decode-0"])
-    with pytest.raises(ConfigError, match="--disk-fault x: no node or cluster has that name"):
-        Faults(disks=(DiskFault("x", 0, 1),)).check([], ["local"])
-    with pytest.raises(ConfigError, match="--session-fault y: no node or cluster has that name"):
-        Faults(sessions=(SessionFault("local", "y", 0, 1),)).check([], ["local"])
+        assert faults.is_dead(("p", names), time) is fails
+        assert faults.has_disk(("p", names), time) is not fails
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        (Faults((LinkFault("a", "b", 0, 1),)), "a:b: no such link; there are: dense:local"),
+        (
+            Faults(nodes=(NodeFault("x", 0, 1),)),
+            "x: .* there are: local, local-decode-0",
+        ),
+        (Faults(disks=(DiskFault("x", 0, 1),)), "--disk-fault x: no node or cluster has that name"),
+        (
+            Faults(sessions=(SessionFault("local", "y", 0, 1),)),
+            "--session-fault y: no node or cluster has that name",
+        ),
+    ],
+)
+def test_a_fault_of_nothing_there_is_refused(faults: Faults, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        faults.check([("dense", "local")], ["local", "local-decode-0"])
 
 
 @pytest.mark.parametrize(
     ("wait_ms", "status"),
-    [(0, RequestStatus.REFUSED), (300, RequestStatus.REFUSED), (500, RequestStatus.COMPLETED)],
+    [(0, REFUSED), (300, REFUSED), (500, COMPLETED)],
 )
 def test_a_new_request_waits_for_a_node_as_it_does_live(wait_ms: int, status: RequestStatus) -> None:
     faults = Faults(nodes=(NodeFault("decode-0", 0.1, 0.5),))
-    some = nodes(Role.PREFILL, 1) + nodes(Role.DECODE, 1)
-    cluster = deployment(some, Rules(wait_ms=wait_ms), faults=faults)
-    [record] = Simulation(cluster, workload([Request(110 * NS_PER_MS, 100, 10)]), check=True).run().records
+    cluster = deployment(disaggregated(), Rules(wait_ms=wait_ms), faults=faults)
+    [record] = run(cluster, [Request(110 * MS, 100, 10)]).records
     assert record.status is status
-    if status is RequestStatus.COMPLETED:
-        assert record.first_token_ns > 500 * NS_PER_MS
+    if status is COMPLETED:
+        assert record.first_token_ns > 500 * MS
     elif wait_ms:
-        assert record.end_ns == (110 + wait_ms) * NS_PER_MS
+        assert record.end_ns == (110 + wait_ms) * MS

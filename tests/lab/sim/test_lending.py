@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from isthmus.core.attempts import key_of
 from isthmus.core.conductor import Action, Event, Lend, Repay, Rules
 from isthmus.core.conductor.view import WAITING
-from isthmus.core.types import NS_PER_MS, NodeId, Role
+from isthmus.core.types import NodeId, Role
 from isthmus.facts import make_known
 from isthmus.lab.papers.infinite_llm.lending import GREEDY, LEDGER
 from isthmus.lab.sim.deployment import Deployment
@@ -25,7 +25,7 @@ from isthmus.lab.sim.records import COMPLETED, Result
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.workloads import Request
 
-from .cluster import deployment, nodes, workload
+from .cluster import MS, deployment, nodes, statuses, workload
 
 POLICIES = [LEDGER, GREEDY, "isthmus"]
 NODE_BLOCKS = 400
@@ -38,7 +38,7 @@ def cluster_of(
     small = [msgspec.structs.replace(facts, kv_blocks=num_blocks, token_budget=512) for facts in made]
     rules = Rules(policy="round_robin", lending=policy, max_requests=1 << 30)
     make_known(rules)
-    report_ns = 0 if policy == "none" else 100 * NS_PER_MS
+    report_ns = 0 if policy == "none" else 100 * MS
     return deployment(tuple(small), rules, report_ns=report_ns, **fields)
 
 
@@ -56,9 +56,7 @@ def run(
 
 
 def short(every_ms: float, count: int = 600) -> list[Request]:
-    return [
-        Request(int((200 + at * every_ms) * NS_PER_MS), num_tokens=96, output_tokens=64) for at in range(count)
-    ]
+    return [Request(int((200 + at * every_ms) * MS), num_tokens=96, output_tokens=64) for at in range(count)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -134,9 +132,9 @@ CROWD = [
 def test_debts_are_what_nodes_hold_for_each_other(
     requests: list[tuple[int, int, int]], policy: str, roles: dict[Role, int]
 ) -> None:
-    made = [Request(at * NS_PER_MS, tokens, out) for at, tokens, out in sorted(requests)]
+    made = [Request(at * MS, tokens, out) for at, tokens, out in sorted(requests)]
     found, _ = run(cluster_of(policy, roles, num_blocks=130), made, check=True)
-    assert all(record.status is COMPLETED for record in found.records)
+    assert statuses(found) == {COMPLETED}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -144,4 +142,4 @@ def test_a_holder_that_is_gone_costs_an_attempt_and_no_request(policy: str) -> N
     faults = Faults(nodes=(NodeFault(NodeId("mixed-1"), 4.0, 5.0),))
     cluster = cluster_of(policy, {Role.MIXED: 3}, num_blocks=200, faults=faults)
     found, acted = run(cluster, [Request(0, 2400, output_tokens=500), *short(12)])
-    assert all(record.status is COMPLETED for record in found.records) and acted[Lend] > 0
+    assert statuses(found) == {COMPLETED} and acted[Lend] > 0

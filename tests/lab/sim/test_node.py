@@ -53,22 +53,16 @@ def test_a_run_ends_as_its_iterations_do_and_is_cut_between_them(
     assert node.record.tokens_decoded == batch * (ends.index(first_after) + 1)
 
 
-def test_a_run_that_is_cut_twice_ends_at_the_earlier_end() -> None:
-    node = a_node()
-    ends = ends_of_iterations(2, 100, 50, 0)
+def test_a_run_may_be_cut_again_and_ends_at_once_if_it_takes_no_time() -> None:
+    node, ends = a_node(), ends_of_iterations(2, 100, 50, 0)
     node.begin(decodes(2, 100, 50), 0)
     version = node.version
-    assert node.cut(ends[20]) == ends[20]
-    assert node.cut(ends[30]) is None
-    assert node.cut(ends[3] - 1) == ends[3]
+    assert [node.cut(at) for at in (ends[20], ends[30], ends[3] - 1)] == [ends[20], None, ends[3]]
     assert node.version == version + 2
-
-
-def test_iterations_that_take_no_time_are_over_at_once() -> None:
-    free = msgspec.structs.replace(CURVE, decode_fixed_s=0.0, decode_sequence_s=0.0, decode_context_s=0.0)
-    node = a_node(cost=free)
-    assert node.begin(decodes(3, 100, 10), 5) == 5
-    assert node.cut(5) == 5
+    node = a_node(
+        cost=msgspec.structs.replace(CURVE, decode_fixed_s=0, decode_sequence_s=0, decode_context_s=0)
+    )
+    assert node.begin(decodes(3, 100, 10), 5) == node.cut(5) == 5
 
 
 def test_who_got_the_last_token_ends_with_the_run() -> None:

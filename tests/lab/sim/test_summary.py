@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -30,12 +28,11 @@ def test_the_times_of_one_request() -> None:
     assert summary.e2e_s == Percentiles(8, 8, 8, 8)
     assert (summary.requests, summary.completed, summary.goodput_share) == (1, 1, 1.0)
     assert (summary.goodput_per_s, summary.output_tokens_per_s, summary.makespan_s) == (0.1, 1.1, 10.0)
-
-
-def test_an_empty_simulation_has_no_times_and_no_shares() -> None:
-    summary = summarize(result([], nodes=[], end_ns=0))
-    assert summary.ttft_s is None and summary.tbt_s is None and summary.e2e_s is None
-    assert (summary.goodput_share, summary.goodput_per_s, summary.hit_rate_tokens) == (0.0, 0.0, 0.0)
+    one_token = summarize(result([record(output_tokens=1)]))
+    assert (one_token.tbt_s, one_token.tpot_s, one_token.completed) == (None, None, 1)
+    nothing = summarize(result([], nodes=[], end_ns=0))
+    assert nothing.ttft_s is None and nothing.tbt_s is None and nothing.e2e_s is None
+    assert (nothing.goodput_share, nothing.goodput_per_s, nothing.hit_rate_tokens) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +94,6 @@ def test_hit_rates_are_over_requests_whose_prefill_began() -> None:
     assert summary.hit_rate_blocks == 0.125
     hits = summary.hits_by_source
     assert (hits.memory, hits.fetched, hits.disk) == (0.075, 0.05, 0.025)
-
-
-def test_one_output_token_has_no_gap() -> None:
-    summary = summarize(result([record(output_tokens=1)]))
-    assert summary.tbt_s is None and summary.tpot_s is None
-    assert summary.completed == 1
 
 
 def test_pools_and_links() -> None:
@@ -172,10 +163,10 @@ def _numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
-def test_the_json_has_the_promised_keys_and_is_the_same_bytes_every_time() -> None:
-    text = to_json(summarize(replayed(300)), wall=False)
-    values = json.loads(text)
-    assert "wall_s" not in values and "wall_s" in json.loads(to_json(summarize(replayed(300))))
+def test_the_json_has_the_promised_keys() -> None:
+    summary = summarize(replayed(300))
+    values = json.loads(to_json(summary, wall=False))
+    assert "wall_s" not in values and "wall_s" in json.loads(to_json(summary))
     assert {
         "requests",
         "completed",
@@ -185,16 +176,3 @@ def test_the_json_has_the_promised_keys_and_is_the_same_bytes_every_time() -> No
         "bytes_moved",
     } < set(values)
     assert list(values["ttft_s"]) == list(values["tbt_s"]) == ["mean", "p50", "p90", "p99"]
-    code = (
-        "import sys; from tests.lab.sim.report.results import replayed; from isthmus.lab.sim.summary import *;"
-        "sys.stdout.buffer.write(to_json(summarize(replayed(300)), wall=False))"
-    )
-    for hash_seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-            timeout=60,
-        )
-        assert run.stdout == text

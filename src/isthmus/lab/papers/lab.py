@@ -1,4 +1,4 @@
-"""Where tables are measured: finds the published traces, runs simulations, each only once."""
+"""Finds the published traces and runs the simulations of tables, each only once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FILES = {
     Trace.SYNTHETIC: "synthetic_trace.jsonl",
     Trace.ARXIV: "mooncake_trace.jsonl",
 }
-"""As the Mooncake repository names them."""
+"""File names of the Mooncake repository."""
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """How a trace is replayed. `one_token`: nothing is left to decode; `shared`: prompts keep their block ids."""
+    """Replay of a trace. `one_token`: answers of one token; `shared`: prompts keep their block ids."""
 
     trace: Trace
     speed: float = 1.0
@@ -64,7 +64,7 @@ def loads_of(result: Result) -> Loads:
 
 
 class PaperOutcome(msgspec.Struct, frozen=True):
-    """What the tables need of one simulation.
+    """Figures of one simulation that tables use.
 
     `ttft_s`, `tbt_s`: of each completed request, in order of arrival; `prefill_s`: GPU time of each prefill that
     began, by the cost model, for the chunks of what was not cached; `fetch_s`: of each fetch from another node.
@@ -98,7 +98,7 @@ class Lab:
         return self._folder is not None and (self._folder / FILES[trace]).is_file()
 
     def absence(self, trace: Trace) -> str:
-        """Why there is no figure of ours."""
+        """Reason for missing figures of ours."""
         if self._folder is None:
             return f"needs {FILES[trace]}: name its folder with --traces"
         return f"no {FILES[trace]} in {self._folder}"
@@ -153,7 +153,7 @@ def _outcome(result: Result, deployment: Deployment) -> PaperOutcome:
     )
 
 
-# What systems are taken to reach of their hardware, where a paper does not say: the same for all of them.
+# Shares of their hardware's peaks that systems reach, if a paper does not say: the same for all of them.
 
 
 ROOFLINE = Coefficients(

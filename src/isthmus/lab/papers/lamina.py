@@ -25,7 +25,7 @@ from isthmus.core.cost import (
 from isthmus.core.cost.pooled import Pooled, is_compute_bound
 from isthmus.lab.papers.lab import ROOFLINE, Lab
 from isthmus.lab.papers.sarathi.one_node import LLAMA_33B, llama
-from isthmus.lab.papers.table import PaperCell, Table
+from isthmus.lab.papers.table import PaperCell, Table, cells, table
 
 PRICES = {"h100": 11.06, "h20": 4.63}
 """US dollars an hour."""
@@ -36,8 +36,8 @@ _SENT_BYTES = 2
 
 
 class PaperModel(msgspec.Struct, frozen=True):
-    """Of its Lamina: `compute` and `memory` devices; its vLLM has twice as many H100 as the former. `weights_gb`: as
-    printed."""
+    """A model, the `compute` and `memory` devices of its Lamina, and its printed weights. Its vLLM has twice as many
+    H100 as `compute`."""
 
     config: dict[str, object]
     compute: int
@@ -60,7 +60,7 @@ class MeanLengths(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> float:
-        """Of a sequence half way through its answer."""
+        """Context of a sequence half way through its answer."""
         return self.prompt + self.answer / 2
 
 
@@ -73,14 +73,14 @@ TRACES = {
 
 
 def device(name: str) -> Hardware:
-    """With the memory and the network of the paper's testbed; the other figures are the same here."""
+    """A device with the memory and network of the paper's testbed."""
     memory = {"h100": 80, "h20": 96}[name] * 10**9
     return msgspec.structs.replace(hardware_named(name), memory_bytes=memory, nic_bw=50e9)
 
 
 @cache
 def instance(model: str, name: str, count: int, by: Coefficients = ROOFLINE) -> Analytic:
-    """So many devices as one."""
+    """`count` devices as one instance."""
     return Analytic(facts_of(MODELS[model].config), device(name), by, num_gpus=count)
 
 
@@ -110,19 +110,8 @@ def batches(model: str, context: float) -> tuple[int, int]:
     return int(vllm(model).kv_capacity_tokens // context), int(memory.lent_capacity_tokens // context)
 
 
-def _measure(lab: Lab) -> Iterator[PaperCell]:
-    printed = {"33B": (20.32, 22.12), "65B": (40.64, 44.24), "70B": (40.64, 44.24)}
-    for name, model in MODELS.items():
-        lamina = model.compute * PRICES["h100"] + model.memory * PRICES["h20"]
-        yield PaperCell(name, "Lamina ($/h)", printed[name][0], lamina)
-        yield PaperCell(name, "vLLM ($/h)", printed[name][1], 2 * model.compute * PRICES["h100"])
-        yield PaperCell(name, "weights (GB)", model.weights_gb, vllm(name).weight_bytes / 1e9)
-    whole = device("h100").memory_bytes / (vllm("70B").kv_token_bytes * 8192)
-    yield PaperCell("70B, a whole H100", "requests of 8,192 tokens", 30, whole)
-
-
-SETUP = Table(
-    name="lamina-setup",
+@table(
+    "lamina-setup",
     title="What is compared: prices and sizes",
     source="Lamina v2 (arXiv 2405.01814v2), tables of hardware and models",
     setup=(
@@ -130,38 +119,41 @@ SETUP = Table(
         "the paper's estimate. Weights are counted from the models' shapes, 16 bits. The first version of the paper "
         "(1.48 to 12.1 times per dollar) is not reproduced: its prices are not known."
     ),
-    measure=_measure,
 )
+def setup_table(lab: Lab) -> Iterator[PaperCell]:
+    printed = {"33B": (20.32, 22.12), "65B": (40.64, 44.24), "70B": (40.64, 44.24)}
+    for name, model in MODELS.items():
+        ours = {
+            "Lamina ($/h)": model.compute * PRICES["h100"] + model.memory * PRICES["h20"],
+            "vLLM ($/h)": 2 * model.compute * PRICES["h100"],
+            "weights (GB)": vllm(name).weight_bytes / 1e9,
+        }
+        yield from cells(name, ours, *printed[name], model.weights_gb)
+    whole = device("h100").memory_bytes / (vllm("70B").kv_token_bytes * 8192)
+    yield PaperCell("70B, a whole H100", "requests of 8,192 tokens", 30, whole)
 
 
 # How many sequences decode at once: memory of the devices that hold KV (Lamina, evaluation).
 
 
-_UNPUBLISHED_BATCH = "printed as one mean"
-
-
-def _measure_batch(lab: Lab) -> Iterator[PaperCell]:
-    ratios = []
-    for model in MODELS:
-        for trace, lengths in TRACES.items():
-            vllm, lamina = batches(model, lengths.context)
-            ratios.append(lamina / vllm)
-            row = f"{model}, {trace}"
-            for column, figure in (("vLLM", vllm), ("Lamina", lamina), ("times", lamina / vllm)):
-                yield PaperCell(row, column, None, figure, _UNPUBLISHED_BATCH)
-    yield PaperCell("mean", "times", 2.39, fmean(ratios))
-
-
-BATCH = Table(
-    name="lamina-batch",
+@table(
+    "lamina-batch",
     title="Largest batches at similar cost",
     source="Lamina v2, evaluation",
     setup=(
         "Sequences of the traces' mean lengths, half way through their answers. Of every device 90 % of the memory is "
         "used, less 3 GB for the engine, as everywhere in our cost model; attention devices have no weights."
     ),
-    measure=_measure_batch,
+    unpublished="printed as one mean",
 )
+def batch_table(lab: Lab) -> Iterator[PaperCell]:
+    ratios = []
+    for model in MODELS:
+        for trace, lengths in TRACES.items():
+            vllm, lamina = batches(model, lengths.context)
+            ratios.append(lamina / vllm)
+            yield from cells(f"{model}, {trace}", {"vLLM": vllm, "Lamina": lamina, "times": lamina / vllm})
+    yield PaperCell("mean", "times", 2.39, fmean(ratios))
 
 
 # More memory devices bring more throughput until the compute devices are full (Lamina, evaluation).
@@ -169,11 +161,10 @@ BATCH = Table(
 
 _MODEL, _TRACE = "70B", "Azure-Conv"
 DEVICES = (1, 2, 4, 8)
-_UNPUBLISHED_SATURATION = "no figure is printed"
 
 
 def at(memory: int, trace: str = _TRACE) -> tuple[int, float, bool]:
-    """Of 70B on two H100 and so many H20: batch, tokens a second, whether compute binds."""
+    """Batch, tokens a second, and whether compute binds, of 70B on two H100 and `memory` H20."""
     context = TRACES[trace].context
     batch = int(instance(_MODEL, "h20", memory).lent_capacity_tokens // context)
     found = pool(_MODEL, memory=memory)
@@ -181,25 +172,8 @@ def at(memory: int, trace: str = _TRACE) -> tuple[int, float, bool]:
     return batch, rate, is_compute_bound(found.model, batch // turns)
 
 
-def _measure_saturation(lab: Lab) -> Iterator[PaperCell]:
-    for trace in (_TRACE, "Kimi-Conv"):
-        before = 0.0
-        for memory in DEVICES:
-            batch, rate, bound = at(memory, trace)
-            row, printed = f"{trace}, {memory} H20", (trace, memory) == (_TRACE, 4)
-            reason = "" if printed else _UNPUBLISHED_SATURATION
-            yield PaperCell(row, "batch", 800 if printed else None, batch, reason)
-            yield PaperCell(row, "tokens/s", None, rate, _UNPUBLISHED_SATURATION)
-            yield PaperCell(row, "compute-bound", 1 if printed else None, int(bound), reason)
-            if before:
-                yield PaperCell(
-                    row, "% more than half as many", None, 100 * (rate / before - 1), _UNPUBLISHED_SATURATION
-                )
-            before = rate
-
-
-SATURATION = Table(
-    name="lamina-saturation",
+@table(
+    "lamina-saturation",
     title="70B on two H100 and more and more H20",
     source="Lamina v2, evaluation",
     setup=(
@@ -207,8 +181,19 @@ SATURATION = Table(
         "Compute-bound (1) is where twice the batch would take more than half as long again. By the roofline, with "
         "half of the batch at a time where two take turns."
     ),
-    measure=_measure_saturation,
+    unpublished="no figure is printed",
 )
+def saturation_table(lab: Lab) -> Iterator[PaperCell]:
+    for trace in (_TRACE, "Kimi-Conv"):
+        before = 0.0
+        for memory in DEVICES:
+            batch, rate, bound = at(memory, trace)
+            ours = {"batch": batch, "tokens/s": rate, "compute-bound": int(bound)}
+            if before:
+                ours["% more than half as many"] = 100 * (rate / before - 1)
+            printed = (800, None, 1) if (trace, memory) == (_TRACE, 4) else ()
+            yield from cells(f"{trace}, {memory} H20", ours, *printed)
+            before = rate
 
 
 # Tokens a second at similar cost (Lamina, evaluation): what a roofline gives, and what it does not.
@@ -216,9 +201,8 @@ SATURATION = Table(
 
 PUBLISHED = (16.1, 90.1)
 """Least and most, in percent."""
-_UNPUBLISHED_THROUGHPUT = "printed as a range over all models and traces"
 EFFICIENCIES = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Of vLLM, as shares of the roofline: a parameter, fitted to nothing."""
+"""Efficiencies of vLLM as shares of the roofline: a parameter, fitted to nothing."""
 _COLUMN = "throughput (% more)"
 
 
@@ -237,12 +221,24 @@ def gain(model: str, trace: str, by: Coefficients = ROOFLINE, efficiency: float 
     return pool(model, by).rate(large, context)[0] / baseline
 
 
-def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "lamina-throughput",
+    title="Throughput at similar cost",
+    source="Lamina v2, evaluation",
+    setup=(
+        "Decode alone, mean lengths, largest batches. Both by one roofline (60 % of the peak, 80 % of the bandwidths), "
+        "Lamina as one batch or two that take turns; the second column has overheads of vLLM as fitted elsewhere, on "
+        "both sides. The range is not reproduced: its upper end lies above any of ours, for vLLM is as good here as "
+        "its roofline, and the paper's measured times of operators are not printed. 70B on Azure-Conv is bound by "
+        "compute, of which Lamina has half. The last rows show what a less efficient vLLM would give; none is a fit."
+    ),
+    unpublished="printed as a range over all models and traces",
+)
+def throughput_table(lab: Lab) -> Iterator[PaperCell]:
     for model in MODELS:
         for trace in TRACES:
-            row = f"{model}, {trace}"
-            for column, by in ((_COLUMN, ROOFLINE), (f"{_COLUMN}, with overheads", measured())):
-                yield PaperCell(row, column, None, _percent(gain(model, trace, by)), _UNPUBLISHED_THROUGHPUT)
+            plain, loaded = (_percent(gain(model, trace, by)) for by in (ROOFLINE, measured()))
+            yield from cells(f"{model}, {trace}", {_COLUMN: plain, f"{_COLUMN}, with overheads": loaded})
     for efficiency in EFFICIENCIES:
         gains = [gain(model, trace, efficiency=efficiency) for model in MODELS for trace in TRACES]
         name = f"vLLM at {efficiency:.0%} of the roofline"
@@ -256,21 +252,6 @@ def _percent(times: float) -> float:
     return 100 * (times - 1)
 
 
-THROUGHPUT = Table(
-    name="lamina-throughput",
-    title="Throughput at similar cost",
-    source="Lamina v2, evaluation",
-    setup=(
-        "Decode alone, mean lengths, largest batches. Both by one roofline (60 % of the peak, 80 % of the bandwidths), "
-        "Lamina as one batch or two that take turns; the second column has overheads of vLLM as fitted elsewhere, on "
-        "both sides. The range is not reproduced: its upper end lies above any of ours, for vLLM is as good here as "
-        "its roofline, and the paper's measured times of operators are not printed. 70B on Azure-Conv is bound by "
-        "compute, of which Lamina has half. The last rows show what a less efficient vLLM would give; none is a fit."
-    ),
-    measure=_measure_throughput,
-)
-
-
 # What crosses the network: the least bandwidth, latencies, and what of it is hidden (Lamina, sections 3, 4 and 6).
 
 
@@ -280,7 +261,6 @@ HIDDEN = {"65B": 13.2, "70B": 3.5}
 """Percent of TBT at most, by sending queries first, at contexts of `_CONTEXT`."""
 _CONTEXT = 4096
 _AT_PEAK = ROOFLINE.but(matmul=1.0, weight_read=1.0, kv_read=1.0)
-_UNPUBLISHED_NETWORK = "no figure is printed"
 
 
 def least(batch: int, context: float, compute: int = 1, memory: int = 1) -> float:
@@ -304,7 +284,20 @@ def hidden(model: str) -> float:
     return min(beside, found.attention_s(batch, _CONTEXT)) / found.step_s(batch, _CONTEXT)
 
 
-def _measure_network(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "lamina-network",
+    title="What the network must be, and what of it is hidden",
+    source="Lamina v2, sections 3, 4 and 6",
+    setup=(
+        "BW_min keeps the network below a fifth of an iteration; published in words: at most 30 GB/s up to a batch of "
+        "300 (70B, one H100 and one H20), by the paper's measured times; ours are the data sheets' peaks, so that the "
+        "need is higher. A round trip takes 33.0 us past the host and 66.6 us with NCCL, peaks are 45.7 and 35.5 GB/s, "
+        "all as printed. Queries first: what need not be waited for, by the roofline, at contexts of 4,096 and the "
+        "largest batch."
+    ),
+    unpublished="no figure is printed",
+)
+def network_table(lab: Lab) -> Iterator[PaperCell]:
     for compute, memory, context in ((1, 1, 8192), (1, 1, 4096), (2, 4, 8192)):
         for batch in BATCHES:
             row = f"BW_min at ({compute}, {memory}), {context:,} tokens, batch {batch}"
@@ -315,37 +308,17 @@ def _measure_network(lab: Lab) -> Iterator[PaperCell]:
         past, through = (
             pool(model, link=link, rtt_s=rtt_s) for link, rtt_s in ((LINK, RTT_S), (NCCL_LINK, NCCL_RTT_S))
         )
-        row = f"{model}, Azure-Conv, batch {batch}"
-        for name, found in (("past the host", past), ("NCCL", through)):
-            yield PaperCell(
-                row,
-                f"network of an iteration, {name} (ms)",
-                None,
-                1000 * found.network_s(batch),
-                _UNPUBLISHED_NETWORK,
-            )
         slower = through.step_s(batch, mean) / past.step_s(batch, mean)
-        yield PaperCell(
-            row, "TBT of one batch with NCCL (% more)", None, 100 * (slower - 1), _UNPUBLISHED_NETWORK
-        )
         lost = 1 - through.rate(batch, mean)[0] / past.rate(batch, mean)[0]
-        yield PaperCell(row, "throughput with NCCL (% less)", None, 100 * lost, _UNPUBLISHED_NETWORK)
+        ours = {
+            "network of an iteration, past the host (ms)": 1000 * past.network_s(batch),
+            "network of an iteration, NCCL (ms)": 1000 * through.network_s(batch),
+            "TBT of one batch with NCCL (% more)": 100 * (slower - 1),
+            "throughput with NCCL (% less)": 100 * lost,
+        }
+        yield from cells(f"{model}, Azure-Conv, batch {batch}", ours)
     for model, figure in HIDDEN.items():
         yield PaperCell(f"{model}, queries first", "TBT saved at most (%)", figure, 100 * hidden(model))
 
 
-NETWORK = Table(
-    name="lamina-network",
-    title="What the network must be, and what of it is hidden",
-    source="Lamina v2, sections 3, 4 and 6",
-    setup=(
-        "BW_min keeps the network below a fifth of an iteration; published in words: at most 30 GB/s up to a batch of "
-        "300 (70B, one H100 and one H20), by the paper's measured times; ours are the data sheets' peaks, so that the "
-        "need is higher. A round trip takes 33.0 us past the host and 66.6 us with NCCL, peaks are 45.7 and 35.5 GB/s, "
-        "all as printed. Queries first: what need not be waited for, by the roofline, at contexts of 4,096 and the "
-        "largest batch."
-    ),
-    measure=_measure_network,
-)
-
-TABLES: tuple[Table, ...] = (SETUP, BATCH, THROUGHPUT, SATURATION, NETWORK)
+TABLES: tuple[Table, ...] = (setup_table, batch_table, throughput_table, saturation_table, network_table)

@@ -1,4 +1,4 @@
-"""All published tables by name, and papers by theirs."""
+"""All papers and published tables by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time, and what is to happen when.
+"""Virtual time and the heap of future events.
 
 At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs, then all others;
 then nodes' own timers, by the number of the node: those of two nodes have no common order; then in the order in which
@@ -13,25 +13,25 @@ from heapq import heappush
 from isthmus.lab.sim.node import SimNode
 
 PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS, OTHERS, WAKES = 1, 2, 3, 4, 5
-"""Priorities at equal times. Of transfers, the heap has those the network does not know."""
+"""Priorities at equal times. Ends of flows come from the network, those of other transfers from the heap."""
 
 Call = Callable[[], None]
 
 
 class Clock:
-    """The time, which whoever runs the loop sets, and what is set for later."""
+    """The present time, set by the event loop, and the heap of later events."""
 
     __slots__ = ("_num_set", "heap", "now")
 
     def __init__(self) -> None:
         self.now = 0  # ns
-        # (time, priority, number, node, version of the node's run), or in place of a node what to call; of a node's own
-        # timer (time, priority, number of the node, no node, number).
+        # End of a run: (time, priority, number, node, version of the node's run, None). Call: (time, priority, number,
+        # None, 0, call). A node's own timer: (time, priority, number of the node, None, number, call).
         self.heap: list[tuple[int, int, int, SimNode | None, int, Call | None]] = []
         self._num_set = 0
 
     def run_ends(self, time: int, priority: int, node: SimNode) -> None:
-        """The run of a node ends then, unless it is another one by then."""
+        """Schedules the end of the node's present run; void if the run is cut or replaced before."""
         self._num_set += 1
         heappush(self.heap, (time, priority, self._num_set, node, node.version, None))
 
@@ -40,6 +40,6 @@ class Clock:
         heappush(self.heap, (time, priority, self._num_set, None, 0, call))
 
     def wake(self, time: int, node: SimNode, call: Call) -> None:
-        """A node's own timer."""
+        """Schedules a node's own timer."""
         self._num_set += 1
         heappush(self.heap, (time, WAKES, node.slot, None, self._num_set, call))

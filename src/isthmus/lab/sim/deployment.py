@@ -1,4 +1,4 @@
-"""A deployment to simulate: its nodes, and what they have in common, made from the configuration."""
+"""A deployment to simulate: nodes and common settings, made from the configuration."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ from isthmus.facts import NodeFacts, at_home, nodes_of, rules_of, shares_of
 from isthmus.lab.sim.faults import Faults
 
 FAR = 1 << 30
-"""Iterations and chunks that a simulated scheduler plans ahead: more than there are. It changes no result."""
+"""Iterations and chunks planned ahead by a simulated scheduler: no limit, which changes no result."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """All nodes, and what they have in common.
-
-    `link_ns`: how long what crosses a link between clusters may stand still; `rejoin_ns`: how long a request waits for
-    a node. `faults`: what goes wrong. `shares`: of tenants that a workload names. `has_names`: prompts share blocks, or
-    might; where none does, none need be kept. `has_answers`: names of their answers are known too.
-    """
+    """All nodes and their common settings."""
 
     nodes: tuple[NodeFacts, ...]
     rules: Rules
-    link_ns: int = 3 * NS_PER_S
-    rejoin_ns: int = 30 * NS_PER_S
+    link_ns: int = 3 * NS_PER_S  # longest pause of a transfer between clusters before its session ends
+    rejoin_ns: int = 30 * NS_PER_S  # longest wait of a request for a node
     faults: Faults = Faults()
-    shares: Shares = Shares()
-    has_names: bool = True
-    has_answers: bool = False
+    shares: Shares = Shares()  # of the tenants that a workload names
+    has_names: bool = True  # prompts may share blocks; else none are kept
+    has_answers: bool = False  # block names of answers are known too
 
     @property
     def block_size(self) -> int:
-        """The same on all nodes."""
+        """Tokens per block, the same on all nodes."""
         return self.nodes[0].block_size
 
     def has_cache(self, facts: NodeFacts) -> bool:
-        """Whether something can come to be in a node's cache: where answers have no names, a node that only decodes,
-        and always will, has nothing to keep."""
+        """Whether a node can ever cache a block: one that only decodes cannot, unless answers have names."""
         keeps = facts.role is not Role.DECODE or self.rules.convert or self.has_answers
         return keeps and facts.cache_blocks > 0
 

@@ -1,6 +1,7 @@
-"""SSDs that fail: what was on them is lost when somebody wants it, and what is to go there at once.
+"""SSDs that fail: their blocks are lost when they are next read, and new blocks are lost at once.
 
-What a node knows of its disk does not change when it fails: it learns of it block by block, as the live store does.
+A failure does not change a node's directory of its disk: the node learns of lost blocks one by one, as in the live
+store.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from isthmus.lab.sim.node import SimNode
 
 
 class Disks:
-    """Nothing is kept here unless a disk is going to fail."""
+    """Blocks read ahead and needed by runs, tracked only if some disk is going to fail."""
 
     def __init__(self, faults: Faults) -> None:
         self.are_at_risk = bool(faults.disks)
         self._faults = faults
         self.unwritten: dict[int, set[BlockName]] = {}
-        """By slot, of each node whose disk does not work: what is in DRAM alone."""
+        """Node slot with a failed disk -> blocks that are in its DRAM alone."""
         self._read: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
-        """What was read ahead for prompts that wait."""
+        """Blocks read ahead for waiting prompts."""
         self._ahead: defaultdict[int, ReadAhead] = defaultdict(ReadAhead)
         self._loads: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
 
     def change(self, nodes: Sequence[SimNode], now: int) -> None:
-        """A fault begins or ends. What could not be written is written then."""
+        """Applies faults that begin or end now. Blocks that could not be written are written when the fault ends."""
         for node in nodes if self.are_at_risk else ():
             if self._faults.has_disk(node.names, now):
                 self.unwritten.pop(node.slot, None)
@@ -43,7 +44,8 @@ class Disks:
         self._ahead[node.slot].settle(names)
 
     def read(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> Sequence[BlockName]:
-        """Which of what a prompt wants of it the disk does not give: others may have read some already."""
+        """Notes the blocks read for a prompt; returns those that the failed disk lost. Blocks read ahead before are
+        fine."""
         if not self.are_at_risk:
             return ()
         lost = self.unreadable(node, names)
@@ -52,22 +54,22 @@ class Disks:
         return lost
 
     def unreadable(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
-        """Of blocks on the disk."""
+        """Of blocks on the disk: those that cannot be read now."""
         ahead = self._ahead[node.slot]
         return [name for name in names if name not in ahead] if self.fails(node) else ()
 
     def load(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
-        """A run will need these."""
+        """Notes the blocks that a run of this attempt will load."""
         if self.are_at_risk:
             self._loads[node.slot, key] = names
 
     def over(self, node: SimNode, key: RequestId) -> None:
-        """It is loaded, or not wanted any more."""
+        """Forgets an attempt whose blocks are loaded or no longer needed."""
         self._loads.pop((node.slot, key), None)
         self._ahead[node.slot].unread(self._read.pop((node.slot, key), ()))
 
     def look(self, node: SimNode, run: Run) -> None:
-        """Whether what a run needs can be loaded now; what cannot is `missing`."""
+        """Sets `node.missing` for the prompts of a run whose blocks cannot all be loaded."""
         for piece in run.chunks if self.fails(node) else ():
             names = self._loads.get((node.slot, piece.request), ())
             lost = self.missing(node, names)
@@ -75,13 +77,13 @@ class Disks:
                 node.missing[piece.request] = len(names) - len(lost)
 
     def missed(self, node: SimNode, key: RequestId) -> Sequence[BlockName]:
-        """A run has broken off since these could not be loaded."""
+        """Blocks whose loss broke a run off; forgets the attempt."""
         lost = self.missing(node, self._loads.get((node.slot, key), ()))
         self.over(node, key)
         return lost
 
     def missing(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
-        """What follows the part of a prefix that can be loaded."""
+        """The rest of a prefix from its first block that cannot be loaded."""
         tiers, ahead = node.decider.tiers, self._ahead[node.slot]
         if not self.fails(node) or tiers is None:
             return ()

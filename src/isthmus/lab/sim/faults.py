@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when: a script, so that the same run can be had again."""
+"""Faults of a simulation: a script with times, so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isthmus.core.types import NS_PER_S
 
 
 class _Fault(msgspec.Struct, frozen=True):
-    """How it is written: `most` of its last field, and `rule` says so."""
+    """Syntax of a fault's option: an example, the largest value of its last field, and a sentence on that value."""
 
     option: ClassVar[str]
     example: ClassVar[str]
@@ -22,7 +22,7 @@ class _Fault(msgspec.Struct, frozen=True):
 
 
 class _At(_Fault, frozen=True):
-    """Of a node, or of all nodes of a cluster of that `name`."""
+    """A fault of a node, or of all nodes of a cluster, of that `name`."""
 
     name: str
     start_s: float
@@ -45,10 +45,8 @@ class _Between(_Fault, frozen=True):
 
 
 class LinkFault(_Between, frozen=True):
-    """The link between two clusters has `factor` of its rate from `start_s` to `stop_s`, both ways; 0: it is down.
-
-    Where faults of one link overlap, the smallest factor holds.
-    """
+    """Gives the link between two clusters `factor` of its rate, both ways; 0: it is down. Of overlapping faults the
+    smallest factor holds."""
 
     option, example = "--link-fault", "dense:local:60:120:0.2"
     most, rule = 1.0, "a factor is from 0 (down) to 1"
@@ -56,14 +54,14 @@ class LinkFault(_Between, frozen=True):
 
 
 class NodeFault(_At, frozen=True):
-    """It dies at `start_s` and joins again, empty, at `stop_s`."""
+    """The node dies at `start_s` and joins again, empty, at `stop_s`."""
 
     option, example = "--node-fault", "dense-prefill-0:60:120"
 
 
 class SessionFault(_Between, frozen=True):
-    """What two nodes, or any nodes of two clusters, say to each other takes `delay_s` longer from `start_s` to
-    `stop_s`. Infinite: their sessions end at `start_s`, and none can be opened until `stop_s`."""
+    """Messages between two nodes, or between all nodes of two clusters, take `delay_s` longer. Infinite: their
+    sessions end at `start_s`, and none can be opened until `stop_s`."""
 
     option, example = "--session-fault", "prefill-0:decode-1:60:120:0.5, inf to cut it"
     rule = "a delay is 0 or more"
@@ -71,7 +69,7 @@ class SessionFault(_Between, frozen=True):
 
 
 class DiskFault(_At, frozen=True):
-    """Its SSD takes and gives nothing from `start_s` to `stop_s`."""
+    """The node's SSD can be neither read nor written."""
 
     option, example = "--disk-fault", "prefill-0:60:120"
 
@@ -79,11 +77,11 @@ class DiskFault(_At, frozen=True):
 Fault = TypeVar("Fault", LinkFault, NodeFault, SessionFault, DiskFault)
 
 Names = tuple[str, ...]
-"""Of a node and its cluster."""
+"""Names of a node and its cluster."""
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """All that goes wrong in one simulation, its times counted from 0 of the workload's."""
+    """All faults of one simulation; times count from 0 of the workload."""
 
     links: tuple[LinkFault, ...] = ()
     nodes: tuple[NodeFault, ...] = ()
@@ -91,7 +89,7 @@ class Faults(msgspec.Struct, frozen=True):
     disks: tuple[DiskFault, ...] = ()
 
     def factor(self, ends: frozenset[str], now: int) -> float:
-        """Of the rate of the link between these clusters."""
+        """Share of the rate that the link between these clusters has now."""
         return min([fault.factor for fault in _holding(self.links, now) if fault.ends == ends], default=1.0)
 
     def is_dead(self, names: Names, now: int) -> bool:
@@ -101,7 +99,7 @@ class Faults(msgspec.Struct, frozen=True):
         return not any(fault.name in names for fault in _holding(self.disks, now))
 
     def delay_ns(self, one: Names, other: Names, now: int) -> int | None:
-        """Of what one node says to another now; None: it cannot."""
+        """Delay of a message between two nodes now; None: no session."""
         delays_s = [
             fault.delay_s
             for fault in _holding(self.sessions, now)
@@ -125,7 +123,7 @@ class Faults(msgspec.Struct, frozen=True):
                 raise ConfigError(f"{fault.option} {name}: no node or cluster has that name; there are: {have}")
 
     def times(self) -> list[int]:
-        """When anything changes, in ns, ascending."""
+        """Times in ns at which a fault begins or ends, ascending."""
         faults: tuple[_At | _Between, ...] = (*self.links, *self.nodes, *self.sessions, *self.disks)
         ends = {_ns(end) for fault in faults for end in (fault.start_s, fault.stop_s)}
         return sorted(end for end in ends if end < _ns(_NEVER_S))
@@ -143,10 +141,7 @@ def _holding(faults: Iterable[Fault], now: int) -> list[Fault]:
 
 
 def read(kind: type[Fault], text: str) -> Fault:
-    """A fault as its option takes it, e.g. `dense:local:60:120:0.2`: its fields, times in s and `inf` for never.
-
-    Raises ConfigError.
-    """
+    """Reads a fault from its option, e.g. `dense:local:60:120:0.2`: times in s, `inf` for never. Raises ConfigError."""
     option, fields, parts = kind.option, kind.__struct_fields__, text.split(":")
     shape = ":".join(field.removesuffix("_s").upper() for field in fields) + f", e.g. {kind.example}"
     if len(parts) != len(fields):

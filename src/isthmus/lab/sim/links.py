@@ -1,4 +1,4 @@
-"""The links of a deployment: of each node, of each cluster, and between clusters; and which of them KV crosses."""
+"""Links of a deployment: of each node and between clusters, and the paths of KV across them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isthmus.lab.sim.records import LinkRecord
 
 
 class SerialLink:
-    """A link that nothing else shares: one transfer after the other, so each one's end is known when it begins."""
+    """A link with one transfer after the other, so each one's end is known when it begins."""
 
     __slots__ = ("_bytes_per_s", "_free_ns", "_record")
 
@@ -21,7 +21,7 @@ class SerialLink:
         self._record, self._bytes_per_s, self._free_ns = record, record.bytes_per_s, 0
 
     def take(self, num_bytes: int, now: int) -> int:
-        """Moves so much after what is under way; returns when it has come."""
+        """Queues a transfer; returns its end in ns."""
         duration = int(num_bytes * 1e9 / self._bytes_per_s + ROUNDING)
         begin = self._free_ns if self._free_ns > now else now
         self._free_ns = begin + duration
@@ -32,9 +32,9 @@ class SerialLink:
 
 @dataclass(slots=True)
 class NodeLinks:
-    """One node's links: their numbers in the network, or what nothing else shares.
+    """One node's links: their numbers in the network, or a serial link.
 
-    `from_device`, `to_device`: what a hand-over crosses beside `handover_out` and `handover_in`, if anything.
+    `from_device`, `to_device`: links that a hand-over crosses beside `handover_out` and `handover_in`.
     """
 
     net_in: int
@@ -50,11 +50,8 @@ class NodeLinks:
 
 @dataclass(slots=True)
 class SimulatedLink:
-    """One direction of a link between two clusters. `number`: in the network. `factor`: of its rate, that holds since
-    `since_ns`.
-
-    What arrives is there half a round trip after it has left: `latency_ns`.
-    """
+    """One direction of a link between two clusters, at `factor` of its rate since `since_ns`.
+    `number`: in the network."""
 
     rule: LinkRule
     number: int
@@ -72,7 +69,7 @@ class SimulatedLink:
 
 
 class Wiring:
-    """All links. `between`: those between clusters, in the order of `Rules.links`."""
+    """All links; `between` clusters, in the order of `Rules.links`."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.network = FlowNetwork()
@@ -88,7 +85,7 @@ class Wiring:
             self._paths[rule.source, rule.target] = link
 
     def connect(self, facts: NodeFacts) -> NodeLinks:
-        """The links of a node."""
+        """Makes the links of a node."""
         rates, name = facts.rates, facts.node
         net_in = handover_in = self._link(f"{name} in", "network", rates.network)
         net_out = handover_out = self._link(f"{name} out", "network", rates.network)
@@ -117,7 +114,7 @@ class Wiring:
         return NodeLinks(net_in, net_out, handover_in, handover_out, read, write, serial, beside_out, beside_in)
 
     def load_link(self, links: NodeLinks, facts: NodeFacts) -> SerialLink:
-        """Of a node that only decodes it is made when something is to be loaded there."""
+        """The node's link from DRAM to the device; a node that only decodes gets one with its first load."""
         if links.load is None:
             links.load = self._serial(f"{facts.node} load", "memory", facts.rates.memory)
         return links.load
@@ -127,12 +124,12 @@ class Wiring:
         return None if source.cluster == target.cluster else self._paths[source.cluster, target.cluster]
 
     def trunk(self, source: NodeFacts, target: NodeFacts) -> tuple[int, ...]:
-        """What lies between two nodes' own links."""
+        """Numbers of the links between two nodes' own links."""
         link = self.link_between(source, target)
         return () if link is None else (link.number,)
 
     def set_factor(self, link: SimulatedLink, factor: float, now: int) -> None:
-        """From now on the link has so much of its rate."""
+        """Gives the link this share of its rate from now on."""
         link.factor, link.since_ns = factor, now
         self.network.set_rate(link.number, link.rule.bytes_per_s * factor, now)
 
@@ -153,7 +150,7 @@ class Wiring:
         return number
 
     def _same_link(self, name: str, bytes_per_s: int, number: int, kind: str = "memory") -> None:
-        """Also a part of a link of the network: what crosses one crosses the other."""
+        """Records a link under a network link's number: traffic of one is traffic of the other."""
         self._numbers.append((number, self._record(name, kind, bytes_per_s)))
 
     def _serial(self, name: str, kind: str, bytes_per_s: int) -> SerialLink:

@@ -1,14 +1,13 @@
-"""A simulated node: what decides there, and the time that its runs take.
+"""A simulated node: a decider, and the durations of its runs.
 
-A run of decodes is folded: iteration i of a batch of B takes `fixed + slope * (C + i * B)`, so k iterations take
-`k * first + growth * k * (k - 1) / 2` picoseconds with `first = fixed + slope * C` and `growth = slope * B`. Its
-end is one event, however long it is; what comes in between cuts it at the end of the iteration under way, as a live
-worker breaks off. The sums are integers, so they equal a step-by-step simulation bit for bit.
+A run of decodes is folded into one event: iteration i of a batch of B takes `fixed + slope * (C + i * B)`, so k
+iterations take `k * first + growth * k * (k - 1) / 2` picoseconds with `first = fixed + slope * C` and `growth = slope
+* B`. An event in between cuts the run at the end of the present iteration, as a live worker does. The sums are
+integers, so they equal a step-by-step simulation bit for bit.
 
-Attention over KV that lies with holders adds to an iteration. What is asked of a holder is the same throughout a run
-but for what home adds to its own part. A holder attends beside its own iterations, which take longer by that; for
-several homes it attends in turns, so that each finds it slower by the share of its time that the others take now. A run
-that asks is looked at again after `LOOK_STEPS` iterations.
+Attention over KV on holders adds to an iteration. A holder attends beside its own iterations, which take longer by
+that. It serves several homes in turns, so each home finds it slower by the share of time that the others take. A run
+that asks holders ends after at most `LOOK_STEPS` iterations, so that its durations follow these shares.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ Gaps = tuple[int, int, int]
 
 
 LOOK_STEPS = 16
-"""So long a live node's run lasts at most."""
+"""Longest run of a live node, in iterations."""
 
 
 class Questions(NamedTuple):
-    """What an iteration of a home asks: how long it would wait for the slowest holder; `away`: tokens of its decodes
-    that lie elsewhere; `work`: what each holder takes for it, in ps; `num_bytes`: there and back."""
+    """Attention that one iteration of a home asks of its holders."""
 
-    wait: Wait
-    away: int
-    work: dict[NodeId, float]
-    num_bytes: int
+    wait: Wait  # for the slowest holder
+    away: int  # context tokens of its decodes on holders
+    work: dict[NodeId, float]  # ps of each holder
+    num_bytes: int  # there and back
 
 
 class Occupancy:
-    """Of a holder, by attention for others. `by_home`: the part of its time that each home takes now."""
+    """Shares of a holder's time, `by_home` (node slots), that attention for others takes now."""
 
     __slots__ = ("by_home",)
 
@@ -56,25 +54,13 @@ class Occupancy:
         self.by_home: dict[int, float] = {}
 
     def factor(self, home: int) -> float:
-        """By how much attention for one more home takes longer than alone; never less than an equal part is left."""
+        """Slow-down of attention for a home by the other homes; each home gets at least an equal share."""
         others = [part for slot, part in self.by_home.items() if slot != home]
         return 1 / max(1 - sum(others), 1 / (1 + len(others))) if others else 1.0
 
 
 class SimNode:
-    """What a node has to do, by its `decider`, and when that is done.
-
-    `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
-    prompts the run completes; `loading`: whose cached prefixes were not all in the engine when it began; `stalled`: its
-    compute is done but KV of these is not here, since `stalled_since`.
-    `is_broken`: a holder that the run asks is gone.
-    `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
-    `tail_ns`: how long the last chunk of a run goes on in a pipeline group. `alive`: it has not failed.
-    `owed_ps`: what attention for other nodes takes of its next iterations; `occupancy`: by whose attention.
-
-    `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
-    start (ns), and its iterations as gaps between tokens.
-    """
+    """A node's decider, its present run, and a log of its runs with decodes."""
 
     __slots__ = (
         "_asked", "_ends", "_first", "_growth", "_limit", "_num_admitted", "_owed", "_owed_part", "_run_start",
@@ -89,37 +75,43 @@ class SimNode:
     def __init__(self, facts: NodeFacts, slot: int, decider: Node, cost: NodeCost) -> None:
         self.facts, self.slot, self.cost = facts, slot, cost
         self.record = NodeRecord(facts.node, facts.role, cluster=facts.cluster)
-        self.version = self.steps = self.stalled_since = self.tail_ns = 0
+        self.version = 0  # of the run's end on the heap; ends with another version are void
+        self.steps = 0  # iterations with decodes so far
+        self.stalled_since = 0
+        self.tail_ns = 0  # time for which the last chunk of a run goes on in a pipeline group
+        # One entry for each run with decodes: iterations before it, its start (ns), its gaps between tokens.
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
-        # (steps at its last token, age, who); some are out of date.
-        self._ends: list[tuple[int, int, SimJob]] = []
+        self._ends: list[
+            tuple[int, int, SimJob]
+        ] = []  # (steps at its last token, age, job); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.occupancy = Occupancy()
         self.begin_anew(decider)
 
     @property
     def names(self) -> tuple[str, str]:
-        """Its own and its cluster's, as faults are given."""
+        """Names of the node and its cluster, by which faults are given."""
         return self.facts.node, self.facts.cluster
 
     def begin_anew(self, decider: Node) -> None:
-        """With nothing under way."""
+        """Resets the node: alive, with nothing under way."""
         self.decider = decider
         self.run: Run | None = None
-        self.sampling: list[SimJob] = []
-        self.loading: list[SimJob] = []
-        self.missing: dict[RequestId, int] = {}
+        self.sampling: list[SimJob] = []  # whose prompts the run completes
+        self.loading: list[SimJob] = []  # whose cached prefixes were not all in the engine when the run began
+        self.missing: dict[RequestId, int] = {}  # blocks found of cached prefixes that lost blocks
         self._asked: Questions | None = None  # of holders, in each iteration of the run
-        # To be paid; with this run, and with each iteration of it.
-        self.owed_ps = self._owed = self._owed_part = 0
-        self.stalled = self.is_broken = False
+        self.owed_ps = 0  # attention for other nodes, to be added to the next run
+        self._owed = self._owed_part = 0  # of that, what this run adds, and each of its iterations
+        self.stalled = False  # the run's compute is done, but KV of `loading` is missing since `stalled_since`
+        self.is_broken = False  # a holder that the run asks is gone
         self.alive = True
         self.version += 1
 
     def begin(self, run: Run, now: int) -> int:
-        """Starts a run; returns when it ends if nothing cuts it short."""
+        """Starts a run; returns its end in ns if it is not cut."""
         self.run, self._run_start = run, now
         self.is_broken = False
         self.version += 1
@@ -142,8 +134,8 @@ class SimNode:
         return now + self._after(self._limit) // 1000
 
     def _wait_for_holders(self, asked: Questions, batch: int, here: int) -> None:
-        """An iteration lasts as long as the longest of what bounds it. Of these each grows evenly, so a run lasts no
-        longer than the same one does, and not much longer than others' use of holders stays as it is."""
+        """Makes iterations as long as the longest of their bounds. Bounds grow evenly, so the run is limited to the
+        iterations with the same longest bound, and to `LOOK_STEPS`."""
         batches = min(self.facts.batches, batch)
         model, _ = self.cost.decode_step_ps(-(-batch // batches))
         bounds = lines(batches, model, here, self._growth, asked.wait)
@@ -155,7 +147,7 @@ class SimNode:
         self._first, self._growth = first, growth
 
     def cut(self, now: int) -> int | None:
-        """Ends a run of decodes with the iteration under way; None when it would not end sooner for that."""
+        """Ends a run of decodes with its present iteration; returns the new end, None if that is no sooner."""
         assert self.run is not None
         if self._limit == 1:
             return None
@@ -167,7 +159,7 @@ class SimNode:
         return self._run_start + self._after(steps) // 1000
 
     def end(self, now: int) -> tuple[int, list[SimJob]]:
-        """The run ends now; returns its iterations and the requests that got their last token."""
+        """Ends the run; returns its iterations and the requests that got their last token."""
         run, record, start = self.run, self.record, self._run_start
         assert run is not None
         self.run = None
@@ -192,7 +184,8 @@ class SimNode:
         return steps, ended
 
     def _settle(self, asked: int, paid: int) -> None:
-        """So many iterations asked holders, so many parts of what is owed are paid; the next run pays the rest."""
+        """Accounts for attention of others in `asked` iterations, and for `paid` parts of the own debt; the rest is
+        left to the next run."""
         if self._asked is not None:
             self.attending.ended(self, self._asked, asked)
             self._asked = None
@@ -201,7 +194,7 @@ class SimNode:
             self._owed = 0
 
     def _count_tokens(self, run: Run, steps: int) -> None:
-        """So many iterations of a run with decodes gave a token each."""
+        """Logs iterations of a run with decodes."""
         record, growth = self.record, self._growth
         self.run_steps.append(self.steps)
         self.run_start.append(self._run_start)
@@ -211,11 +204,11 @@ class SimNode:
         record.tokens_decoded += steps * run.num_decodes
 
     def steps_by(self, now: int) -> int:
-        """Iterations with decodes that are over, those of the run that is out included."""
+        """Completed iterations with decodes, those of the present run included."""
         return self.steps + self._num_over(now)
 
     def _num_over(self, now: int) -> int:
-        """Of a run of decodes that is out, how many iterations are over; a mixed one is one iteration."""
+        """Completed iterations of the present run if it is one of decodes alone, else 0."""
         run = self.run
         if run is None or run.chunks:
             return 0
@@ -223,11 +216,11 @@ class SimNode:
         return steps - (self._after(steps) // 1000 > now - self._run_start)
 
     def lose_holder(self, holder: NodeId) -> None:
-        """A run that asks it cannot end its iteration."""
+        """Breaks the run if it asks this holder."""
         self.is_broken |= self._asked is not None and holder in self._asked.work
 
     def interrupt(self, now: int) -> int:
-        """The iteration under way is for nothing. Returns how many of the run were over."""
+        """Drops the run with its present iteration; returns the completed ones."""
         run, steps = self.run, self._num_over(now)
         assert run is not None
         self.break_off(now, steps)
@@ -236,7 +229,7 @@ class SimNode:
         return steps
 
     def break_off(self, now: int, steps: int = 0) -> None:
-        """The run that was out gave nothing but so many iterations."""
+        """Drops the run, of which only `steps` iterations count."""
         self.run = None
         self._settle(steps, steps)
         self.record.busy_ns += now - self._run_start
@@ -245,7 +238,7 @@ class SimNode:
         self.version += 1
 
     def die(self, now: int) -> None:
-        """Ends whatever it does. Requests that decode here have the tokens of the iterations that were over."""
+        """Stops the node. Requests that decode here keep the tokens of completed iterations."""
         if self.run is not None:
             self.interrupt(now)
         for last_step, _, job in self._ends:
@@ -255,18 +248,18 @@ class SimNode:
         self.alive = False
 
     def admit(self, job: SimJob) -> None:
-        """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of
-        older requests go out first."""
+        """Makes `job` the youngest here, as its scheduler does: of one iteration's tokens, those of older requests go
+        out first."""
         self._num_admitted += 1
         job.age = self._num_admitted
 
     def join(self, job: SimJob) -> None:
-        """`job` decodes here from the next run on."""
+        """Lets `job` decode here from the next run on."""
         job.join(self.slot, self.steps)
         heappush(self._ends, (job.last_step, job.age, job))
 
     def _chunks_ps(self, run: Run) -> int:
-        """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
+        """Duration of a run with prompts: a mixed iteration, or one prompt's chunks in turn."""
         step_ps, pieces, context, asked = self.cost.step_ps, [], run.context, self._asked
         assembled: list[AssembledChunk] = []
         for piece in run.chunks:
@@ -297,7 +290,7 @@ class SimNode:
         return occupancy
 
     def _assembled(self, piece: Piece) -> AssembledChunk:
-        """A piece that is put together from donors' KV: of its tokens fewer are computed from layer to layer."""
+        """A piece assembled from donors' KV, of which fewer tokens are computed from layer to layer."""
         assembly = piece.assembly
         assert assembly is not None
         selection, count, reused = assembly.selection, piece.count, assembly.num_reused
@@ -305,7 +298,7 @@ class SimNode:
         return AssembledChunk(selection, count, piece.start, reused)
 
     def _after(self, steps: int) -> int:
-        """Picoseconds that the first `steps` iterations take."""
+        """Duration of the first `steps` iterations in ps."""
         return steps * self._first + self._growth * (steps * (steps - 1) // 2)
 
     def _steps_until(self, now: int) -> int:
@@ -324,13 +317,13 @@ class SimNode:
 
 
 class Attending:
-    """Between all nodes. `bytes_moved`: where what crosses is counted, as `queries`."""
+    """Attention of holders for homes, on all nodes. Counts its bytes in `bytes_moved`, as `queries`."""
 
     def __init__(self, named: dict[NodeId, SimNode], wiring: Wiring, bytes_moved: dict[str, int]) -> None:
         self._named, self._wiring, self._bytes_moved = named, wiring, bytes_moved
 
     def asks(self, home: SimNode, run: Run) -> Questions | None:
-        """What an iteration of this run asks of holders, if anything."""
+        """Questions of an iteration of this run to holders, if any."""
         rows: dict[NodeId, float] = {}
         work: dict[NodeId, float] = {}
         away = 0
@@ -356,14 +349,14 @@ class Attending:
     def _add(
         self, rows: dict[NodeId, float], work: dict[NodeId, float], holding: Holding, count: int, tokens: int
     ) -> None:
-        """Each of several holders has an equal part of the heads."""
+        """Adds one holding: each of its holders has an equal part of the heads."""
         share = 1 / len(holding.holders)
         for name in holding.holders:
             rows[name] = rows.get(name, 0.0) + share * count
             work[name] = work.get(name, 0.0) + share * self._named[name].cost.attend_ps(count, tokens)
 
     def path(self, home: NodeFacts, holder: NodeFacts) -> Path:
-        """Both nodes' links, and what joins their clusters. KV on the same links does not slow queries down."""
+        """Latency and rate between two nodes. KV on the same links does not slow queries down."""
         rtt_ns = max(home.rates.rtt_ns, holder.rates.rtt_ns)
         rate: float = min(home.rates.network, holder.rates.network)
         link = self._wiring.link_between(home, holder)
@@ -372,12 +365,12 @@ class Attending:
         return Path(1000 * rtt_ns, rate)
 
     def began(self, home: SimNode, asked: Questions, iteration_ps: int) -> None:
-        """From now on holders give it so much of their time."""
+        """Sets the shares of time that holders give this home."""
         for name, work_ps in asked.work.items():
             self._named[name].occupancy.by_home[home.slot] = min(1.0, work_ps / max(1, iteration_ps))
 
     def ended(self, home: SimNode, asked: Questions, steps: int) -> None:
-        """So many iterations. A holder's own run that is out takes longer for it."""
+        """Accounts for `steps` iterations. The present or next run of a holder takes longer by its part."""
         self._bytes_moved["queries"] += steps * asked.num_bytes
         for name, each_ps in asked.work.items():
             holder, work_ps = self._named[name], round(steps * each_ps)
@@ -395,7 +388,7 @@ def build_node(deployment: Deployment, slot: int) -> SimNode:
 
 
 def node_of(deployment: Deployment, facts: NodeFacts) -> Node:
-    """What decides there, of a node that holds nothing yet."""
+    """A decider for a node that holds nothing yet."""
     pool: BlockPool | CountingPool
     cached = deployment.has_cache(facts)
     decodes = facts.role is Role.DECODE and not deployment.rules.convert

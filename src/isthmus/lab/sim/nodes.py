@@ -1,6 +1,6 @@
-"""All nodes of the simulated world: each one's `decider` decides, and what it asks for takes its time here.
+"""All nodes of the simulated world: carries out the actions of their deciders in virtual time.
 
-A run's end is heard by the node first, which may start the next; then its tokens go out; then what the node reports.
+At the end of a run the node is told first and may start the next run; then tokens go out; then the node's reports.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ TAKE_NO_TIME = (
 
 
 class Nodes:
-    """Carries out what the nodes decide, and tells them and the conductor what came of it.
+    """Carries out the nodes' actions, and tells nodes and conductor the outcome.
 
-    `attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
-    what nodes hear, and the conductor of them, when the present event is done, in this order.
-
-    `decide` tells the conductor, and does what it answers.
+    `attempts`: requests in progress by the key of their attempt. `conversions`: changed roles. `due`: events for nodes
+    and reports for the conductor, delivered in this order after the present event. `decide`: tells the conductor and
+    carries out its answer.
     """
 
     def __init__(self, deployment: Deployment, clock: Clock, decide: Callable[[ConductorEvent], None]) -> None:
@@ -80,7 +79,7 @@ class Nodes:
         }
 
     def tell(self, node: SimNode, event: events.Event) -> None:
-        """Gives an event to a node and carries out what it answers; what it reports is due."""
+        """Gives an event to a node and carries out its actions; its reports become due."""
         self._carry_out(node, node.decider.on(event, self._clock.now))
 
     def _carry_out(self, node: SimNode, actions: Sequence[events.Action]) -> None:
@@ -89,7 +88,7 @@ class Nodes:
             handlers[type(action)](node, action)
 
     def settle(self) -> None:
-        """All that is due, and what follows from that."""
+        """Delivers everything due, and what follows from it."""
         due, decide, handlers, now = self.due, self._decide, self._handlers, self._clock.now
         stalled: list[SimNode] = []
         while due:
@@ -102,7 +101,7 @@ class Nodes:
                 else:
                     stalled.append(node)
             due.clear()
-            for node in stalled:  # it reports what came before its run ends with that
+            for node in stalled:  # reports first, then the ends of stalled runs
                 if node.is_broken:
                     self._carry_out(node, node.decider.on(Stepped(node.interrupt(now)), now))
                 elif node.stalled:
@@ -112,7 +111,7 @@ class Nodes:
     # Attempts.
 
     def begin(self, job: SimJob, route: Route, parts: Sequence[tuple[NodeId, events.StartAttempt]]) -> None:
-        """An attempt, of whose way nothing is done."""
+        """Starts an attempt on its nodes."""
         job.begin(route)
         self.attempts[job.key] = job
         job.prefill_slot = job.record.prefill = self.by_name[route.prefill].slot
@@ -121,7 +120,7 @@ class Nodes:
             self.tell(self.by_name[node], begin)
 
     def order(self, name: NodeId, order: Order) -> None:
-        """What the conductor has a node told. One that is done with an attempt need not hear that it is over."""
+        """Delivers an order of the conductor. A node that is done with an attempt is not told to drop it."""
         node = self.by_name[name]
         if not isinstance(order, events.DropAttempt) or order.key in node.decider:
             self.tell(node, order)
@@ -129,7 +128,7 @@ class Nodes:
             self.due.append((node, None))
 
     def withdraw(self, job: SimJob) -> None:
-        """Its attempt is over; its nodes, if they are there still, are told apart from this."""
+        """Ends the attempt of a job. Its nodes are told by separate orders."""
         del self.attempts[job.key]
         prefill = self.nodes[job.prefill_slot]
         for jobs in (prefill.sampling, prefill.loading):
@@ -145,7 +144,7 @@ class Nodes:
             assert node.run is node.decider.scheduler.run, "a node runs what it was not told to"
 
     def check_idle(self) -> None:
-        """All that requests took was given back."""
+        """Asserts that requests have given everything back."""
         self.moves.check_idle()
         assert not self.attempts, "a request never ended"
         for node in self.nodes:
@@ -179,7 +178,7 @@ class Nodes:
                 self._reuses(node, job, piece)
 
     def _reuses(self, node: SimNode, job: SimJob, piece: Piece) -> None:
-        """A candidate counts as reused as far as it is not computed: in the mean over the layers."""
+        """Records reused tokens: a candidate counts as far as it is not computed, as a mean over the layers."""
         assembly, record = piece.assembly, job.record
         assert assembly is not None
         selection, most = assembly.selection, assembly.num_reused
@@ -196,7 +195,7 @@ class Nodes:
             self._clock.run_ends(ends, STEP_ENDS, node)
 
     def run_ends(self, node: SimNode) -> None:
-        """The compute of a run is done; it is over unless KV that its chunks attend to is still on its way."""
+        """Finishes a run whose compute is done, unless KV that its chunks attend to is still on its way."""
         if self._failing is not None and node.run is not None:
             self._failing.look(node, node.run)
         if not (node.loading or node.missing or node.stalled) or self._has_all(node):
@@ -233,7 +232,7 @@ class Nodes:
         return [piece.request for piece in run.chunks if piece.request in node.missing]
 
     def _break_off(self, node: SimNode) -> bool:
-        """Of a cached prefix that the run needs not all came: it was for nothing, and the node plans anew."""
+        """Drops the run if it needs a cached prefix that lost blocks, and lets the node plan anew."""
         assert node.run is not None
         missed = self._misses(node, node.run)
         if not missed:
@@ -287,7 +286,7 @@ class Nodes:
             self._send_token(job)
 
     def _answers(self, ended: list[RequestId]) -> tuple[tuple[BlockName, ...], ...]:
-        """Names of all full blocks, where the workload knows those of the answer."""
+        """Names of all full blocks of ended requests, if the workload names those of their answers."""
         size, answers = self._block_size, []
         for key in ended:
             request = self.attempts[key].request
@@ -296,8 +295,8 @@ class Nodes:
         return tuple(answers)
 
     def _got_token(self, node: SimNode, job: SimJob, ended: list[RequestId]) -> None:
-        """The token of a prefill: the first of all, or the next one after a pre-emption. If it is the last, its key
-        goes to `ended`."""
+        """Records the token of a prefill: the first, or the next after a pre-emption. Adds its key to `ended` if it is
+        the last."""
         now, record = self._clock.now, job.record
         job.num_generated += 1
         if record.first_token_ns >= 0:
@@ -316,7 +315,7 @@ class Nodes:
             self._complete(job)
 
     def _complete(self, job: SimJob) -> None:
-        """Its last token has come."""
+        """Tells the conductor that the last token was produced."""
         self._decide(RequestEnded(job.name, job.request.output_tokens))
 
     # What becomes of attempts.
@@ -373,7 +372,7 @@ class Nodes:
         self.due.append((None, report))
 
     def lose(self, node: SimNode, tell_conductor: Callable[[], None]) -> None:
-        """A node is gone with all that it held. Other nodes to which the conductor says nothing find out by their
+        """Removes a node with all that it held. Other nodes that get no order from the conductor learn it by their
         sessions."""
         node.die(self._clock.now)
         node.begin_anew(node_of(self._deployment, node.facts))
@@ -383,4 +382,4 @@ class Nodes:
 
 
 def _needs_no_time(node: SimNode, action: events.Action) -> None:
-    """Nothing waits for it."""
+    """Does nothing: the action takes no time."""

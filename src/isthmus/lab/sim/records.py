@@ -1,4 +1,4 @@
-"""One request on its way through the simulated cluster."""
+"""State of requests under way, and the records of requests, nodes and links that a simulation leaves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,7 @@ from isthmus.lab.sim.workloads import Request
 
 
 class SimJob:
-    """A request, and where its attempt under way has got to.
-
-    `name`: what the conductor calls it; `key`: what its nodes call its attempt, the last one that began, by `route`.
-    `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it computes was its own.
-
-    `length`: of what this attempt prefills, the tokens that an earlier one gave included. Its prefill waits until
-    `loaded_ns`.
-
-    `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
-    its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
-    `resumed_ns`: when the prefill after a pre-emption, or of another attempt, gave a token.
-    """
+    """A request and the progress of its present attempt."""
 
     __slots__ = (
         "age", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
@@ -35,22 +24,26 @@ class SimJob:
 
     def __init__(self, index: int, request: Request) -> None:
         self.index, self.request = index, request
-        self.name = self.key = RequestId(str(index))
+        self.name = self.key = RequestId(str(index))  # for the conductor; for the nodes of the latest attempt
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
-        self.length = request.num_tokens
-        self.age = self.num_generated = self.loaded_ns = 0
+        self.length = request.num_tokens  # to prefill, with the tokens that earlier attempts generated
+        self.age = 0  # number of its admission on the node that computes it
+        self.loaded_ns = 0  # end of the load of its cached prefix, which its first token waits for
         self.prefill_slot = self.decode_slot = -1
+        # While it decodes: its node, that node's iterations before its first there, and at its last token; tokens
+        # before that.
         self.decodes_on = self.first_step = self.last_step = -1
-        self.spans: list[tuple[int, int, int]] = []
-        self.resumed_ns: list[int] = []
+        self.num_generated = 0
+        self.spans: list[tuple[int, int, int]] = []  # node, first and last step of each stay that is over
+        self.resumed_ns: list[int] = []  # times of tokens of prefills after a pre-emption or of later attempts
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to come, while it does not decode."""
+        """Tokens still to be generated, for a request that does not decode now."""
         return self.request.output_tokens - self.num_generated
 
     def begin(self, route: Route) -> None:
-        """Another attempt, of whose way nothing is done."""
+        """Resets the progress for a new attempt."""
         self.route, self.key = route, key_of(self.name, route.attempt)
         self.record.attempts += 1
         self.length = self.request.num_tokens + self.num_generated
@@ -59,23 +52,23 @@ class SimJob:
             self.record.moved_tokens = self.record.similar_tokens = 0
 
     def withdraw(self) -> None:
-        """Its attempt is over, whatever it had come to. It decodes nowhere."""
+        """Ends the attempt of a request that does not decode (any more)."""
         self.loaded_ns = 0
         if self.record.first_token_ns >= 0 and len(self.spans) == len(self.resumed_ns):
-            self.spans.append((0, 0, 0))  # a token came, and the next will be that of another prefill
+            self.spans.append((0, 0, 0))  # the next token will be that of another prefill
 
     def join(self, slot: int, step: int) -> None:
-        """It decodes on a node after `step` of its iterations."""
+        """Starts decoding on a node that has completed `step` iterations."""
         self.decodes_on, self.first_step, self.last_step = slot, step, step + self.num_left
 
     def leave(self, step: int) -> None:
-        """It decodes no more; the node's `step`-th iteration was its last there."""
+        """Stops decoding after the node's `step`-th iteration."""
         self.num_generated += step - self.first_step
         self.spans.append((self.decodes_on, self.first_step, step))
         self.decodes_on = self.last_step = -1
 
 
-# What one simulation leaves behind: a record for each request, node and link. Times in ns of virtual time.
+# Records of one simulation. Times are ns of virtual time.
 
 
 class RequestStatus(StrEnum):
@@ -158,7 +151,7 @@ class LinkRecord:
 
 
 class ThresholdChange(NamedTuple):
-    """From `at_ns` on, prompts with more uncached tokens than `threshold` are offloaded; None: no prompt is."""
+    """Offloading threshold from `at_ns` on, in uncached tokens; None: no prompt is offloaded."""
 
     at_ns: int
     threshold: int | None
@@ -166,7 +159,7 @@ class ThresholdChange(NamedTuple):
 
 
 class LinkSample(NamedTuple):
-    """Of each link between clusters: what left since the sample before, and what is computed and not sent."""
+    """Bytes of each link between clusters: sent since the last sample, and computed but not sent yet."""
 
     at_ns: int
     sent_bytes: tuple[int, ...]
@@ -174,7 +167,7 @@ class LinkSample(NamedTuple):
 
 
 class RoleConversion(NamedTuple):
-    """From `at_ns` on, a node has another role."""
+    """New role of a node from `at_ns` on."""
 
     at_ns: int
     node: NodeId

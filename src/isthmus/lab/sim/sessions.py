@@ -1,4 +1,4 @@
-"""What nodes say to each other: heard at once, unless a fault makes it late or ends the session."""
+"""Messages between nodes: delivered at once, unless a fault delays them or ends the session."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from isthmus.lab.sim.node import SimNode
 
 
 class SimulatedSessions:
-    """`cut` hears of two nodes whose sessions just ended."""
+    """Delivers messages in order. `cut` is called with two nodes whose session has just ended."""
 
     def __init__(self, faults: Faults, clock: Clock, cut: Callable[[SimNode, SimNode], None]) -> None:
         self.are_at_risk = bool(faults.sessions)
         self._faults, self._clock, self._on_cut = faults, clock, cut
         self._cut: set[frozenset[int]] = set()
         self._late: dict[frozenset[int], dict[Call, None]] = {}
-        """What will be heard between two nodes, unless their session ends before."""
+        """Delayed messages between two nodes, which the end of their session drops."""
         self._latest: dict[tuple[int, int], int] = {}
 
     def are_cut(self, one: SimNode, other: SimNode) -> bool:
         return frozenset((one.slot, other.slot)) in self._cut
 
     def carry(self, source: SimNode, target: SimNode, heard: Call) -> None:
-        """Calls `heard` when it is heard, after all that was said before; never, if their session ends before."""
+        """Calls `heard` at delivery, after all earlier messages; never, if the session ends before."""
         if not self.are_at_risk:
             heard()
             return
@@ -43,7 +43,7 @@ class SimulatedSessions:
         self._clock.call(at_ns, TRANSFER_ENDS, lambda: heard() if late.pop(heard, heard) is None else None)
 
     def change(self, nodes: list[SimNode]) -> None:
-        """A fault begins or ends."""
+        """Cuts and restores sessions when a fault begins or ends."""
         for one, other in combinations(nodes, 2) if self.are_at_risk else ():
             pair = frozenset((one.slot, other.slot))
             is_cut = self._faults.delay_ns(one.names, other.names, self._clock.now) is None

@@ -27,8 +27,7 @@ def summary_sheets(summary: Summary) -> list[Sheet]:
 
 
 def group_sheets(summary: Summary) -> list[Sheet]:
-    """What would not fit one screen: requests by priority and by tenant, where there are several, and nodes that were
-    given another role."""
+    """Sheets beyond one screen: requests by priority and by tenant, if there are several, and changed roles."""
     sheets = [
         _groups(name, groups)
         for name, groups in (("priority", summary.by_priority), ("tenant", summary.by_tenant))
@@ -191,7 +190,7 @@ def _groups(name: str, groups: Mapping[str, RequestGroup]) -> Sheet:
 
 
 def _first(rows: Sequence[Sequence[Cell]]) -> tuple[Sequence[Sequence[Cell]], list[str]]:
-    """So many rows as a page bears, and a note on those left out."""
+    """The first rows, and a note on those left out."""
     left_out = len(rows) - _MOST_GROUPS
     return rows[:_MOST_GROUPS], [f"{left_out} more are not shown."] if left_out > 0 else []
 

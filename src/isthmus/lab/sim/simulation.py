@@ -1,13 +1,13 @@
-"""No search for cycles of objects while a simulation runs: nothing that ends there is part of one.
+"""The simulated world: one conductor, nodes and links, driven by a clock that jumps from event to event.
 
-A file of its own, for the command line loads it before it knows that anything is simulated.
+The order of events at equal times is fixed (`clock.py`), nothing is drawn at random and no set is iterated: the same
+input gives the same result. Nodes decide by the code of live nodes (`isthmus.core.node`); this room gives the actions
+their durations. When a node or a transfer fails, the conductor is told and may route the request again.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -37,6 +37,7 @@ from isthmus.core.conductor import (
 )
 from isthmus.core.conductor.view import WAITING
 from isthmus.core.types import NS_PER_MS, NS_PER_S, RequestId
+from isthmus.lab.sim import no_cycles
 from isthmus.lab.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.network import NEVER
@@ -54,31 +55,8 @@ from isthmus.lab.sim.records import (
 from isthmus.lab.sim.summary import set_tbt
 from isthmus.lab.sim.workloads import Workload
 
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """The collector rests meanwhile, if it was at work before."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-# The simulated world: one conductor, nodes, links, and a clock that jumps from event to event.
-#
-# What comes first at equal times is fixed (`clock`), nothing is drawn at random and no set is iterated: the same input
-# gives the same result.
-#
-# Each node decides for itself, with the code that decides in a live one (`isthmus.core.node`); this room gives what it
-# asks for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request
-# again.
-
-
 PATIENCE_NS = 600 * NS_PER_S
-"""How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
+"""Links are measured for so long while nothing else happens: a node may still get another role and serve the rest."""
 
 _STATUS: dict[type, RequestStatus] = {Refuse: REFUSED, Fail: FAILED, RequestEnded: COMPLETED}
 
@@ -87,7 +65,8 @@ Progress = Callable[[int, int], None]
 
 
 class Simulation:
-    """`run` it once. `log` hears every event of the conductor and its answer; `check` tests invariants after each."""
+    """One simulation, to be `run` once. `log` is called with every event of the conductor and its answer; `check`
+    asserts invariants after each event."""
 
     def __init__(
         self, deployment: Deployment, workload: Workload, *, log: Log | None = None, check: bool = False
@@ -120,7 +99,7 @@ class Simulation:
     # The loop.
 
     def run(self, progress: Progress | None = None) -> Result:
-        """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
+        """Simulates until no event is left. Calls `progress(requests arrived, all requests)` now and then."""
         with no_cycles():
             return self._run(progress)
 
@@ -186,7 +165,7 @@ class Simulation:
         assert all(requests[job.name].state is WAITING for job in waiting), "a request was forgotten"
 
     def _check_idle(self) -> None:
-        """Every request has ended."""
+        """Asserts that every request has ended."""
         assert not self._job_of and not self._num_left, "a request never ended"
         self._desk.check()
         self._nodes.check_idle()
@@ -237,7 +216,7 @@ class Simulation:
         self._clock.call(self._clock.now + hold.wait_ms * NS_PER_MS, OTHERS, expired)
 
     def _end(self, end: End) -> None:
-        """The one end of a request."""
+        """Records how a request ended."""
         job = self._job_of.pop(end.request)
         job.record.status, job.record.end_ns = _STATUS[type(end)], self._clock.now
         if isinstance(end, Refuse):
@@ -271,7 +250,7 @@ class Simulation:
         clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
     def _change_faults(self) -> None:
-        """One of the faults begins or ends."""
+        """Applies faults that begin or end now."""
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)
         for node in self._nodes.nodes:
@@ -309,4 +288,4 @@ class Simulation:
 
 
 def _keeps_no_tokens(order: Remember | Unremember) -> None:
-    """Live, the head keeps a donor's tokens; here nobody has any."""
+    """Does nothing: live, the head keeps a donor's tokens, and a simulated prompt has none."""

@@ -23,7 +23,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 def spread(values_ns: Sequence[float]) -> Percentiles | None:
-    """Of times in ns; None of none."""
+    """Mean and percentiles of times in ns; None for no times."""
     if not values_ns:
         return None
     ordered = sorted(map(float, values_ns))  # floats sort faster than large integers
@@ -32,7 +32,7 @@ def spread(values_ns: Sequence[float]) -> Percentiles | None:
 
 
 def mean_s(values_ns: Sequence[float]) -> float:
-    """In seconds, 0 of none."""
+    """Mean in seconds of times in ns; 0 for no times."""
     # fsum rounds once, so the mean does not depend on the order of the requests.
     return math.fsum(values_ns) / len(values_ns) / NS_PER_S if values_ns else 0.0
 
@@ -43,5 +43,5 @@ def nearest_rank(ordered: Sequence[_Number], percent: int) -> _Number:
 
 
 def share(part: float, whole: float) -> float:
-    """`part / whole`, 0 of nothing."""
+    """`part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole > 0 else 0.0

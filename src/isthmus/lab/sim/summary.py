@@ -1,7 +1,6 @@
-"""Token gaps from the nodes' logs: the mean of a request's longest tenth, without visiting each gap.
+"""Figures of a finished simulation, from its records: the same records give the same bytes.
 
-A request's gaps are slices of its node's runs, and within a run they grow evenly: slices are taken from the top, as
-many gaps at a time as exceed the next slice's largest.
+Every figure, and the requests that it is taken over, is described in docs/simulate.md.
 """
 
 from __future__ import annotations
@@ -32,9 +31,13 @@ from isthmus.lab.sim.records import (
 )
 from isthmus.lab.sim.spread import Percentiles, mean_s, share, spread
 
+# Token gaps from the nodes' logs. A request's gaps are slices of its node's runs, within which they grow evenly, so the
+# mean of its longest tenth needs no visit to each gap: slices are taken from the top, as many gaps at a time as exceed
+# the next slice's largest.
+
 
 def set_tbt(jobs: Iterable[SimJob], nodes: list[SimNode]) -> None:
-    """Fills in `tbt_ns` of every request that decoded."""
+    """Sets `tbt_ns` of every request that decoded."""
     for job in jobs:
         if job.spans:
             gaps, count = _gaps(job, nodes)
@@ -43,7 +46,7 @@ def set_tbt(jobs: Iterable[SimJob], nodes: list[SimNode]) -> None:
 
 
 def _gaps(job: SimJob, nodes: list[SimNode]) -> tuple[list[Gaps], int]:
-    """All gaps of a request, and how many: those of each stay, and after it that to the token of a new prefill."""
+    """Gaps of a request and their number: those of each stay on a node, and the gaps to tokens of new prefills."""
     gaps: list[Gaps] = []
     before, count = job.record.first_token_ns * 1000, 0
     for at, (slot, first, last) in enumerate(job.spans):
@@ -104,15 +107,13 @@ def mean_of_longest(gaps: list[Gaps], count: int) -> float:
             heapreplace(gaps, (largest + growth * take, growth, size - take))
 
 
-# What a simulation's records say, in figures. Plain Python; the same records give the same bytes.
-#
-# Every figure, and over which requests it is taken, is described in docs/simulate.md.
+# Figures.
 
 
 MINUTE_NS = 60 * NS_PER_S
 
 STAGES = ("prefill", "decode")
-"""Where a request can be refused; both are always reported."""
+"""Stages of refusal that are always reported."""
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -139,8 +140,8 @@ class Hits(msgspec.Struct, frozen=True):
 
 
 class ReuseUse(msgspec.Struct, frozen=True):
-    """Of requests that may be computed with more than their own prefix: how many, how many `assembled`, and tokens of
-    their prompts by where their KV came from; what was computed all the same is `recomputed`."""
+    """Requests that may use KV beyond their own prefix, those of them that were `assembled`, and the tokens of their
+    prompts by source of KV; `recomputed`: computed all the same."""
 
     requests: int
     assembled: int
@@ -176,8 +177,8 @@ class LinkUse(msgspec.Struct, frozen=True):
 
 
 class TtftParts(msgspec.Struct, frozen=True):
-    """Mean seconds. `queue + load + prefill` is the mean TTFT; `transfer` is what comes after it, until the decode node
-    has all KV."""
+    """Mean seconds. `queue + load + prefill` is the mean TTFT; `transfer`: from then until the decode node has all
+    KV."""
 
     queue: float
     load: float
@@ -207,7 +208,7 @@ class CrossUse(msgspec.Struct, frozen=True):
 
 
 class ThresholdUse(msgspec.Struct, frozen=True):
-    """What the threshold was, in tokens, None for no offloading; how often it changed, after it was first set."""
+    """Offloading threshold in tokens, None for no offloading, and the number of its changes."""
 
     first: int | None
     last: int | None
@@ -219,7 +220,7 @@ class ThresholdUse(msgspec.Struct, frozen=True):
 
 
 class RoleChange(msgspec.Struct, frozen=True):
-    """From `at_s` on, `node` had another role."""
+    """New role of a node from `at_s` on."""
 
     at_s: float
     node: str
@@ -336,18 +337,18 @@ def to_json(summary: Summary, *, wall: bool = True) -> bytes:
 
 
 def within_limits(record: RequestRecord) -> bool:
-    """Whether a request counts as goodput: completed, TTFT and TBT inside its limits. A missing limit holds."""
+    """Whether a request counts as goodput: completed, TTFT and TBT inside its limits, if it has any."""
     return record.status is COMPLETED and not _missed_limit(record)
 
 
 def _missed_limit(record: RequestRecord) -> bool:
-    """Of a completed request."""
+    """Whether a completed request missed its TTFT or TBT limit."""
     late = record.ttft_limit_ns and record.first_token_ns - record.arrival_ns > record.ttft_limit_ns
     return bool(late or (record.tbt_limit_ns and record.tbt_ns > record.tbt_limit_ns))
 
 
 class _Requests:
-    """Some requests by how far they got. `started`: prefill began; `first`: the first token was there."""
+    """Requests by the stage that they reached. `started`: prefill began; `first`: got a first token."""
 
     def __init__(self, records: Sequence[RequestRecord]) -> None:
         self.count = len(records)
@@ -376,7 +377,7 @@ _Record = TypeVar("_Record", RequestRecord, NodeRecord, LinkRecord)
 
 
 def _by(key: Callable[[_Record], Any], records: Sequence[_Record]) -> dict[Any, list[_Record]]:
-    """The records by `key`, in its order."""
+    """Records grouped by `key`, in its order."""
     members: dict[Any, list[_Record]] = {name: [] for name in sorted(set(map(key, records)))}
     for record in records:
         members[key(record)].append(record)
@@ -399,7 +400,7 @@ def _hits(requests: _Requests) -> Hits:
 
 
 def _reuse(started: Sequence[RequestRecord]) -> ReuseUse | None:
-    """None where no request asked for it."""
+    """Reuse beyond the prefix; None if no request asked for it."""
     asked = [each for each in started if each.request.content is not None]
     if not asked:
         return None
@@ -445,7 +446,7 @@ def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:
 def _groups(
     records: Sequence[RequestRecord], key: Callable[[RequestRecord], Any], *, highest_first: bool = False
 ) -> dict[str, RequestGroup]:
-    """The records by `key`, in its order; nothing if all have the same."""
+    """Figures of each group of records by `key`, in its order; empty if all have the same."""
     groups = list(_by(key, records).items())
     if len(groups) < 2:
         return {}
@@ -470,12 +471,12 @@ def _group(requests: _Requests) -> RequestGroup:
 
 
 def ready_ns(record: RequestRecord) -> int:
-    """When the decode node could go on after the first token; -1: it never could."""
+    """Time at which the decode node could go on after the first token; -1: never."""
     return record.first_token_ns if record.prefill == record.decode else record.landed_ns
 
 
 def _parts(first: Sequence[RequestRecord]) -> TtftParts | None:
-    """Of requests with a first token."""
+    """Mean parts of the TTFT of requests with a first token."""
     if not first:
         return None
     return TtftParts(
@@ -487,7 +488,7 @@ def _parts(first: Sequence[RequestRecord]) -> TtftParts | None:
 
 
 def _routes(result: Result, first: Sequence[RequestRecord]) -> dict[str, RouteUse]:
-    """By `prefill cluster > home`; nothing where there is only one cluster."""
+    """Use of each route, by `prefill cluster > home`; empty if there is only one cluster."""
     clusters = [node.cluster for node in result.nodes]
     if len(set(clusters)) < 2:
         return {}
@@ -510,7 +511,7 @@ def _route(records: Sequence[RequestRecord], num_all: int) -> RouteUse:
 
 
 def _crossings(links: Sequence[LinkRecord], span_ns: int) -> dict[str, CrossUse]:
-    """Of links between clusters, by name."""
+    """Use of links between clusters, by name."""
     return {
         link.name: CrossUse(
             bytes_moved=link.bytes_moved,
@@ -524,7 +525,7 @@ def _crossings(links: Sequence[LinkRecord], span_ns: int) -> dict[str, CrossUse]
 
 
 def threshold_use(changes: Sequence[ThresholdChange], span_ns: int) -> ThresholdUse | None:
-    """None where nothing was ever set."""
+    """Use of the threshold; None if it was never set."""
     if not changes:
         return None
     tokens = [change.threshold for change in changes if change.threshold is not None]

@@ -1,13 +1,13 @@
-"""KV on its way: which links it crosses, how much it is, and which node is told when it has come.
+"""KV transfers: the links they cross, their bytes, and the events at their ends.
 
-What a node's actions say is done here, as flows and clock times. A recurrent state goes with every prefix that is
-loaded or fetched for a prefill, and whole at the end of every hand-over: it is final only when the last token is
-computed.
+Carries out the nodes' actions as flows and clock times. A recurrent state goes with every prefix loaded or fetched
+for a prefill, and whole at the end of every hand-over, since it is final only when the last token is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,15 +28,15 @@ from isthmus.lab.sim.sessions import SimulatedSessions
 PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
 
 Reads = dict[RequestId, tuple[SimNode, Flow]]
-"""By attempt: which node reads."""
+"""Attempt -> the node that reads, and the flow."""
 
 Due = list[tuple[SimNode | None, Any]]
-"""What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
-look again at what the node's run waits for."""
+"""Events for nodes, or for the conductor (no node), after the present event. No event: check again whether a stalled
+run has its KV."""
 
 
 class _Leg(NamedTuple):
-    """Of hand-overs from one node to another."""
+    """Path of hand-overs from one node to another."""
 
     source: SimNode
     target: SimNode
@@ -44,47 +44,40 @@ class _Leg(NamedTuple):
     link: SimulatedLink | None
 
 
+@dataclass(slots=True, eq=False)
 class _Handover:
-    """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed; `kv`: bytes
-    before they were encoded; it began at `since_ns`."""
+    """KV of an attempt on its way to its decode node."""
 
-    __slots__ = ("flow", "job", "key", "kv", "leg", "rest", "since_ns")
-
-    flow: Flow
-
-    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int, kv: int, since_ns: int) -> None:
-        self.key, self.job, self.leg, self.rest = key, job, leg, rest
-        self.kv, self.since_ns = kv, since_ns
+    key: RequestId
+    job: SimJob
+    leg: _Leg
+    rest: int  # bytes that follow when all is computed
+    kv: int  # bytes before encoding
+    since_ns: int
+    flow: Flow = field(init=False)
 
     @property
     def ends(self) -> tuple[SimNode, SimNode]:
         return self.leg.source, self.leg.target
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
-    """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
-    loaded beside them is. `is_prompts`: a prefill waits for it, whose load counts on `counted_on` tokens. Donors'
-    blocks are nobody's: they come before their prompt queues."""
+    """Blocks on their way from one node's cache to another's."""
 
-    __slots__ = (
-        "asked",
-        "counted_on",
-        "flow",
-        "is_prompts",
-        "job",
-        "kv",
-        "source",
-        "stop",
-        "target",
-        "until_ns",
-    )
+    asked: events.Fetch
+    source: SimNode
+    target: SimNode
+    job: SimJob | None  # None for donors' blocks, which are fetched before their prompt queues
+    flow: Flow | None = None
+    stop: int = 0  # of the blocks that are sent, which begin at `asked.start`
+    kv: int = 0  # bytes before encoding
+    counted_on: int = 0  # tokens that the load of the waiting prefill expects
+    until_ns: int = -1  # end of the load of the blocks beside these, -1: not known
+    is_prompts: bool = field(init=False)  # a prefill waits for the blocks
 
-    def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: SimJob | None) -> None:
-        self.asked, self.source, self.target, self.job = asked, source, target, job
-        self.flow: Flow | None = None
-        self.stop = self.kv = self.counted_on = 0
-        self.until_ns = -1
-        self.is_prompts = job is not None and job.prefill_slot == target.slot
+    def __post_init__(self) -> None:
+        self.is_prompts = self.job is not None and self.job.prefill_slot == self.target.slot
 
     @property
     def ends(self) -> tuple[SimNode, SimNode]:
@@ -96,7 +89,7 @@ class _Transfer:
 
 
 class KVTransfers:
-    """What moves on the links. `bytes_moved` by purpose. `attempts`: by key; `due`: where what has come is told."""
+    """All transfers in progress. `bytes_moved`: by purpose."""
 
     def __init__(
         self,
@@ -124,14 +117,15 @@ class KVTransfers:
         self._handovers: dict[RequestId, _Handover] = {}
         self._reads: Reads = {}
         self._donor_reads: Reads = {}
-        """What is read for a prompt that waits, and of its donors for one that is loaded."""
+        """SSD reads for waiting prompts (`_reads`), and of donors' blocks for prompts that are loaded."""
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, tuple[Sequence[BlockName], int]] = {}
-        """What a decode node has itself, and how much it has now that the rest was fetched, before its load."""
+        """Attempt -> cached blocks of its decode node, and how many it has after the fetch of the rest; until the
+        load."""
         self._shipments: dict[RequestId, dict[tuple[int, int], Flow]] = {}
-        """By attempt and the nodes that they go from and to."""
+        """Attempt -> (source slot, target slot) -> flow."""
         self._returns: dict[RequestId, SimNode] = {}
-        """To which home something comes back."""
+        """Attempt -> home that reclaims its blocks."""
         self.sessions = SimulatedSessions(deployment.faults, clock, self.cut_off)
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
@@ -154,11 +148,11 @@ class KVTransfers:
             self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
 
     def _count(self, purpose: str, source: SimNode, target: SimNode, key: RequestId, num_bytes: int) -> None:
-        """So much begins to move between two nodes, for an attempt or a fetch of its donors."""
+        """Counts bytes that begin to move between two nodes. Tests override it."""
         self.bytes_moved[purpose] += num_bytes
 
     def end(self, now: int) -> None:
-        """What has come by now."""
+        """Completes the flows that have ended by now."""
         for flow in self.network.finish(now):
             tag: Any = flow.tag
             flow.tag = None  # a flow and what it moves know each other, and the collector of cycles is off
@@ -174,7 +168,7 @@ class KVTransfers:
     # From a node's own memory and disk, and to them.
 
     def _load(self, node: SimNode, load: events.LoadBlocks) -> None:
-        """A run's compute may end before that, but its first token waits for it."""
+        """Loads cached blocks into the engine. A run's compute may end before that, but its first token waits."""
         job, now = self._attempts.get(load.key), self._clock.now
         if job is None:
             return
@@ -199,8 +193,8 @@ class KVTransfers:
             self._clock.call(ends, TRANSFER_ENDS, partial(self._recall_loaded, node, load.key, own, found))
 
     def _recall_loaded(self, node: SimNode, key: RequestId, own: Sequence[BlockName], found: int) -> None:
-        """`own`: what of the `found` blocks its tiers give. A node that does not know the attempt any more makes
-        nothing of it."""
+        """Completes a decode node's load of `found` blocks, of which `own` come from its tiers. A node that has dropped
+        the attempt ignores it."""
         job, lost = self._attempts.get(key), self.disks.missing(node, own)
         if job is not None:
             self._is_there(job, self._clock.now)
@@ -208,15 +202,15 @@ class KVTransfers:
         self._due.append((node, events.Loaded(key, len(own) - len(lost) if lost else found)))
 
     def missed(self, node: SimNode, key: RequestId) -> None:
-        """The run that needed it has broken off, and its node hears why."""
+        """Tells the node which blocks broke its run off."""
         self._lose(node, self.disks.missed(node, key))
 
     def _lose(self, node: SimNode, names: Sequence[BlockName]) -> None:
-        """As the node finds out, one after the other."""
+        """Reports lost blocks one by one, as a node finds them."""
         self._due += [(node, events.BlocksLost((name,))) for name in names]
 
     def _read(self, node: SimNode, read: events.Read) -> None:
-        """Brings what lies on the node's disk into its memory while the request waits."""
+        """Reads a waiting prompt's blocks from the SSD into DRAM."""
         lost = self.disks.read(node, read.key, read.names)
         if lost:
             self._lose(node, lost)
@@ -243,7 +237,7 @@ class KVTransfers:
                 self.network.cancel(reads.pop(key)[1], self._clock.now)
 
     def _read_donors(self, node: SimNode, job: SimJob, names: Sequence[BlockName]) -> None:
-        """What of donors lies on the disk alone is read when it is loaded; once, if the prompt is pre-empted."""
+        """Reads donors' blocks that are on the SSD alone with their load; only once for a pre-empted prompt."""
         tiers = node.decider.tiers
         on_disk = [name for name in names if name not in tiers.dram.held] if tiers is not None else []
         if on_disk and job.key not in self._donor_reads and not self.disks.fails(node):
@@ -253,7 +247,7 @@ class KVTransfers:
         return len(names) * self._block_size * node.cost.kv_token_bytes
 
     def awaits(self, job: SimJob) -> bool:
-        """Whether anything that its prefill needs is still read or fetched."""
+        """Whether KV that the job's prefill needs is still being read or fetched."""
         key = job.key
         return key in self._reads or key in self._donor_reads or (key, job.prefill_slot) in self._fetches
 
@@ -267,7 +261,7 @@ class KVTransfers:
         self._due.append((node, Saved(save.request)))
 
     def _write(self, node: SimNode, names: Sequence[BlockName]) -> None:
-        """What is in DRAM is written behind."""
+        """Writes blocks behind from DRAM to the SSD."""
         if self.disks.fails(node):
             self.disks.unwritten[node.slot].update(names)
             return
@@ -328,7 +322,7 @@ class KVTransfers:
         return sent + (node.cost.state_bytes if whole else 0)
 
     def _speed(self, node: SimNode, codec: str) -> CodecSpeed | None:
-        """Of a codec on a node; None where nothing is encoded."""
+        """Speeds of a codec on a node; None for no encoding."""
         if codec == NONE:
             return None
         return node.cost.handling.speeds(node.facts.kv_dtype, self._block_size)[codec]
@@ -341,7 +335,7 @@ class KVTransfers:
         self._arrive(source, target, partial(self._given_came, transfer), link, after)
 
     def _after_ns(self, source: SimNode, target: SimNode, kv: int, codec: str, since_ns: int) -> int:
-        """So long after its last byte has left KV can be used, the first of which left at `since_ns`."""
+        """Time from the last byte sent until the KV, whose first byte left at `since_ns`, can be used."""
         speed, took_ns = self._speed(source, codec), self._clock.now - since_ns
         ends = source.cost.handling, target.cost.handling
         return after_ns(kv, source.cost.num_layers, took_ns, speed, *ends)
@@ -362,7 +356,7 @@ class KVTransfers:
         self._fetch_over(transfer, transfer.stop)
 
     def _fetch_over(self, transfer: _Transfer, stop: int) -> None:
-        """So much is there, and no more will come."""
+        """Ends a fetch, of whose blocks those up to `stop` have arrived."""
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
@@ -385,7 +379,7 @@ class KVTransfers:
             self._break_off(transfer)
 
     def _break_off(self, transfer: _Transfer) -> None:
-        """Of what is under way nothing is whole."""
+        """Cancels a fetch: a block counts only if all of the transfer arrived."""
         if transfer.flow is not None and transfer.flow.live:
             self.network.cancel(transfer.flow, self._clock.now)
         self._fetch_over(transfer, transfer.asked.start)
@@ -393,12 +387,12 @@ class KVTransfers:
     # From prefill to decode.
 
     def _offer(self, node: SimNode, offer: events.OfferHandover) -> None:
-        """A session with the decode node is opened, if there is none."""
+        """Checks that the decode node can be reached."""
         if not self._reaches(node, self._named[offer.peer]):
             self._due.append((node, events.Gone(offer.peer, "it cannot be reached")))
 
     def _send(self, node: SimNode, send: events.SendHandover) -> None:
-        """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
+        """Starts a hand-over: all layers but the last stream while the prefill computes."""
         key, extent = send.key, send.extent
         job = self._attempts.get(key)
         target = self._named[send.peer]
@@ -420,7 +414,7 @@ class KVTransfers:
             self._watch(leg.link, handover)
 
     def _finish(self, node: SimNode, finish: events.FinishHandover) -> None:
-        """The prompt is computed: the last layer's KV follows, and the recurrent state."""
+        """Sends the last layer's KV and the recurrent state of a computed prompt."""
         handover = self._handovers.get(finish.key)
         if handover is None:
             return
@@ -429,7 +423,7 @@ class KVTransfers:
             self._watch(handover.leg.link, handover)
 
     def _leg(self, source: SimNode, target: SimNode) -> _Leg:
-        """From a prefill node's device to a decode node's. Roles change nothing about it."""
+        """Makes the path from one node's device to another's, whatever their roles."""
         path = (
             *source.links.from_device, source.links.handover_out,
             *self.wiring.trunk(source.facts, target.facts),
@@ -450,7 +444,7 @@ class KVTransfers:
 
     @staticmethod
     def _is_there(job: SimJob, now: int) -> None:
-        """Some of what a decode node waits for."""
+        """Records the latest arrival of KV at the decode node."""
         if job.record.joined_ns < 0:
             job.record.landed_ns = max(job.record.landed_ns, now)
 
@@ -506,7 +500,7 @@ class KVTransfers:
         self._returns[reclaim.key] = node
 
     def _stop_shipments(self, node: SimNode, key: RequestId) -> None:
-        """Nothing more is read from the attempt's blocks here, or written to those of what comes back."""
+        """Cancels shipments from an attempt's blocks here, and those that come back to them."""
         self._cancel_shipments(key, lambda source, target: source == node.slot)
         if self._returns.get(key) is node:
             self._cancel_shipments(key, lambda source, target: target == node.slot)
@@ -540,7 +534,7 @@ class KVTransfers:
         link: SimulatedLink | None = None,
         after_ns: int = 0,
     ) -> None:
-        """`link`: what this is about has just left over it; `after_ns`: until it can be used there."""
+        """Sends an event to a node, after the KV that has just left over `link` and can be used `after_ns` later."""
         if link is None and not after_ns and not self.sessions.are_at_risk:
             self._due.append((target, event))
         else:
@@ -549,7 +543,7 @@ class KVTransfers:
     def _arrive(
         self, source: SimNode, target: SimNode, heard: Call, link: SimulatedLink | None, after_ns: int
     ) -> None:
-        """The last byte has left; it is there after the link's latency, and of use so much later."""
+        """Calls `heard` after the link's latency and `after_ns`."""
         delay_ns = after_ns + (link.latency_ns if link is not None else 0)
         if not delay_ns:
             self.sessions.carry(source, target, heard)
@@ -560,20 +554,20 @@ class KVTransfers:
     # What goes wrong.
 
     def cut_off(self, one: SimNode, other: SimNode, reason: str = "cut") -> None:
-        """The sessions of two nodes end, and what was on its way over them."""
+        """Ends the session of two nodes, and all transfers between them."""
         self._stop_between(lambda source, target: {source, target} == {one.slot, other.slot})
         self._gone(one, other, reason)
         self._gone(other, one, reason)
 
     def _gone(self, node: SimNode, peer: SimNode, reason: str) -> None:
-        """A run that asks the peer for attention ends with that."""
+        """Tells a node that a peer is gone, which ends a run that asks the peer for attention."""
         self._due.append((node, events.Gone(peer.facts.node, reason)))
         node.lose_holder(peer.facts.node)
         if node.is_broken:
             self._due.append((node, None))
 
     def _stop_between(self, concerns: Callable[[int, int], bool]) -> None:
-        """Of fetches, who fetches is told to end them."""
+        """Cancels hand-overs and shipments; fetches end by orders to the nodes that fetch."""
         for handover in list(self._handovers.values()):
             if concerns(handover.leg.source.slot, handover.leg.target.slot):
                 self._stop_handover(handover)
@@ -581,7 +575,7 @@ class KVTransfers:
             self._cancel_shipments(key, concerns)
 
     def lose(self, node: SimNode) -> None:
-        """The node is gone, and with it what was on its way from and to it."""
+        """Cancels everything on its way from and to a dead node."""
         self._stop_between(lambda source, target: node.slot in (source, target))
         for transfer in [each for each in self._fetches.values() if each.target is node]:
             self._break_off(transfer)
@@ -594,7 +588,7 @@ class KVTransfers:
                 self._gone(other, node, "it died")
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
-        """Gives each link between clusters so much of its rate from now on."""
+        """Gives each link between clusters its share of the rate from now on."""
         for link in self.wiring.between:
             factor = factor_of(link.ends)
             if factor == link.factor:
@@ -605,13 +599,13 @@ class KVTransfers:
                 self._watch(link, tag[1])
 
     def _watch(self, link: SimulatedLink, what: _Handover | _Transfer) -> None:
-        """Where a link is down, what is to cross it may stand still for so long and no longer."""
+        """If the link is down, limits the time for which a transfer may stand still."""
         if not link.factor:
             call = partial(self._stalled, link, link.since_ns, what)
             self._clock.call(self._clock.now + self._link_ns, TRANSFER_ENDS, call)
 
     def _stalled(self, link: SimulatedLink, since: int, what: _Handover | _Transfer) -> None:
-        """As a live node ends a session that stands still."""
+        """Ends the session of a transfer that stood still for too long, as a live node does."""
         flow = what.flow
         is_over = link.since_ns != since or flow is None or not flow.live
         if flow is None or is_over or not self.network.bytes_left(flow, self._clock.now):
@@ -620,7 +614,7 @@ class KVTransfers:
         self.cut_off(source, target, f"nothing crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s")
 
     def link_states(self, now: int) -> tuple[LinkState, ...]:
-        """Of all links between clusters, since the call before."""
+        """State of all links between clusters; counts are since the last call."""
         states = []
         for at, link in enumerate(self.wiring.between):
             sent, busy = self.network.bytes_moved(link.number, now), self.network.busy_ns(link.number, now)
@@ -640,7 +634,7 @@ class KVTransfers:
         return tuple(states)
 
     def _queued(self, flow: Flow, now: int) -> int:
-        """What of a transfer could be sent and is not. KV is there to be sent as its prefill goes on, evenly."""
+        """Bytes of a transfer computed but not sent. A prefill is taken to compute its KV evenly."""
         left = self.network.bytes_left(flow, now)
         if not flow.quiet:
             return left
@@ -655,5 +649,5 @@ def _call(there: Call) -> None:
 
 
 def _donated(load: events.LoadBlocks, job: SimJob, block_size: int) -> tuple[BlockName, ...]:
-    """What a load brings of donors, behind what is cached of the prompt. Models with states have no donors."""
+    """Donors' blocks of a load, after the cached ones of the prompt. Models with recurrent states have no donors."""
     return load.names[-(-load.num_tokens // block_size) :] if job.route.assembly is not None else ()

@@ -24,6 +24,17 @@ def test_the_phases_of_a_completed_request() -> None:
         "wait for the batch": 0.5,
         "decode": 4.0,
     }
+    assert lengths_s(record(prefill_ns=9 * NS_PER_S))["load, fetch, others"] == 0
+    never_handed_over = lengths_s(record(times_s={"landed": -1, "joined": 4}))
+    assert "hand-over" not in never_handed_over and never_handed_over["decode"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "waited"), [(RequestStatus.REFUSED, 3, 2.0), (RequestStatus.UNFINISHED, -1, 9.0)]
+)
+def test_a_request_ends_in_the_phase_that_it_reached(status: RequestStatus, end: int, waited: float) -> None:
+    times_s = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1, "end": end}
+    assert lengths_s(record(status=status, stage="prefill", times_s=times_s)) == {"wait for prefill": waited}
 
 
 def test_phases_follow_one_another_from_arrival_to_end() -> None:
@@ -32,26 +43,6 @@ def test_phases_follow_one_another_from_arrival_to_end() -> None:
         assert steps[0].start_ns == one.arrival_ns and steps[-1].end_ns == one.end_ns
         assert all(before.end_ns == after.start_ns for before, after in pairwise(steps))
         assert all(step.start_ns <= step.end_ns for step in steps)
-
-
-def test_node_time_longer_than_the_prefill_leaves_nothing_for_loading() -> None:
-    assert lengths_s(record(prefill_ns=9 * NS_PER_S))["load, fetch, others"] == 0
-
-
-def test_a_request_that_is_never_handed_over_has_no_such_phase() -> None:
-    names = lengths_s(record(times_s={"landed": -1, "joined": 4}))
-    assert "hand-over" not in names
-    assert names["decode"] == 5.0
-
-
-def test_a_refused_request_ends_in_the_phase_it_was_refused_in() -> None:
-    times_s = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1, "end": 3}
-    assert lengths_s(record(status=RequestStatus.REFUSED, stage="prefill", times_s=times_s)) == {
-        "wait for prefill": 2.0
-    }
-    assert lengths_s(record(status=RequestStatus.UNFINISHED, times_s=times_s | {"end": -1})) == {
-        "wait for prefill": 9.0
-    }
 
 
 def test_median_and_worst_are_of_the_completed_ones() -> None:

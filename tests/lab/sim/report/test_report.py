@@ -28,10 +28,6 @@ NASTY = '"><script>alert(1)</script>&amp;\x00\x1b]]>'
 NEVER = {"prefill_start": -1, "first_token": -1, "landed": -1, "joined": -1, "end": 1}
 
 
-def many_limits() -> Result:
-    return result([record(index, ttft_limit_ns=(index + 1) * NS_PER_S, tbt_ns=float(MS)) for index in range(9)])
-
-
 def two_clusters() -> Result:
     """A link that carries more and more, a threshold that moves, and a node that changes its role."""
     nodes = [
@@ -70,7 +66,7 @@ RESULTS = {
     "mixed nodes": result(
         [record(times_s={"landed": -1, "joined": 4})], nodes=[NodeRecord(NodeId("m"), Role.MIXED)] * 2
     ),
-    "many limits": many_limits(),
+    "many limits": result([record(at, ttft_limit_ns=(at + 1) * NS_PER_S, tbt_ns=1.0 * MS) for at in range(9)]),
     "an odd stage": result([record(status=RequestStatus.REFUSED, stage=NASTY, times_s=NEVER)]),
     "beyond full": result([record()], links=[LinkRecord("n", "network", 1.0, 10**15)]),
 }
@@ -80,22 +76,15 @@ def page_of(whole: Result, config_text: str = "roles: 1") -> Page:
     return Page(report(whole, summarize(whole), config_text))
 
 
-@pytest.fixture(params=RESULTS, scope="module")
-def whole(request: pytest.FixtureRequest) -> Result:
-    return RESULTS[request.param]
-
-
+@pytest.mark.parametrize("whole", RESULTS.values(), ids=RESULTS)
 def test_the_page_is_well_formed_and_needs_nothing_from_outside(whole: Result) -> None:
+    """Every chart says what it shows, and every table scrolls in its box."""
     page = page_of(whole)
     tags = {element.tag for element in page.root.iter()}
     assert not {"link", "img", "iframe", "object", "image", "use", "base", "form"} & tags
     assert not re.search(r"https?:|@import|url\(|src=|href=|\bon\w+=", page.markup)
     assert "prefers-color-scheme: dark" in page.markup and "@media print" in page.markup
     assert page.hashes() == page.allowed() and len(page.scripts) == 2, "no script runs but plotly and ours"
-
-
-def test_every_chart_says_what_it_shows_and_every_table_scrolls_in_its_box(whole: Result) -> None:
-    page = page_of(whole)
     assert (
         page.charts.keys() >= {"Requests waiting for prefill", "What became of the requests"}
         or not whole.records
@@ -138,17 +127,12 @@ def test_a_full_trace_stays_small_and_says_the_same_every_time() -> None:
     assert (page.markup, page.data) == (again.markup, again.data)
 
 
-def test_the_histogram_counts_every_request_once() -> None:
+def test_every_request_is_counted_once() -> None:
     whole = RESULTS["overload"]
-    (counted,) = (
-        trace for trace in page_of(whole).charts["Time to first token"]["data"] if trace["name"] == "requests"
-    )
+    charts = page_of(whole).charts
+    (counted,) = (trace for trace in charts["Time to first token"]["data"] if trace["name"] == "requests")
     assert sum(counted["y"]) == sum(each.first_token_ns >= 0 for each in whole.records)
-
-
-def test_every_request_has_one_outcome() -> None:
-    whole = RESULTS["overload"]
-    traces = page_of(whole).charts["What became of the requests"]["data"]
+    traces = charts["What became of the requests"]["data"]
     assert sum(sum(trace["y"]) for trace in traces) == len(whole.records)
     assert [trace["name"].partition(":")[0] for trace in traces][:2] == ["inside limits", "missed a limit"]
 

@@ -27,26 +27,21 @@ def test_a_specification_is_a_source_too() -> None:
     assert [each.arrival_ns for each in fast] == [round(each.arrival_ns / 2) for each in requests[:5]]
 
 
-@pytest.mark.parametrize("content", ["hello\n", "a,b,c\n1,2,3\n"])
-def test_what_is_no_workload_is_refused_with_what_would_be(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=r"no workload; expected a Mooncake trace .* Azure trace .* poisson"):
-        load(path)
-
-
-@pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv", "empty.txt"])
-def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("\n\n")
-    with pytest.raises(ConfigError, match="empty"):
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("notes.txt", "hello\n", r"no workload; expected a Mooncake trace .* Azure trace .* poisson"),
+        ("notes.txt", "a,b,c\n1,2,3\n", r"no workload; expected a Mooncake trace .* Azure trace .* poisson"),
+        *((f"empty.{kind}", "\n\n", "empty") for kind in ("jsonl", "csv", "txt")),
+        ("gone.jsonl", None, r"gone\.jsonl: cannot be read: No such file"),
+        ("", None, "cannot be read: Is a directory"),
+    ],
+)
+def test_what_is_no_workload_is_refused(tmp_path: Path, name: str, content: str | None, complaint: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=complaint):
         load(tmp_path / name)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone\.jsonl: cannot be read: No such file"):
-        load(tmp_path / "gone.jsonl")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        load(tmp_path)
 
 
 def test_a_misspelt_generator_is_not_taken_for_a_file() -> None:

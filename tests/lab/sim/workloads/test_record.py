@@ -95,7 +95,7 @@ def test_a_recording_without_output_lengths_is_refused(tmp_path: Path) -> None:
         ([arrived("r1", 31, (A, B))], "request r1 names 2 blocks; 31 tokens have 1 full blocks of 16"),
         ([ended("r1", 5)], "request r1 ends but never arrived"),
         ([NodeJoined(NodeId("p1"), Role.MIXED, 10_000, 32)], "blocks of 32 tokens after 16"),
-        ([NodeJoined(NodeId("p1"), Role.MIXED, 10_000, 0)], "blocks of 0 tokens"),
+        ([NodeJoined(NodeId("p1"), Role.MIXED, 10_000, 0)], "Expected `int` >= 1"),
     ],
 )
 def test_an_event_that_cannot_be_is_refused_with_its_line(

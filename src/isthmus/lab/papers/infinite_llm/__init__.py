@@ -9,4 +9,4 @@ from __future__ import annotations
 from isthmus.lab.papers.infinite_llm import tables
 from isthmus.lab.papers.table import Table
 
-TABLES: tuple[Table, ...] = (tables.CONTEXT, tables.TRAFFIC, tables.GAIN, tables.MOVES)
+TABLES: tuple[Table, ...] = (tables.context_table, tables.traffic_table, tables.gain_table, tables.moves_table)

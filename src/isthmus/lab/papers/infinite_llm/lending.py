@@ -13,12 +13,12 @@ from isthmus.core.conductor.view import NodeView
 
 LEDGER, GREEDY = (f"{__name__}:{name}" for name in ("ledger", "greedy"))
 LEAST_GAIN = 1e-3
-"""Of what two nodes give, that a move of the greedy rule must add: less is within what rounding makes of it."""
+"""Least gain of a move of the greedy rule, as a share of the two nodes' rate; smaller gains may be rounding."""
 _PS = 1e12
 
 
 def ledger(memories: Sequence[NodeMemory], reserve: float) -> Plan:
-    """As much as is lacking, from whom has most."""
+    """Borrows the missing blocks from the node with most to spare."""
     plan = repayments(memories, reserve)
     for debtor in memories:
         found = debtor.creditors(memories, reserve) if debtor.may_borrow else []
@@ -55,7 +55,7 @@ def greedy(memories: Sequence[NodeMemory], reserve: float) -> Plan:
 
 
 def _admit(debtor: NodeMemory, count: int) -> None:
-    """So many of those that wait are there."""
+    """Counts waiting requests as admitted."""
     num_blocks = count * debtor.needs
     debtor.waiting, debtor.batch = debtor.waiting - count, debtor.batch + count
     debtor.wanted, debtor.here = debtor.wanted - num_blocks, debtor.here + num_blocks
@@ -63,7 +63,7 @@ def _admit(debtor: NodeMemory, count: int) -> None:
 
 
 def best(debtor: NodeMemory, creditor: NodeMemory, most: int) -> tuple[int, int]:
-    """Of up to `most` blocks, how many to move, and how many requests the debtor then admits; (0, 0) for none.
+    """The best number of blocks to move, up to `most`, and of requests that the debtor then admits; (0, 0) for none.
 
     Between two admissions every further block only makes the creditor slower than the debtor faster, or the other way
     round: what is looked at is the fewest blocks for each number of admissions.

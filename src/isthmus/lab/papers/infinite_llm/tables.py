@@ -24,7 +24,7 @@ from isthmus.facts import nodes_of, rules_of
 from isthmus.lab.papers.infinite_llm.lending import GREEDY
 from isthmus.lab.papers.lab import ROOFLINE, Lab
 from isthmus.lab.papers.sarathi.one_node import llama
-from isthmus.lab.papers.table import PaperCell, Table
+from isthmus.lab.papers.table import PaperCell, cells, table
 from isthmus.lab.sim.deployment import FAR, Deployment
 from isthmus.lab.sim.records import RequestStatus
 from isthmus.lab.sim.simulation import Simulation
@@ -43,7 +43,7 @@ MODELS = {
 
 
 def measured() -> Coefficients:
-    """Of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
+    """Coefficients of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
     return engine_coefficients("vllm", A100, weight_dtype="bf16", kv_dtype="bf16")
 
 
@@ -53,7 +53,7 @@ def instance(model: str, num_gpus: int = 1, by: Coefficients = ROOFLINE) -> Anal
 
 
 def least_gpus(model: str) -> int:
-    """Of an instance: the fewest, a power of two, that leave memory for KV."""
+    """GPUs of the smallest instance, a power of two, that has memory for KV."""
     num_gpus = 1
     while not instance(model, num_gpus).fits:
         num_gpus *= 2
@@ -61,7 +61,7 @@ def least_gpus(model: str) -> int:
 
 
 def cluster(model: str, count: int, by: Coefficients = ROOFLINE, **changed: Any) -> Deployment:
-    """So many instances as small as hold the model. `changed`: sections of the configuration."""
+    """`count` instances as small as hold the model. `changed`: sections of the configuration."""
     return _mixed(instance(model, least_gpus(model), by), count, changed)
 
 
@@ -97,12 +97,11 @@ OVER_MULTI, OVER_SINGLE = (1.35, 1.73), (1.4, 3.4)
 """Times vLLM-M on traces 0 to 2, times vLLM-S on traces 3 to 8: least and most."""
 _MODEL_GAIN, _INSTANCES = "7B", 4
 _SHORT, _ANSWER, _LONG_ANSWER = 1_000, 256, 3_000
-_UNPUBLISHED_GAIN = "printed as a range over traces that are not public"
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):
-    """What comes at once: so many short requests an instance, and before them some with `length` tokens. Of 90 short
-    ones no instance is full."""
+    """Requests that come at once: `each` short ones an instance, after `longs` with `length` tokens. 90 short ones do
+    not fill an instance."""
 
     each: int
     longs: int = 0
@@ -132,7 +131,7 @@ class ServedTokens(msgspec.Struct, frozen=True):
 
 @cache
 def served(load: InstanceLoad, lending: str, placement: str = "round_robin") -> ServedTokens:
-    """By instances that lend by this policy."""
+    """Throughput of instances that lend by this policy."""
     return _run(
         load, cluster(_MODEL_GAIN, _INSTANCES, measured(), policy=placement, lending={"policy": lending})
     )
@@ -140,7 +139,7 @@ def served(load: InstanceLoad, lending: str, placement: str = "round_robin") -> 
 
 @cache
 def served_by_one(load: InstanceLoad) -> ServedTokens:
-    """By one instance on all GPUs, with tensor parallelism."""
+    """Throughput of one instance on all GPUs, with tensor parallelism."""
     return _run(load, single(_MODEL_GAIN, _INSTANCES, measured()))
 
 
@@ -151,7 +150,21 @@ def _run(load: InstanceLoad, deployment: Deployment) -> ServedTokens:
     return ServedTokens(len(short) * _ANSWER / seconds, result.bytes_moved["shipment"])
 
 
-def _measure_gain(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "infinite-llm-gain",
+    title="Throughput with lending",
+    source="Infinite-LLM v2, evaluation; greedy of debtors and creditors",
+    setup=(
+        "Direction only: lengths, loads and models of the traces are not known here. Four A100, 7B, our fitted cost of "
+        "vLLM. 180 requests an instance come at once, of 1,000 tokens and 256 of answer, and first one or two long "
+        "ones with answers of 3,000; counted are tokens of the short answers until the last of them. vLLM-M: an "
+        "instance a GPU, requests dealt out in turn, nobody lends; ours beside it is the greedy, or our own placement "
+        "and lending. vLLM-S: one instance with tensor parallelism, which computes a long prompt four times as fast, "
+        "so that over it nothing is gained here."
+    ),
+    unpublished="printed as a range over traces that are not public",
+)
+def gain_table(lab: Lab) -> Iterator[PaperCell]:
     multi, one = [], []
     for row, load in LOADS.items():
         lab.report(f"lending, {row}")
@@ -165,8 +178,7 @@ def _measure_gain(lab: Lab) -> Iterator[PaperCell]:
             "our placement, times vLLM-M": served(load, "none", "isthmus").rate / off.rate,
             "our placement and lending, times vLLM-M": ours.rate / off.rate,
         }
-        for column, figure in figures.items():
-            yield PaperCell(row, column, None, figure, _UNPUBLISHED_GAIN)
+        yield from cells(row, figures)
     for name, published, found in (
         ("M, traces 0 to 2", OVER_MULTI, multi),
         ("S, traces 3 to 8", OVER_SINGLE, one),
@@ -175,32 +187,15 @@ def _measure_gain(lab: Lab) -> Iterator[PaperCell]:
         yield PaperCell(f"most, over vLLM-{name}", "times", published[1], max(found))
 
 
-GAIN = Table(
-    name="infinite-llm-gain",
-    title="Throughput with lending",
-    source="Infinite-LLM v2, evaluation; greedy of debtors and creditors",
-    setup=(
-        "Direction only: lengths, loads and models of the traces are not known here. Four A100, 7B, our fitted cost of "
-        "vLLM. 180 requests an instance come at once, of 1,000 tokens and 256 of answer, and first one or two long "
-        "ones with answers of 3,000; counted are tokens of the short answers until the last of them. vLLM-M: an "
-        "instance a GPU, requests dealt out in turn, nobody lends; ours beside it is the greedy, or our own placement "
-        "and lending. vLLM-S: one instance with tensor parallelism, which computes a long prompt four times as fast, "
-        "so that over it nothing is gained here."
-    ),
-    measure=_measure_gain,
-)
-
-
 # The longest context: what all instances hold together, against what one holds (both versions).
 
 
 LONGEST = {"v1": 1_900, "v2": 2_000}
 """Thousands of tokens on 32 A100."""
 TIMES = (2, 19)
-"""Of a vLLM with instances of its own (vLLM-M), least and most over all traces; both versions."""
+"""Times the context of vLLM-M (instances that do not lend), least and most over all traces; both versions."""
 _COUNTS = (2, 4, 8, 16, 32)
 _STEP = 1000
-_UNPUBLISHED_CONTEXT = "no figure is printed for it"
 
 
 def pool_tokens(model: str, num_gpus: int = NUM_GPUS, each: int | None = None) -> int:
@@ -210,7 +205,7 @@ def pool_tokens(model: str, num_gpus: int = NUM_GPUS, each: int | None = None) -
 
 
 def completes(model: str, count: int, num_tokens: int) -> bool:
-    """Whether so many instances serve one prompt of this length, in virtual time."""
+    """Whether `count` instances serve a prompt of this length, in virtual time."""
     workload = Workload("one prompt", BLOCK_SIZE, [Request(0, num_tokens, BLOCK_SIZE)])
     [record] = Simulation(cluster(model, count), workload).run().records
     return record.status is RequestStatus.COMPLETED
@@ -225,26 +220,8 @@ def longest(model: str, count: int) -> int:
     )
 
 
-def _measure_context(lab: Lab) -> Iterator[PaperCell]:
-    for version, figure in LONGEST.items():
-        for model in MODELS:
-            each = least_gpus(model)
-            row = f"{version}; {model} on {NUM_GPUS // each} instances of {each}"
-            yield PaperCell(row, "context (1,000 tokens)", figure, pool_tokens(model) / 1000)
-    for count in _COUNTS:
-        row, one = f"{count} instances of 7B", pool_tokens("7B", 1)
-        lab.report(f"the longest prompt of {row}")
-        yield PaperCell(
-            row, "all memory, times one", None, pool_tokens("7B", count) / one, _UNPUBLISHED_CONTEXT
-        )
-        yield PaperCell(row, "served here, times one", None, longest("7B", count) / one, _UNPUBLISHED_CONTEXT)
-    for which, figure, count in zip(("least", "most"), TIMES, (2, NUM_GPUS), strict=True):
-        row = f"over all traces, {which} ({count} instances here)"
-        yield PaperCell(row, "times vLLM-M", figure, longest("7B", count) / pool_tokens("7B", 1))
-
-
-CONTEXT = Table(
-    name="infinite-llm-context",
+@table(
+    "infinite-llm-context",
     title="Longest context",
     source="Infinite-LLM v1 and v2 (arXiv 2401.02669), evaluation",
     setup=(
@@ -254,8 +231,22 @@ CONTEXT = Table(
         "they are the longest of the traces, not all that fits; of 7B more does, of 13B a little less. So are the 2 to "
         "19 times; ours are of all memory."
     ),
-    measure=_measure_context,
+    unpublished="no figure is printed for it",
 )
+def context_table(lab: Lab) -> Iterator[PaperCell]:
+    for version, figure in LONGEST.items():
+        for model in MODELS:
+            each = least_gpus(model)
+            row = f"{version}; {model} on {NUM_GPUS // each} instances of {each}"
+            yield PaperCell(row, "context (1,000 tokens)", figure, pool_tokens(model) / 1000)
+    for count in _COUNTS:
+        row, one = f"{count} instances of 7B", pool_tokens("7B", 1)
+        lab.report(f"the longest prompt of {row}")
+        all_memory, here = pool_tokens("7B", count) / one, longest("7B", count) / one
+        yield from cells(row, {"all memory, times one": all_memory, "served here, times one": here})
+    for which, figure, count in zip(("least", "most"), TIMES, (2, NUM_GPUS), strict=True):
+        row = f"over all traces, {which} ({count} instances here)"
+        yield PaperCell(row, "times vLLM-M", figure, longest("7B", count) / pool_tokens("7B", 1))
 
 
 # KV that moves to another instance while its request decodes (second version).
@@ -265,7 +256,6 @@ PUBLISHED = {16: 0.0, 32: 8.6}
 """Tokens that move in a step: percent of throughput that is lost."""
 _BATCH, _CONTEXT = 32, 1024
 _LINKS = {"NVLink": A100.link_bw, "Ethernet": ETHERNET}
-_UNPUBLISHED_MOVES = "no figure is printed"
 
 
 def lost(model: str, tokens: int, link: float) -> float:
@@ -281,17 +271,8 @@ def free_link(model: str, tokens: int) -> float:
     return tokens * cost.kv_token_bytes / (cost.step_ps((), _BATCH, _BATCH * _CONTEXT) / 1e12) / 1e9
 
 
-def _measure_moves(lab: Lab) -> Iterator[PaperCell]:
-    for tokens, figure in PUBLISHED.items():
-        for model in ("7B", "13B", "70B"):
-            row = f"{tokens} tokens a step, {model}"
-            for name, link in _LINKS.items():
-                yield PaperCell(row, f"lost on {name} (%)", figure, lost(model, tokens, link))
-            yield PaperCell(row, "free from (GB/s)", None, free_link(model, tokens), _UNPUBLISHED_MOVES)
-
-
-MOVES = Table(
-    name="infinite-llm-moves",
+@table(
+    "infinite-llm-moves",
     title="KV that moves beside decoding",
     source="Infinite-LLM v2, overlap",
     setup=(
@@ -300,8 +281,14 @@ MOVES = Table(
         "the published 0 and 8.6 % lie between, on a link, of a model and a batch that are not known here. Moves here "
         "take 16 tokens a step."
     ),
-    measure=_measure_moves,
+    unpublished="no figure is printed",
 )
+def moves_table(lab: Lab) -> Iterator[PaperCell]:
+    for tokens, figure in PUBLISHED.items():
+        for model in ("7B", "13B", "70B"):
+            ours = {f"lost on {name} (%)": lost(model, tokens, link) for name, link in _LINKS.items()}
+            ours["free from (GB/s)"] = free_link(model, tokens)
+            yield from cells(f"{tokens} tokens a step, {model}", ours, figure, figure)
 
 
 # Ship the query, or ship the KV (DistAttention, second version).
@@ -309,7 +296,7 @@ MOVES = Table(
 
 _MODEL_TRAFFIC, _DEVICES = "13B", 4
 MEASURED_MS = {8_192: (0.075, 0.581), 32_768: (0.12, 1.98), 131_072: (0.36, 7.48)}
-"""Of one layer: ship queries, ship KV."""
+"""ms of one layer: ship queries, ship KV."""
 _SENT_BYTES = 2
 
 
@@ -343,18 +330,8 @@ def times_ms(tokens: int) -> tuple[float, float]:
     return 1000 * queries, 1000 * kv
 
 
-def _measure_traffic(lab: Lab) -> Iterator[PaperCell]:
-    yield PaperCell("a query and its sums, a layer", "KB", 20.8, query_bytes() / 1000)
-    yield PaperCell("KV of 8,192 tokens, a layer", "MB", 168, kv_bytes(8192) / 1e6)
-    for tokens, printed in MEASURED_MS.items():
-        row, ours = f"{tokens:,} tokens", times_ms(tokens)
-        yield PaperCell(row, "queries travel (ms)", printed[0], ours[0], inferred=True)
-        yield PaperCell(row, "KV travels (ms)", printed[1], ours[1], inferred=True)
-        yield PaperCell(row, "times", printed[1] / printed[0], ours[1] / ours[0], inferred=True)
-
-
-TRAFFIC = Table(
-    name="infinite-llm-traffic",
+@table(
+    "infinite-llm-traffic",
     title="What travels: queries, or KV",
     source="Infinite-LLM v2 (arXiv 2401.02669v2), DistAttention",
     setup=(
@@ -364,5 +341,11 @@ TRAFFIC = Table(
         "slower, is KV that travels. Tensor parallelism (1 to 25 % slower) is a question of kernels, and is not "
         "computed."
     ),
-    measure=_measure_traffic,
 )
+def traffic_table(lab: Lab) -> Iterator[PaperCell]:
+    yield PaperCell("a query and its sums, a layer", "KB", 20.8, query_bytes() / 1000)
+    yield PaperCell("KV of 8,192 tokens, a layer", "MB", 168, kv_bytes(8192) / 1e6)
+    for tokens, printed in MEASURED_MS.items():
+        queries, kv = times_ms(tokens)
+        ours = {"queries travel (ms)": queries, "KV travels (ms)": kv, "times": kv / queries}
+        yield from cells(f"{tokens:,} tokens", ours, *printed, printed[1] / printed[0], inferred=True)

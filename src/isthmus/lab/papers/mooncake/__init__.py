@@ -7,19 +7,19 @@ from isthmus.lab.papers.mooncake import hit_rate, tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    tables.CAPACITY,
-    tables.PREFILL_TIME,
-    tables.SCHEDULING,
-    tables.GLOBAL_CACHE,
-    tables.NETWORK,
-    tables.REQUEST_COST,
-    tables.RATIO,
-    hit_rate.FIGURE_9,
-    hit_rate.TABLE_1,
-    hit_rate.BLOG,
-    hit_rate.BY_POLICY,
-    tables.REJECTIONS,
-    tables.FLUCTUATION,
+    tables.capacity_table,
+    tables.prefill_time_table,
+    tables.scheduling_table,
+    tables.global_cache_table,
+    tables.network_table,
+    tables.request_cost_table,
+    tables.ratio_table,
+    hit_rate.figure_9_table,
+    hit_rate.eviction_table,
+    hit_rate.blog_table,
+    hit_rate.by_policy_table,
+    tables.rejections_table,
+    tables.fluctuation_table,
 )
 
 __all__ = ["TABLES"]

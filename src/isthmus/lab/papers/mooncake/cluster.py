@@ -43,7 +43,7 @@ CURVE: dict[str, Any] = {
     "decode_context_s": 3.475e-8,
     "origin": "Mooncake, FAST'25, Figures 14 and 15: LLaMA3-70B on 8 x A800",
 }
-"""As `isthmus.core.cost.Curve` reads it."""
+"""Fields of `isthmus.core.cost.Curve`."""
 
 
 def curve() -> Curve:

@@ -1,8 +1,9 @@
-"""Which blocks of one pool go first by the policies that Mooncake compares with least recently used."""
+"""Hit rates of one pool by its size and eviction policy (FAST'25, arXiv 2407.00079, the authors' blog)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
@@ -11,24 +12,19 @@ import msgspec
 from isthmus.core.types import BlockName
 from isthmus.lab.papers.lab import Lab, Trace, Variant
 from isthmus.lab.papers.mooncake.cluster import BLOCK_SIZE
-from isthmus.lab.papers.table import Figures, PaperCell, Table, on_trace
+from isthmus.lab.papers.table import PaperCell, on_traces, table
 from isthmus.lab.planner.demand import pool_hits
 
 
+@dataclass(slots=True, eq=False)
 class RankedBlock:
-    """What the ranks are made of."""
+    """Facts of a block that ranks use."""
 
-    __slots__ = ("depth", "last_store", "last_use", "reach", "uses")
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        """How many blocks come before it in its chain."""
-        self.uses = 0
-        self.last_use = 0
-        self.last_store = 0
-        """When this block, or one that follows it, last came in."""
-        self.reach = 0
-        """Length in blocks of the longest chain that used it."""
+    depth: int  # blocks before it in its chain
+    uses: int = 0
+    last_use: int = 0
+    last_store: int = 0  # time at which this block, or one that follows it, was last stored
+    reach: int = 0  # blocks of the longest chain that used it
 
 
 Rank = tuple[int, ...]
@@ -109,7 +105,6 @@ def ranked_hits(
 # Nothing is simulated: each prompt is looked up and then stored before the next one comes.
 
 
-Curves = Mapping[Trace, Mapping[str, Figures]]
 OPTIMUM = "optimum"
 Prompt = tuple[int, Sequence[BlockName]]
 """Length in tokens, and the names of its blocks, the last of which may be partial."""
@@ -125,7 +120,7 @@ class HitRate(msgspec.Struct, frozen=True):
 def hit_rate(
     prompts: Sequence[Prompt], capacity: int | None, policy: str, *, block_size: int = 512, warmup: float = 0.0
 ) -> HitRate:
-    """Of one pool of `capacity` blocks (None: no limit), which holds no block without its head.
+    """Hit rate of a pool of `capacity` blocks (None: no limit), which holds no block without its head.
 
     The first `warmup` share of the requests fills the pool and is not counted. A hit on a partial last block
     counts as the tokens it holds. `policy`: `lru`, one of `RANKS`, or the optimum.
@@ -172,69 +167,33 @@ def optimal_hits(chains: Sequence[Sequence[BlockName]], capacity: int) -> Iterat
         yield found
 
 
-def _rates(
-    lab: Lab, trace: Trace, policy: str, sizes: Sequence[int | None], warmup: float = 0.0
-) -> list[HitRate]:
-    """Sizes in blocks, None for no limit."""
-    requests = lab.workload(Variant(trace)).requests
-    prompts: list[Prompt] = [(each.num_tokens, each.blocks) for each in requests]
-    return [hit_rate(prompts, size, policy, block_size=BLOCK_SIZE, warmup=warmup) for size in sizes]
+def _hit_rate_cells(
+    lab: Lab,
+    published: Mapping[Trace, Mapping[str, Sequence[float]]],
+    sizes: Mapping[str, int | None],
+    counted_in: Callable[[str], str],
+    warmup: float = 0.0,
+) -> Iterator[PaperCell]:
+    """A row a policy and a column a size of the pool: a name, and its blocks, None for no limit. `counted_in`: whether
+    a policy's hits are counted in `tokens` or `blocks`."""
+
+    def measure(trace: Trace, policy: str) -> Sequence[float]:
+        requests = lab.workload(Variant(trace)).requests
+        prompts: list[Prompt] = [(each.num_tokens, each.blocks) for each in requests]
+        rates = [
+            hit_rate(prompts, size, _POLICIES[policy], block_size=BLOCK_SIZE, warmup=warmup)
+            for size in sizes.values()
+        ]
+        return [getattr(rate, counted_in(policy)) for rate in rates]
+
+    return on_traces(lab, tuple(sizes), published, measure)
 
 
-# FAST'25, Figure 9: by tokens, LRU.
-
-_TOKENS = (1e4, 1e5, 1e6, 2e6, 4e6, 5e6, 8e6, 1e7, 5e7, 1e8)
-
-
-def _by_tokens(*figures: float) -> Mapping[str, Figures]:
-    return {"LRU": {f"{tokens:.0e} tokens": figure for tokens, figure in zip(_TOKENS, figures, strict=True)}}
+def _named(*sizes: int | None) -> dict[str, int | None]:
+    """Sizes in blocks by their names."""
+    return {f"{size:,} blocks" if size else "no limit": size for size in sizes}
 
 
-_FIGURE_9: Curves = {
-    Trace.CONVERSATION: _by_tokens(0.045, 0.073, 0.087, 0.120, 0.215, 0.247, 0.300, 0.326, 0.398, 0.401),
-    Trace.SYNTHETIC: _by_tokens(0.0, 0.012, 0.146, 0.235, 0.380, 0.435, 0.545, 0.589, 0.658, 0.658),
-    Trace.TOOLAGENT: _by_tokens(0.173, 0.363, 0.386, 0.414, 0.484, 0.505, 0.544, 0.561, 0.595, 0.595),
-}
-
-
-def _measure_figure_9(lab: Lab) -> Iterator[PaperCell]:
-    def row(trace: Trace, name: str) -> Figures:
-        rates = _rates(lab, trace, _POLICIES[name], [int(tokens) // BLOCK_SIZE for tokens in _TOKENS])
-        return _by_tokens(*(rate.tokens for rate in rates))["LRU"]
-
-    for trace, published in _FIGURE_9.items():
-        yield from on_trace(lab, trace, published, row)
-
-
-FIGURE_9 = Table(
-    name="mooncake-hit-rate",
-    title="Hit rate by pool size in tokens",
-    source="FAST'25, Figure 9",
-    setup=(
-        "LRU, hits counted in tokens. The published traces have blocks of 512 tokens, the paper's own were "
-        "finer: on the conversation trace that alone is 3 points. The figure's fourth curve mixes three "
-        "traces, how is not published."
-    ),
-    measure=_measure_figure_9,
-    traces=tuple(_FIGURE_9),
-)
-
-
-# Curves by blocks.
-
-
-def _by_blocks(sizes: Sequence[int | None], *figures: float) -> Figures:
-    return {
-        f"{size:,} blocks" if size else "no limit": figure for size, figure in zip(sizes, figures, strict=True)
-    }
-
-
-_ARXIV_SIZES = (1_000, 10_000, 30_000, 50_000, 100_000, None)
-_ARXIV: Mapping[str, Figures] = {
-    "LRU": _by_blocks(_ARXIV_SIZES, 0.30, 0.40, 0.48, 0.50, 0.51, 0.51),
-    "LFU": _by_blocks(_ARXIV_SIZES, 0.30, 0.35, 0.43, 0.49, 0.51, 0.51),
-    "LengthAware": _by_blocks(_ARXIV_SIZES, 0.30, 0.35, 0.42, 0.48, 0.50, 0.51),
-}
 _POLICIES = {
     "LRU": "lru",
     "LFU": "lfu",
@@ -243,87 +202,90 @@ _POLICIES = {
     "LengthAware, early blocks kept": "length_aware_early",
     "optimum": OPTIMUM,
 }
+_FIGURE_9 = {
+    Trace.CONVERSATION: {"LRU": (0.045, 0.073, 0.087, 0.120, 0.215, 0.247, 0.300, 0.326, 0.398, 0.401)},
+    Trace.SYNTHETIC: {"LRU": (0.0, 0.012, 0.146, 0.235, 0.380, 0.435, 0.545, 0.589, 0.658, 0.658)},
+    Trace.TOOLAGENT: {"LRU": (0.173, 0.363, 0.386, 0.414, 0.484, 0.505, 0.544, 0.561, 0.595, 0.595)},
+}
 
 
-def _measure_table_1(lab: Lab) -> Iterator[PaperCell]:
-    def row(trace: Trace, policy: str) -> Figures:
-        rates = _rates(lab, trace, _POLICIES[policy], _ARXIV_SIZES)
-        return _by_blocks(_ARXIV_SIZES, *(rate.blocks for rate in rates))
+@table(
+    "mooncake-hit-rate",
+    title="Hit rate by pool size in tokens",
+    source="FAST'25, Figure 9",
+    setup=(
+        "LRU, hits counted in tokens. The published traces have blocks of 512 tokens, the paper's own were "
+        "finer: on the conversation trace that alone is 3 points. The figure's fourth curve mixes three "
+        "traces, how is not published."
+    ),
+    traces=_FIGURE_9,
+)
+def figure_9_table(lab: Lab) -> Iterator[PaperCell]:
+    tokens = (1e4, 1e5, 1e6, 2e6, 4e6, 5e6, 8e6, 1e7, 5e7, 1e8)
+    sizes = {f"{each:.0e} tokens": int(each) // BLOCK_SIZE for each in tokens}
+    return _hit_rate_cells(lab, _FIGURE_9, sizes, lambda policy: "tokens")
 
-    yield from on_trace(lab, Trace.ARXIV, _ARXIV, row)
+
+_TABLE_1 = {
+    "LRU": (0.30, 0.40, 0.48, 0.50, 0.51, 0.51),
+    "LFU": (0.30, 0.35, 0.43, 0.49, 0.51, 0.51),
+    "LengthAware": (0.30, 0.35, 0.42, 0.48, 0.50, 0.51),
+}
 
 
-TABLE_1 = Table(
-    name="mooncake-hit-rate-arxiv",
+@table(
+    "mooncake-hit-rate-arxiv",
     title="Hit rate by pool size and eviction policy",
     source="arXiv 2407.00079, Table 1",
     setup=(
         "Hits counted in blocks of 512 tokens. Others who counted LRU on this trace find 4 to 6 points more "
         "than the paper at every size, and no reading of the definition that closes the gap."
     ),
-    measure=_measure_table_1,
     traces=(Trace.ARXIV,),
 )
+def eviction_table(lab: Lab) -> Iterator[PaperCell]:
+    sizes = _named(1_000, 10_000, 30_000, 50_000, 100_000, None)
+    return _hit_rate_cells(lab, {Trace.ARXIV: _TABLE_1}, sizes, lambda policy: "blocks")
 
-_BLOG_SIZES = (1_011, 2_989, 5_886, 9_777, 19_555, 30_232, 50_006, 100_013, None)
-_BLOG: Mapping[str, Figures] = {
-    "FIFO": _by_blocks(_BLOG_SIZES, 0.354, 0.375, 0.427, 0.462, 0.520, 0.544, 0.568, 0.585, 0.591),
-    "LRU": _by_blocks(_BLOG_SIZES, 0.365, 0.380, 0.432, 0.488, 0.547, 0.573, 0.588, 0.591, 0.591),
-    "optimum": _by_blocks(_BLOG_SIZES, 0.471, 0.550, 0.591, 0.591, 0.591, 0.591, 0.591, 0.591, 0.591),
+
+_BLOG = {
+    "FIFO": (0.354, 0.375, 0.427, 0.462, 0.520, 0.544, 0.568, 0.585, 0.591),
+    "LRU": (0.365, 0.380, 0.432, 0.488, 0.547, 0.573, 0.588, 0.591, 0.591),
+    "optimum": (0.471, 0.550, 0.591, 0.591, 0.591, 0.591, 0.591, 0.591, 0.591),
 }
 
 
-def _measure_blog(lab: Lab) -> Iterator[PaperCell]:
-    def row(trace: Trace, policy: str) -> Figures:
-        rates = _rates(lab, trace, _POLICIES[policy], _BLOG_SIZES, warmup=0.5)
-        return _by_blocks(_BLOG_SIZES, *(rate.tokens for rate in rates))
-
-    yield from on_trace(lab, Trace.TOOLAGENT, _BLOG, row)
-
-
-BLOG = Table(
-    name="mooncake-hit-rate-blog",
+@table(
+    "mooncake-hit-rate-blog",
     title="Hit rate by pool size, after warm-up",
     source="kvcache-ai/kvcache-blog, KV Cache Hit Rate Simulator, preset Mooncake FAST25 Tool&Agent",
     setup="Hits counted in tokens, over the second half of the requests; the first half fills the pool.",
-    measure=_measure_blog,
     traces=(Trace.TOOLAGENT,),
 )
+def blog_table(lab: Lab) -> Iterator[PaperCell]:
+    sizes = _named(1_011, 2_989, 5_886, 9_777, 19_555, 30_232, 50_006, 100_013, None)
+    return _hit_rate_cells(lab, {Trace.TOOLAGENT: _BLOG}, sizes, lambda policy: "tokens", warmup=0.5)
 
 
-# Eviction policies on the traces that the paper published later.
-
-_SIZES = (1_000, 5_859, 10_000, 30_000, 50_000, 100_000, None)
-_COUNTED: Curves = {
+_COUNTED = {
     Trace.CONVERSATION: {
-        "LRU": _by_blocks(_SIZES, 0.045, 0.139, 0.216, 0.332, 0.362, 0.371, 0.374),
-        "LFU": _by_blocks(_SIZES, 0.048, 0.097, 0.131, 0.276, 0.344, 0.363, 0.366),
-        "LengthAware": _by_blocks(_SIZES, 0.042, 0.043, 0.052, 0.116, 0.149, 0.249, 0.366),
-        "LengthAware, early blocks kept": _by_blocks(_SIZES, 0.050, 0.086, 0.112, 0.203, 0.260, 0.334, 0.366),
-        "optimum": _by_blocks(_SIZES, 0.194, 0.360, 0.374, 0.374, 0.374, 0.374, 0.374),
+        "LRU": (0.045, 0.139, 0.216, 0.332, 0.362, 0.371, 0.374),
+        "LFU": (0.048, 0.097, 0.131, 0.276, 0.344, 0.363, 0.366),
+        "LengthAware": (0.042, 0.043, 0.052, 0.116, 0.149, 0.249, 0.366),
+        "LengthAware, early blocks kept": (0.050, 0.086, 0.112, 0.203, 0.260, 0.334, 0.366),
+        "optimum": (0.194, 0.360, 0.374, 0.374, 0.374, 0.374, 0.374),
     },
     Trace.SYNTHETIC: {
-        "LRU": _by_blocks(_SIZES, 0.086, 0.315, 0.432, 0.636, 0.651, 0.651, 0.651),
-        "LFU": _by_blocks(_SIZES, 0.038, 0.240, 0.354, 0.626, 0.640, 0.640, 0.640),
-        "LengthAware": _by_blocks(_SIZES, 0.0, 0.009, 0.021, 0.298, 0.640, 0.640, 0.640),
-        "optimum": _by_blocks(_SIZES, 0.282, 0.560, 0.629, 0.651, 0.651, 0.651, 0.651),
+        "LRU": (0.086, 0.315, 0.432, 0.636, 0.651, 0.651, 0.651),
+        "LFU": (0.038, 0.240, 0.354, 0.626, 0.640, 0.640, 0.640),
+        "LengthAware": (0.0, 0.009, 0.021, 0.298, 0.640, 0.640, 0.640),
+        "optimum": (0.282, 0.560, 0.629, 0.651, 0.651, 0.651, 0.651),
     },
 }
-_IN_TOKENS = ("LRU", "optimum")
 
 
-def _measure_evictions(lab: Lab) -> Iterator[PaperCell]:
-    def row(trace: Trace, policy: str) -> Figures:
-        rates = _rates(lab, trace, _POLICIES[policy], _SIZES)
-        in_tokens = policy in _IN_TOKENS
-        return _by_blocks(_SIZES, *(rate.tokens if in_tokens else rate.blocks for rate in rates))
-
-    for trace, counted in _COUNTED.items():
-        yield from on_trace(lab, trace, counted, row)
-
-
-BY_POLICY = Table(
-    name="mooncake-evictions",
+@table(
+    "mooncake-evictions",
     title="Hit rate by pool size and eviction policy, FAST'25 traces",
     source="counted by this project from the traces with other code, before this program; not in the paper",
     setup=(
@@ -331,6 +293,10 @@ BY_POLICY = Table(
         "that come late in a request, as the arXiv paper words it; a block is of use only with all before it, "
         "so the other way does better."
     ),
-    measure=_measure_evictions,
-    traces=tuple(_COUNTED),
+    traces=_COUNTED,
 )
+def by_policy_table(lab: Lab) -> Iterator[PaperCell]:
+    sizes = _named(1_000, 5_859, 10_000, 30_000, 50_000, 100_000, None)
+    return _hit_rate_cells(
+        lab, _COUNTED, sizes, lambda policy: "tokens" if policy in ("LRU", OPTIMUM) else "blocks"
+    )

@@ -1,23 +1,23 @@
 """Prefill-as-a-Service: "KVCache of Next-Generation Models Could Go Cross-Datacenter" (arXiv 2604.15039v2)."""
 
-from isthmus.lab.papers.prfaas import case, deployments, sensitivity
+from isthmus.lab.papers.prfaas import case, tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    case.THROUGHPUT_TABLE,
-    case.IMPLIED,
-    case.PROFILE_TABLE,
-    deployments.OFFLOADING_TABLE,
-    deployments.SPLITS,
-    deployments.THRESHOLDS,
-    deployments.SIZING,
-    deployments.PRICE,
-    sensitivity.INFERRED_INPUTS,
-    sensitivity.INTERPOLATION,
-    sensitivity.HELD_OUT,
-    sensitivity.BANDWIDTH,
-    sensitivity.BEYOND,
-    case.SIZES,
+    case.throughput_table,
+    case.implied_table,
+    case.profile_table,
+    tables.offloading_table,
+    tables.splits_table,
+    tables.thresholds_table,
+    tables.sizing_table,
+    tables.price_table,
+    tables.inferred_inputs_table,
+    tables.interpolation_table,
+    tables.held_out_table,
+    tables.bandwidth_table,
+    tables.beyond_table,
+    case.sizes_table,
 )
 
 __all__ = ["TABLES"]

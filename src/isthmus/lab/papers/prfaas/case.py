@@ -1,9 +1,12 @@
-"""What Prefill-as-a-Service (arXiv 2604.15039v2) prints. Its K is read as 1,024 tokens unless `case` says otherwise."""
+"""The case study of Prefill-as-a-Service (arXiv 2604.15039v2): published figures, inferred inputs, solutions.
+
+The paper's K is read as 1,024 tokens unless a comment says otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,7 +38,7 @@ from isthmus.core.types import NS_PER_S
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.prfaas.configs import CONFIGS
 from isthmus.lab.papers.prfaas.interpolation import Points, Times, evaluated, polynomial, quadratic
-from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
+from isthmus.lab.papers.table import PaperCell, cells, table
 
 KIBI = 1024
 MEBI = 1 << 20
@@ -98,7 +101,7 @@ PRFAAS = PublishedColumn(4, 3, 5, 2.22, 3.51, 1.61, 1.64, 3.91, 3.24, 1.54)
 HOMOGENEOUS = PublishedColumn(0, 9, 3, 4.44, 9.73, 0.0, 2.11, 2.35, 2.11, 1.00)
 NAIVE = PublishedColumn(4, 0, 8, 1.74, 3.51, 2.45, 0.0, 6.25, 2.45, 1.16)
 SHARE, EGRESS_GBPS, MEAN_ABOVE = 0.496, 13, 44 * KIBI
-"""Of PRFAAS: requests offloaded, what crosses the link, mean uncached length of what is offloaded."""
+"""Of PRFAAS: share of requests offloaded, traffic of the link, mean uncached length of offloaded requests."""
 OVER_NAIVE = 1.32
 EQUAL_COST_GAIN = 0.15
 
@@ -121,32 +124,26 @@ PUBLISHED_SIZES: dict[str, tuple[float, ...]] = {
     "MiniMax-M2.5": (253_952, 0, 248, 1_984, 7_936, 31_744),
     "Llama-3-70B": (327_680, 0, 320, 2_560, 10_240, 40_960),
 }
-_SIZE_COLUMNS = ("KV (B/token)", "fixed (MiB)", *(f"{length} (MiB)" for length in LENGTHS_PUBLISHED))
 
 
-def _measure_sizes(lab: Lab) -> Iterator[PaperCell]:
-    for name, figures in PUBLISHED_SIZES.items():
-        facts = facts_of(CONFIGS[name])
-        prompts = [facts.prompt_bytes(length) for length in LENGTHS_PUBLISHED.values()]
-        ours = [
-            facts.prompt_bytes(1) - facts.prompt_bytes(0),
-            *(size / MEBI for size in (facts.prompt_bytes(0), *prompts)),
-        ]
-        yield from compare(
-            name, dict(zip(_SIZE_COLUMNS, figures, strict=True)), dict(zip(_SIZE_COLUMNS, ours, strict=True))
-        )
-
-
-SIZES = Table(
-    name="prfaas-kv-size",
+@table(
+    "prfaas-kv-size",
     title="Bytes a prompt leaves to be sent, by model",
     source="not in the paper: worked out by hand from the layers of each config.json, before this program",
     setup=(
         "KV and convolution windows in bf16, recurrent states in fp32, as SGLang and vLLM keep them; the window of "
         "MiMo-V2-Flash's sliding layers is counted with what is fixed. The hand figures are rounded to four digits."
     ),
-    measure=_measure_sizes,
 )
+def sizes_table(lab: Lab) -> Iterator[PaperCell]:
+    for model, figures in PUBLISHED_SIZES.items():
+        facts = facts_of(CONFIGS[model])
+        fixed, first = facts.prompt_bytes(0), facts.prompt_bytes(1)
+        ours = {"KV (B/token)": first - fixed, "fixed (MiB)": fixed / MEBI}
+        ours |= {
+            f"{name} (MiB)": facts.prompt_bytes(length) / MEBI for name, length in LENGTHS_PUBLISHED.items()
+        }
+        yield from cells(model, ours, *figures)
 
 
 def implied_points(name: str) -> Points:
@@ -165,23 +162,8 @@ def _data_sheet(name: str) -> Times:
     return lambda length: cost.prefill_ns(round(length), 0) / NS_PER_S
 
 
-def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
-    for name, figures in THROUGHPUT.items():
-        points, facts = implied_points(name), facts_of(CONFIGS[name])
-        for how, times in (("fit (inferred)", quadratic(points)), ("data sheet", _data_sheet(name))):
-            rates = (
-                kv_throughput(facts.prompt_bytes(length), times(length)) / GBPS
-                for length in LENGTHS_PUBLISHED.values()
-            )
-            yield from compare(f"{name}, {how}", _gbps(figures), _gbps(tuple(rates)))
-
-
-def _gbps(figures: tuple[float, ...]) -> Figures:
-    return {f"{length} (Gbps)": figure for length, figure in zip(LENGTHS_PUBLISHED, figures, strict=True)}
-
-
-THROUGHPUT_TABLE = Table(
-    name="prfaas-kv-throughput",
+@table(
+    "prfaas-kv-throughput",
     title="KV that a prefill on 8 H200 gives off, equation (1)",
     source="Table 3",
     setup=(
@@ -190,33 +172,49 @@ THROUGHPUT_TABLE = Table(
         "(inferred): the time is a + b l + c l^2 through what the row itself implies, so it shows how far that form "
         "carries: three coefficients, four points."
     ),
-    measure=_measure_throughput,
 )
+def throughput_table(lab: Lab) -> Iterator[PaperCell]:
+    for name, figures in THROUGHPUT.items():
+        points, facts = implied_points(name), facts_of(CONFIGS[name])
+        for how, times in (("fit (inferred)", quadratic(points)), ("data sheet", _data_sheet(name))):
+            ours = {
+                f"{label} (Gbps)": kv_throughput(facts.prompt_bytes(length), times(length)) / GBPS
+                for label, length in LENGTHS_PUBLISHED.items()
+            }
+            yield from cells(f"{name}, {how}", ours, *figures)
 
 
-def _measure_implied(lab: Lab) -> Iterator[PaperCell]:
-    reason = "not published: inferred from Table 3"
-    for name in THROUGHPUT:
-        points, sheet = dict(zip(LENGTHS_PUBLISHED, implied_points(name), strict=True)), _data_sheet(name)
-        for label, (_, seconds) in points.items():
-            yield PaperCell(f"{name}, inferred", f"{label} (s)", None, seconds, reason)
-        for label, (length, _) in points.items():
-            yield PaperCell(f"{name}, data sheet", f"{label} (s)", None, sheet(length), "not published")
-
-
-IMPLIED = Table(
-    name="prfaas-implied-prefill",
+@table(
+    "prfaas-implied-prefill",
     title="Prefill times behind Table 3",
     source="not in the paper",
     setup=(
         "KV bytes from config.json over the published throughput. All six models share a floor of 0.34 to 0.48 s at "
         "1K, whatever their size; the data sheet explains long prompts within a factor of 2, not that floor."
     ),
-    measure=_measure_implied,
+    unpublished="not published",
 )
+def implied_table(lab: Lab) -> Iterator[PaperCell]:
+    reason = "not published: inferred from Table 3"
+    for name in THROUGHPUT:
+        points, sheet = dict(zip(LENGTHS_PUBLISHED, implied_points(name), strict=True)), _data_sheet(name)
+        for label, (_, seconds) in points.items():
+            yield PaperCell(f"{name}, inferred", f"{label} (s)", None, seconds, reason)
+        yield from cells(
+            f"{name}, data sheet", {f"{label} (s)": sheet(length) for label, (length, _) in points.items()}
+        )
 
 
-def _measure_profile(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "prfaas-profile",
+    title="The paper's own model on 8 H200",
+    source="Table 5",
+    setup=(
+        "KV from the structure inferred from the table (15 MLA layers, 42 KDA layers of 64 heads). The times are the "
+        "fit that everything else here is computed with, three coefficients through four points."
+    ),
+)
+def profile_table(lab: Lab) -> Iterator[PaperCell]:
     times = quadratic(h200_points())
     for (label, row), length in zip(PROFILE.items(), MEASURED_LENGTHS, strict=True):
         size, seconds = kv_bytes(length), times(length)
@@ -225,19 +223,7 @@ def _measure_profile(lab: Lab) -> Iterator[PaperCell]:
             "prefill (s)": seconds,
             "throughput (Gbps)": kv_throughput(size, seconds) / GBPS,
         }
-        yield from compare(f"{label}, taken as {length:,} (inferred)", dict(zip(ours, row, strict=True)), ours)
-
-
-PROFILE_TABLE = Table(
-    name="prfaas-profile",
-    title="The paper's own model on 8 H200",
-    source="Table 5",
-    setup=(
-        "KV from the structure inferred from the table (15 MLA layers, 42 KDA layers of 64 heads). The times are the "
-        "fit that everything else here is computed with, three coefficients through four points."
-    ),
-    measure=_measure_profile,
-)
+        yield from cells(f"{label}, taken as {length:,} (inferred)", ours, *row)
 
 
 # Which inputs were inferred from the figures that they are compared with, and which of our figures hang on them.
@@ -269,7 +255,7 @@ class Factors(msgspec.Struct, frozen=True):
 
 AS_IS = Factors()
 INFERRED = ("h20", "decode")
-"""Those of Factors that come from Table 6, the result. Times on H200 are printed, in Table 5."""
+"""Fields of Factors inferred from Table 6, the result. Times on H200 are printed, in Table 5."""
 # Enough to move whatever halving them moves: a minimum of rates follows what slows, not always what quickens.
 _SLOWER = tuple(Factors(**{name: 2.0}) for name in INFERRED)
 
@@ -280,13 +266,14 @@ def marked(measure: Callable[[Factors], Iterable[PaperCell]]) -> Callable[[Lab],
     `measure` must yield as many cells, in the same order, for any factors.
     """
 
-    def cells(lab: Lab) -> Iterator[PaperCell]:
+    @wraps(measure)
+    def starred(lab: Lab) -> Iterator[PaperCell]:
         slower = [measure(factors) for factors in _SLOWER]
         for cell, *others in zip(measure(AS_IS), *slower, strict=True):
             moves = any(other.ours != cell.ours for other in others)
             yield msgspec.structs.replace(cell, inferred=moves)
 
-    return cells
+    return starred
 
 
 # The case study: 32 H200 that only prefill, 64 H20 that do both, 100 Gbps between them, and its two baselines.
@@ -387,7 +374,7 @@ class CaseDeployment(msgspec.Struct, frozen=True):
         what: RequestWork | None = None,
         factors: Factors = AS_IS,
     ) -> Solution:
-        """What the threshold and the split of `plan` bear with these inputs."""
+        """The load that the threshold and split of `plan` bear with these inputs."""
         (classes,) = by(LENGTHS_CASE, factors.work(what or work()), [plan.classes.threshold])
         return bear(classes, factors.fleet(self.fleet), plan.num_prefill)
 
@@ -405,9 +392,9 @@ def fleet(
 
 OFFLOADING = CaseDeployment(fleet(), GRID)
 HOMOGENEOUS_PD = CaseDeployment(fleet(remote=0, local=REMOTE_INSTANCES + LOCAL_INSTANCES, gbps=0), (LONGEST,))
-"""As many instances, all H20 and in one cluster."""
+"""The same number of instances, all H20 and in one cluster."""
 NAIVE_PD = CaseDeployment(fleet(), (0,))
-"""As OFFLOADING, but every request is prefilled remotely, so all H20 decode."""
+"""OFFLOADING with every request prefilled remotely, so all H20 decode."""
 DEPLOYMENTS = {"PrfaaS-PD": OFFLOADING, "homogeneous PD": HOMOGENEOUS_PD, "naive heterogeneous": NAIVE_PD}
 
 

@@ -1,6 +1,6 @@
-"""What the `config.json` of each model says of its layers: facts, by name, as `isthmus.core.cost.facts_of` reads them.
+"""Fields of each model's `config.json` that the cost model needs, as `isthmus.core.cost.facts_of` reads them.
 
-Only the fields that the cost model needs. Those of Ring-2.5-1T are its configuration class's defaults (its own file was
+Those of Ring-2.5-1T are its configuration class's defaults (its own file was
 not at hand); the others are the makers' files, for Kimi K3 and MiMo-V2-Flash as other projects quote them.
 """
 
@@ -23,6 +23,32 @@ _GATED_DELTA = {
 }
 
 
+def _sizes(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> Config:
+    """Fields that every model has."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+    }
+
+
+def _qwen35(layers: int, hidden: int, heads: int, intermediate: int, experts: int, chosen: int) -> Config:
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": {
+            **_sizes(layers, hidden, heads, 248_320, 262_144),
+            **_GATED_DELTA,
+            "linear_num_value_heads": 2 * heads,
+            "moe_intermediate_size": intermediate,
+            "shared_expert_intermediate_size": intermediate,
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+        },
+    }
+
+
 def _kda(num_layers: int, full: Iterable[int], num_heads: int) -> Config:
     """Layers are counted from 1."""
     full = list(full)
@@ -37,9 +63,7 @@ def _kda(num_layers: int, full: Iterable[int], num_heads: int) -> Config:
 
 KIMI_LINEAR: Config = {
     "architectures": ["KimiLinearForCausalLM"],
-    "num_hidden_layers": 27,
-    "hidden_size": 2304,
-    "num_attention_heads": 32,
+    **_sizes(27, 2304, 32, 163_840, 1_048_576),
     "q_lora_rank": None,
     **_LATENT,
     "intermediate_size": 9216,
@@ -48,16 +72,12 @@ KIMI_LINEAR: Config = {
     "num_shared_experts": 1,
     "num_experts_per_token": 8,
     "first_k_dense_replace": 1,
-    "vocab_size": 163_840,
-    "max_position_embeddings": 1_048_576,
     "linear_attn_config": _kda(27, (4, 8, 12, 16, 20, 24, 27), 32),
 }
 KIMI_K3: Config = {
     "architectures": ["KimiK3ForConditionalGeneration"],
     "text_config": {
-        "num_hidden_layers": 93,
-        "hidden_size": 7168,
-        "num_attention_heads": 96,
+        **_sizes(93, 7168, 96, 163_840, 1_048_576),
         "q_lora_rank": 1536,
         **_LATENT,
         "mla_use_output_gate": True,
@@ -68,63 +88,25 @@ KIMI_K3: Config = {
         "num_shared_experts": 2,
         "num_experts_per_token": 16,
         "first_k_dense_replace": 1,
-        "vocab_size": 163_840,
-        "max_position_embeddings": 1_048_576,
         "linear_attn_config": _kda(93, (*range(4, 93, 4), 93), 96),
     },
     "quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
 }
 QWEN3_NEXT: Config = {
     "architectures": ["Qwen3NextForCausalLM"],
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
+    **_sizes(48, 2048, 16, 151_936, 262_144),
     **_GATED_DELTA,
     "linear_num_value_heads": 32,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
     "num_experts_per_tok": 10,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 262_144,
 }
-QWEN35_35B: Config = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "text_config": {
-        "num_hidden_layers": 40,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        **_GATED_DELTA,
-        "linear_num_value_heads": 32,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "vocab_size": 248_320,
-        "max_position_embeddings": 262_144,
-    },
-}
-QWEN35_397B: Config = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "text_config": {
-        "num_hidden_layers": 60,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        **_GATED_DELTA,
-        "linear_num_value_heads": 64,
-        "moe_intermediate_size": 1024,
-        "shared_expert_intermediate_size": 1024,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "vocab_size": 248_320,
-        "max_position_embeddings": 262_144,
-    },
-}
+QWEN35_35B = _qwen35(40, 2048, 16, 512, 256, 8)
+QWEN35_397B = _qwen35(60, 4096, 32, 1024, 512, 10)
 MIMO_V2_FLASH: Config = {
     "architectures": ["MiMoV2FlashForCausalLM"],
-    "num_hidden_layers": 48,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
+    **_sizes(48, 4096, 64, 152_576, 262_144),
     "num_key_value_heads": 4,
     "head_dim": 192,
     "v_head_dim": 128,
@@ -139,16 +121,12 @@ MIMO_V2_FLASH: Config = {
     "moe_intermediate_size": 2048,
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
-    "vocab_size": 152_576,
-    "max_position_embeddings": 262_144,
     "quantization_config": {"quant_method": "fp8"},
 }
 RING_25_1T: Config = {
     "architectures": ["BailingMoeV2_5ForCausalLM"],
-    "num_hidden_layers": 80,
+    **_sizes(80, 8192, 64, 157_184, 131_072),
     "layer_group_size": 8,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
     "q_lora_rank": 1536,
     **_LATENT,
     "intermediate_size": 18_432,
@@ -158,51 +136,35 @@ RING_25_1T: Config = {
     "num_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 4,
-    "vocab_size": 157_184,
-    "max_position_embeddings": 131_072,
 }
 MINIMAX_M25: Config = {
     "architectures": ["MiniMaxM2ForCausalLM"],
-    "num_hidden_layers": 62,
-    "hidden_size": 3072,
-    "num_attention_heads": 48,
+    **_sizes(62, 3072, 48, 200_064, 196_608),
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 1536,
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
-    "vocab_size": 200_064,
-    "max_position_embeddings": 196_608,
     "quantization_config": {"quant_method": "fp8"},
 }
 QWEN3_235B: Config = {
     "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
+    **_sizes(94, 4096, 64, 151_936, 40_960),
     "num_key_value_heads": 4,
     "head_dim": 128,
     "moe_intermediate_size": 1536,
     "num_experts": 128,
     "num_experts_per_tok": 8,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
 }
 LLAMA_3_70B: Config = {
     "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
+    **_sizes(80, 8192, 64, 128_256, 131_072),
     "num_key_value_heads": 8,
     "intermediate_size": 28_672,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
 }
 DEEPSEEK_V3: Config = {
     "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
+    **_sizes(61, 7168, 128, 129_280, 163_840),
     "q_lora_rank": 1536,
     **_LATENT,
     "intermediate_size": 18_432,
@@ -211,8 +173,6 @@ DEEPSEEK_V3: Config = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
-    "vocab_size": 129_280,
-    "max_position_embeddings": 163_840,
     "quantization_config": {"quant_method": "fp8"},
 }
 KIMI_K2: Config = {

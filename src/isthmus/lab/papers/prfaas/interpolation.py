@@ -1,4 +1,4 @@
-"""From measurements at a few lengths to a time at every length.
+"""Interpolation of prefill times measured at a few lengths.
 
 The paper does not say how it interpolates, and its results depend on it, so each rule is here, to be seen side by side.
 """

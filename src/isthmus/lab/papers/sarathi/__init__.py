@@ -6,10 +6,10 @@ from isthmus.lab.papers.sarathi import tables
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    tables.ITERATIONS,
-    tables.CHUNKS,
-    tables.THROUGHPUT,
-    tables.BALANCE,
-    tables.ABLATION,
-    tables.BUBBLES,
+    tables.iterations_table,
+    tables.chunks_table,
+    tables.throughput_table,
+    tables.balance_table,
+    tables.ablation_table,
+    tables.bubbles_table,
 )

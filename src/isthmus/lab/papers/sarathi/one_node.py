@@ -48,7 +48,7 @@ _PS_PER_MS = 1e9
 
 
 def linear_ms(rows: int, *, decodes_only: bool = False) -> float:
-    """All operators but attention, of so many tokens; 0 for none."""
+    """Time of all operators but attention for `rows` tokens; 0 for none."""
     if not rows:
         return 0.0
     if decodes_only and rows <= _MAX_DECODES:
@@ -83,7 +83,7 @@ def step_ps(chunks: abc.Sequence[tuple[int, int]], num_decodes: int, context: in
 def llama(
     layers: int, heads: int, hidden: int, intermediate: int, vocab: int, kv_heads: int
 ) -> dict[str, object]:
-    """What the `config.json` of a Llama says."""
+    """The `config.json` of a Llama."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -105,7 +105,7 @@ _A100 = hardware_named("a100")
 
 
 def coefficients() -> Coefficients:
-    """Of vLLM on an A100 with weights and KV of 16 bits."""
+    """Coefficients of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
     return engine_coefficients("vllm", _A100, weight_dtype="bf16", kv_dtype="bf16")
 
 
@@ -130,8 +130,8 @@ _PS_PER_NS = 1000
 
 
 class BatchLimits(msgspec.Struct, frozen=True):
-    """What the node's scheduler may do; fields as of `scheduler.SchedulerLimits`. `kv_tokens`: memory; `tbt_ms`: what
-    it lets an iteration with decodes take, as the step time says."""
+    """Limits of the node's scheduler; fields as of `scheduler.SchedulerLimits`. `kv_tokens`: memory; `tbt_ms`: longest
+    iteration with decodes, by the step time."""
 
     token_budget: int
     max_sequences: int
@@ -159,9 +159,8 @@ class Iteration(msgspec.Struct, frozen=True):
 
 
 class ServedRun(msgspec.Struct, frozen=True):
-    """What happened. `batches` in order of time, which ended at `ends_ps`. Of each request, `admitted`: the batch in
-    which its prompt began; `first`: the one that gave its first token. No decode ever waits, so the other tokens came
-    from those that follow."""
+    """Batches in order of time, with their ends. Of each request, `admitted`: the batch in which its prompt began;
+    `first`: the batch of its first token. No decode ever waits, so the batches that follow gave its other tokens."""
 
     requests: abc.Sequence[PaperRequest]
     batches: list[Iteration]
@@ -179,14 +178,14 @@ class ServedRun(msgspec.Struct, frozen=True):
         return self.first[number] + self.requests[number].output_tokens - 1
 
     def ttft_ns(self) -> list[int]:
-        """Of each request, from its arrival."""
+        """TTFT of each request."""
         return [
             self.ends_ps[first] // _PS_PER_NS - asked.arrival_ns
             for first, asked in zip(self.first, self.requests, strict=True)
         ]
 
     def gaps_ns(self) -> list[int]:
-        """Between tokens, of all requests together."""
+        """Gaps between tokens, of all requests together."""
         gaps: list[int] = []
         for number, first in enumerate(self.first):
             ends = self.ends_ps[first : self.last(number) + 1]
@@ -208,7 +207,7 @@ def serve(requests: abc.Sequence[PaperRequest], step_ps: StepTime, batch_limits:
 
 
 class OneNode:
-    """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
+    """A node for drivers with a time of their own. `batch`: to execute next, None while there is no request."""
 
     def __init__(
         self, requests: abc.Sequence[PaperRequest], batch_limits: BatchLimits, step_ps: StepTime
@@ -241,7 +240,7 @@ class OneNode:
         return self.served.requests[self._arrived].arrival_ns * _PS_PER_NS
 
     def arrive(self, now_ps: int) -> None:
-        """Those that have come by now."""
+        """Takes the requests that have arrived by now."""
         requests = self.served.requests
         while self._arrived < len(requests) and self.next_arrival_ps <= now_ps:
             asked, name = requests[self._arrived], RequestId(str(self._arrived))
@@ -251,7 +250,7 @@ class OneNode:
             self._plan([], now_ps)
 
     def step(self, now_ps: int) -> None:
-        """The batch ends now; who came in the meantime is heard before that."""
+        """Ends the batch now, after the arrivals in the meantime."""
         served, number = self.served, len(self.served.batches)
         assert self.batch is not None
         served.batches.append(self.batch)

@@ -1,4 +1,4 @@
-"""What chunked prefills with piggybacked decodes gain over batches of prompts only and of decodes only.
+"""Gains of chunked prefills with piggybacked decodes over batches of prompts only and of decodes only.
 
 Both are runs of the same node: requests of one shape queue for `batch` places, the scheduler forms the batches. The
 baseline computes prompts whole and each of its batches as two, one of prompts and one of decodes.
@@ -35,10 +35,10 @@ from isthmus.lab.papers.sarathi.one_node import (
     serve,
     step_ps,
 )
-from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
+from isthmus.lab.papers.table import PaperCell, cells, table
 
 _ROUNDS_GAIN = 8
-"""How often each place is taken."""
+"""Requests that each place of the batch serves."""
 
 
 class BatchShape(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ def gain(shape: BatchShape, step_ps: StepTime, budget: int) -> float:
 
 
 def best_gain(shape: BatchShape, step_ps: StepTime, budgets: Sequence[int]) -> float:
-    """With whichever of the budgets is best for this shape, or with the baseline's batches if none is better."""
+    """Gain of the best budget for this shape, or 1 if the baseline's batches are better."""
     return max(1.0, *[gain(shape, step_ps, budget) for budget in budgets])
 
 
@@ -127,16 +127,25 @@ _PER_DECODE = (12.49, 1.2)
 _TILES = {128: 55.0, 256: 69.8, 257: 92.33}
 
 
-def _measure_iterations(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "sarathi-iterations",
+    title="Time of one iteration",
+    source="SARATHI, Table 2 and tile quantisation",
+    setup=(
+        "LLaMA-13B on one A6000. Our times are interpolated between the printed ones, so rows of prompts only or of "
+        "decodes only agree by construction; those with both do not. The paper's 10 times is a marginal cost: what a "
+        "decode adds to an iteration that runs anyway."
+    ),
+)
+def iterations_table(lab: Lab) -> Iterator[PaperCell]:
     totals = []
     for row, (chunks, decodes, published) in _PUBLISHED_ITERATIONS.items():
         rows = decodes + sum([count for count, _ in chunks])
         linear = linear_ms(rows, decodes_only=not chunks)
         attention = attention_ms(chunks, decodes * _CONTEXT)
         totals.append(linear + attention)
-        ours = (linear, attention, linear + attention)
-        for column, figure, value in zip(("linear", "attention", "all"), published, ours, strict=True):
-            yield PaperCell(row, f"{column} (ms)", figure, value)
+        ours = {"linear (ms)": linear, "attention (ms)": attention, "all (ms)": linear + attention}
+        yield from cells(row, ours, *published)
     prompt, decodes_only, both = totals
     alone, added = decodes_only / 4, (both - prompt) / 3
     yield PaperCell("a decode in a batch of 4", "all (ms)", _PER_DECODE[0], alone)
@@ -146,49 +155,33 @@ def _measure_iterations(lab: Lab) -> Iterator[PaperCell]:
         yield PaperCell(f"{rows} tokens", "all (ms)", figure, linear_ms(rows))
 
 
-ITERATIONS = Table(
-    name="sarathi-iterations",
-    title="Time of one iteration",
-    source="SARATHI, Table 2 and tile quantisation",
-    setup=(
-        "LLaMA-13B on one A6000. Our times are interpolated between the printed ones, so rows of prompts only or of "
-        "decodes only agree by construction; those with both do not. The paper's 10 times is a marginal cost: what a "
-        "decode adds to an iteration that runs anyway."
-    ),
-    measure=_measure_iterations,
-)
-
-
 # What it costs to cut a prompt: tiles that are not full, weights and KV that are read again (SARATHI).
 
 
 _LENGTH = 1024
 _PUBLISHED_CHUNKS = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}
-"""In words: about 5 times, more than 2 times, within 20 %, within 10 %."""
+"""Published in words: about 5 times, more than 2 times, within 20 %, within 10 %."""
 
 
 def _prefill_ps(budget: int) -> int:
     return serve([PaperRequest(_LENGTH, 1)], step_ps, BatchLimits(budget, 1)).worked_ps
 
 
-def _measure_chunks(lab: Lab) -> Iterator[PaperCell]:
-    whole = _prefill_ps(WHOLE)
-    for size, figure in _PUBLISHED_CHUNKS.items():
-        yield PaperCell(
-            f"chunks of {size}", "prefill, times that of one piece", figure, _prefill_ps(size) / whole
-        )
-
-
-CHUNKS = Table(
-    name="sarathi-chunks",
+@table(
+    "sarathi-chunks",
     title="Prefill time by chunk size",
     source="SARATHI, chunking overhead",
     setup=(
         "One prompt of 1,024 tokens, LLaMA-13B on one A6000, times from the printed anchors. Published in words, for "
         "all lengths: about 5, more than 2, at most 1.2, at most 1.1. Reading KV again is not in the anchors."
     ),
-    measure=_measure_chunks,
 )
+def chunks_table(lab: Lab) -> Iterator[PaperCell]:
+    whole = _prefill_ps(WHOLE)
+    for size, figure in _PUBLISHED_CHUNKS.items():
+        yield PaperCell(
+            f"chunks of {size}", "prefill, times that of one piece", figure, _prefill_ps(size) / whole
+        )
 
 
 # Peak gains of chunked prefills with piggybacked decodes (SARATHI, Table 4).
@@ -225,21 +218,8 @@ def step_33b(matmul: float = MATMUL, weight_read: float = WEIGHT_READ) -> StepTi
     return cost.step_ps
 
 
-def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
-    for rows, step in ((_13B, one_node.step_ps), (_33B, step_33b())):
-        for row in rows:
-            yield from compare(
-                row.name,
-                {"decode speed-up (times)": row.speed_up, "throughput (times)": row.gain},
-                {
-                    "decode speed-up (times)": decode_speed_up(row.shape, step, _CHUNK_THROUGHPUT),
-                    "throughput (times)": gain(row.shape, step, _CHUNK_THROUGHPUT),
-                },
-            )
-
-
-THROUGHPUT = Table(
-    name="sarathi-throughput",
+@table(
+    "sarathi-throughput",
     title="Peak gain over batches of prompts only and of decodes only, chunks of 256",
     source="SARATHI, Table 4",
     setup=(
@@ -248,8 +228,15 @@ THROUGHPUT = Table(
         "their speed-up is an upper bound. 33B: no time is printed; analytic cost model, two of its efficiencies "
         f"(matmul {MATMUL}, weight reads {WEIGHT_READ}) fitted to the 1K row, the others follow."
     ),
-    measure=_measure_throughput,
 )
+def throughput_table(lab: Lab) -> Iterator[PaperCell]:
+    for rows, step in ((_13B, one_node.step_ps), (_33B, step_33b())):
+        for row in rows:
+            ours = {
+                "decode speed-up (times)": decode_speed_up(row.shape, step, _CHUNK_THROUGHPUT),
+                "throughput (times)": gain(row.shape, step, _CHUNK_THROUGHPUT),
+            }
+            yield from cells(row.name, ours, row.speed_up, row.gain)
 
 
 # Gain by the ratio of prompt to answer tokens: its peak, and what is left away from it (SARATHI).
@@ -268,7 +255,7 @@ _BUDGETS = tuple(TILE * tiles for tiles in range(1, 9))
 
 
 def balanced(length: int, budget: int) -> BatchShape:
-    """All decodes piggyback on the chunks of others, exactly: P:D = chunk / (batch - 1)."""
+    """The shape whose decodes exactly fill the chunks: P:D = chunk / (batch - 1)."""
     batch = _LENGTHS[length]
     return BatchShape(length, batch, (budget - (batch - 1)) / (batch - 1))
 
@@ -282,7 +269,18 @@ def peak(budget: int) -> int:
     )
 
 
-def _measure_balance(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "sarathi-balance",
+    title="Gain by the ratio of prompt to answer tokens",
+    source="SARATHI, figures on P:D and on Orca",
+    setup=(
+        "LLaMA-13B on one A6000, the largest batches (18, 10 and 6 requests); times from the printed anchors, batches "
+        "formed by our scheduler. Orca at best computes a whole prompt beside the decodes in every iteration. The "
+        "last rows switch, away from a chunk's peak, to the best multiple of a tile up to 1,024, to whole prompts or "
+        "to separate batches; the paper says that this keeps gains of about 10 % over a wide range."
+    ),
+)
+def balance_table(lab: Lab) -> Iterator[PaperCell]:
     for length, figure in _BALANCED.items():
         shape = balanced(length, 256)
         yield PaperCell(
@@ -300,20 +298,6 @@ def _measure_balance(lab: Lab) -> Iterator[PaperCell]:
         shape = BatchShape(1024, _LENGTHS[1024], ratio)
         ours = best_gain(shape, step_ps, (*_BUDGETS, WHOLE))
         yield PaperCell(f"the best chunk at P:D {ratio}", "throughput (times)", _AWAY_GAIN, ours)
-
-
-BALANCE = Table(
-    name="sarathi-balance",
-    title="Gain by the ratio of prompt to answer tokens",
-    source="SARATHI, figures on P:D and on Orca",
-    setup=(
-        "LLaMA-13B on one A6000, the largest batches (18, 10 and 6 requests); times from the printed anchors, batches "
-        "formed by our scheduler. Orca at best computes a whole prompt beside the decodes in every iteration. The "
-        "last rows switch, away from a chunk's peak, to the best multiple of a tile up to 1,024, to whole prompts or "
-        "to separate batches; the paper says that this keeps gains of about 10 % over a wide range."
-    ),
-    measure=_measure_balance,
-)
 
 
 # Chunked prefills and hybrid batches, each without the other (Sarathi-Serve, OSDI'24).
@@ -380,23 +364,8 @@ def _serve(row: str, requests: list[PaperRequest]) -> ServedRun:
     return serve(requests, step, BatchLimits(budget, _MAX_SEQUENCES, kv_tokens=cost.kv_capacity_tokens))
 
 
-def _measure_ablation(lab: Lab) -> Iterator[PaperCell]:
-    for trace, rows in _PUBLISHED_ABLATION.items():
-        lengths = _TRACES[trace]
-        requests = requests_of_ablation(lengths, rate_of(lengths))
-        for row, figures in rows.items():
-            served = _serve(row, requests)
-            ttft, gaps = sorted(served.ttft_ns()), sorted(served.gaps_ns())
-            ours = ttft[len(ttft) // 2] / NS_PER_S, gaps[len(gaps) * 99 // 100] / NS_PER_S
-            yield from compare(f"{trace}, {row}", _columns(figures), _columns(ours))
-
-
-def _columns(figures: tuple[float, float]) -> Figures:
-    return dict(zip(("TTFT P50 (s)", "TBT P99 (s)"), figures, strict=True))
-
-
-ABLATION = Table(
-    name="sarathi-ablation",
+@table(
+    "sarathi-ablation",
     title="Chunked prefills and hybrid batches, each without the other",
     source="Sarathi-Serve (OSDI'24), ablation",
     setup=(
@@ -405,8 +374,19 @@ ABLATION = Table(
         "one batch of chunks and then one of decodes. The paper does not give the load: ours is 70 % of what the node "
         "can do. Lengths are log-normal with the printed medians and 90th percentiles."
     ),
-    measure=_measure_ablation,
 )
+def ablation_table(lab: Lab) -> Iterator[PaperCell]:
+    for trace, rows in _PUBLISHED_ABLATION.items():
+        lengths = _TRACES[trace]
+        requests = requests_of_ablation(lengths, rate_of(lengths))
+        for row, figures in rows.items():
+            served = _serve(row, requests)
+            ttft, gaps = sorted(served.ttft_ns()), sorted(served.gaps_ns())
+            ours = {
+                "TTFT P50 (s)": ttft[len(ttft) // 2] / NS_PER_S,
+                "TBT P99 (s)": gaps[len(gaps) * 99 // 100] / NS_PER_S,
+            }
+            yield from cells(f"{trace}, {row}", ours, *figures)
 
 
 # Pipeline bubbles: batches of equal length leave stages idle for less time (SARATHI, GPT-3 on 64 A100).
@@ -415,7 +395,7 @@ ABLATION = Table(
 _STAGES, _REPLICAS = 8, 8
 _STAGED_BATCH, _WHOLE_BATCH, _CHUNK_BUBBLES = 27, 11, 256
 _ROUNDS_BUBBLES = 4
-"""How often each place of a batch is taken; the paper serves 10,000 requests."""
+"""Requests that each place of a batch serves; the paper serves 10,000 in all."""
 _SHORTEST, _LONGEST, _THETA, _RATIO = 1024, 4096, 0.4, 10
 
 _PUBLISHED_BUBBLES = {
@@ -489,7 +469,17 @@ def _tensor_only_ps() -> int:
     return serve(requests, cost.step_ps, BatchLimits(WHOLE, _WHOLE_BATCH, prompt_batch=1)).worked_ps
 
 
-def _measure_bubbles(lab: Lab) -> Iterator[PaperCell]:
+@table(
+    "sarathi-bubbles",
+    title="Pipeline bubbles of GPT-3 on 64 A100",
+    source="SARATHI, GPT-3 simulation",
+    setup=(
+        "Direction only. Eight stages of eight GPUs, eight micro-batches of 27 requests, each with our scheduler; the "
+        "analytic cost model, no communication between stages, 864 requests. The paper's packing of micro-batches and "
+        "its communication profile are not published, and nothing is fitted."
+    ),
+)
+def bubbles_table(lab: Lab) -> Iterator[PaperCell]:
     chunked, whole = _piped(_CHUNK_BUBBLES), _piped(WHOLE)
     ours = (
         median(whole.bubbles_ps) / median(chunked.bubbles_ps),
@@ -498,16 +488,3 @@ def _measure_bubbles(lab: Lab) -> Iterator[PaperCell]:
     )
     for (row, figure), value in zip(_PUBLISHED_BUBBLES.items(), ours, strict=True):
         yield PaperCell(row, "times", figure, value)
-
-
-BUBBLES = Table(
-    name="sarathi-bubbles",
-    title="Pipeline bubbles of GPT-3 on 64 A100",
-    source="SARATHI, GPT-3 simulation",
-    setup=(
-        "Direction only. Eight stages of eight GPUs, eight micro-batches of 27 requests, each with our scheduler; the "
-        "analytic cost model, no communication between stages, 864 requests. The paper's packing of micro-batches and "
-        "its communication profile are not published, and nothing is fitted."
-    ),
-    measure=_measure_bubbles,
-)

@@ -1,4 +1,4 @@
-"""One request's way through the cluster, phase by phase."""
+"""Charts of a run, as plain data for plotly. Dashes, fillings and names repeat what colours say."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chosen(result: Result, index: int | None) -> list[tuple[str, RequestRecord]]
 
 
 def phases(record: RequestRecord, end_ns: int) -> list[GanttPhase]:
-    """What a request went through, one phase where the one before ended. `end_ns`: of the simulation.
+    """Consecutive phases of a request. `end_ns`: of the simulation.
 
     From the start of its prefill to its first token, what was not node time of this prefill went into loading
     and fetching KV and into other requests' chunks. How the two alternate is not recorded: it is drawn first.
@@ -80,7 +80,7 @@ def _computing_from(record: RequestRecord) -> int:
 
 
 def describe(record: RequestRecord, result: Result) -> str:
-    """What the request was and how it went, in a sentence or two."""
+    """Describes a request and its outcome in a sentence."""
     request = record.request
     words = [f"Request {record.index}: {request.num_tokens:,} tokens in, {request.output_tokens:,} out"]
     if record.prefill_start_ns >= 0:
@@ -100,7 +100,7 @@ def _node(result: Result, index: int) -> str:
     return result.nodes[index].node if 0 <= index < len(result.nodes) else f"node {index}"
 
 
-# Charts of a run, as plain data. Dashes, fillings and names say what colours say.
+# Charts.
 
 
 Trace = dict[str, Any]
@@ -247,7 +247,7 @@ def hits(curves: Curves) -> Chart:
 
 
 def latency(title: str, caption: str, times: Times) -> Chart:
-    """How many requests took how long, and the share that took no longer."""
+    """Histogram of times, and the share of requests that took no longer."""
     sides = list(zip(times.edges_s, times.edges_s[1:], strict=False))
     counts = {
         "type": "bar",

@@ -45,7 +45,7 @@ class Bins:
         return self.length_ns / NS_PER_S
 
     def edge(self, index: int) -> int:
-        """Where bin `index` starts."""
+        """Start of bin `index` in ns."""
         return self.start_ns + self.length_ns * index
 
     def index(self, time_ns: int) -> int:
@@ -61,7 +61,7 @@ class BinnedCurve(NamedTuple):
 
 
 def presence(intervals: Iterable[Interval]) -> list[Change]:
-    """How many half-open intervals hold a time."""
+    """Changes of the number of half-open intervals that hold a time."""
     changes: list[Change] = []
     for start_ns, end_ns in intervals:
         if end_ns > start_ns:
@@ -161,7 +161,7 @@ def decode_tokens(result: Result) -> list[Change]:
 
 
 def _until(station_ns: int, record: RequestRecord, result: Result) -> int:
-    """When a request left for a station: on reaching it, else when it ended, else never."""
+    """Time at which a request left a stage: on reaching the next one, else at its end, else at the end of all."""
     if station_ns >= 0:
         return station_ns
     return record.end_ns if record.end_ns >= 0 else result.end_ns
@@ -204,7 +204,7 @@ OUTCOMES = (
     "failed",
     "unfinished",
 )
-"""What may become of a request, good ones first."""
+"""Outcomes of a request, good ones first."""
 
 
 class CurveRow(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ class Times(msgspec.Struct, frozen=True):
             raise ValueError("times need counts, and one edge above 0 more than those")
 
     def shares(self) -> list[float]:
-        """Of the requests, that took at most as long as each edge."""
+        """Share of the requests that took at most as long as each edge."""
         return [count / sum(self.counts) for count in accumulate(self.counts, initial=0)]
 
 
@@ -256,7 +256,7 @@ class Curves(msgspec.Struct, frozen=True):
             raise ValueError("curves need as many bins as each other")
 
     def times(self, unit_s: float) -> list[float]:
-        """Where bins begin, and where the last one ends, in the unit."""
+        """Edges of the bins, in the unit."""
         return [self.bin_s * at / unit_s for at in range(len(self.prompt_tokens) + 1)]
 
     def hits(self, source: str, unit_s: float) -> tuple[list[float], list[float | None]]:
@@ -340,7 +340,7 @@ def _row(title: str, curve: BinnedCurve, most: int = 0) -> CurveRow:
 
 
 def _times(times_ns: Sequence[float], limits_ns: Sequence[int]) -> Times | None:
-    """None of none."""
+    """Histogram of times with their limits; None for no times."""
     if not times_ns:
         return None
     ordered = sorted(max(_LOWEST_S, time_ns / NS_PER_S) for time_ns in times_ns)
@@ -356,7 +356,7 @@ def _times(times_ns: Sequence[float], limits_ns: Sequence[int]) -> Times | None:
 def _counted(
     records: Iterable[RequestRecord], bins: Bins, when: Callable[[RequestRecord], int]
 ) -> dict[str, list[int]]:
-    """How many records of each outcome there are in a bin, in the order of `OUTCOMES`."""
+    """Number of records of each outcome in each bin, in the order of `OUTCOMES`."""
     counts: dict[str, list[int]] = {}
     for record in records:
         counts.setdefault(_outcome(record), [0] * bins.count)[bins.index(when(record))] += 1
@@ -388,7 +388,7 @@ def _gbps(result: Result, link: int) -> list[Change]:
 
 
 def _queued(result: Result, link: int) -> list[Change]:
-    """What was queued at the end of each period, taken to hold until the next one's."""
+    """Queued MB at the end of each period, taken to hold until the end of the next."""
     samples = result.link_samples
     values = [(sample.at_ns, sample.queued_bytes[link] / 1e6) for sample in samples]
     return _steps([*values, (samples[-1].at_ns + 1, 0.0)])

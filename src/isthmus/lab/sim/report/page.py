@@ -1,4 +1,4 @@
-"""Numbers as people write them: durations, bytes and shares, each with about three digits."""
+"""A page of tables and charts in one file, which fetches nothing; and numbers as people write them."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-# A page of tables and charts that opens anywhere: all of it is in one file, and nothing is fetched.
-#
-# Charts are drawn by plotly in the browser, from plain data. A colour in them is the name of one in `page.html`.
+# Charts are drawn by plotly in the browser, from plain data. Their colours are names from `page.html`.
 
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -159,5 +157,5 @@ def _safe(value: Any) -> Any:
 
 
 def _hash(script: str) -> str:
-    """What the page's policy calls a script: no other one runs, whatever got into the page."""
+    """Hash of a script in the page's security policy, which lets no other script run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Two results beside each other: of every figure both values and the difference, and both runs in each chart."""
+"""The report of a run, and the comparison of two results: figures, differences, and both runs in each chart."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def comparison_page(results: Results) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Cell]]:
-    """All numbers and texts of a JSON value but curves, by where they are."""
+    """Numbers and texts of a JSON value by path, without curves."""
     if isinstance(value, dict):
         for key, each in value.items():
             if path or key != _CURVES:
@@ -101,14 +101,14 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Cell]]:
 
 
 def _named(value: Any) -> str:
-    """What a value of a list is called, if anything."""
+    """Name of a value in a list, if it has one."""
     if not isinstance(value, dict):
         return ""
     return str(value.get("name") or ", ".join(word for word in value.values() if isinstance(word, str)))
 
 
 def _difference(first: Cell, second: Cell) -> float | None:
-    """In percent of the first."""
+    """Difference in percent of the first."""
     if not isinstance(first, int | float) or not isinstance(second, int | float):
         return None
     if first == second:

@@ -1,4 +1,4 @@
-"""Where requests come from: published traces, generators, recordings of a live cluster."""
+"""Sources of requests: published traces, generators, recordings of a live cluster."""
 
 from isthmus.lab.sim.workloads.generators import generate
 from isthmus.lab.sim.workloads.load import load, replayed

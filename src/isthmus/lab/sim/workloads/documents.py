@@ -1,10 +1,8 @@
-"""Prompts that are made of documents, as retrieval makes them: a common beginning, documents in any order, a question.
+"""Prompts as retrieval makes them: a common beginning, documents in any order, a question.
 
-Tokens are drawn, so that block names, pieces and their ends are those of a real prompt: names are a chain over blocks
-of tokens, pieces are cut by the code that cuts them live.
-
-A paraphrase says what an earlier prompt says in other words: nothing but the beginning is equal, and its signature is
-alike. Those of any two other prompts are not, whatever documents both have.
+Tokens are drawn, so that block names and pieces are those of a real prompt: names are a chain over blocks of tokens,
+pieces are cut by the code of the live cluster. A paraphrase shares only the beginning with its original, and has a
+similar signature; signatures of other prompts are never similar, whatever documents they share.
 """
 
 from __future__ import annotations
@@ -16,36 +14,17 @@ from bisect import bisect_left
 from itertools import accumulate, count
 from typing import NamedTuple
 
-import msgspec
-
 from isthmus.core.conductor import PromptContent
 from isthmus.core.reuse import cut
 from isthmus.core.types import Reuse
-from isthmus.lab.sim.workloads.lengths import LengthDistribution
+from isthmus.lab.sim.workloads.specification import Spec
 
 VOCABULARY = 1 << 17
 SIGNATURE_BITS = 256
 
 
-class Documents(msgspec.Struct, frozen=True):
-    """What prompts are made of; the names are those of a specification (`generators.py`), `question` is its `input`."""
-
-    question: LengthDistribution
-    documents: int
-    document_tokens: LengthDistribution
-    retrieved: int
-    prefixes: int = 0
-    prefix_tokens: int = 0
-    zipf: float = 1.0
-    paraphrases: float = 0.0
-    alike: float = 0.9
-    reuse: Reuse = Reuse.EXACT
-    seed: int = 0
-    block_size: int = 1
-
-
 class Prompt(NamedTuple):
-    """Ids of its blocks, and what it says if it may be computed with more than its own prefix."""
+    """A prompt's block ids, and its content if it may use KV beyond its own prefix."""
 
     num_tokens: int
     blocks: tuple[int, ...]
@@ -53,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 class _Paraphrase(NamedTuple):
-    """A prompt that may be said in other words: tokens after its `beginning`."""
+    """A prompt that may be paraphrased: `num_more` tokens follow its `beginning`."""
 
     beginning: list[int]
     num_more: int
@@ -61,38 +40,39 @@ class _Paraphrase(NamedTuple):
 
 
 class DocumentPrompts:
-    """`draw` gives one after the other. The `reuse` of a specification changes nothing but what they ask for."""
+    """Draws prompts one after the other. The `reuse` of a specification changes only the kind of reuse asked for."""
 
-    def __init__(self, made: Documents) -> None:
-        self._made = made
+    def __init__(self, spec: Spec) -> None:
+        assert spec.document_tokens is not None
+        self._spec = spec
         self._picks, self._words, self._others = (
-            random.Random(f"{made.seed}/{purpose}") for purpose in ("documents", "words", "paraphrases")
+            spec.random(purpose) for purpose in ("documents", "words", "paraphrases")
         )
-        texts = random.Random(f"{made.seed}/texts")
-        self._beginnings = [_tokens(texts, made.prefix_tokens) for _ in range(made.prefixes)] or [[]]
-        self._documents = [_tokens(texts, made.document_tokens.draw(texts)) for _ in range(made.documents)]
-        self._of_beginnings = _popularity(len(self._beginnings), made.zipf)
-        self._of_documents = _popularity(made.documents, made.zipf)
+        texts = spec.random("texts")
+        self._beginnings = [_tokens(texts, spec.prefix_tokens) for _ in range(spec.prefixes)] or [[]]
+        self._documents = [_tokens(texts, spec.document_tokens(texts)) for _ in range(spec.documents)]
+        self._of_beginnings = _popularity(len(self._beginnings), spec.zipf)
+        self._of_documents = _popularity(spec.documents, spec.zipf)
         self._said: list[_Paraphrase] = []
         self._ids: dict[tuple[int, bytes], int] = {}
         self._numbers = count()
 
     def draw(self) -> Prompt:
-        made = self._made
-        if self._said and self._others.random() < made.paraphrases:
+        spec = self._spec
+        if self._said and self._others.random() < spec.paraphrases:
             said = self._said[int(self._others.random() * len(self._said))]
             tokens = said.beginning + _tokens(self._words, said.num_more)
             return self._prompt(tokens, self._alike(said.signature))
         beginning = self._beginnings[self._choose(self._of_beginnings)]
         chosen: dict[int, None] = {}
-        while len(chosen) < made.retrieved:
+        while len(chosen) < spec.retrieved:
             chosen[self._choose(self._of_documents)] = None
         order = list(chosen)
         self._picks.shuffle(order)
         more = [token for number in order for token in self._documents[number]]
-        more += _tokens(self._words, made.question.draw(self._words))
+        more += _tokens(self._words, spec.input(self._words))
         signature = self._words.randbytes(SIGNATURE_BITS // 8)
-        if made.paraphrases:
+        if spec.paraphrases:
             self._said.append(_Paraphrase(beginning, len(more), signature))
         return self._prompt(beginning + more, signature)
 
@@ -100,21 +80,20 @@ class DocumentPrompts:
         return bisect_left(popularity, self._picks.random() * popularity[-1])
 
     def _alike(self, signature: bytes) -> bytes:
-        """One whose bits differ in as many places as stand for that cosine."""
-        differing = round(math.acos(self._made.alike) / math.pi * SIGNATURE_BITS)
+        """A signature with as many flipped bits as the specified cosine means."""
+        differing = round(math.acos(self._spec.alike) / math.pi * SIGNATURE_BITS)
         flipped = sum([1 << bit for bit in self._others.sample(range(SIGNATURE_BITS), differing)])
         return (int.from_bytes(signature, "little") ^ flipped).to_bytes(len(signature), "little")
 
     def _prompt(self, tokens: list[int], signature: bytes) -> Prompt:
-        made, content = self._made, None
-        if made.reuse is not Reuse.EXACT:
-            content = PromptContent(made.reuse, b"", *cut(tokens, ""), signature)
+        spec, content = self._spec, None
+        if spec.reuse is not Reuse.EXACT:
+            content = PromptContent(spec.reuse, b"", *cut(tokens, ""), signature)
         return Prompt(len(tokens), self._names(tokens), content)
 
     def _names(self, tokens: list[int]) -> tuple[int, ...]:
-        """A number for each block, the same for the same tokens up to its end; one of its own for the last if it is not
-        full."""
-        ids, size, names = self._ids, self._made.block_size, list[int]()
+        """An id for each block, equal for equal tokens up to its end; a partial last block gets an id of its own."""
+        ids, size, names = self._ids, self._spec.block_size, list[int]()
         for at in range(0, len(tokens) - size + 1, size):
             key = names[-1] if names else -1, array("I", tokens[at : at + size]).tobytes()
             if key not in ids:
@@ -126,7 +105,7 @@ class DocumentPrompts:
 
 
 def _popularity(number: int, zipf: float) -> list[float]:
-    """The i-th most popular of so many is chosen in proportion to i ** -zipf."""
+    """Cumulative weights: the i-th most popular is chosen in proportion to i ** -zipf."""
     return list(accumulate([rank**-zipf for rank in range(1, number + 1)]))
 
 

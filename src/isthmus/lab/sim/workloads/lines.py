@@ -1,7 +1,7 @@
-"""Files of one record a line: reading them, what their fields may look like, and saying which line is wrong.
+"""Files of one record a line: unpacking, fields, and errors with the number of the line.
 
-Traces are brought as tools write them: packed, with a byte order mark, numbers as 374.0 or in quotes. What can be read
-is, and `Notes` has what was left out or made up; what cannot is refused with its line.
+Traces come as tools write them: packed, with a byte order mark, numbers as 374.0 or in quotes. Everything readable is
+read; `Notes` keeps what was left out or made up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Record = TypeVar("Record")
 
 
 class Notes:
-    """What a reader left out of a file, or made up: said once, in one line."""
+    """Notes on fields that a reader left out or made up, in one line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,11 +56,11 @@ class Notes:
         self._ignored[field] += count
 
     def say(self, what: str, count: int = 1) -> None:
-        """`what`: was made up or changed, in so many lines."""
+        """Notes that `what` was made up or changed in `count` lines."""
         self._said[what] += count
 
     def lines(self) -> tuple[str, ...]:
-        """One line, or none where all was read as it stands."""
+        """One line, or none if all was read as it stands."""
         names = [f"{_shown(name)} ({_count(count)})" for name, count in self._ignored.most_common(_MAX_NAMES)]
         if len(self._ignored) > _MAX_NAMES:
             names.append(f"and {len(self._ignored) - _MAX_NAMES} more")
@@ -78,7 +78,7 @@ def _shown(name: str) -> str:
 
 
 def trace_name(path: Path) -> str:
-    """Of a file, without what says how it is written and packed."""
+    """Name of a trace file without its suffixes."""
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
@@ -140,7 +140,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def is_unix(time: float) -> bool:
-    """Whether a number is a Unix time: one since 2001, as no trace counts from its own start."""
+    """Whether a number is a Unix time (since 2001); times from a trace's own start are smaller."""
     return time >= _UNIX[-1][1]
 
 
@@ -192,7 +192,7 @@ def _date_ns(second: str, zone: str) -> int:
 
 
 def _number(text: str) -> int | float | None:
-    """In decimal digits, None for any other text."""
+    """A number in decimal digits, None for any other text."""
     try:
         found = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:

@@ -1,9 +1,4 @@
-"""Traces of requests as CSV: Azure's (AzurePublicDataset, LLM inference), BurstGPT's, and what simulators take.
-
-One request a line, of three columns: when it came, tokens in, tokens out (0, or none given, counts as 1, since every
-prefill makes one); other columns are ignored. Times are dates (UTC, up to ns), seconds, or Unix times. Such traces say
-nothing of prefixes, so no request shares any.
-"""
+"""Reads traces: CSV of Azure and others, JSON lines of Mooncake; `load` is the entry for every source of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ import msgspec
 
 from isthmus.core.errors import ConfigError
 from isthmus.lab.sim.workloads import record
-from isthmus.lab.sim.workloads.generators import ARRIVALS, generate, is_spec
+from isthmus.lab.sim.workloads.generators import generate
 from isthmus.lab.sim.workloads.lines import (
     Notes,
     TraceClock,
@@ -27,7 +22,12 @@ from isthmus.lab.sim.workloads.lines import (
     whole,
     wrong_line,
 )
+from isthmus.lab.sim.workloads.specification import ARRIVALS, is_spec
 from isthmus.lab.sim.workloads.workload import AS_IT_STANDS, PLAIN_BLOCK_SIZE, Replay, Request, Workload
+
+# CSV, as Azure (AzurePublicDataset, LLM inference), BurstGPT and simulators have it: one request a line, with its
+# arrival (a date in UTC, seconds, or a Unix time), tokens in, and tokens out. 0 or no tokens out count as 1, since
+# every prefill makes one. Other columns are ignored. Such traces say nothing of prefixes, so no request shares any.
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _KINDS = (
@@ -35,14 +35,14 @@ _KINDS = (
     ("contexttokens", "requesttokens", "numprefilltokens", "promptsize", "inputtokens", "prompttokens"),
     ("generatedtokens", "responsetokens", "numdecodetokens", "tokensize", "outputtokens", "completiontokens"),
 )
-"""Names of columns with times, tokens in and tokens out: of Azure, BurstGPT, Vidur, splitwise-sim, OpenAI's usage; less
-spaces, _ and upper case."""
+"""Names of columns with times, tokens in and tokens out in Azure's, BurstGPT's, Vidur's and splitwise-sim's traces
+and in OpenAI's usage; compared without spaces, _ and case."""
 _DELIMITERS = ",;\t|"
 _SECOND = 1_000_000_000
 
 
 class _TraceColumns(msgspec.Struct, frozen=True):
-    """Names of all columns, and which has what; `output`: None where there is none."""
+    """Names of all columns, and the indices of those that are read."""
 
     names: list[str]
     delimiter: str
@@ -75,7 +75,7 @@ def read_azure(path: Path, lines: list[bytes], replay: Replay) -> Workload:
 
 
 def columns_of(header: bytes) -> _TraceColumns | None:
-    """None for a first line that names no column with times and one with tokens in, or any of them twice."""
+    """Columns of a header; None if it lacks times or tokens in, or names any of the three twice."""
     text = header.decode(errors="replace")
     delimiter = max(_DELIMITERS, key=text.count)
     names = [name.strip() for name in next(csv.reader([text], delimiter=delimiter, skipinitialspace=True))]
@@ -125,7 +125,7 @@ def _rows(
     return times, lengths
 
 
-# Traces as Mooncake publishes them (FAST'25 release): one JSON object a line.
+# Mooncake's traces (FAST'25 release): one JSON object a line.
 #
 # | field | meaning |
 # | --- | --- |

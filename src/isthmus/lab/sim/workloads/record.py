@@ -1,7 +1,4 @@
-"""Workload of a flight recording: the requests that a live cluster was asked to serve, when they came.
-
-Reads the recorder's JSON lines by their field names, since this room does not know the live cluster's types.
-"""
+"""Workload of a flight recording: the requests of a live cluster, at their arrival times."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.core.conductor import PromptContent
+from isthmus.core.conductor import Event, NodeJoined, RequestArrived, RequestEnded
 from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError
+from isthmus.core.types import BlockName, RequestId
 from isthmus.lab.sim.workloads.lines import trace_name, wrong_line
 from isthmus.lab.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
 
@@ -25,40 +23,14 @@ class _Header(msgspec.Struct, frozen=True):
 
 class _RecordedLine(msgspec.Struct, frozen=True):
     at_ns: int
-    event: msgspec.Raw
-
-
-class _Kind(msgspec.Struct, frozen=True):
-    type: str
-
-
-class _Joined(msgspec.Struct, frozen=True):
-    block_size: int
-
-
-class _Arrived(msgspec.Struct, frozen=True):
-    request: str
-    tenant: str
-    num_tokens: int
-    max_tokens: int
-    names: tuple[str | int, ...]
-    priority: int = 0
-    ttft_ms: int | None = None
-    tbt_ms: int | None = None
-    content: PromptContent | None = None
-
-
-class _Ended(msgspec.Struct, frozen=True):
-    request: str
-    num_generated: int = 0
+    event: Event
 
 
 def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
-    """The requests of a recording; block names become numbers, a last partial block gets one of its own.
+    """The requests of a recording. Block names become numbers; a last partial block gets a number of its own.
 
-    A request that did not end (refused, cancelled, failed) would have generated nobody knows how much: it
-    counts with the mean of those that did, within its own limit. Raises ConfigError with the number of the
-    line at fault.
+    The output length of a request that did not end (refused, cancelled, failed) is unknown: it counts with the mean of
+    those that did, within its own limit. Raises ConfigError with the number of the line at fault.
     """
     replay.refuse_spread(path)
     try:
@@ -79,38 +51,32 @@ def read(path: Path, lines: list[bytes], replay: Replay) -> Workload:
 
 
 class _Recording:
-    """What has been read of a recording so far."""
+    """The events of a recording read so far."""
 
     def __init__(self) -> None:
-        self._line = msgspec.json.Decoder(_RecordedLine)
-        self._kind = msgspec.json.Decoder(_Kind)
-        self._joined = msgspec.json.Decoder(_Joined)
-        self._request = msgspec.json.Decoder(_Arrived)
-        self._ended = msgspec.json.Decoder(_Ended)
+        self._decode = msgspec.json.Decoder(_RecordedLine).decode
         self._block_size: int | None = None
-        self._arrived: dict[str, tuple[int, _Arrived]] = {}
-        self._generated: dict[str, int] = {}
+        self._arrived: dict[RequestId, tuple[int, RequestArrived]] = {}
+        self._generated: dict[RequestId, int] = {}
 
     def take(self, text: bytes) -> None:
-        line = self._line.decode(text)
-        kind = self._kind.decode(line.event).type
-        if kind == "NodeJoined":
-            self._take_joined(self._joined.decode(line.event))
-        elif kind == "RequestArrived":
-            self._take_arrived(line.at_ns, self._request.decode(line.event))
-        elif kind == "RequestEnded":
-            self._take_ended(self._ended.decode(line.event))
+        line = self._decode(text)
+        match line.event:
+            case NodeJoined() as event:
+                self._take_joined(event)
+            case RequestArrived() as event:
+                self._take_arrived(line.at_ns, event)
+            case RequestEnded() as event:
+                self._take_ended(event)
 
-    def _take_joined(self, event: _Joined) -> None:
-        if event.block_size < 1:
-            raise ConfigError(f"NodeJoined with blocks of {event.block_size} tokens")
+    def _take_joined(self, event: NodeJoined) -> None:
         if self._block_size not in (None, event.block_size):
             raise ConfigError(
                 f"blocks of {event.block_size} tokens after {self._block_size}; expected one size"
             )
         self._block_size = event.block_size
 
-    def _take_arrived(self, at_ns: int, event: _Arrived) -> None:
+    def _take_arrived(self, at_ns: int, event: RequestArrived) -> None:
         if event.request in self._arrived:
             raise ConfigError(f"request {event.request} arrives a second time")
         if event.num_tokens < 1:
@@ -128,7 +94,7 @@ class _Recording:
             raise ConfigError(f"request {event.request} arrives before the one above")
         self._arrived[event.request] = (at_ns, event)
 
-    def _take_ended(self, event: _Ended) -> None:
+    def _take_ended(self, event: RequestEnded) -> None:
         if event.request not in self._arrived:
             raise ConfigError(f"request {event.request} ends but never arrived")
         if event.num_generated < 1:
@@ -145,7 +111,7 @@ class _Recording:
         mean = max(1, round(sum(self._generated.values()) / len(self._generated)))
         size = self._block_size or PLAIN_BLOCK_SIZE
         numbers = count()
-        ids: defaultdict[str | int, int] = defaultdict(numbers.__next__)
+        ids: defaultdict[BlockName, int] = defaultdict(numbers.__next__)
         requests = []
         for arrival, (_, event) in zip(arrivals, taken, strict=True):
             blocks = [ids[name] for name in event.names]

@@ -1,4 +1,4 @@
-"""What every source of requests gives: requests in order of arrival, and how a trace's clock is read."""
+"""Requests in order of arrival, as every source gives them, and the replay of a trace's times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """How a trace is replayed.
+    """Options of a replay.
 
     `speed` divides all arrival times. `spread_seed`: arrivals with one timestamp are spread at random up to the
     next timestamp, None leaves them together. `limit`: only so many requests, from the start.

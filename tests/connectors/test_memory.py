@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from isthmus.live.store.arena import Arena, PeerArena, Shape
 from isthmus_vllm.memory import Area
 
@@ -26,9 +24,3 @@ def test_a_tensor_over_an_arena_has_its_slices() -> None:
     assert theirs.address(2, 1) == theirs.bytes_SLX[2, 1].data_ptr()
     arena.slice(1, 1)[:] = bytes(96)
     assert not theirs.bytes_SLX[1, 1].any()
-
-
-@pytest.mark.parametrize("place", [(3, 0), (-1, 0), (0, 2), (0, -1)])
-def test_an_address_is_within(place: tuple[int, int]) -> None:
-    with pytest.raises(IndexError):
-        Area(Arena(Shape(2, 96), 3)).address(*place)

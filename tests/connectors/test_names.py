@@ -25,14 +25,6 @@ def test_names_are_those_of_isthmus(tokens: list[int], stops: list[int]) -> None
     assert [chain.parent(first) for first in range(1, end + 1)] == NAMER.names(tokens)
 
 
-def test_golden() -> None:
-    names = Chain(bytes(range(32)), 2).names([1, 2, 3, 4_000_000_000], 0, 2)
-    assert [name.hex() for name in names] == [
-        "e4bfa18294520422e413cfbe13f340b5",
-        "4807890bff42468cb0de50258de0d011",
-    ]
-
-
 def test_names_go_on_as_tokens_come() -> None:
     chain, tokens = Chain(KEY, 4), list(range(5))
     (first,) = chain.names(tokens, 0, 1)

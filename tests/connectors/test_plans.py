@@ -64,51 +64,6 @@ def test_an_ill_formed_ticket_is_an_error(wrong: dict[str, Any]) -> None:
         ticket_of({"isthmus": None})
 
 
-@pytest.mark.parametrize(
-    ("blocks", "local", "tokens"), [(2, 0, 8), (2, 4, 4), (2, 8, 0), (1, 8, 0), (9, 0, 8), (0, 0, 0)]
-)
-def test_what_is_promised_beyond_the_local_hit_is_loaded(blocks: int, local: int, tokens: int) -> None:
-    made, _ = planner(blocks)
-    assert made.matched("r", local, 0.0) == tokens
-    assert made.matched("unknown", local, 0.0) == 0
-    if tokens:
-        made.allocated("r", tokens, table("r"))
-        (order,) = made.step([], table).loads
-        first = local // N
-        assert order.names == names(list(range(10)))[first : first + tokens // N]
-        assert order.blocks == tuple(table("r")[first : first + tokens // N])
-
-
-def test_after_a_failed_load_nothing_is_loaded_and_all_is_saved() -> None:
-    made, _ = planner(2)
-    made.allocated("r", made.matched("r", 0, 0.0), table("r"))
-    made.step([], table)
-    made.loaded("r", whole=False)
-    assert made.matched("r", 0, 0.0) == 0
-    (save,) = made.step([Scheduled("r", 10, 2)], table).saves
-    assert (save.first, save.parent, save.blocks) == (0, None, (11, 12))
-
-
-def test_what_was_loaded_is_not_saved() -> None:
-    made, pins = planner(1)
-    made.allocated("r", made.matched("r", 0, 0.0), table("r"))
-    made.step([], table)
-    made.loaded("r", whole=True)
-    (save,) = made.step([Scheduled("r", 10, 2)], table).saves
-    chain = names(list(range(10)))
-    assert (save.first, save.parent, save.names, save.blocks) == (1, chain[0], chain[1:], (12,))
-    assert pins == {12: 1}
-
-
-@pytest.mark.parametrize(
-    ("computed", "hashed", "saved"), [(3, 2, 0), (4, 2, 1), (10, 1, 1), (8, 2, 2), (10, 0, 0)]
-)
-def test_a_block_is_saved_when_computed_and_final(computed: int, hashed: int, saved: int) -> None:
-    made, pins = planner()
-    plan = made.step([Scheduled("r", computed, hashed), Scheduled("unknown", 10, 2)], table)
-    assert sum(len(order.blocks) for order in plan.saves) == saved == pins.total()
-
-
 def test_a_lost_connection_is_believed_for_a_while() -> None:
     made, _ = planner(1)
     made.reported(Report(connected=False), now=5.0)
@@ -117,14 +72,6 @@ def test_a_lost_connection_is_believed_for_a_while() -> None:
     made.reported(Report(connected=False), now=7.0)
     made.reported(Report(connected=True), now=7.1)
     assert made.matched("r", 0, 7.1) == N
-
-
-def test_a_request_whose_saving_has_ended_is_not_saved_on() -> None:
-    made, pins = planner()
-    (save,) = made.step([Scheduled("r", 4, 1)], table).saves
-    made.reported(Report((save.job,), ("r", "unknown")), now=0.0)
-    assert not made.step([Scheduled("r", 8, 2)], table).saves
-    assert not pins.total()
 
 
 def test_an_end_aborts_the_load_and_is_told_once() -> None:

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -30,15 +29,12 @@ from isthmus.lab.papers.infinite_llm.lending import LEDGER
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
-from isthmus.live.engine.turns import BatchTurns
 from tests.inside import Inside, inside
 from tests.live.cluster.kit import RECIPE, STEADY
 from tests.live.cluster.test_exact_hybrid import layout_of
 from tests.live.cluster.test_exact_pool import SLOW, prompt_of
-from tests.live.cluster.test_structured import asked as in_form
-from tests.live.cluster.test_structured import check as check_form
 from tests.live.engine.hybrids import save_tiny
-from tests.models import EOS, check_greedy, make_model, reference_logits
+from tests.models import EOS, check_greedy, make_model
 from tests.served import LIMIT_S, Client, streamed
 
 NODE_BLOCKS = 12
@@ -222,15 +218,6 @@ def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, mod
 # Together with everything else.
 
 
-def test_batches_take_turns(model: Path) -> None:
-    """Of several answers together, most with KV at both attention nodes."""
-    engine = {"batches": 3, "max_sequences": 6, "kv_memory": 40 * block_bytes()}
-    took = mock.patch.object(BatchTurns, "_take", autospec=True, side_effect=BatchTurns._take)
-    with took as take, inside(deployment(model, ONE, attention=2, engine=engine)) as served:
-        ask_all(served, model, prompts_of(20, 300, 60, 100, 250, 33), 24)
-    assert max(len(call.args[1]) for call in take.call_args_list) == 3
-
-
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
 def test_a_prefix_is_used_again(tier: str, model: Path, tmp_path: Path) -> None:
     """What is cached is loaded at home and shipped as if it were computed."""
@@ -247,16 +234,6 @@ def test_a_prefix_is_used_again(tier: str, model: Path, tmp_path: Path) -> None:
         assert cached[0] == 0 or served.total("num_preemptions_total"), "nothing was cached before"
         assert min(cached[1:]) > 0, cached
         ask_all(served, model, [[*prompt, *prompt_of(at, 40)] for at in range(3, 7)])
-
-
-def test_who_is_pre_empted_begins_anew(model: Path) -> None:
-    """Answers that grow beyond the memory that there is, at home and elsewhere."""
-    roles = ONE | {"attention": {"count": 2, "kv_memory": 12 * block_bytes()}}
-    with inside(deployment(model, roles)) as served:
-        ask_all(served, model, prompts_of(*[30] * 6), 150)
-        served.wait_until(
-            lambda: attended(served) and served.total("num_preemptions_total") > 0, "pre-emptions"
-        )
 
 
 def test_two_clusters(model: Path) -> None:
@@ -296,28 +273,6 @@ def test_who_is_cancelled_leaves_nothing(model: Path) -> None:
                 lambda: served.total("kv_blocks_available") == served.total("kv_blocks"), "blocks come back"
             )
         ask(served, model, prompt_of(9, 500))
-
-
-def test_answers_in_a_form_and_probabilities_are_those_of_one_memory(model: Path) -> None:
-    """Of the answer and of the prompt."""
-    schema = {"enum": ["where it was computed", "with one of those who attend to it", "nowhere"]}
-    prompt = prompt_of(4, 300)
-    with inside(deployment(model, ONE, attention=2)) as served:
-        for seed in range(3):
-            body = in_form(schema, seed=seed, temperature=seed % 2)
-            check_form(served.tokens(prompt_of(seed, 300), 120, **body), schema, EOS)
-        [there] = ask(served, model, prompt, 6, logprobs=2, prompt_logprobs=1)["choices"]
-        assert attended(served)
-    logits = reference_logits(model, [*prompt, *there["token_ids"][:-1]]).log_softmax(-1)
-    answer = logits[len(prompt) - 1 :]
-    for found, position, token in zip(
-        there["logprobs"]["token_logprobs"], answer, there["token_ids"], strict=True
-    ):
-        assert found == pytest.approx(position[token].item(), abs=1e-3)
-    scores = there["prompt_logprobs"]
-    assert len(scores) == len(prompt) and scores[0] is None
-    for found, position, token in zip(scores[1:], logits, prompt[1:], strict=False):
-        assert found[str(token)]["logprob"] == pytest.approx(position[token].item(), abs=1e-3)
 
 
 def test_what_no_nodes_have_memory_for_is_refused_in_a_line(model: Path) -> None:
@@ -477,9 +432,7 @@ def in_their_midst(
         check_greedy(model, prompt, answer)
 
 
-@pytest.mark.parametrize(
-    ("heads", "roles"), [(2, {"mixed": 2}), (1, {"mixed": 2}), (2, PAIRS)], ids=["mixed", "by tokens", "2P2D"]
-)
+@pytest.mark.parametrize(("heads", "roles"), [(1, {"mixed": 2}), (2, PAIRS)], ids=["by tokens", "2P2D"])
 def test_a_home_that_dies_is_replaced_and_no_kv_moves(
     heads: int, roles: dict[str, int], models: dict[int, Path]
 ) -> None:
@@ -500,22 +453,6 @@ def test_a_home_that_dies_is_replaced_and_no_kv_moves(
                 assert all(first >= whole for first, _ in seen.shipped.get(key, ())), (
                     "what was kept is not shipped"
                 )
-
-
-def test_a_home_whose_kv_lies_with_other_homes_is_replaced(model: Path) -> None:
-    """By tokens, with mixed nodes that had memory; the one that goes on had none of it."""
-    config = deployment(model, {"mixed": 4}, blocks=14, policy="round_robin")
-    with inside(config) as served, ThreadPoolExecutor(1) as pool:
-        watched = {f"mixed-{at}": Watched(process_of(served, f"mixed-{at}")) for at in range(4)}
-
-        def harm() -> None:
-            [name] = [name for name, seen in watched.items() if seen.begun]
-            served.kill(name)
-
-        in_their_midst(served, model, pool, [prompt_of(1, 540)], 60, harm)
-        [seen] = [seen for seen in watched.values() if seen.found]
-        [key] = seen.found
-        assert seen.begun[key] == 16 * sum(seen.found[key]) > 0
 
 
 @pytest.mark.parametrize("cut", ["line", "session", "holder"])

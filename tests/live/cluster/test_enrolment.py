@@ -186,13 +186,6 @@ async def test_a_node_gets_certificates_of_its_own_name_only() -> None:
         assert "node/a, not that of b" in one.reasons[0] and not one.heard
 
 
-async def test_who_does_not_know_the_secret_does_not_enrol() -> None:
-    async with scene() as some:
-        asking = some.guest(A)
-        with pytest.raises(OSError, match="token"):
-            await asking.enrol(over(asking, b"guessed"), some.join, 0, LIMIT_S)
-
-
 async def test_an_impostor_of_the_head_gets_neither_a_request_nor_a_proof() -> None:
     """Its certificate is good in all but that it is a node's, or another authority's."""
     async with scene() as some:

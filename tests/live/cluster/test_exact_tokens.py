@@ -1,6 +1,6 @@
 """A running cluster returns exactly the tokens that transformers' `generate` returns.
 
-Float arithmetic in one process or in several is the same; only `test_in_processes_of_their_own` starts some.
+Float arithmetic in one process or in several is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isthmus.live.gateway.tokenizer import BYTE_OF_CHAR
 from tests.gguf_files import CONTROL, NORMAL, TEMPLATE, vocabulary_keys, write_gguf
 from tests.inside import inside
 from tests.models import MODEL_CASES, check_greedy, make_model
-from tests.served import Client, serve
+from tests.served import Client
 
 NUM_TOKENS = 64
 CHUNKS = (1, 7, 64, 512)
@@ -67,27 +67,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(7, 1000), (512, 3000)])
-def test_a_long_prompt_for_every_chunk_size(chunk: int, length: int, llama: Path) -> None:
-    draw = random.Random(chunk)
+def test_a_long_prompt_in_small_chunks(tmp_path: Path) -> None:
+    make_model(llama := tmp_path / "llama", "llama")
+    draw, length = random.Random(7), 1000
     prompt = [draw.randrange(256) for _ in range(length)]
-    with inside(deployment(llama, chunk)) as cluster:
+    with inside(deployment(llama, 7)) as cluster:
         answer = cluster.tokens(prompt, NUM_TOKENS)
         again = cluster.complete(prompt, NUM_TOKENS)
         full = (length - 1) // 16 * 16  # all full blocks but the last token's
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == full
         assert again["choices"][0]["token_ids"] == answer and len(answer) == NUM_TOKENS
         check_greedy(llama, prompt, answer)
-
-
-@pytest.mark.parametrize(
-    "roles", [{"prefill": 0, "decode": 0, "mixed": 1}, {"prefill": 2, "decode": 2}], ids=["mixed", "2P2D"]
-)
-def test_other_shapes_of_cluster(roles: dict[str, int], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_model(folder, "qwen3")
-    with inside(deployment(folder, roles=roles)) as cluster:
-        check(cluster, folder, prompts_of(99))
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
@@ -108,26 +98,3 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         check(cluster, folder, prompts_of(7))
         answer = cluster.complete("the", 12)["choices"][0]["token_ids"]
         check_greedy(folder, [256, ord("t"), tokens.index("he")], answer)
-
-
-def test_in_processes_of_their_own(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_model(folder, "qwen3")
-    with serve(tmp_path, deployment(folder, 64, roles={"prefill": 1, "decode": 1})) as served:
-        check(served, folder, prompts_of(99))
-
-
-def test_pre_emption_under_memory_pressure(llama: Path) -> None:
-    """KV memory for about a quarter of what sixteen answers need: some lose their blocks and resume."""
-    draw = random.Random(0)
-    prompts = [[draw.randrange(256) for _ in range(20 + index)] for index in range(16)]
-    with inside(deployment(llama, kv_memory="768KiB", roles={"prefill": 1, "decode": 1})) as cluster:
-        with ThreadPoolExecutor(16) as pool:
-            with cluster.held():
-                answering = pool.map(lambda prompt: cluster.tokens(prompt, 200), prompts)
-                cluster.wait_until_asked(len(prompts))
-            answers = list(answering)
-        cluster.wait_until(lambda: cluster.total("num_preemptions_total") > 0, "a pre-emption")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer) == 200
-        check_greedy(llama, prompt, answer)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-import resource
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -19,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.certificates import make_certificate
-from tests.served import LIMIT_S, POLL_S, Served, alive, command, node_pid, serve
+from tests.served import LIMIT_S, POLL_S, alive, command, serve
 
 EMULATED: dict[str, Any] = {
     "engine": {"kind": "emulated", "hardware": "h200"},
@@ -28,41 +24,6 @@ EMULATED: dict[str, Any] = {
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.05}
 SLOW = EMULATED | {"engine": {"kind": "emulated", "cost": CURVE}}
-
-
-def address_of(served: Served) -> tuple[str, int]:
-    host, port = served.url.removeprefix("http://").rsplit(":", 1)
-    return host, int(port)
-
-
-def test_half_requests_leave_descriptors_to_clients_and_nodes(tmp_path: Path) -> None:
-    def pid() -> int:
-        with contextlib.suppress(AssertionError, OSError):
-            return node_pid(served.children().values(), "decode-0")
-        return died
-
-    limits = {"connections": 700, "header_s": 600}
-    with serve(tmp_path, EMULATED | {"limits": limits}) as served, contextlib.ExitStack() as opened:
-        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (1024, 1024))
-        for _ in range(1100):
-            half = opened.enter_context(socket.create_connection(address_of(served), timeout=LIMIT_S))
-            with contextlib.suppress(ConnectionError):  # it may have had to make room
-                half.sendall(b"GET /health HTTP/1.1\r\nx: ")
-        died = node_pid(served.children().values(), "decode-0")
-        os.kill(died, signal.SIGKILL)
-        served.wait_until(lambda: pid() != died, "another process")
-        served.wait_until(lambda: served.http.get("/health").status_code == 200, "healthy again")
-        assert len(served.tokens([1, 2], 3)) == 3
-        found = re.search(r"^isthmus_http_connections (\S+)$", served.http.get("/metrics").text, re.M)
-        assert found is not None and float(found[1]) <= 701
-
-
-def test_a_request_waits_for_a_node_that_is_started_again(tmp_path: Path) -> None:
-    with serve(tmp_path, EMULATED | {"limits": {"wait_s": 60}}) as served:
-        os.kill(node_pid(served.children().values(), "decode-0"), signal.SIGKILL)
-        served.wait_until(lambda: served.http.get("/health").status_code == 503, "it is missed")
-        with ThreadPoolExecutor(8) as pool:
-            assert [len(tokens) for tokens in pool.map(lambda at: served.tokens([at], 3), range(8))] == [3] * 8
 
 
 def test_https_by_two_flags(tmp_path: Path) -> None:

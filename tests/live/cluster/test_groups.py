@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from tests.inside import inside
 from tests.live.cluster.kit import CURVE, STEADY, ask, emulated, flip_bits, prompt_of
-from tests.models import check_greedy, make_model
 from tests.served import Client
 
 
@@ -27,25 +25,6 @@ def alike(served: Client) -> bool:
     """All stages of the group keep as many blocks in each tier."""
     tiers = [served.gauge(f"cache_{tier}_blocks") for tier in ("memory", "disk")]
     return all(tier["prefill-0"] == tier["prefill-0.1"] for tier in tiers)
-
-
-def test_tokens_of_a_real_model_are_exact(tmp_path: Path) -> None:
-    """Float arithmetic in two stages gives the tokens of one."""
-    folder = tmp_path / "model"
-    make_model(folder, "llama")
-    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 33, 200, 700))]
-    settings = {
-        "model": str(folder),
-        "roles": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1},
-        "cache": {"dram": "16MiB"},
-        "engine": {"token_budget": 64},
-    }
-    with inside(settings) as served, ThreadPoolExecutor(len(prompts)) as pool:
-        found, cached = (list(pool.map(lambda prompt: served.tokens(prompt, 32), prompts)) for _ in range(2))
-    assert found == cached
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert len(answer) == 32
-        check_greedy(folder, prompt, answer)
 
 
 # What goes wrong.

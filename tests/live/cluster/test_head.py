@@ -67,14 +67,6 @@ async def test_two_clusters_are_healthy_where_a_link_joins_prefill_and_decode(so
     assert some.head.healthy
 
 
-@in_scene()
-async def test_nothing_is_taken_before_a_node_is_there(some: Scene) -> None:
-    with pytest.raises(UnavailableError, match="no node can serve this now"):
-        some.submit("a")
-    await some.enter(hello("m", Role.MIXED))
-    assert some.submit("a") and some.attempt("a") == 1
-
-
 @in_scene(wait_ms=2000)
 async def test_what_comes_before_the_first_node_waits_for_it(some: Scene) -> None:
     """Nobody knows then how blocks are named: it has none, and is computed whole."""
@@ -164,15 +156,6 @@ async def test_nodes_are_told_of_linked_clusters_and_of_no_others(some: Scene) -
 
 
 @in_scene()
-async def test_later_stages_are_told_whom_their_group_can_reach(some: Scene) -> None:
-    stages = [await some.enter(stage(number)) for number in range(3)]
-    stages[0].say(hello("g", Role.PREFILL))
-    await some.settle()
-    await some.enter(hello("d", Role.DECODE))
-    assert [reached(each) for each in stages] == [{"": {"g", "d"}}] * 3
-
-
-@in_scene()
 async def test_a_node_for_which_a_link_has_no_port_is_turned_away(some: Scene) -> None:
     two_clusters(some).emulate(FakeLink((11,), (21,)))
     await some.enter(placed("p", Role.PREFILL, "west"))
@@ -191,11 +174,6 @@ async def test_what_passes_between_clusters_is_shown_where_there_are_links(some:
 
 
 @in_scene()
-async def test_where_there_are_no_links_nothing_is_shown_of_them(some: Scene) -> None:
-    assert some.head.offload() is None
-
-
-@in_scene()
 async def test_a_node_that_is_to_take_another_role_is_told_and_shown(some: Scene) -> None:
     p = await some.enter(hello("p", Role.PREFILL))
     some.head._act(conductor.SendOrder(P, events.Convert(P, Role.DECODE)), 0)
@@ -207,15 +185,6 @@ async def test_a_node_that_is_to_take_another_role_is_told_and_shown(some: Scene
     assert some.head.nodes()[P][0] is Role.DECODE
     assert some.head._offload.conversions == 1
     assert some.head._desk.conductor.view.nodes[P].role is Role.DECODE
-
-
-@in_scene(links=LINKS)
-async def test_each_new_threshold_is_shown_with_its_reason(some: Scene) -> None:
-    for threshold, reason in ((1000, "solved"), (None, "the link is down")):
-        some.head._act(conductor.ThresholdSet(threshold, reason), 0)
-    shown = some.head.offload()
-    assert shown is not None
-    assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)
 
 
 @pytest.mark.parametrize(("period_ms", "beat_ms"), [(400, 200), (10_000, 500), (1, 1)])
@@ -248,30 +217,6 @@ async def test_the_conductor_hears_of_links_once_all_nodes_are_there(some: Scene
     p.say(messages.Heartbeat({}, (LinkState("", "east", True, 700),)))
     await asyncio.sleep(0.25)
     assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
-
-
-@in_scene(period_ns=100 * NS_PER_MS)
-async def test_where_nothing_depends_on_links_the_conductor_hears_of_none(some: Scene) -> None:
-    tape = MemoryTape()
-    some.head._desk.log = tape.record
-    await some.enter(hello("m", Role.MIXED))
-    await some.head.wait_for([M])
-    await asyncio.sleep(2)
-    assert not measured(tape)
-
-
-@in_scene(links=LINKS, threshold=1)
-async def test_attempts_that_cross_a_link_are_counted(some: Scene) -> None:
-    two_clusters(some)
-    await some.enter(placed("p", Role.PREFILL, "west"))
-    await some.enter(placed("d", Role.DECODE, "east"))
-    route = conductor.Route(RequestId("a"), 1, P, D)
-    some.submit("a")
-    before = some.head._offload.requests
-    some.head._act(route, 0)
-    assert some.head._offload.requests == before + 1
-    some.head._act(replace(route, prefill=D), 0)
-    assert some.head._offload.requests == before + 1
 
 
 @in_scene()

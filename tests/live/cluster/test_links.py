@@ -101,16 +101,6 @@ async def test_a_link_comes_back_at_its_ports_with_its_targets(monkeypatch: pyte
         assert await waits.next() == 1, "it begins anew after a good start"
 
 
-def test_a_link_that_is_stopped_while_it_is_away_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with watched(monkeypatch) as (link, waits):
-            assert link._process is not None
-            link._process.kill()
-            await waits.next()
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-
-
 A, B, C, FAR = map(NodeId, "abcf")
 LINKS = (LinkRule("west", "east", 1), LinkRule("east", "west", 1))
 
@@ -163,16 +153,6 @@ def test_an_emulated_link_is_entered_at_a_port_for_each_node() -> None:
     assert book.view("east", "west").addresses == {B: "127.0.0.1:22", C: "127.0.0.1:21"}
 
 
-def test_a_link_as_it_is_beside_an_emulated_one() -> None:
-    links = (*LINKS, LinkRule("north", "east", 1), LinkRule("east", "north", 1))
-    book, link = AddressBook(["north", "east", "west"], (*links[2:], *links[:2])), FakeLink((11,), (21,))
-    book.emulate(link)
-    book.open(A, "east", "h:1")
-    assert book.linked("east") == ["north", "west"]
-    assert book.view("east", "north").addresses == {A: "h:1"}
-    assert book.view("east", "west").addresses == {A: "127.0.0.1:21"}
-
-
 RATED = (LinkRule("west", "east", 1000, 20), LinkRule("east", "west", 1000, 20))
 ONE, TWO, THREE = NodeId("west-1"), NodeId("west-2"), NodeId("east-1")
 
@@ -211,9 +191,3 @@ def test_a_link_is_up_while_anything_crosses_it_in_either_direction() -> None:
     assert not any(state.up for state in stats.take())
     stats.heard(THREE, "east", [LinkState("", "west", True)], NS_PER_S)
     assert all(state.up for state in stats.take())
-
-
-def test_what_crosses_where_no_link_is_configured_is_ignored() -> None:
-    stats = LinkStats(RATED)
-    stats.heard(ONE, "west", [LinkState("", "north", True, 100)], NS_PER_S)
-    assert stats.take()[0].sent_bytes == 0

@@ -8,18 +8,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from isthmus.core.attempts import BlocksEvicted, BlocksStored, FetchOrder, Route
+from isthmus.core.attempts import FetchOrder, Route
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, compile_cost
 from isthmus.core.errors import ProtocolError, StartError
 from isthmus.core.node import Node
-from isthmus.core.node.events import Cut, DropAttempt, Event, StartAttempt, Wake, Woken
+from isthmus.core.node.events import Cut, DropAttempt, Event, StartAttempt, Woken
 from isthmus.core.scheduler import Admitted, BlockPool, Run, Scheduler, SchedulerLimits
 from isthmus.core.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling, Tenant
 from isthmus.live.cluster.head import Head
@@ -155,19 +154,6 @@ def test_a_request_forgotten_in_an_iteration_keeps_its_blocks_until_that_is_over
     assert len(owner.outputs[RequestId("b")]) == 17 > len(owner.outputs[RequestId("a")])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_fails_is_told() -> None:
-    owner = Owner()
-
-    def fail() -> None:
-        raise ValueError("broken")
-
-    owner.engine.meanwhile[1] = fail
-    owner.begin("a", 3, 40)
-    owner.run(1)
-    assert str(owner.error) == "broken"
-
-
 def test_a_worker_that_is_stopped_ends_its_run_with_the_present_iteration() -> None:
     owner, begun = Owner(), threading.Event()
 
@@ -209,21 +195,6 @@ async def process_of(
         finally:
             await head.close()
             await asyncio.wait([running])
-
-
-async def test_a_process_that_ends_computes_no_more_and_closes_its_recording() -> None:
-    class Tape(MemoryTape):
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    tape = Tape()
-    async with process_of(tape) as (process, _, running):
-        process.tell(Woken())
-        assert isinstance(tape.entries[-1].event, Woken) and process.worker._thread.is_alive()
-    assert running.result() == "stopped by the head"
-    assert not process.worker._thread.is_alive() and tape.closed
 
 
 async def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
@@ -280,19 +251,6 @@ async def test_gauges_tell_what_a_node_holds() -> None:
         assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
 
 
-async def test_gauges_are_read_while_nobody_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with process_of() as (process, _, _running):
-        owned: list[bool] = []
-
-        def num_transfer(self: Scheduler) -> int:
-            owned.append(process.worker.lock._is_owned())  # type: ignore[attr-defined]
-            return 0
-
-        monkeypatch.setattr(Scheduler, "num_transfer", property(num_transfer))
-        process.gauges()
-        assert owned == [True]
-
-
 async def test_a_bug_in_the_background_ends_the_process() -> None:
     """One that beats no more, say, would only seem to be well."""
     async with process_of() as (process, _, running):
@@ -315,17 +273,6 @@ HOLDS = (
 )
 
 
-async def test_the_head_hears_what_a_node_reports_and_blocks_that_went_are_counted() -> None:
-    async with process_of() as (process, heard, _running):
-        stored, gone = (BlocksStored(NodeId("m"), (b"x", b"y", b"z")), BlocksEvicted(NodeId("m"), (b"x", b"y")))
-        for report in (stored, gone):
-            process._carry_out(report)
-        while heard.entries[-1].event != gone:
-            await asyncio.sleep(0.001)
-        assert heard.entries[-2].event == stored
-        assert process.gauges()["kv_blocks_evicted_total"] == 2
-
-
 async def test_the_heads_times_become_this_clocks() -> None:
     async with process_of() as (process, _, _running):
         told = list[Any]()
@@ -339,14 +286,3 @@ async def test_the_heads_times_become_this_clocks() -> None:
             moved = told[-1].route
             assert told.pop() == replace(begin, route=moved), "who decides is told of no tokens"
             assert moved.deadline_ns == until and moved.fetch.until_ns == 900 + 5000 - now
-
-
-async def test_a_node_is_woken_when_it_asked_to_be_and_not_earlier() -> None:
-    async with process_of() as (process, _, _running):
-        asked = list[Any]()
-        process._clock_ns = lambda: 1_000
-        real, process.loop = process.loop, SimpleNamespace(call_later=lambda *call: asked.append(call))  # type: ignore[assignment]
-        process.wake(Wake(500_001_000))
-        process.wake(Wake(10))
-        process.loop = real
-        assert [(after_s, fact) for after_s, _, fact in asked] == [(0.5, Woken()), (0, Woken())]

@@ -242,15 +242,6 @@ async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int
         assert [fact for fact in told if not isinstance(fact, Woken)] == facts
 
 
-async def test_each_stage_sends_its_layers_when_the_leader_says_so() -> None:
-    async with scene() as some:
-        await some.answer("a", prompt_of(1, 100))
-        await some.until(lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]))
-        sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
-        assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
-        assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
-
-
 # What goes wrong.
 
 
@@ -347,9 +338,3 @@ def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None
     found, useless = leader.group.common([(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[4], None)])
     assert found == [(NAMES[0], None)]
     assert set(useless) == set(NAMES[1:]) and leader.said == [DropBlocks(useless)]
-
-
-def test_what_a_later_stage_lost_the_node_hears() -> None:
-    leader, lost = Leader(), BlocksLost((NAMES[0],))
-    leader.hears(lost)
-    assert leader.told == [lost]

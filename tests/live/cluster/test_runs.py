@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-import pytest
-
 from isthmus.core.attempts import Route
 from isthmus.core.node.events import Broken, LoadBlocks, Missing, Shorten, StartAttempt
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -94,36 +92,6 @@ def test_a_prefix_that_could_not_be_loaded_is_no_hit() -> None:
     assert counters["prefix_cache_hits"] == 4, "it was shorter before"
 
 
-def test_what_comes_for_an_attempt_that_is_over_changes_nothing() -> None:
-    kit = Kit()
-    before = dict(kit.runs.counters)
-    kit.runs.received(A, 7)
-    kit.runs.admitted(Admitted(A, 16, (), ()))
-    kit.runs.loading(LoadBlocks(A, NAMES, (1, 2, 3), 12))
-    kit.runs.shortened(Shorten(A, 4))
-    assert kit.runs.counters == before and not kit.outputs
-    kit.runs.preempted(Preempted(A))
-    assert kit.runs.counters == before | {"num_preemptions": 1}
-
-
-def test_what_is_computed_and_sampled_is_counted_and_how_long_it_takes() -> None:
-    """Ten tokens in two chunks, then four iterations for the four tokens after the first."""
-    owner, clock = Owner(), count(0, 10**9)
-    owner.runs._clock_ns = lambda: next(clock)
-    owner.begin("a", 10, 15)
-    owner.run(1)
-    assert owner.runs.counters == {
-        "engine_seconds": 6.0,
-        "kv_wait_seconds": 0,
-        "iterations": 6,
-        "tokens_computed": 14,
-        "tokens_sampled": 5,
-        "prefix_cache_hits": 0,
-        "prefix_cache_queries": 10,
-        "num_preemptions": 0,
-    }
-
-
 def test_a_prefix_is_waited_for_layer_by_layer_and_once() -> None:
     kit, load = Kit(), Loading(2)
     kit.begin(A, 10)
@@ -150,16 +118,6 @@ def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteratio
     assert [request for request, _, _ in kit.outputs] == ["a", "b"] and kit.mover.done == [A, B]
 
 
-def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
-    kit, load = Kit(), Loading(3)
-    kit.begin(A, 12)
-    kit.runs.loading(LoadBlocks(A, NAMES, (0, 1, 2), 12))
-    kit.mover.loads[A] = load
-    kit.runs.shortened(Shorten(A, 5))
-    kit.run(Piece(A, 5, 7, (0, 1, 2), True))
-    assert load.waited == [(layer, 2) for layer in range(LAYERS)]
-
-
 def test_of_a_prompt_whole_blocks_leave_as_they_are_computed_and_the_rest_at_its_end() -> None:
     kit = Kit()
     kit.begin(A, 10, Role.PREFILL)
@@ -171,19 +129,6 @@ def test_of_a_prompt_whole_blocks_leave_as_they_are_computed_and_the_rest_at_its
     layers = [Span(layer, layer + 1) for layer in range(LAYERS)]
     assert kit.mover.ready == [(A, layer, Span(0, stop)) for stop in (8, 10) for layer in layers]
     assert kit.mover.first == [(A, kit.outputs[-1][2].token)]
-
-
-@pytest.mark.parametrize(("known", "new"), [(0, 0), (1, 0), (0, 4)])
-def test_an_answer_says_how_much_of_the_prompt_was_cached_with_its_first_token_only(
-    known: int, new: int
-) -> None:
-    kit = Kit()
-    kit.begin(A, 5)
-    kit.runs.admitted(Admitted(A, known + new, (), ()))
-    kit.run(Piece(A, 0, 5, (0, 1), True))
-    kit.run(Piece(A, 5, 1, (0, 1), True))
-    assert [token.cached_tokens for _, _, token in kit.outputs] == [known + new, None]
-    assert [token.index for _, _, token in kit.outputs] == [0, 1]
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_and_not_again_when_its_answer_has_begun() -> None:

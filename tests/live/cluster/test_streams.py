@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.core.errors import ProtocolError, UnavailableError
+from isthmus.core.errors import UnavailableError
 from isthmus.core.types import FinishReason, Generated, Job, RequestId, Sampling, TokenLogprobs
 from isthmus.live.cluster.streams import AnswerStream
 
@@ -37,19 +37,6 @@ def test_tokens_come_out_in_order_whatever_order_they_come_in(order: Sequence[in
     assert over == [False] * (len(order) - 1) + [True]
     assert asyncio.run(everything(one)) == tokens
     assert one.generated == tuple(token.token for token in tokens)
-
-
-@given(st.permutations(range(6)))
-def test_a_reader_that_waits_gets_every_token_once(order: Sequence[int]) -> None:
-    async def work() -> None:
-        one, tokens = stream(), answer(6)
-        reader = asyncio.create_task(everything(one))
-        for index in order:
-            await asyncio.sleep(0)
-            one.deliver(tokens[index])
-        assert await reader == tokens
-
-    asyncio.run(work())
 
 
 async def test_a_batch_is_never_empty_and_nothing_is_held_back() -> None:
@@ -82,13 +69,6 @@ def test_a_new_attempt_goes_on_after_what_the_client_has() -> None:
     assert one.generated == (100, 101, 7, 8, 9)
 
 
-def test_a_token_that_comes_twice_is_given_once() -> None:
-    one, tokens = stream(), answer(3)
-    for index in (0, 0, 1, 0, 1, 2):
-        one.deliver(tokens[index])
-    assert asyncio.run(everything(one)) == tokens
-
-
 SCORED = Job(RequestId("a"), (1, 2, 3, 4, 5), 100, Sampling(prompt_logprobs=0))
 
 
@@ -112,42 +92,6 @@ def test_scores_of_the_prompt_come_once_and_whole_with_the_first_token() -> None
     assert found == [replace(tokens[0], prompt_logprobs=tuple(scores(1, 0, 4))), *tokens[1:]]
 
 
-def test_a_prompt_that_is_computed_anew_is_scored_anew() -> None:
-    """From its start, in other chunks, by this attempt or the next one."""
-    one = scored((0, scores(1, 0, 3)), (0, scores(2, 0, 2)), (2, scores(2, 2, 4)))
-    one.deliver(answer(1)[0])
-    assert asyncio.run(everything(one))[0].prompt_logprobs == tuple(scores(2, 0, 4))
-    again = scored((0, scores(1, 0, 4)))
-    again.deliver(answer(2)[1])  # the first token was lost with the node
-    again.end_attempt()
-    again.score(0, scores(2, 0, 4))
-    again.deliver(answer(1)[0])
-    assert asyncio.run(everything(again))[0].prompt_logprobs == tuple(scores(2, 0, 4))
-
-
-def test_an_attempt_that_goes_on_from_tokens_brings_no_scores_again() -> None:
-    one, tokens = scored((0, scores(1, 0, 4))), answer(3)
-    one.deliver(tokens[0])
-    one.end_attempt()
-    one.deliver(tokens[1])
-    one.deliver(tokens[2])
-    assert [each.prompt_logprobs is None for each in asyncio.run(everything(one))] == [False, True, True]
-
-
-def test_a_prompt_of_one_token_has_no_scores_and_says_so() -> None:
-    one = AnswerStream(replace(SCORED, tokens=(1,)), lambda request: None)
-    one.deliver(answer(1)[0])
-    assert asyncio.run(everything(one))[0].prompt_logprobs == ()
-
-
-def test_scores_that_are_missing_are_the_nodes_fault() -> None:
-    with pytest.raises(ProtocolError, match="scores from 2 on follow 1"):
-        scored((0, scores(1, 0, 1)), (2, scores(1, 2, 4)))
-    for few in (0, 3, 5):
-        with pytest.raises(ProtocolError, match=f"{few} scores of the prompt, not 4"):
-            scored((0, scores(1, 0, few))).deliver(answer(1)[0])
-
-
 async def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
     one = stream()
     one.deliver(answer(3)[0])
@@ -156,34 +100,3 @@ async def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
     assert await anext(batches) == answer(3)[:1]
     with pytest.raises(UnavailableError, match="node p1 is gone"):
         await anext(batches)
-
-
-async def test_a_failure_wakes_a_reader_that_waits() -> None:
-    one = stream()
-    reader = asyncio.create_task(everything(one))
-    await asyncio.sleep(0)
-    one.fail(UnavailableError("gone"))
-    with pytest.raises(UnavailableError, match="gone"):
-        await reader
-
-
-def test_cancelling_names_the_request_and_may_be_repeated() -> None:
-    live, told = {JOB.request}, []
-
-    def cancel(request: RequestId) -> None:  # as the head does
-        if request in live:
-            live.discard(request)
-            told.append(request)
-
-    one = stream(cancel)
-    one.cancel()
-    one.cancel()
-    assert told == [JOB.request]
-
-
-def test_cancelling_after_the_end_takes_nothing_back() -> None:
-    one = stream()
-    for token in answer(3):
-        one.deliver(token)
-    one.cancel()
-    assert asyncio.run(everything(one)) == answer(3)

@@ -84,16 +84,3 @@ def test_a_tenant_behind_another_s_flood_is_answered_in_its_turn() -> None:
         last = len(order) - order[::-1].index(globex)
         assert order.count(globex) == 6 and order.count(acme) == 60
         assert order[:last].count(acme) <= 16  # as many turns, and what had begun before
-
-
-def test_limits_of_the_file_hold() -> None:
-    tenants = {"acme": {"requests_per_s": 1 / 3600, "burst_s": 3600}, "globex": {"weight": 3}}
-    with inside({**EMULATED, "auth": {"keys": KEYS, "tenants": tenants}}, key=ACME) as served:
-        body = {"prompt": "hi", "max_tokens": 1}
-        replies = [served.http.post("/v1/completions", json=body) for _ in range(2)]
-        assert [reply.status_code for reply in replies] == [200, 429]
-        error = replies[1].json()["error"]
-        assert error["code"] == "rate_limit_exceeded" and "(requests_per_s)" in error["message"]
-        assert 3000 <= int(replies[1].headers["retry-after"]) <= 3600
-        for _ in range(3):
-            ask(served, GLOBEX, prompts_of(3, 1))

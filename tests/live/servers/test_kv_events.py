@@ -75,11 +75,6 @@ def test_tenants_have_names_of_their_own_and_strangers_none() -> None:
     assert found.batch(batch(stored([18], TOKENS[4:8], 17))) == []
 
 
-def test_what_follows_the_unknown_is_unknown() -> None:
-    found = translator()
-    assert found.batch(batch(stored([8], TOKENS[4:8], 7), removed([8, 7]))) == []
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -96,28 +91,6 @@ def test_blocks_that_are_not_of_tokens_alone_are_passed_over(fields: dict[str, A
     assert found.batch(batch(stored([7, 8], TOKENS[:8], **fields))) == []
     assert found.batch(batch(stored([9], TOKENS[8:], 8))) == []
     assert found.batch(batch(removed([7, 8, 9]))) == []
-
-
-def test_what_goes_from_other_media_says_nothing_of_the_engine() -> None:
-    found = translator()
-    found.batch(batch(stored([7], TOKENS[:4])))
-    assert found.batch(batch(removed([7], medium="CPU"))) == []
-
-
-def test_each_copy_is_told_of() -> None:
-    found = translator()
-    facts = found.batch(batch(stored([7], TOKENS[:4]), stored([7], TOKENS[:4]), removed([7])))
-    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(NAMES[:1]), EngineBlocks(removed=NAMES[:1])]
-    assert found.batch(batch(stored([8], TOKENS[4:8], 7))) == [EngineBlocks(NAMES[1:2])], "one is left"
-    assert found.batch(batch(removed([7]), removed([7]))) == [EngineBlocks(removed=NAMES[:1])]
-    assert found.batch(batch(stored([9], TOKENS[4:8], 7))) == []
-
-
-def test_groups_of_layers_have_hashes_of_their_own() -> None:
-    found = translator()
-    facts = found.batch(batch(stored([7], TOKENS[:4], group_idx=0), stored([7], TOKENS[4:8], group_idx=1)))
-    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(tuple(namer().names(TOKENS[4:8])))]
-    assert found.batch(batch(removed([7], group_idx=0))) == [EngineBlocks(removed=NAMES[:1])]
 
 
 def test_after_all_is_cleared_nothing_is_known() -> None:
@@ -252,18 +225,6 @@ async def publishing(folder: Path, replay_s: float = LIMIT_S) -> AsyncIterator[P
         publisher.close()
 
 
-async def test_what_was_said_before_is_heard_first(tmp_path: Path) -> None:
-    async with publishing(tmp_path) as publisher:
-        await publisher.say(0, b"a", lost=True)
-        await publisher.say(1, b"b", lost=True)
-        async with listening(publisher) as heard:
-            await heard.until(b"a", b"b")
-            await publisher.say(2, b"c")
-            await publisher.say(3, b"d")
-            await heard.until(b"a", b"b", b"c", b"d")
-            assert publisher.asked == [0]
-
-
 async def test_what_is_both_replayed_and_published_is_heard_once(tmp_path: Path) -> None:
     async with publishing(tmp_path) as publisher:
         publisher.may_answer.clear()
@@ -317,10 +278,3 @@ async def test_a_server_that_begins_anew_has_nothing_of_before(
         await publisher.say(0, b"new 0", lost=missed)
         await publisher.say(1, b"new 1")
         await heard.until(*old, "void", b"new 0", b"new 1")
-
-
-async def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    async with publishing(tmp_path) as publisher, listening(publisher) as heard:
-        for number, said in enumerate((b"a", b"bad", b"c")):
-            await publisher.say(number, said)
-        await heard.until(b"a", b"bad", b"c")

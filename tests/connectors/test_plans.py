@@ -1,4 +1,4 @@
-"""The scheduler side's bookkeeping: by itself, and in a small vLLM that preempts, shares, loads and finishes."""
+"""The scheduler side's bookkeeping: names, and plans in a small vLLM that preempts, shares, loads and finishes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from isthmus.core.blocks.layout import KVLayout
+from isthmus.core.blocks.names import BlockNamer
 from isthmus_vllm.plans import (
     FORGET_S,
     Chain,
@@ -280,3 +282,28 @@ class SmallVllm(RuleBasedStateMachine):
 
 TestSmallVllm = SmallVllm.TestCase
 TestSmallVllm.settings = settings(settings.default, stateful_step_count=60)
+
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+NAMER = BlockNamer(revision="r1", layout=LAYOUT, salt="tenant")
+NAMER_KEY = NAMER.key
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 10), max_size=4))
+def test_names_are_those_of_isthmus(tokens: list[int], stops: list[int]) -> None:
+    chain, end = Chain(NAMER_KEY, 4), len(tokens) // 4
+    for stop in stops:  # asked in pieces, in any order
+        chain.names(tokens, 0, min(stop, end))
+    assert list(chain.names(tokens, 0, end)) == NAMER.names(tokens)
+    assert chain.parent(0) is None
+    assert [chain.parent(first) for first in range(1, end + 1)] == NAMER.names(tokens)
+
+
+def test_names_go_on_as_tokens_come() -> None:
+    chain, tokens = Chain(NAMER_KEY, 4), list(range(5))
+    (first,) = chain.names(tokens, 0, 1)
+    tokens += range(5, 8)
+    assert chain.names(tokens, 1, 2) == (NAMER.names(tokens)[1],)
+    assert chain.parent(1) == first
+    with pytest.raises(AssertionError):
+        chain.names(tokens, 0, 3)

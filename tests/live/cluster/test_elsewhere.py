@@ -31,8 +31,7 @@ from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
 from tests.inside import Inside, inside
 from tests.live.cluster.kit import RECIPE, STEADY
-from tests.live.cluster.test_exact_hybrid import layout_of
-from tests.live.cluster.test_exact_pool import SLOW, prompt_of
+from tests.live.cluster.test_exact import SLOW, layout_of, prompt_of
 from tests.live.engine.hybrids import save_tiny
 from tests.models import EOS, check_greedy, make_model
 from tests.served import LIMIT_S, Client, streamed

@@ -21,7 +21,7 @@ from isthmus.live.cluster.streams import AnswerStream
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe
 from isthmus.live.engine.interface import Chunk
 from tests.inside import Inside, inside
-from tests.live.cluster.test_exact_pool import prompt_of
+from tests.live.cluster.test_exact import prompt_of
 from tests.live.cluster.test_virtual import CACHES, CURVE, MOVES, cluster_of, workload, wrong_answers
 from tests.live.engine.hybrids import save_tiny
 from tests.live.engine.test_scores import check

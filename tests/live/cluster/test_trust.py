@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -42,6 +43,7 @@ from isthmus.live.messenger import Session
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import REFUSED
 from tests.memory_network import MemoryNetwork
+from tests.tape import MemoryTape
 from tests.virtual import ManualLoop
 
 CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)
@@ -540,24 +542,32 @@ async def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer(
 
 
 @asynccontextmanager
+async def joined(
+    tape: MemoryTape | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
+) -> AsyncIterator[tuple[NodeProcess, asyncio.Task[str], MemoryNetwork]]:
+    """A mixed node in a cluster of its own, how it ends, and its network. `tape`: of the node."""
+    network = MemoryNetwork()
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
+    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
+    options = NodeOptions(facts("m", Role.MIXED), await head.open("head", 0), transfer_s=30)
+    process = NodeProcess(engine, options, Runtime(network, clock_ns), tape=tape)  # type: ignore[arg-type]
+    running = asyncio.create_task(process.run())
+    async with asyncio.timeout(60):
+        await head.wait_for([NodeId("m")])
+        try:
+            yield process, running, network
+        finally:
+            await head.close()
+            await asyncio.wait([running])
+
+
+@asynccontextmanager
 async def listening() -> AsyncIterator[tuple[NodeProcess, Someone]]:
     """A node that is in a cluster, and a stranger with a session to it."""
-    network, stranger = MemoryNetwork(), Someone()
-    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
-    join = await head.open("head", 0)
-    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-    options = NodeOptions(facts("d", Role.DECODE), join, transfer_s=30)
-    process = NodeProcess(engine, options, Runtime(network))
-    running = asyncio.create_task(process.run())
-    await head.wait_for([NodeId("d")])
-    address = head._members[NodeId("d")].hello.address
-    stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
-    try:
-        async with asyncio.timeout(60):
-            yield process, stranger
-    finally:
-        await head.close()
-        await running
+    stranger = Someone()
+    async with joined() as (process, _, network):
+        stranger.session = await network.connect(process._address, messages.PeerMessage, stranger, timeout_s=1)
+        yield process, stranger
 
 
 INTRODUCTION = messages.PeerHello(messages.PROTOCOL, NodeId("p"), RECIPE.revision, RECIPE.layout)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from isthmus.core.blocks.layout import KVLayout
-from isthmus.core.blocks.names import BlockNamer
+from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus_vllm.plans import (
     FORGET_S,
     Chain,

@@ -21,8 +21,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute."
 
 def finish(outcome: Outcome, json_file: Path | None) -> None:
     """Shows what a study found, and writes it where that was asked for."""
-    from isthmus.cli.outputs import write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import show, write_json
 
     show(*outcome.tables)
     for line in outcome.notes:
@@ -249,8 +248,7 @@ def policies(
     from isthmus.cli.outputs import check_writable
     from isthmus.cli.simulate import progress_bar
     from isthmus.core.errors import ConfigError
-    from isthmus.live.cluster.with_ray import with_ray
-    from isthmus.workers import LocalPool
+    from isthmus.workers import LocalPool, Pool
 
     check_writable("--json", json_file)
     if ray and jobs is not None:
@@ -268,7 +266,11 @@ def policies(
         None if ssd is None else amounts.size("--ssd", ssd),
         limit,
     )
-    pool = with_ray("--ray").RayPool() if ray else LocalPool(jobs or 2)
+    pool: Pool = LocalPool(jobs or 2)
+    if ray:
+        from isthmus.live.cluster.launcher import with_ray
+
+        pool = with_ray("--ray").RayPool()
     with progress_bar("sweeping") as progress:
         cells = bench.run(sweep, pool, progress)
     finish(bench.outcome(sweep, cells), json_file)

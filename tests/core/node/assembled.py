@@ -26,7 +26,7 @@ from isthmus.core.node.events import (
     StartAttempt,
     Wake,
 )
-from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import HandoverSpan
 from isthmus.core.reuse import Packing
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId, Role

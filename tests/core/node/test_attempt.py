@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from isthmus.core.attempts import FetchOrder, Route
-from isthmus.core.node.attempt import Attempt
+from isthmus.core.node.attempts import Attempt
 from isthmus.core.node.events import StartAttempt
-from isthmus.core.node.extent import extent_of
+from isthmus.core.node.letters import extent_of
 from isthmus.core.types import MIXED, NodeId, RequestId
 
 

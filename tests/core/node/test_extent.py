@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.node.extent import NONE, extent_of
+from isthmus.core.node.letters import NONE, extent_of
 from isthmus.core.types import NodeId
 
 from .world import route_of

@@ -6,6 +6,7 @@ import pytest
 
 from isthmus.core.attempts import Share
 from isthmus.core.node import Node
+from isthmus.core.node.away import LEASE_NS
 from isthmus.core.node.events import (
     Gone,
     Host,
@@ -18,7 +19,6 @@ from isthmus.core.node.events import (
     Wake,
     Woken,
 )
-from isthmus.core.node.guests import LEASE_NS
 from isthmus.core.node.letters import (
     ClaimReply,
     ClaimRequest,

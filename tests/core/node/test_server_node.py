@@ -21,7 +21,7 @@ from isthmus.core.attempts import (
     RoleChanged,
     Share,
 )
-from isthmus.core.node import attempts as attempts_module
+from isthmus.core.node import attempts
 from isthmus.core.node import server_node as module
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
@@ -385,7 +385,7 @@ def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() ->
 def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
     told(node, P0, PromptComputed(KEY, 1, PARAMS), 1)
-    for number in range(attempts_module.MAX_EARLY):
+    for number in range(attempts.MAX_EARLY):
         told(node, P0, PromptComputed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
     assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.scheduler.eviction import RecencyEviction, surplus
-from isthmus.core.scheduler.tiers import TierCache
+from isthmus.core.scheduler.tiers import RecencyEviction, TierCache, surplus
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
 Chain = tuple[BlockName, ...]

@@ -1,8 +1,8 @@
-"""Who is who in a cluster beyond loopback: the private authority of its head, and certificates that it signs.
+"""Certificates of a cluster beyond loopback: the head's private authority, which signs them, and credentials.
 
-The authority is an ECDSA P-256 key. Whoever is to join knows that key from the join token, so that no certificate of
-somebody else is believed, whoever signed it. Private keys are made where they are used and never travel. A node asks
-for its certificate over a session on which nothing else is heard, and later again over the session that it then has:
+The authority is an ECDSA P-256 key. Nodes know its public key from the join token and believe no other certificates.
+Private keys are made where they are used and never travel. A node requests its first certificate over a session that
+serves for nothing else, later ones over its session with the head:
 
     node, without a certificate                    head
     believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
@@ -40,28 +40,28 @@ from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import NoPayloads, disowned
 
 CERTIFICATE_S = 24 * 3600.0
-"""How long a certificate is good; after two thirds of that it is renewed."""
+"""Lifetime of a certificate, which is renewed after two thirds of it."""
 AUTHORITY_DAYS = 3650
 SKEW_S = 3600.0
-"""So far behind the head's clock the clock of another machine may be."""
+"""How far another machine's clock may be behind the head's."""
 MAX_REQUEST = 4096
-"""Bytes of a certificate or of a request for one."""
+"""Most bytes of a certificate or of a request for one."""
 KEY_FILE, TOKEN_FILE = "authority.key", "token"
-"""What `tls.folder` keeps, so that a head that is started again has the same join token."""
+"""Files in `tls.folder`, with which a restarted head has the same join token."""
 _CURVE, _HASH = ec.SECP256R1(), hashes.SHA256()
 _PEM = serialization.Encoding.PEM
 UNREADABLE = (
     *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),
     *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
 )
-"""What `cryptography` raises for certificates and requests that make no sense, or sense to others only."""
+"""Exceptions of `cryptography` for malformed or unsupported certificates and requests."""
 
 Clock = Callable[[], float]
 """Seconds since 1970."""
 
 
 class Authority:
-    """Signs certificates of one cluster, for its head: who is believed to be which node, and who gets a certificate."""
+    """The head's authority: signs certificates that name nodes, and checks identities."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, clock: Clock = time.time) -> None:
         self._key, self.clock = key, clock
@@ -78,12 +78,12 @@ class Authority:
 
     @staticmethod
     def made(clock: Clock = time.time) -> Authority:
-        """A new one, for as long as this process lives."""
+        """Returns a new authority, for the life of this process."""
         return Authority(ec.generate_private_key(_CURVE), clock)
 
     @staticmethod
     def kept(folder: Path, clock: Clock = time.time) -> Authority:
-        """The one whose key is in `folder`, which is made if need be. Raises ConfigError."""
+        """Returns the authority whose key is in `folder`, created if missing. Raises ConfigError."""
         try:
             key = serialization.load_pem_private_key(
                 kept(folder / KEY_FILE, lambda: _pem_of(ec.generate_private_key(_CURVE))), None
@@ -100,7 +100,7 @@ class Authority:
         return Identity(self.cluster, node)
 
     def objection(self, identity: Identity | None, node: NodeId) -> str:
-        """Why whoever is at the other end of a session is not `node`; empty when it is."""
+        """Returns why a peer with this identity is not `node`, "" if it is."""
         return (
             disowned(identity, node)
             if identity is not None
@@ -108,7 +108,8 @@ class Authority:
         )
 
     def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
-        """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
+        """Answers a request of a peer with this identity (None before its first certificate). Raises ProtocolError
+        for a name other than its own."""
         if not NAME.fullmatch(asked.node):
             raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
         if wrong := disowned(identity, asked.node):
@@ -119,7 +120,7 @@ class Authority:
             raise ProtocolError(f"its request for a certificate: {error}") from None
 
     def issue(self, request: bytes, identity: Identity) -> bytes:
-        """A certificate that whoever made `request` is `identity`. In PEM form. Raises ValueError."""
+        """Returns a certificate (PEM) of `identity` for the key in `request`. Raises ValueError."""
         if len(request) > MAX_REQUEST:
             raise ValueError("it is too long")
         try:
@@ -134,7 +135,7 @@ class Authority:
         return self.sign(key, identity)
 
     def sign(self, key: ec.EllipticCurvePublicKey, identity: Identity) -> bytes:
-        """A certificate that whoever has the private half of `key` is `identity`. In PEM form."""
+        """Returns a certificate (PEM) of `identity` for a public key."""
         # The head never dials and a node does both, so a head's certificate is good for a server alone.
         usages = [ExtendedKeyUsageOID.SERVER_AUTH]
         if not identity.is_head:
@@ -166,10 +167,8 @@ class Authority:
 
 
 class Certified:
-    """A private key with its certificate, and the contexts that show it. Raises OSError for what is no such pair.
-
-    `guests`: who dials may show no certificate, for it has none yet.
-    """
+    """A private key with its certificate, and TLS contexts for them. Raises OSError if they do not match. `guests`:
+    accepts clients without a certificate."""
 
     def __init__(
         self, key: ec.EllipticCurvePrivateKey, certificate: bytes, authority: bytes, *, guests: bool = False
@@ -189,7 +188,7 @@ class Certified:
 
 
 class HeadCredentials:
-    """The head's, renewed for the first connection after two thirds of their time."""
+    """The head's credentials, renewed with the first connection after they are due."""
 
     def __init__(self, authority: Authority) -> None:
         self.authority = authority
@@ -210,8 +209,8 @@ class HeadCredentials:
 
 
 class NodeCredentials:
-    """A node's. Until it is enrolled it has no certificate, and speaks to a head alone whose certificate the authority
-    of `pin` signed. Raises ValueError for a pin that `pin_of` did not make."""
+    """A node's credentials. Before it is enrolled it has no certificate and trusts only a head whose certificate the
+    authority of `pin` signed. Raises ValueError for an invalid pin."""
 
     def __init__(self, pin: str, node: NodeId, clock: Clock = time.time) -> None:
         self._authority, self._node, self._clock = key_of(pin), node, clock
@@ -225,12 +224,12 @@ class NodeCredentials:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next certificate is to be asked for now: once, since a session loses no answer."""
+        """Whether the next certificate must be requested now. Requested once: a session loses no answer."""
         return self._certified is not None and self._asked is None and self._clock() >= self._certified.renew_at
 
     @property
     def left_s(self) -> float:
-        """For how long its certificate is still good; 0 where it has none."""
+        """Remaining lifetime of the certificate, 0 without one."""
         return max(0.0, self._certified.end - self._clock()) if self._certified is not None else 0.0
 
     def context(self, *, server: bool) -> ssl.SSLContext:
@@ -246,8 +245,8 @@ class NodeCredentials:
         return self._head_of(secured.getpeercert(binary_form=True) or b"")
 
     def _head_of(self, shown: bytes) -> Identity:
-        """Of a certificate of which OpenSSL has checked only that the peer has its key. Raises
-        ConnectionRefusedError."""
+        """Checks the certificate of a head, of which OpenSSL has checked only that the peer has its key; returns its
+        identity. Raises ConnectionRefusedError."""
         try:
             if len(shown) > MAX_REQUEST:
                 raise ValueError("it is too long")
@@ -272,14 +271,14 @@ class NodeCredentials:
         return identity
 
     def request(self) -> bytes:
-        """Asks for a certificate of a new key: a request (PKCS 10) in DER form."""
+        """Makes a new key; returns a request (PKCS 10, DER) for its certificate."""
         self._asked = ec.generate_private_key(_CURVE)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "isthmus")])
         asked = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(self._asked, _HASH)
         return asked.public_bytes(serialization.Encoding.DER)
 
     def take(self, certificate: bytes, authority: bytes) -> None:
-        """What the head answers to `request`: for all connections from now on. Raises ValueError for anything else."""
+        """Takes the head's answer to `request`, for all new connections. Raises ValueError for an invalid one."""
         if self._asked is None:
             raise ValueError("nobody asked for a certificate")
         if max(len(certificate), len(authority)) > MAX_REQUEST:
@@ -333,7 +332,7 @@ class _Asking(NoPayloads):
 
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
-    """Of a peer whose certificate OpenSSL has found good. Raises ConnectionRefusedError."""
+    """Returns the identity of a peer whose certificate OpenSSL has verified. Raises ConnectionRefusedError."""
     shown = secured.getpeercert() or {}
     names = [str(entry[1]) for entry in shown.get("subjectAltName", ()) if entry[0] == "URI"]
     try:
@@ -345,13 +344,13 @@ def identity_of(secured: ssl.SSLSocket) -> Identity:
 
 
 def pin_of(key: ec.EllipticCurvePublicKey) -> str:
-    """An authority's key as it stands in a join token: 44 characters."""
+    """Returns an authority's key as in a join token: 44 characters."""
     point = key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
     return base64.urlsafe_b64encode(point).decode()
 
 
 def key_of(pin: str) -> ec.EllipticCurvePublicKey:
-    """Raises ValueError for what `pin_of` did not make."""
+    """Returns the key of a pin. Raises ValueError for an invalid one."""
     try:
         return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, base64.urlsafe_b64decode(pin))
     except ValueError:
@@ -363,7 +362,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def kept_token(folder: Path) -> str:
-    """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
+    """Returns the cluster's token in `folder`, drawn if missing. Raises ConfigError."""
     data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
     token = data.decode("ascii", "replace").strip()
     if not token or "\ufffd" in token:  # an empty one is known to everybody

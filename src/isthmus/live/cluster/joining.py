@@ -1,5 +1,5 @@
-"""What a node needs to join a cluster: the token that says where the head is, whom to believe there and the cluster's
-secret; and the address at which others reach this machine."""
+"""Joining a cluster: the join token (the head's address, its authority's key and the cluster's secret), and the address
+at which others reach this machine. Must not load `cryptography`, which takes a moment: every process imports this."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from isthmus.live.messenger import split_address
 from isthmus.live.messenger.credentials import SCHEME
 
 PIN_CHARS = 44
-"""Of an authority's key (`authority.pin_of`)."""
+"""Length of an authority's key in a token (`authority.pin_of`)."""
 _PIN = re.compile(rf"[A-Za-z0-9_-]{{{PIN_CHARS}}}")
 FORM = f"{SCHEME}://HOST:PORT#TOKEN"
 RETRY_S = 0.5
 _ELSEWHERE = {4: ("192.0.2.1", 9), 6: ("2001:db8::1", 9)}
-"""Addresses of nobody (RFC 5737, 3849), by the version of IP."""
+"""Unassigned addresses (RFC 5737, 3849), by IP version."""
 
 
 class JoinToken(msgspec.Struct, frozen=True):
-    """`address`: the head's, `host:port`; `pin`: the key of the authority that signed its certificate, "" without TLS;
-    `secret`: the cluster's token, "" where it is told otherwise."""
+    """A join token, as `isthmus serve` prints it."""
 
-    address: str
-    pin: str = ""
-    secret: str = ""
+    address: str  # the head's, host:port
+    pin: str = ""  # key of the authority that signs certificates; "" without TLS
+    secret: str = ""  # the cluster's token; "" if it is configured
 
     def __str__(self) -> str:
         secret = base64.urlsafe_b64encode(self.secret.encode()).decode().rstrip("=")
@@ -39,7 +38,7 @@ class JoinToken(msgspec.Struct, frozen=True):
 
     @staticmethod
     def parse(text: str) -> JoinToken:
-        """Of the whole line or of HOST:PORT alone. Raises ValueError, which does not quote the secret."""
+        """Parses a whole token, or HOST:PORT alone. Raises ValueError, which does not quote the secret."""
         if not text.startswith(f"{SCHEME}://"):
             split_address(text)
             return JoinToken(text)
@@ -60,7 +59,7 @@ class JoinToken(msgspec.Struct, frozen=True):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine reaches it."""
+    """Whether only this machine reaches `host`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -68,8 +67,8 @@ def is_loopback(host: str) -> bool:
 
 
 def outward_host(host: str) -> str:
-    """`host`, or in place of one that names every address of this machine the one from which it reaches others: a
-    guess, where there are several."""
+    """Returns `host`; for an unspecified address (0.0.0.0, ::) the one from which this machine reaches others, a
+    guess if it has several."""
     try:
         version = ip_address(host).version if ip_address(host).is_unspecified else 0
     except ValueError:
@@ -83,8 +82,8 @@ def outward_host(host: str) -> str:
 
 
 def reached_at(host: str | None, join: str, limit_s: float) -> str:
-    """Where other nodes reach this one: at `host`, else at the address from which it reaches the head at `join`, for
-    whose name it waits so long. Raises ConfigError for a `host` that leads nobody here, StartError."""
+    """Returns where other nodes reach this one: `host`, else the address from which it reaches the head at `join`,
+    whose name is awaited for `limit_s`. Raises ConfigError for a `host` at which nobody reaches it, StartError."""
     own = _own_host(join, limit_s)
     if host is None:
         return own
@@ -115,7 +114,7 @@ def _own_host(join: str, limit_s: float) -> str:
 
 
 def _source_of(host: str, port: int) -> str:
-    """Nothing is sent: the kernel says which of this machine's addresses it would send from. Raises OSError."""
+    """Returns this machine's address for packets to `host`, from the kernel, without sending any. Raises OSError."""
     failed: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind, protocol) as probe:

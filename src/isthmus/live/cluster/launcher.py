@@ -27,10 +27,10 @@ import msgspec
 from isthmus.config import Config, child_environment, visible_devices
 from isthmus.core.errors import StartError
 from isthmus.core.types import NodeId, Role
+from isthmus.extras import missing as extra_missing
 from isthmus.facts import Place, gpus_of, node_threads, places_of, role_config
 from isthmus.live.cluster.joining import JoinToken, reached_at
 from isthmus.live.cluster.machines import available_bytes, check_memory
-from isthmus.live.cluster.with_ray import with_ray
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +155,15 @@ class Launcher(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Waits for processes that were told to stop, kills those that do not, and frees their places."""
+
+
+def with_ray(asked: str) -> Any:
+    """Returns the module `ray_launcher`, which loads Ray, for the option `asked`. Raises ConfigError without Ray."""
+    try:
+        from isthmus.live.cluster import ray_launcher
+    except ModuleNotFoundError as error:
+        raise extra_missing(error, asked) from None
+    return ray_launcher
 
 
 def launcher_of(config: Config) -> Launcher:

@@ -155,11 +155,7 @@ def trust_of(config: Config, host: str) -> tuple[str, Authority | None, HeadCred
     at `host`, and the head's credentials; both None if the head signs none. Raises ConfigError."""
     if not signs(config, host):
         return config.token or secrets.token_hex(16), None, None
-    from isthmus.live.cluster.authority import (  # takes a moment to import
-        Authority,
-        HeadCredentials,
-        kept_token,
-    )
+    from isthmus.live.cluster.authority import Authority, HeadCredentials, kept_token
 
     if config.tls.folder is None:
         token, authority = config.token or secrets.token_hex(16), Authority.made()

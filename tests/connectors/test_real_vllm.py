@@ -92,18 +92,6 @@ def stored(vllm: Server, adapter: Adapter, seed: int) -> tuple[list[int], list[i
     return tokens, answer
 
 
-def test_it_saves_what_is_computed_and_loads_what_was_saved(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 1)
-    hits = vllm.metric("external_prefix_cache_hits_total")
-    assert vllm.complete(tokens, params("second", 15)) == answer
-    assert vllm.metric("external_prefix_cache_hits_total") - hits == 15 * BLOCK
-    until(lambda: adapter.of(Over))
-    assert [type(message) for message in adapter.messages[1:]] == [Load, Done, Save, Over]
-    (save,) = adapter.of(Save)
-    assert save.first == 15  # the one block that was not loaded
-    assert set(Chain(KEY, BLOCK).names([*tokens, *answer], 0, 16)) == set(adapter.blocks)
-
-
 def test_without_a_ticket_or_with_an_ill_formed_one_nothing_happens(vllm: Server, adapter: Adapter) -> None:
     tokens = prompt(2)
     answer = vllm.complete(tokens)
@@ -133,17 +121,6 @@ def test_an_abort_in_a_load_leaves_nothing_behind(vllm: Server, adapter: Adapter
     vllm.settle()
     adapter.lag_s = 0
     assert vllm.complete(tokens, params("third", 15)) == answer
-
-
-def test_an_adapter_that_dies_in_a_load_is_missed_by_nobody(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 10)
-    adapter.die_at = Load
-    assert vllm.complete(tokens, params("second", 15)) == answer
-    adapter.die_at = None
-    until(lambda: len(adapter.of(Open)) == 2)
-    vllm.forget()
-    assert vllm.complete(tokens, params("third", 15)) == answer
-    assert len(adapter.of(Load)) == 2
 
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'

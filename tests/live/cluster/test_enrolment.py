@@ -156,30 +156,6 @@ def test_the_heads_certificate_is_another_after_two_thirds_of_its_time() -> None
     assert second is not first and head.context(server=True) is second
 
 
-def test_a_node_asks_for_its_next_certificate_in_time() -> None:
-    now = Now()
-    authority = Authority.made(now)
-    node = NodeCredentials(authority.pin, NODE, now)
-    assert not node.is_due and not node.is_enrolled
-    with pytest.raises(ConnectionError):
-        node.context(server=True)
-    take(node, authority)
-    first = node.context(server=True)
-    assert node.is_enrolled and not node.is_due and abs(node.left_s - CERTIFICATE_S) <= 1
-    now.now += CERTIFICATE_S * 0.66
-    assert not node.is_due
-    now.now += CERTIFICATE_S * 0.01
-    assert node.is_due
-    request = node.request()
-    now.now += CERTIFICATE_S / 4
-    assert not node.is_due and node.context(server=True) is first, "it waits for the answer, however long"
-    left_s = node.left_s
-    node.take(authority.issue(request, authority.identity(NODE)), authority.certificate)
-    assert not node.is_due and node.context(server=True) is not first and node.left_s > left_s
-    now.now += 2 * CERTIFICATE_S
-    assert node.left_s == 0
-
-
 def test_a_node_takes_what_it_asked_for_only() -> None:
     authority, other = Authority.made(), Authority.made()
     node = NodeCredentials(authority.pin, NODE)

@@ -185,24 +185,6 @@ async def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(
     assert not threads() - before
 
 
-async def test_blocks_outlive_the_group(tmp_path: Path) -> None:
-    """What all stages find on their disks is used again; what one misses, all drop."""
-    prompt, other = prompt_of(1, 200), prompt_of(2, 100)
-    async with scene(tmp_path) as some:
-        await some.answer("a", prompt)
-        await some.answer("b", other)
-        for process in some.processes[:STAGES]:
-            assert process._cache is not None
-            process._cache.kept().result(20)
-            assert process._cache.store.flush(20)
-    async with scene(tmp_path) as some:
-        assert await some.answer("c", prompt) == 192
-    shutil.rmtree(tmp_path / "1")  # a disk that was replaced
-    async with scene(tmp_path) as some:
-        assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
-        assert await some.answer("f", prompt) == 192, "it was not stored again"
-
-
 @pytest.mark.parametrize("count", range(6))
 async def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
     count: int, monkeypatch: pytest.MonkeyPatch

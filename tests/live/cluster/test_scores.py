@@ -103,33 +103,22 @@ def test_a_warm_cache_is_not_asked(cache: str) -> None:
         assert sum(plain) > 1000, "the cache was cold"
 
 
-class Watched:
-    """How often a prompt was scored again from its start, by request; and of which attempts anything came."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
+    """How often a prompt is scored again from its start, by request."""
+    again, original = Counter[RequestId](), AnswerStream.score
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.again: Counter[RequestId] = Counter()
-        self.attempts: dict[RequestId, set[int]] = {}
-        self._ended: Counter[RequestId] = Counter()
-        original, end_attempt = AnswerStream.score, AnswerStream.end_attempt
+    def score(stream: AnswerStream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        again[stream.job.request] += first < len(stream._scores)
+        assert not stream.generated, "scored again though the first token was there"
+        original(stream, first, logprobs)
 
-        def ended(stream: AnswerStream) -> None:
-            self._ended[stream.job.request] += 1
-            end_attempt(stream)
-
-        def score(stream: AnswerStream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
-            name = stream.job.request
-            self.again[name] += first < len(stream._scores)
-            self.attempts.setdefault(name, set()).add(self._ended[name] + 1)
-            assert not stream.generated, "scored again though the first token was there"
-            original(stream, first, logprobs)
-
-        monkeypatch.setattr(AnswerStream, "score", score)
-        monkeypatch.setattr(AnswerStream, "end_attempt", ended)
+    monkeypatch.setattr(AnswerStream, "score", score)
+    return again
 
 
 def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven answers grow on a mixed node, until they take the blocks of a prompt that is half computed."""
-    watched = Watched(monkeypatch)
+    again = counted(monkeypatch)
     shape = {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 1}
     cluster = cluster_of(engine__kv_memory="1MiB", engine__token_budget=12, **shape)
     short = [VirtualRequest(0, tuple(prompt_of(seed, 20)), 200) for seed in range(7)]
@@ -137,7 +126,7 @@ def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatc
     flight = cluster.run(requests)
     assert wrong_answers(cluster, requests, flight) == 0
     check_scores(cluster.recipe, requests, flight)
-    assert watched.again[RequestId("7")] > 0, "it was not pre-empted"
+    assert again[RequestId("7")] > 0, "it was not pre-empted"
 
 
 # On real sockets, with models of float arithmetic.

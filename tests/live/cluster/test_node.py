@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isthmus.core.attempts import FetchOrder, Route
+from isthmus.core.attempts import FetchOrder, RequestFailed, Route
+from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, compile_cost
-from isthmus.core.errors import ProtocolError, StartError
-from isthmus.core.node import Node
+from isthmus.core.errors import ProtocolError, StartError, UnavailableError
+from isthmus.core.node import SEVERED_NS, Node
 from isthmus.core.node.events import (
     Broken,
     Cut,
@@ -41,6 +42,7 @@ from isthmus.core.types import (
     NS_PER_S,
     BlockName,
     FinishReason,
+    Job,
     NodeId,
     RequestId,
     Role,
@@ -48,13 +50,17 @@ from isthmus.core.types import (
     Span,
     Tenant,
 )
-from isthmus.live.cluster.node import ThreadWorker
+from isthmus.live.cluster.head import Head
+from isthmus.live.cluster.node import NodeProcess, ThreadWorker
+from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.cluster.runs import Runs
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.live.engine.interface import Row, Sampled
 from isthmus.live.kv.cache import PrefixMissing
-from isthmus.live.peers.messages import GroupGathered, Output, Scores
-from tests.live.cluster.test_trust import joined
+from isthmus.live.messenger import Session
+from isthmus.live.peers.messages import GroupGathered, Output, PeerMessage, Scores
+from tests.live.cluster.test_trust import CARD, RECIPE, facts, joined
+from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
@@ -449,3 +455,36 @@ def test_what_no_token_can_be_chosen_for_breaks_and_what_is_computed_beside_it_g
     assert "grammar" in broken.reason
     assert stepped == Stepped(1, ())
     assert [request for request, _, _ in kit.outputs] == [RequestId("a")]
+
+
+class Deaf(MemoryNetwork):
+    """Nodes cannot be reached by each other."""
+
+    async def connect(self, address: str, types: Any, *rest: Any, **named: Any) -> Session:
+        if types is PeerMessage:
+            raise ConnectionRefusedError("nobody listens")
+        return await super().connect(address, types, *rest, **named)
+
+
+async def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
+    """Whoever finds a dead node before the head does would use up all attempts with it."""
+    tape, network = MemoryTape(), Deaf()
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, recorder=tape, network=network)  # type: ignore[arg-type]
+    join = await head.open("head", 0)
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        for node in (facts("p", Role.PREFILL), facts("d", Role.DECODE)):
+            engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
+            process = NodeProcess(engine, NodeOptions(node, join, transfer_s=30), Runtime(network))
+            group.create_task(process.run())
+        await head.wait_for([NodeId("p"), NodeId("d")])
+        with pytest.raises(UnavailableError, match="attempt 3 of 3"):
+            async for _ in head.submit(Job(RequestId("a"), tuple(range(40)), 10, Sampling(temperature=0.0))):
+                pass
+        await head.close()
+    routed = [each.at_ns for each in tape.entries for action in each.actions if isinstance(action, Route)]
+    failed: dict[int, int] = {}  # both nodes may say so of an attempt
+    for each in tape.entries:
+        if isinstance(each.event, RequestFailed):
+            failed.setdefault(each.event.attempt, each.at_ns)
+    assert len(routed) == 3
+    assert all(end - begin >= SEVERED_NS for begin, end in zip(routed, failed.values(), strict=True))

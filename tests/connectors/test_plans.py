@@ -75,6 +75,14 @@ def test_a_lost_connection_is_believed_for_a_while() -> None:
     assert made.matched("r", 0, 7.1) == N
 
 
+def test_a_request_whose_saving_has_ended_is_not_saved_on() -> None:
+    made, pins = planner()
+    (save,) = made.step([Scheduled("r", 4, 1)], table).saves
+    made.reported(Report((save.job,), ("r", "unknown")), now=0.0)
+    assert not made.step([Scheduled("r", 8, 2)], table).saves
+    assert not pins.total()
+
+
 def test_an_end_aborts_the_load_and_is_told_once() -> None:
     made, _ = planner(2)
     made.allocated("r", made.matched("r", 0, 0.0), table("r"))

@@ -284,6 +284,7 @@ WRONG_FLAGS: list[tuple[list[str], list[str]]] = [
     (["--engine", "imagined"], ["engine.kind"]),
     (["--engine", "emulated", "--hardware", "h200", "--model", "BERT/.."], ["config.json"]),
     (["--model", "BERT"], ["BertForMaskedLM", "LlamaForCausalLM"]),
+    (["--model", "/no/such/model"], ["no such folder"]),
     (["--model", "MODEL", "--kv-memory", "100000TiB"], ["are available"]),
     (["--model", "MODEL", "--kv-memory", "1KiB"], ["fewer than 2 blocks"]),
     (["--model", "MODEL", "--port", "TAKEN"], ["in use"]),
@@ -312,10 +313,9 @@ def pickled(model: Path, tmp_path: Path) -> list[str]:
     return ["--model", str(tmp_path)]
 
 
-@pytest.mark.parametrize("what", ["no model", "weights of pickle", "a disk without a folder"])
+@pytest.mark.parametrize("what", ["weights of pickle", "a disk without a folder"])
 def test_what_no_node_can_start_with(what: str, model: Path, tmp_path: Path) -> None:
     arguments, word = {
-        "no model": (["--model", str(tmp_path / "nothing")], "no such folder"),
         "weights of pickle": (pickled(model, tmp_path), "pytorch_model.bin"),
         "a disk without a folder": (
             ["--config", written(tmp_path, pooled(cache={"ssd": "1GiB"}))],

@@ -189,6 +189,8 @@ def test_sampling_and_what_else_was_asked_for_survive_every_move(move: str) -> N
             assert each.logprobs is None or each.logprobs.top[0][0] == each.token
         assert [each.finish for each in outcome.generated[-2:]] == [None, FinishReason.LENGTH]
         assert outcome.generated[0].cached_tokens is not None
+        if faults is NO_FAULTS:
+            assert not [each for each in outcome.generated[1:] if each.cached_tokens is not None]
     if faults is not NO_FAULTS:
         again = [action for entry in flight.log for action in entry.actions if isinstance(action, Route)]
         assert max(route.attempt for route in again) > 1

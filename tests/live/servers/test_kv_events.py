@@ -91,6 +91,13 @@ def test_blocks_that_are_not_of_tokens_alone_are_passed_over(fields: dict[str, A
     assert found.batch(batch(removed([7, 8, 9]))) == []
 
 
+def test_groups_of_layers_have_hashes_of_their_own() -> None:
+    found = translator()
+    facts = found.batch(batch(stored([7], TOKENS[:4], group_idx=0), stored([7], TOKENS[4:8], group_idx=1)))
+    assert facts == [EngineBlocks(NAMES[:1]), EngineBlocks(tuple(namer().names(TOKENS[4:8])))]
+    assert found.batch(batch(removed([7], group_idx=0))) == [EngineBlocks(removed=NAMES[:1])]
+
+
 def test_after_all_is_cleared_nothing_is_known() -> None:
     found = translator()
     facts = found.batch(batch(stored([7], TOKENS[:4]), CLEARED, stored([8], TOKENS[4:8], 7), removed([7])))
@@ -104,7 +111,7 @@ def test_events_of_a_later_version_are_passed_over() -> None:
         translator().batch(b"\xc1")
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40))
 def test_what_is_held_less_what_is_dropped_is_what_is_there(steps: list[tuple[int, bool]]) -> None:
     """Blocks of one chain are stored and removed as vLLM does it: each copy by itself, of any block that is there."""
     found, tokens = translator(), list(range(24))

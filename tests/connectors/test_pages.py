@@ -133,3 +133,17 @@ def test_a_tensor_over_an_arena_has_its_slices() -> None:
     assert theirs.address(2, 1) == theirs.bytes_SLX[2, 1].data_ptr()
     arena.slice(1, 1)[:] = bytes(96)
     assert not theirs.bytes_SLX[1, 1].any()
+
+
+def test_kernel_blocks_that_lie_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="in pieces"):
+        page_view(torch.randn(B, 3, H, N, C)[:, 1], B // 2)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
+    pages = pages_of(layers_of_one_allocation(), B)
+    staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
+    (seals,) = pages.store([0], staging, [0], after=None)
+    staging.bytes_SLX[0, layer, -1] ^= 1
+    assert not pages.fetch(staging, 0, 1, seals)

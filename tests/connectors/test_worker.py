@@ -254,3 +254,12 @@ def test_a_load_of_more_than_was_asked_for_fails(adapter: Adapter) -> None:
             both.until(lambda: "q" in both.outcomes)
             assert both.outcomes.pop("q") is False
         assert len(adapter.of(Open)) == 1
+
+
+def test_slots_come_back(adapter: Adapter) -> None:
+    with side(adapter, num_staging=2) as both:
+        for first in range(0, 20, 2):
+            both.until(lambda: len(both.worker._slots._free) == 2)
+            both.save("r", first, first + 2)
+        assert not both.report.ended
+        both.until(lambda: len(adapter.blocks) == 20)

@@ -442,3 +442,12 @@ def test_who_left_before_all_was_told_is_asked_no_more() -> None:
     assert donors.asked == "a"
     donors.left(NodeId("a"))
     assert donors.asked is None
+
+
+@in_scene(links=LINKS)
+async def test_each_new_threshold_is_shown_with_its_reason(some: Scene) -> None:
+    for threshold, reason in ((1000, "solved"), (None, "the link is down")):
+        some.head._act(conductor.ThresholdSet(threshold, reason), 0)
+    shown = some.head.offload()
+    assert shown is not None
+    assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)

@@ -383,3 +383,9 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     assert done.returncode == 4 and done.stdout == b""
     assert f"the link cannot listen at 127.0.0.1:{number}: Address already in use" in done.stderr.decode()
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_crosses_where_no_link_is_configured_is_ignored() -> None:
+    stats = LinkStats(RATED)
+    stats.heard(ONE, "west", [LinkState("", "north", True, 100)], NS_PER_S)
+    assert stats.take()[0].sent_bytes == 0

@@ -488,3 +488,13 @@ async def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> Non
             failed.setdefault(each.event.attempt, each.at_ns)
     assert len(routed) == 3
     assert all(end - begin >= SEVERED_NS for begin, end in zip(routed, failed.values(), strict=True))
+
+
+def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
+    kit, load = Kit(), Loading(3)
+    kit.begin(A, 12)
+    kit.runs.loading(LoadBlocks(A, NAMES, (0, 1, 2), 12))
+    kit.mover.loads[A] = load
+    kit.runs.shortened(Shorten(A, 5))
+    kit.run(Piece(A, 5, 7, (0, 1, 2), True))
+    assert load.waited == [(layer, 2) for layer in range(LAYERS)]

@@ -254,6 +254,20 @@ def damage(served: Served, node: str, content: bytes) -> None:
 # One that prefills and one that decodes.
 
 
+def test_where_it_decodes_the_blocks_of_where_it_prefilled_are_used(clusters: Clusters) -> None:
+    with clusters.of("pool", "1P1D") as found:
+        answer = found.served.complete(found.prompt, 40)
+        assert answer["choices"][0]["token_ids"] == expected_tokens(found.prompt, 40)
+        assert cached(answer) == 0
+        assert found.counts("decode-0")["blocks_loaded"] == BLOCKS
+        assert found.served.gauge("vllm_blocks_saved_total").keys() == {"prefill-0", "decode-0"}
+        found.served.wait_until(
+            lambda: found.gained("vllm_blocks_saved_total")["prefill-0"] == BLOCKS, "blocks are saved"
+        )
+        assert found.total("loads_failed") == 0
+        found.check()
+
+
 def test_a_prompt_gets_the_blocks_of_an_answer_from_where_that_was_decoded(clusters: Clusters) -> None:
     with clusters.of("pool", "1P1D") as found:
         served, said = found.served, expected_tokens(found.prompt, 400)

@@ -104,9 +104,8 @@ class Link(threading.Thread):
 
     def _open(self, stream: socket.socket, answer: ToWorker) -> bool:
         if isinstance(answer, Refused):
-            if (
-                answer.reason != self._refusal
-            ):  # logged once, though the link keeps dialling: settings may change
+            # Logged once, though the link keeps dialling: the adapter's settings may change.
+            if answer.reason != self._refusal:
                 log.error(
                     "isthmus: the adapter refuses this server, nothing is loaded or saved: %s", answer.reason
                 )

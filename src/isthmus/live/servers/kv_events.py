@@ -31,11 +31,7 @@ _SEQUENCE_BYTES = 8
 _REPLAY_END = (1 << 64) - 1
 
 
-class _Event(msgspec.Struct, tag=True, omit_defaults=True):
-    pass
-
-
-class BlockStored(_Event):
+class BlockStored(msgspec.Struct, tag=True):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int]
@@ -46,13 +42,13 @@ class BlockStored(_Event):
     group_idx: int | None = None
 
 
-class BlockRemoved(_Event):
+class BlockRemoved(msgspec.Struct, tag=True):
     block_hashes: list[Hash]
     medium: str | None = None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(_Event):
+class AllBlocksCleared(msgspec.Struct, tag=True):
     pass
 
 

@@ -33,7 +33,7 @@ from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
 QUICK = {
-    "cluster": "donors head in_memory pipeline recorder runs stage streams trust virtual",
+    "cluster": "head node pipeline recorder stage trust virtual",
     "kv": "cache faults fetches handover hosting",
     "peers": "link_monitor sessions",
 }

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.config import Config, load_config
 from isthmus.core.conductor import Rules
-from isthmus.core.cost import Analytic, Curve, compile_cost
+from isthmus.core.cost import Analytic, compile_cost
 from isthmus.core.errors import ConfigError
 from isthmus.core.scheduler import CPU_TILE, TILE, Chunking
 from isthmus.core.types import Role
@@ -27,7 +27,6 @@ from isthmus.facts import (
     rooted,
     rules_of,
 )
-from isthmus.yaml_file import read_document
 
 CURVE = {"kv_token_bytes": 1024, "num_layers": 4, "prefill_token_s": "1e-5", "decode_points": [[1, "5e-3"]]}
 
@@ -131,14 +130,6 @@ def test_without_a_cost_there_is_one_clear_line(overrides: dict, complaint: str)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\ttab: 1"])
-def test_a_file_without_keys_and_values_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "curve.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"curve\.yaml"):
-        read_document(file)
-
-
 def test_each_cluster_reads_the_configuration_as_its_own() -> None:
     config = load_config(
         None,
@@ -160,25 +151,6 @@ def test_each_cluster_reads_the_configuration_as_its_own() -> None:
     assert Config.model_validate_json(east.config.model_dump_json(exclude_unset=True)) == east.config
     both = [(link.source, link.target, link.bytes_per_s, link.rtt_ns) for link in links_of(config)]
     assert both == [("east", "west", 10**9, 30_000_000), ("west", "east", 10**9, 30_000_000)]
-
-
-def test_one_cluster_has_no_name() -> None:
-    (only,) = clusters_of(Config())
-    assert (only.name, only.config, only.node(Role.DECODE, 0)) == ("", Config(), "decode-0")
-
-
-def test_a_clusters_curve_comes_from_a_file_beside_the_configuration_too(tmp_path: Path) -> None:
-    (tmp_path / "curve.json").write_text(json.dumps(CURVE))
-    config = at_home(load_config(None, {"clusters": {"east": {"cost": "curve.json"}}}), tmp_path)
-    (east,) = clusters_of(config)
-    assert cost_of(east.config, east.config.roles.prefill, None).num_layers == 4
-
-
-def test_a_published_profile_has_a_name() -> None:
-    config = load_config(None, {"clusters": {"dense": {"cost": "prfaas-1t-h200x8"}}})
-    (dense,) = clusters_of(at_home(config, Path("/nowhere")))
-    cost = cost_of(dense.config, dense.config.roles.prefill, None)
-    assert isinstance(cost, Curve) and "Table 5" in cost.origin
 
 
 def test_processes_in_other_folders_find_the_files() -> None:

@@ -1,13 +1,13 @@
-"""Processes that may die: what strangers send meets other people's native code here, within limits of memory, CPU time
-and stack, and takes nothing else down.
+"""Processes that may die: native code of libraries handles untrusted input here, within limits of memory, CPU time and
+stack.
 
     this process ──fork──> fork server, which has loaded what workers need
          │                      │ fork
          └──questions───────> worker ──answers──> …   (a worker that dies, or has grown, is replaced by a fresh one)
 
-A fork server runs the function `main` of a module, which calls `serve`. It has one thread and answers nothing itself,
-so that a fork of it takes milliseconds and begins as if nobody had asked anything before. Limits of CPU time are the
-kernel's, since no code of ours runs while a library does not come back.
+A fork server runs the function `main` of a module, which calls `serve`. It has one thread and answers no questions, so
+that a fork takes milliseconds and starts with clean state. The kernel limits CPU time, since no Python code runs while
+a library does not return.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from isthmus.config import child_environment
 from isthmus.core.errors import IsthmusError, StartError
 
 Answer = Callable[[bytes], Sequence[bytes | memoryview]]
-"""From a question to an answer, in pieces."""
+"""Answers a question, in pieces."""
 Question = bytes | Callable[[], bytes]
-"""Bytes, or what makes them, anew for each worker that is asked."""
+"""Bytes, or a function that makes them for each worker that is asked."""
 NOWHERE = memoryview(b"")
 _STACK_BYTES = 256 << 20
-"""Grammars name rules as deep as clients like, and libraries follow them on the stack: 8 KiB for each."""
+"""Clients may nest grammar rules deeply, and libraries recurse into them: 8 KiB of stack for each level."""
 _WALL_FACTOR, _LEAST_WALL_S, _START_S = 5, 10.0, 60.0
-"""A worker or a fork server that gets no CPU is waited for so long."""
+"""Wall time allowed for a question, a multiple of its CPU time and a minimum, and for the start of a fork server."""
 _TRIES = 3
 _FEW_THREADS = {"MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"}
-"""Each thread of a library reserves address space, which is limited."""
+"""Environment that limits library threads, each of which reserves address space."""
 _MAX_ORDER = 1024
 _BURY_S = 5.0
-"""So often a fork server looks for workers that ended."""
+"""How often a fork server reaps workers that ended."""
 _FRAME = struct.Struct("<BI")
 _ANSWER, _LAST, _NOTE, _TROUBLE = range(4)
-"""Kinds of frames from a child; LAST: an answer, and the worker leaves; NOTE: what is worked on, the first one that a
-question was taken up; TROUBLE: why there is no answer, a bug of ours in a worker."""
+"""Kinds of frames from a child. LAST: an answer, after which the worker exits; NOTE: what is worked on, the first one
+when a question is taken up; TROUBLE: why there is no answer, in a worker a traceback."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class SandboxError(IsthmusError):
-    """The worker died over a question. `note`: what it said last (`note`)."""
+    """A worker died over a question. `note`: the text of its last `note`."""
 
     def __init__(self, note: str) -> None:
         super().__init__(f"the process that worked on {note or 'it'} died")
@@ -65,30 +65,28 @@ class SandboxError(IsthmusError):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of a worker. `memory_bytes`: beyond those that it begins with; `cpu_s`: CPU seconds of one question;
-    `kept_bytes`: one that has grown by more leaves after its answer, 0: none does; `idle_s`: one that is not asked for
-    so long leaves, 0: none does; `nice`: by how much others come first."""
+    """Limits of a worker."""
 
-    memory_bytes: int
-    cpu_s: float
-    kept_bytes: int = 0
-    idle_s: float = 0.0
+    memory_bytes: int  # beyond its memory at the start
+    cpu_s: float  # of one question
+    kept_bytes: int = 0  # a worker that has grown by more exits after its answer; 0: never
+    idle_s: float = 0.0  # a worker that gets no question for so long exits; 0: never
     nice: int = 0
 
 
 class ForkServer:
-    """Starts with the first `fork`, and again after it died or left. Thread-safe."""
+    """A process that forks workers. Starts with the first `fork`, and again after it ended. Thread-safe."""
 
     def __init__(self, module: str, setup: bytes) -> None:
-        """`setup`: for the module's `load`."""
+        """`setup`: input of the module's `load`."""
         self._module, self._setup = module, setup
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._leave: Callable[[], object] = lambda: None
 
     def fork(self, limits: Limits) -> socket.socket:
-        """The connection with a new worker. Blocks while the server starts. Raises StartError with what `load` says, or
-        which resource of this process is used up."""
+        """Returns the connection with a new worker. Blocks while the server starts. Raises StartError with the
+        complaint of `load`, or when this process has no resources."""
         try:
             return self._fork(limits)
         except OSError as error:
@@ -143,14 +141,14 @@ class ForkServer:
         return ours
 
     def close(self) -> None:
-        """Its workers leave when nobody holds their connections any more."""
+        """Ends the server. Workers exit when their connections are closed."""
         with self._lock:
             self._leave()
             self._control = None
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Of a fork server, which has no state."""
+    """Kills a fork server, which has no state."""
     control.close()
     process.kill()
     process.wait()
@@ -163,19 +161,19 @@ class Sandbox:
         self._server, self._limits = server, limits
         self._worker: socket.socket | None = None
         self._note: str | None = None
-        """What its worker said over the question; None: it has not taken it up."""
+        """The worker's last note on the question; None: it has not taken the question up."""
         self.deaths = 0
         self.generation = 0
-        """Counts workers: a new one knows nothing of earlier questions."""
+        """Number of workers so far: a new one does not remember earlier questions."""
 
     def open(self) -> None:
-        """Makes the worker, if there is none. Raises StartError."""
+        """Starts a worker, if there is none. Raises StartError."""
         if self._worker is None:
             self._worker = self._server.fork(self._limits)
             self.generation += 1
 
     def ask(self, question: Question, into: memoryview = NOWHERE) -> bytearray:
-        """Blocks. The end of the answer goes to `into`, which it fills. Raises SandboxError, or StartError."""
+        """Returns an answer; its last bytes fill `into` instead. Blocks. Raises SandboxError or StartError."""
         [found] = ask_all([(self, question, into)])
         if isinstance(found, IsthmusError):
             raise found
@@ -190,9 +188,9 @@ class Sandbox:
             worker.close()
 
     def _send(self, question: Question) -> bool:
-        """False: the worker died."""
+        """Sends a question; returns False if the worker died."""
         if self._worker is not None and _has_said(self._worker):
-            self.close()  # it left, having had nothing to do
+            self.close()  # it was idle and exited
         self.open()
         assert self._worker is not None
         self._note = None
@@ -204,7 +202,7 @@ class Sandbox:
         return True
 
     def _receive(self, into: memoryview) -> bytearray | None:
-        """None: the worker died."""
+        """Receives an answer; returns None if the worker died."""
         assert self._worker is not None
         try:
             while True:
@@ -229,10 +227,8 @@ class Sandbox:
 def ask_all(
     asked: Sequence[tuple[Sandbox, Question, memoryview]],
 ) -> list[bytearray | SandboxError | StartError]:
-    """Each its question, side by side; in the same order the answers, or that a worker died or cannot be started.
-
-    A question is asked again where its worker died before it took it up: that was somebody else's doing.
-    """
+    """Asks each sandbox its question, in parallel; returns answers or errors, in order. A question is asked again if
+    its worker died before taking it up, and so not because of it."""
     found: list[bytearray | SandboxError | StartError] = [SandboxError("")] * len(asked)
     left = list(range(len(asked)))
     for _ in range(_TRIES):
@@ -256,14 +252,14 @@ def ask_all(
 # In the child.
 
 _connection: socket.socket | None = None
-"""Of this worker; None in a process that is none."""
+"""The connection of this worker; None in other processes."""
 _first_bytes = 0
-"""Memory that this worker began with."""
+"""Memory of this worker at its start."""
 
 
 def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoReturn:
-    """Of a fork server's module: `load` makes of the set-up what answers questions. Ends with its input, or when it had
-    no worker for `idle_s`."""
+    """Runs a fork server: the main program of its module. `load` turns the set-up into a function that answers
+    questions. Exits at the end of its input, or when it has no worker for `idle_s`."""
     control = socket.socket(fileno=0)
     try:
         answer = load(bytes(_read(control)[1]))
@@ -271,7 +267,7 @@ def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoRet
         _write(control, _TROUBLE, [str(error).encode()])
         os._exit(error.exit_code)
     gc.collect()
-    gc.freeze()  # what is shared with workers stays shared
+    gc.freeze()  # memory shared with workers stays shared
     _write(control, _ANSWER, [])
     control.settimeout(_BURY_S)
     workers = set[int]()
@@ -292,14 +288,14 @@ def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoRet
 
 
 def note(text: str) -> None:
-    """Tells what is worked on, for the error should this worker die over it. Elsewhere than in a worker: nothing."""
+    """Reports what this worker works on, for the error if it dies. No effect outside of workers."""
     if _connection is not None:
         _write(_connection, _NOTE, [text.encode()])
 
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """No more CPU time than this inside, in a worker; the time of the question goes on behind it."""
+    """Limits CPU time inside further, in a worker; afterwards the question's own limit continues."""
     if _connection is None:
         yield
         return
@@ -311,7 +307,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def grown_bytes() -> int:
-    """Memory that this worker has taken."""
+    """Returns by how much this worker's memory has grown."""
     return max(0, _resident_bytes() - _first_bytes)
 
 
@@ -330,7 +326,7 @@ def _become_worker(connection: socket.socket, limits: Limits, answer: Answer) ->
     connection.settimeout(limits.idle_s or None)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    os.dup2(nothing, 2)  # the last words of libraries: who asked has better ones
+    os.dup2(nothing, 2)  # libraries' last messages: SandboxError tells more
     os.nice(limits.nice)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if pages := _memory_pages():
@@ -344,7 +340,7 @@ def _become_worker(connection: socket.socket, limits: Limits, answer: Answer) ->
 
 
 def _work(connection: socket.socket, limits: Limits, answer: Answer) -> None:
-    """Until nobody asks any more."""
+    """Answers questions until the connection ends."""
     most_bytes = limits.kept_bytes or 1 << 62
     with contextlib.suppress(OSError, MemoryError):
         while True:
@@ -357,7 +353,7 @@ def _work(connection: socket.socket, limits: Limits, answer: Answer) -> None:
 
 
 def _answered(answer: Answer, asked: bytes) -> tuple[int, Sequence[bytes | memoryview]]:
-    """Raises MemoryError, of which nothing else is to be made."""
+    """Returns kind and pieces of an answer, a traceback for a bug. Raises MemoryError."""
     try:
         return _ANSWER, answer(asked)
     except MemoryError:
@@ -367,14 +363,13 @@ def _answered(answer: Answer, asked: bytes) -> tuple[int, Sequence[bytes | memor
 
 
 def _resident_bytes() -> int:
-    """Without pages of files, which are there for all."""
+    """Returns resident memory, without pages of files, which are shared."""
     pages = _memory_pages()
     return (pages[1] - pages[2]) * resource.getpagesize() if pages else 0
 
 
 def _memory_pages() -> list[int]:
-    """Of address space, of those the resident ones, of these those of files (Linux); nothing where that cannot be
-    told."""
+    """Returns numbers of pages: of address space, resident, and resident of files (Linux); empty if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return [int(word) for word in file.read().split()[:3]]
@@ -383,7 +378,7 @@ def _memory_pages() -> list[int]:
 
 
 def _has_said(connection: socket.socket) -> bool:
-    """Whether something came, the end at least."""
+    """Whether a frame or the end of the connection has come."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
@@ -393,14 +388,14 @@ def _has_said(connection: socket.socket) -> bool:
 
 
 def _write(connection: socket.socket, kind: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """Raises OSError."""
+    """Sends a frame. Raises OSError."""
     views = [memoryview(piece).cast("B") for piece in pieces]
     for view in [memoryview(_FRAME.pack(kind, sum(map(len, views)))), *views]:
         connection.sendall(view)
 
 
 def _read(connection: socket.socket, into: memoryview = NOWHERE) -> tuple[int, bytearray]:
-    """Kind and content, whose end goes to `into` if it is an answer. Raises OSError."""
+    """Receives a frame: kind and content; an answer's last bytes fill `into` instead. Raises OSError."""
     head = bytearray(_FRAME.size)
     _fill(connection, memoryview(head))
     kind, length = _FRAME.unpack(head)

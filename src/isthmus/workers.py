@@ -1,8 +1,7 @@
-"""Computations that run side by side, each in a process of its own: bytes in, bytes out.
+"""Parallel computations, each in a process of its own: bytes in, bytes out.
 
-A worker is a module that is run as a program. It reads two lengths in a line, then so many bytes of what many workers
-have in common and of what it alone is to do, and writes its answer on standard output. Its input stays open: when who
-holds the other end dies, or does not want the answer any more, the worker leaves.
+A worker is a module run as a program. It reads a line of two lengths, then so many bytes of shared and of own input,
+and writes its answer to standard output. Its input stays open: when its parent dies or closes it, the worker exits.
 """
 
 from __future__ import annotations
@@ -27,25 +26,26 @@ Progress = Callable[[int, int], None]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What one worker is told. Much of it may have the same object `shared`, which is moved once."""
+    """Input of a worker. Works may have the same object `shared`, which a pool moves once."""
 
     shared: bytes
     own: bytes
 
 
 class Pool(ABC):
-    """Where workers run."""
+    """Runs workers somewhere."""
 
     @abstractmethod
     def run(self, module: str, works: Sequence[Work], report: Progress | None = None) -> list[bytes]:
-        """All answers, in the order of `works`. When it is left with an exception, nothing of it runs any more.
+        """Returns all answers, in the order of `works`. No worker is left running after an exception.
 
-        Raises ConfigError with what a worker says of a wrong trace or configuration, IsthmusError for one that died.
+        Raises ConfigError with a worker's complaint about a trace or configuration, IsthmusError for a worker that
+        died.
         """
 
 
 class LocalPool(Pool):
-    """`jobs` processes at once on this machine."""
+    """Runs up to `jobs` processes on this machine."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
@@ -76,7 +76,7 @@ class LocalPool(Pool):
 
 
 async def answer(module: str, work: Work) -> bytes:
-    """Of one worker on this machine, which does not outlive this one's interest in it. Raises as `Pool.run`."""
+    """Returns the answer of a worker on this machine, which is killed if this is cancelled. Raises as `Pool.run`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module), stdin=PIPE, stdout=PIPE, stderr=PIPE, env=child_environment(1)
     )
@@ -105,7 +105,7 @@ async def _sent(stream: asyncio.StreamWriter) -> None:
 
 
 def serve(compute: Callable[[bytes, bytes], bytes]) -> None:
-    """What a worker's module does when it is run."""
+    """Runs a worker: the main program of its module."""
     source = sys.stdin.buffer
     shared, own = [source.read(int(length)) for length in source.readline().split()]
     threading.Thread(target=_leave_with_input, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Pages of KV tensors: found, copied whole, sealed; what is in pieces is refused."""
+"""Pages of KV tensors: found, copied whole, sealed, and kept in an arena; what is in pieces is refused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from isthmus.core.blocks import seal
-from isthmus.live.store.arena import Arena, Shape
-from isthmus_vllm.memory import Area
-from isthmus_vllm.pages import page_view, pages_of
+from isthmus.live.store.arena import Arena, PeerArena, Shape
+from isthmus_vllm.pages import Area, page_view, pages_of
 
 B, H, N, C = 6, 2, 4, 10
 
@@ -76,11 +75,6 @@ def test_pages_in_pieces_are_refused(layer: Tensor) -> None:
         page_view(layer, B)
 
 
-def test_kernel_blocks_that_lie_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match="in pieces"):
-        page_view(torch.randn(B, 3, H, N, C)[:, 1], B // 2)
-
-
 @pytest.mark.parametrize("num_blocks", [0, 4, B + 1])
 def test_a_wrong_number_of_blocks_is_refused(num_blocks: int) -> None:
     with pytest.raises(ValueError):
@@ -111,15 +105,6 @@ def test_a_block_goes_to_a_slot_and_back_byte_for_byte() -> None:
         assert torch.equal(theirs[2:], old[2:]) and torch.equal(theirs[0], old[0])
 
 
-@pytest.mark.parametrize("layer", range(3))
-def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
-    pages = pages_of(layers_of_one_allocation(), B)
-    staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
-    (seals,) = pages.store([0], staging, [0], after=None)
-    staging.bytes_SLX[0, layer, -1] ^= 1
-    assert not pages.fetch(staging, 0, 1, seals)
-
-
 def test_blocks_and_slots_are_within() -> None:
     pages = pages_of(layers_of_one_allocation(), B)
     staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
@@ -128,3 +113,37 @@ def test_blocks_and_slots_are_within() -> None:
             pages.store([block], staging, [slot], after=None)
         with pytest.raises(IndexError):
             pages.fetch(staging, slot, block, (b"",) * 3)
+
+
+def filled(slot: int, layer: int) -> bytes:
+    return bytes([slot * 16 + layer]) * 96
+
+
+def test_a_tensor_over_an_arena_has_its_slices() -> None:
+    arena = Arena(Shape(2, 96), 3)
+    assert arena.handle is not None
+    peer = PeerArena.attach(arena.handle)
+    assert peer is not None
+    own, theirs = Area(arena), Area(peer)
+    places = [(slot, layer) for slot in range(3) for layer in range(2)]
+    for slot, layer in places:
+        own.bytes_SLX[slot, layer] = slot * 16 + layer
+    assert all(bytes(peer.slice(*place)) == filled(*place) for place in places)
+    assert all(bytes(theirs.bytes_SLX[place].tolist()) == filled(*place) for place in places)
+    assert theirs.address(2, 1) == theirs.bytes_SLX[2, 1].data_ptr()
+    arena.slice(1, 1)[:] = bytes(96)
+    assert not theirs.bytes_SLX[1, 1].any()
+
+
+def test_kernel_blocks_that_lie_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="in pieces"):
+        page_view(torch.randn(B, 3, H, N, C)[:, 1], B // 2)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
+    pages = pages_of(layers_of_one_allocation(), B)
+    staging = Area(Arena(Shape(3, pages.slice_bytes), 1))
+    (seals,) = pages.store([0], staging, [0], after=None)
+    staging.bytes_SLX[0, layer, -1] ^= 1
+    assert not pages.fetch(staging, 0, 1, seals)

@@ -1,4 +1,4 @@
-"""The scheduler side's bookkeeping: by itself, and in a small vLLM that preempts, shares, loads and finishes."""
+"""The scheduler side's bookkeeping: names, and plans in a small vLLM that preempts, shares, loads and finishes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus_vllm.plans import (
     FORGET_S,
     Chain,
@@ -62,51 +63,6 @@ def test_an_ill_formed_ticket_is_an_error(wrong: dict[str, Any]) -> None:
         ticket_of({"isthmus": {field: FIELD[field] for field in FIELD if field not in wrong} | {"x": 1}})
     with pytest.raises(ValueError):
         ticket_of({"isthmus": None})
-
-
-@pytest.mark.parametrize(
-    ("blocks", "local", "tokens"), [(2, 0, 8), (2, 4, 4), (2, 8, 0), (1, 8, 0), (9, 0, 8), (0, 0, 0)]
-)
-def test_what_is_promised_beyond_the_local_hit_is_loaded(blocks: int, local: int, tokens: int) -> None:
-    made, _ = planner(blocks)
-    assert made.matched("r", local, 0.0) == tokens
-    assert made.matched("unknown", local, 0.0) == 0
-    if tokens:
-        made.allocated("r", tokens, table("r"))
-        (order,) = made.step([], table).loads
-        first = local // N
-        assert order.names == names(list(range(10)))[first : first + tokens // N]
-        assert order.blocks == tuple(table("r")[first : first + tokens // N])
-
-
-def test_after_a_failed_load_nothing_is_loaded_and_all_is_saved() -> None:
-    made, _ = planner(2)
-    made.allocated("r", made.matched("r", 0, 0.0), table("r"))
-    made.step([], table)
-    made.loaded("r", whole=False)
-    assert made.matched("r", 0, 0.0) == 0
-    (save,) = made.step([Scheduled("r", 10, 2)], table).saves
-    assert (save.first, save.parent, save.blocks) == (0, None, (11, 12))
-
-
-def test_what_was_loaded_is_not_saved() -> None:
-    made, pins = planner(1)
-    made.allocated("r", made.matched("r", 0, 0.0), table("r"))
-    made.step([], table)
-    made.loaded("r", whole=True)
-    (save,) = made.step([Scheduled("r", 10, 2)], table).saves
-    chain = names(list(range(10)))
-    assert (save.first, save.parent, save.names, save.blocks) == (1, chain[0], chain[1:], (12,))
-    assert pins == {12: 1}
-
-
-@pytest.mark.parametrize(
-    ("computed", "hashed", "saved"), [(3, 2, 0), (4, 2, 1), (10, 1, 1), (8, 2, 2), (10, 0, 0)]
-)
-def test_a_block_is_saved_when_computed_and_final(computed: int, hashed: int, saved: int) -> None:
-    made, pins = planner()
-    plan = made.step([Scheduled("r", computed, hashed), Scheduled("unknown", 10, 2)], table)
-    assert sum(len(order.blocks) for order in plan.saves) == saved == pins.total()
 
 
 def test_a_lost_connection_is_believed_for_a_while() -> None:
@@ -333,3 +289,28 @@ class SmallVllm(RuleBasedStateMachine):
 
 TestSmallVllm = SmallVllm.TestCase
 TestSmallVllm.settings = settings(settings.default, stateful_step_count=60)
+
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+NAMER = BlockNamer(revision="r1", layout=LAYOUT, salt="tenant")
+NAMER_KEY = NAMER.key
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 10), max_size=4))
+def test_names_are_those_of_isthmus(tokens: list[int], stops: list[int]) -> None:
+    chain, end = Chain(NAMER_KEY, 4), len(tokens) // 4
+    for stop in stops:  # asked in pieces, in any order
+        chain.names(tokens, 0, min(stop, end))
+    assert list(chain.names(tokens, 0, end)) == NAMER.names(tokens)
+    assert chain.parent(0) is None
+    assert [chain.parent(first) for first in range(1, end + 1)] == NAMER.names(tokens)
+
+
+def test_names_go_on_as_tokens_come() -> None:
+    chain, tokens = Chain(NAMER_KEY, 4), list(range(5))
+    (first,) = chain.names(tokens, 0, 1)
+    tokens += range(5, 8)
+    assert chain.names(tokens, 1, 2) == (NAMER.names(tokens)[1],)
+    assert chain.parent(1) == first
+    with pytest.raises(AssertionError):
+        chain.names(tokens, 0, 3)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,18 +92,6 @@ def stored(vllm: Server, adapter: Adapter, seed: int) -> tuple[list[int], list[i
     return tokens, answer
 
 
-def test_it_saves_what_is_computed_and_loads_what_was_saved(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 1)
-    hits = vllm.metric("external_prefix_cache_hits_total")
-    assert vllm.complete(tokens, params("second", 15)) == answer
-    assert vllm.metric("external_prefix_cache_hits_total") - hits == 15 * BLOCK
-    until(lambda: adapter.of(Over))
-    assert [type(message) for message in adapter.messages[1:]] == [Load, Done, Save, Over]
-    (save,) = adapter.of(Save)
-    assert save.first == 15  # the one block that was not loaded
-    assert set(Chain(KEY, BLOCK).names([*tokens, *answer], 0, 16)) == set(adapter.blocks)
-
-
 def test_without_a_ticket_or_with_an_ill_formed_one_nothing_happens(vllm: Server, adapter: Adapter) -> None:
     tokens = prompt(2)
     answer = vllm.complete(tokens)
@@ -116,23 +102,6 @@ def test_without_a_ticket_or_with_an_ill_formed_one_nothing_happens(vllm: Server
     assert vllm.log.read_text().count("ill-formed") in (1, 2)  # once for each way
 
 
-def test_blocks_that_vllm_had_itself_are_saved_too(vllm: Server, adapter: Adapter) -> None:
-    tokens = prompt(3)
-    answer = vllm.complete(tokens)
-    assert vllm.complete(tokens, params("k", 0)) == answer
-    until(lambda: adapter.of(Over))
-    assert len(adapter.blocks) == 16 and adapter.of(Save)[0].first == 0
-
-
-def test_a_prompt_of_full_blocks_is_loaded_whole(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 4)
-    whole = [*tokens, *answer][: 16 * BLOCK]
-    expected = vllm.complete(whole)
-    vllm.forget()
-    assert vllm.complete(whole, params("second", 16)) == expected
-    assert len(adapter.of(Load)[0].names) == 16
-
-
 def test_a_damaged_page_is_computed_again_and_mended(vllm: Server, adapter: Adapter) -> None:
     tokens, answer = stored(vllm, adapter, 5)
     adapter.damaged.add(Chain(KEY, BLOCK).names(tokens, 0, 8)[-1])
@@ -140,33 +109,6 @@ def test_a_damaged_page_is_computed_again_and_mended(vllm: Server, adapter: Adap
     until(lambda: adapter.of(Over))
     assert len(adapter.of(Load)) == len(adapter.of(Done)) == 1
     assert adapter.of(Save)[0].first == 0 and not adapter.damaged
-
-
-def test_a_load_that_falls_short_is_computed(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 6)
-    adapter.short_after = 7
-    assert vllm.complete(tokens, params("second", 15)) == answer
-    assert len(adapter.of(Load)) == 1
-
-
-def test_others_go_on_while_one_loads(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 7)
-    adapter.lag_s = 0.5  # four times
-    arrivals: list[float] = []
-    other = vllm.stream(prompt(8, 40), n=1500)
-    next(other)
-    answers: list[list[int]] = []
-    loading = threading.Thread(target=lambda: answers.append(vllm.complete(tokens, params("second", 15))))
-    begun = time.monotonic()
-    loading.start()
-    for _ in other:
-        arrivals.append(time.monotonic())
-    loading.join()
-    assert answers == [answer]
-    during = [at for at in arrivals if begun + 0.1 < at < begun + 1.9]
-    assert len(during) > 50
-    gaps = [after - before for before, after in pairwise(during)]
-    assert max(gaps) < 0.25
 
 
 def test_an_abort_in_a_load_leaves_nothing_behind(vllm: Server, adapter: Adapter) -> None:
@@ -179,46 +121,6 @@ def test_an_abort_in_a_load_leaves_nothing_behind(vllm: Server, adapter: Adapter
     vllm.settle()
     adapter.lag_s = 0
     assert vllm.complete(tokens, params("third", 15)) == answer
-
-
-def test_an_adapter_that_dies_in_a_load_is_missed_by_nobody(vllm: Server, adapter: Adapter) -> None:
-    tokens, answer = stored(vllm, adapter, 10)
-    adapter.die_at = Load
-    assert vllm.complete(tokens, params("second", 15)) == answer
-    adapter.die_at = None
-    until(lambda: len(adapter.of(Open)) == 2)
-    vllm.forget()
-    assert vllm.complete(tokens, params("third", 15)) == answer
-    assert len(adapter.of(Load)) == 2
-
-
-def test_an_adapter_that_dies_in_a_save_is_missed_by_nobody(vllm: Server, adapter: Adapter) -> None:
-    tokens = prompt(11)
-    answer = vllm.complete(tokens)
-    adapter.die_at = Save
-    vllm.forget()
-    assert vllm.complete(tokens, params("first", 0), n=64)[:16] == answer
-    assert not adapter.blocks
-    adapter.die_at = None
-    until(lambda: len(adapter.of(Open)) == 2)
-    vllm.forget()
-    assert vllm.complete(tokens, params("second", 0)) == answer
-    until(lambda: len(adapter.blocks) == 16)
-
-
-def test_a_server_that_starts_again_loads_what_the_last_one_saved(tmp_path: Path, model: Path) -> None:
-    tokens = prompt(12)
-    with Adapter(tmp_path / "s") as adapter:
-        with server(model, adapter.path, tmp_path / "log1", "--max-model-len", "4096") as first:
-            answer = first.complete(tokens, params("first", 0))
-            until(lambda: adapter.of(Over))
-        with server(model, adapter.path, tmp_path / "log2", "--max-model-len", "4096") as second:
-            assert second.complete(tokens, params("second", 15)) == answer
-            assert second.metric("external_prefix_cache_hits_total") == 15 * BLOCK
-            second.settle()
-        assert not adapter.errors
-        opens = adapter.of(Open)
-        assert len(opens) == 2 and opens[0].form == opens[1].form
 
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'

@@ -133,11 +133,10 @@ def test_a_damaged_block_fails_the_load(adapter: Adapter) -> None:
         assert [done.damaged for done in adapter.of(Done)] == [1, None]
 
 
-@pytest.mark.parametrize("short_after", [0, 2])
-def test_too_few_blocks_fail_the_load(adapter: Adapter, short_after: int) -> None:
+def test_too_few_blocks_fail_the_load(adapter: Adapter) -> None:
     with side(adapter) as both:
         both.save("r", 0, 3)
-        adapter.short_after = short_after
+        adapter.short_after = 2
         assert not both.loaded("q", 3, into=10)
         both.until(lambda: adapter.of(Done))
 
@@ -217,17 +216,6 @@ def test_a_lost_connection_fails_loads_ends_saves_and_comes_again(adapter: Adapt
         assert both.loaded("q", 3, into=10)
 
 
-def test_an_adapter_that_dies_of_a_save_gets_the_next(adapter: Adapter) -> None:
-    with side(adapter) as both:
-        adapter.die_at = Save
-        both.save("r", 0, 8)
-        both.until(lambda: adapter.of(Save))
-        adapter.die_at = None
-        both.connect_again(adapter)
-        both.save("t", 0, 8)
-        both.until(lambda: len(adapter.blocks) == 8)
-
-
 def test_full_staging_ends_the_saving_of_a_request(adapter: Adapter) -> None:
     adapter.keep_slots = True
     with side(adapter, num_staging=4) as both:
@@ -238,15 +226,6 @@ def test_full_staging_ends_the_saving_of_a_request(adapter: Adapter) -> None:
         both.save("r", 4, 5, is_over=True)
         both.until(lambda: adapter.of(Over))
         assert [(save.key, len(save.names)) for save in adapter.of(Save)] == [("key r", 3), ("key s", 1)]
-
-
-def test_slots_come_back(adapter: Adapter) -> None:
-    with side(adapter, num_staging=2) as both:
-        for first in range(0, 20, 2):
-            both.until(lambda: len(both.worker._slots._free) == 2)
-            both.save("r", first, first + 2)
-        assert not both.report.ended
-        both.until(lambda: len(adapter.blocks) == 20)
 
 
 @pytest.mark.parametrize("wrong", [Free((3,)), Free((1, 1)), Refused("late")], ids=repr)
@@ -275,3 +254,12 @@ def test_a_load_of_more_than_was_asked_for_fails(adapter: Adapter) -> None:
             both.until(lambda: "q" in both.outcomes)
             assert both.outcomes.pop("q") is False
         assert len(adapter.of(Open)) == 1
+
+
+def test_slots_come_back(adapter: Adapter) -> None:
+    with side(adapter, num_staging=2) as both:
+        for first in range(0, 20, 2):
+            both.until(lambda: len(both.worker._slots._free) == 2)
+            both.save("r", first, first + 2)
+        assert not both.report.ended
+        both.until(lambda: len(adapter.blocks) == 20)

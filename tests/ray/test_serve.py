@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -17,9 +16,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli.models import bytes_folder
-from isthmus.config import Config
 from isthmus.core.errors import StartError
-from isthmus.facts import places_of
 from isthmus.live.engine.emulated import expected_tokens, recipe_of
 from tests.models import make_model
 from tests.ray.machines import EAST, SPARE, WEST, Machines, environment_of, machine_of, nodes, parent_of
@@ -188,23 +185,3 @@ def test_an_address_of_no_cluster_is_refused(address: str, said: str, monkeypatc
     with pytest.raises(StartError) as caught:
         ray_launcher.connect()
     assert str(caught.value).startswith(said)
-
-
-def test_another_version_is_refused(cluster: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isthmus.live.cluster import machines as said
-    from isthmus.live.cluster.ray_launcher import RayLauncher
-
-    monkeypatch.setattr(said, "PROTOCOL", said.PROTOCOL + 1)
-    config = Config.model_validate(EMULATED)
-    launcher = RayLauncher()
-
-    async def opened() -> None:
-        try:
-            await launcher.open()
-        finally:
-            await launcher.close()
-
-    num_bytes = {place.node: 2**20 for place in places_of(config)}
-    launcher.prepare(config, bytes_folder(), num_bytes)
-    with pytest.raises(StartError, match=r"prefill-0 on 127.0.0.\d: has isthmus .*, protocol .*; the head has"):
-        asyncio.run(opened())

@@ -17,13 +17,7 @@ import pytest
 
 from isthmus.bench import policies
 from isthmus.bench.policies import Sweep
-from isthmus.core.errors import ConfigError
-from isthmus.lab.planner.answer import to_json
-from isthmus.lab.planner.fleet import fleet_of
-from isthmus.lab.planner.search import answer
-from isthmus.lab.planner.trials import Trials
 from isthmus.workers import LocalPool
-from tests.lab.planner.fleets import config, demand
 from tests.ray.machines import Machines, workers
 from tests.served import LIMIT_S, POLL_S, alive, command
 
@@ -65,21 +59,6 @@ def test_a_sweep_is_equal_byte_for_byte(cluster: Machines, tmp_path: Path) -> No
     written = [msgspec.json.encode(policies.as_json(sweep, cells)) for cells in (far, near)]
     assert written[0] == written[1]
     assert heard == [(done, 8) for done in range(1, 9)]
-
-
-def test_simulated_plans_are_equal_byte_for_byte(cluster: Machines) -> None:
-    settings = config(remote=2, prefill=2, decode=2, gbps=10.0, slo={"ttft_ms": 3000, "tbt_ms": 60})
-    asked = demand([400 * index for index in range(1, 41)], output_tokens=40)
-    found = answer(settings, fleet_of(settings), asked, top=1)
-    trials = Trials(settings, Path(), asked, num_requests=40, goodput=0.9)
-    assert to_json(trials.of(found, None, ray_pool())) == to_json(trials.of(found, None))
-
-
-def test_a_workers_complaint_is_one_line(cluster: Machines) -> None:
-    tiny = "poisson:rate=1,num=3,input=900000000,output=2"
-    sweep = Sweep((tiny,), (1,), (1.0,), (3.0,), policies=("sticky", "isthmus"))
-    with pytest.raises(ConfigError, match="no request fits the memory of these nodes"):
-        policies.run(sweep, ray_pool())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -6,7 +6,6 @@ Run with ISTHMUS_VLLM_PYTHON set to the Python of an environment that has vLLM 0
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -18,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from isthmus.live.servers.server import ServerSockets
 from tests import served as serving
 from tests.connectors.served import PYTHON, SOURCE, server
 from tests.models import make_model
@@ -119,30 +117,6 @@ def test_what_was_computed_is_loaded_after_a_restart(
     with serve(tmp_path, deployment) as served:
         assert ask_all(served, prompts) == expected
         assert served.total("vllm_blocks_loaded_total") > 0 < served.total("prefix_cache_hits_total")
-
-
-def test_a_server_that_runs_already_is_a_node(
-    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
-) -> None:
-    """It outlives its node, and is that of another one."""
-    folder = tmp_path / "sockets"
-    folder.mkdir(mode=0o700)
-    sockets = ServerSockets(folder)
-    kv_events = {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
-    kv_events |= {"enable_kv_cache_events": True, "publisher": "zmq"}  # type: ignore[dict-item]
-    flags = (
-        "--kv-events-config",
-        json.dumps(kv_events),
-        "--enable-prompt-tokens-details",
-        "--max-model-len",
-        "2048",
-    )
-    with server(model, sockets.pages, tmp_path / "log", *flags) as theirs:
-        deployment = settings(model, "pool", roles={"prefill": 0, "decode": 0, "mixed": 1})
-        deployment["engine"]["vllm"] = {"attach": theirs.url, "sockets": str(folder), "served_model_name": "m"}
-        for _ in range(2):
-            with serve(tmp_path, deployment) as served:
-                assert ask_all(served, prompts) == expected
 
 
 def test_killed_servers_cost_time_and_no_token(

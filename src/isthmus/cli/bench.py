@@ -218,8 +218,7 @@ def policies(
     from isthmus.cli.outputs import check_writable
     from isthmus.cli.simulate import progress_bar
     from isthmus.core.errors import ConfigError
-    from isthmus.live.cluster.with_ray import with_ray
-    from isthmus.workers import LocalPool
+    from isthmus.workers import LocalPool, Pool
 
     check_writable("--json", json_file)
     if ray and jobs is not None:
@@ -237,7 +236,11 @@ def policies(
         None if ssd is None else size("--ssd", ssd),
         limit,
     )
-    pool = with_ray("--ray").RayPool() if ray else LocalPool(jobs or 2)
+    pool: Pool = LocalPool(jobs or 2)
+    if ray:
+        from isthmus.live.cluster.launcher import with_ray
+
+        pool = with_ray("--ray").RayPool()
     with progress_bar("sweeping") as progress:
         cells = bench.run(sweep, pool, progress)
     finish(bench.outcome(sweep, cells), json_file)

@@ -54,7 +54,6 @@ def plan(
     from isthmus.lab.planner.fleet import fleet_of
     from isthmus.lab.planner.report import analytic, simulated
     from isthmus.lab.planner.search import answer
-    from isthmus.live.cluster.with_ray import with_ray
 
     for option, file in (("--json", json_file), ("--report", report)):
         check_writable(option, file)
@@ -62,7 +61,11 @@ def plan(
         raise ConfigError(
             "--requests, --goodput and --ray are of simulations; give --simulate too, or leave them out"
         )
-    pool = with_ray("--ray").RayPool() if ray else None
+    pool = None
+    if ray:
+        from isthmus.live.cluster.launcher import with_ray
+
+        pool = with_ray("--ray").RayPool()
     if goodput is not None and not 0 < goodput <= 1:
         raise ConfigError(f"--goodput {goodput}: is a share of requests, above 0 and at most 1")
     settings = load_config(config, {"model": None if model is None else str(model.absolute())})

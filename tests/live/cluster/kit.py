@@ -1,32 +1,20 @@
 """Clusters of emulated engines, whose tokens tell a wrong byte of KV: what their tests share.
 
-`emulated` and `pooled` are settings for clusters of processes; `in_memory` is a head with nodes in one event loop.
+`emulated` and `pooled` are settings for clusters.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from isthmus.cli.models import bytes_folder
-from isthmus.config import Config
-from isthmus.core.cost import Curve, compile_cost
-from isthmus.core.types import ModelCard, NodeId, Role
-from isthmus.facts import NodeFacts, Sequences, rules_of
-from isthmus.live.cluster.head import Head
-from isthmus.live.cluster.node import NodeProcess
-from isthmus.live.cluster.process import NodeOptions, Runtime
-from isthmus.live.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
-from tests.memory_network import MemoryNetwork
+from isthmus.live.engine.emulated import Recipe, expected_tokens, recipe_of
 from tests.served import Client
-from tests.tape import MemoryTape
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE: dict[str, Any] = {
@@ -78,33 +66,3 @@ def flip_bits(folder: Path, count: int = 40) -> None:
             for at in damage.sample(np.flatnonzero(data).tolist(), count):
                 data[at] ^= 1 << damage.randrange(8)
             data.tofile(path)
-
-
-SMALL = Recipe("model", layout_of(16), 1000)
-
-
-@asynccontextmanager
-async def in_memory(
-    roles: dict[str, Role],
-    curve: Curve,
-    *,
-    network: MemoryNetwork | None = None,
-    opener_of: Callable[[str], Any] = lambda node: None,
-    **facts: Any,
-) -> AsyncIterator[tuple[Head, dict[str, NodeProcess], MemoryTape]]:
-    """A head, nodes of 64 blocks, and what the conductor hears."""
-    network, tape, nodes = network or MemoryNetwork(), MemoryTape(), dict[str, NodeProcess]()
-    card = ModelCard("model", 1000, 1000, created_s=0)
-    head = Head(rules_of(Config()), card, silence_s=30, rejoin_s=30, recorder=tape, network=network)
-    join = await head.open("127.0.0.1", 0)
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
-        for name, role in roles.items():
-            sequences = Sequences(4, 2, 4)
-            node = NodeFacts(NodeId(name), role, curve, 64, 16, token_budget=64, sequences=sequences, **facts)
-            engine = EmulatedEngine(SMALL, compile_cost(curve), 64, max_length=1000)
-            options = NodeOptions(node, join, transfer_s=30)
-            nodes[name] = NodeProcess(engine, options, Runtime(network), opener_of(name))
-            group.create_task(nodes[name].run())
-        await head.wait_for([NodeId(name) for name in roles])
-        yield head, nodes, tape
-        await head.close()

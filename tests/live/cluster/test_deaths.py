@@ -8,10 +8,8 @@ import threading
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import pytest
 
 from isthmus.core.conductor import NodeJoined, NodeLeft, RequestArrived, Route
 from isthmus.core.types import NodeId, RequestId
@@ -54,17 +52,11 @@ def heard(flight: Path, kind: type) -> int:
     return sum(isinstance(each.event, kind) for each in entries(flight))
 
 
-ROLES: dict[str, dict[str, Any]] = {
-    "decode-0": {"prefill": 2, "decode": 1},
-    "prefill-0.1": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1},
-}
-
-
-@pytest.mark.parametrize("victim", ROLES)
-def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
-    """kill -9, twice, while some prompts wait, some are computed, some are handed over and some answers go on."""
-    flight = tmp_path / "flight.jsonl"
-    sections = emulated(STEADY, roles=ROLES[victim])
+def test_a_death_costs_one_attempt(tmp_path: Path) -> None:
+    """kill -9 of a stage, twice, while some prompts wait, some are computed, some are handed over and some answers go
+    on. Other deaths cost as much in virtual time (tests/parity)."""
+    flight, victim = tmp_path / "flight.jsonl", "prefill-0.1"
+    sections = emulated(STEADY, roles={"prefill": {"count": 2, "pipeline": 2}, "decode": 1})
     prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(26)]
     late = prompts[24:]
     with serve(tmp_path, sections, "--record", str(flight)) as served, ThreadPoolExecutor(len(prompts)) as pool:
@@ -98,7 +90,7 @@ def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
             gone.append(entry.event.node)
         routes.update(action.request for action in entry.actions if isinstance(action, Route))
         # The head misses a group later than its leader does, and may route there once more.
-        most = 1 + len(gone) * (2 if "." in victim else 1)
+        most = 1 + len(gone) * 2
         assert max(routes.values(), default=0) <= most, "a death cost more than one attempt"
-    assert gone == [victim.partition(".")[0]] * 2
+    assert gone == ["prefill-0"] * 2
     assert len(routes) == len(prompts) and max(routes.values()) > 1

@@ -17,28 +17,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from isthmus.core.node import away, events
+from isthmus.core.node import away
 from isthmus.core.node.events import Lend, Repay
-from isthmus.core.node.letters import ClaimReply
-from isthmus.core.scheduler import Run
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.papers.infinite_llm.lending import LEDGER
 from isthmus.live.cluster.node import NodeProcess
-from isthmus.live.engine.emulated import expected_tokens
 from isthmus.live.engine.interface import Chunk
-from isthmus.live.engine.turns import BatchTurns
 from tests.inside import Inside, inside
-from tests.live.cluster.kit import RECIPE, STEADY
-from tests.live.cluster.test_exact_hybrid import layout_of
-from tests.live.cluster.test_exact_pool import SLOW, prompt_of
-from tests.live.cluster.test_structured import asked as in_form
-from tests.live.cluster.test_structured import check as check_form
+from tests.live.cluster.test_exact import SLOW, layout_of, prompt_of
 from tests.live.engine.hybrids import save_tiny
-from tests.models import EOS, check_greedy, make_model, reference_logits
+from tests.models import EOS, check_greedy, make_model
 from tests.served import LIMIT_S, Client, streamed
 
 NODE_BLOCKS = 12
@@ -222,15 +213,6 @@ def test_bytes_of_a_token_are_those_of_lamina(kv_heads: int, attention: int, mod
 # Together with everything else.
 
 
-def test_batches_take_turns(model: Path) -> None:
-    """Of several answers together, most with KV at both attention nodes."""
-    engine = {"batches": 3, "max_sequences": 6, "kv_memory": 40 * block_bytes()}
-    took = mock.patch.object(BatchTurns, "_take", autospec=True, side_effect=BatchTurns._take)
-    with took as take, inside(deployment(model, ONE, attention=2, engine=engine)) as served:
-        ask_all(served, model, prompts_of(20, 300, 60, 100, 250, 33), 24)
-    assert max(len(call.args[1]) for call in take.call_args_list) == 3
-
-
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
 def test_a_prefix_is_used_again(tier: str, model: Path, tmp_path: Path) -> None:
     """What is cached is loaded at home and shipped as if it were computed."""
@@ -247,16 +229,6 @@ def test_a_prefix_is_used_again(tier: str, model: Path, tmp_path: Path) -> None:
         assert cached[0] == 0 or served.total("num_preemptions_total"), "nothing was cached before"
         assert min(cached[1:]) > 0, cached
         ask_all(served, model, [[*prompt, *prompt_of(at, 40)] for at in range(3, 7)])
-
-
-def test_who_is_pre_empted_begins_anew(model: Path) -> None:
-    """Answers that grow beyond the memory that there is, at home and elsewhere."""
-    roles = ONE | {"attention": {"count": 2, "kv_memory": 12 * block_bytes()}}
-    with inside(deployment(model, roles)) as served:
-        ask_all(served, model, prompts_of(*[30] * 6), 150)
-        served.wait_until(
-            lambda: attended(served) and served.total("num_preemptions_total") > 0, "pre-emptions"
-        )
 
 
 def test_two_clusters(model: Path) -> None:
@@ -296,28 +268,6 @@ def test_who_is_cancelled_leaves_nothing(model: Path) -> None:
                 lambda: served.total("kv_blocks_available") == served.total("kv_blocks"), "blocks come back"
             )
         ask(served, model, prompt_of(9, 500))
-
-
-def test_answers_in_a_form_and_probabilities_are_those_of_one_memory(model: Path) -> None:
-    """Of the answer and of the prompt."""
-    schema = {"enum": ["where it was computed", "with one of those who attend to it", "nowhere"]}
-    prompt = prompt_of(4, 300)
-    with inside(deployment(model, ONE, attention=2)) as served:
-        for seed in range(3):
-            body = in_form(schema, seed=seed, temperature=seed % 2)
-            check_form(served.tokens(prompt_of(seed, 300), 120, **body), schema, EOS)
-        [there] = ask(served, model, prompt, 6, logprobs=2, prompt_logprobs=1)["choices"]
-        assert attended(served)
-    logits = reference_logits(model, [*prompt, *there["token_ids"][:-1]]).log_softmax(-1)
-    answer = logits[len(prompt) - 1 :]
-    for found, position, token in zip(
-        there["logprobs"]["token_logprobs"], answer, there["token_ids"], strict=True
-    ):
-        assert found == pytest.approx(position[token].item(), abs=1e-3)
-    scores = there["prompt_logprobs"]
-    assert len(scores) == len(prompt) and scores[0] is None
-    for found, position, token in zip(scores[1:], logits, prompt[1:], strict=False):
-        assert found[str(token)]["logprob"] == pytest.approx(position[token].item(), abs=1e-3)
 
 
 def test_what_no_nodes_have_memory_for_is_refused_in_a_line(model: Path) -> None:
@@ -367,28 +317,19 @@ def moving(served: Inside, seed: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("which", ["1P2D", "hybrid", "emulated"])
+@pytest.mark.parametrize("which", ["1P2D", "hybrid"])
 def test_blocks_go_and_come_at_any_step_and_change_no_token(which: str, model: Path, tmp_path: Path) -> None:
     lengths, num_tokens = (20, 100, 60, 150, 33, 90), 120
-    roles = {"prefill": 1, "decode": 2} if which == "1P2D" else {"mixed": 2 if which == "hybrid" else 3}
+    roles = {"prefill": 1, "decode": 2} if which == "1P2D" else {"mixed": 2}
     settings = deployment(model, roles, blocks=40)
     if which == "hybrid":
         model, lengths, num_tokens = save_tiny("qwen3_next", tmp_path), lengths[:3], 80
         layout = layout_of(model)
         memory = 30 * layout.block_bytes + 4 * layout.state_bytes + 6 * layout.state_blocks * layout.block_bytes
         settings = deployment(model, roles, engine={"kv_memory": memory})
-    elif which == "emulated":
-        engine = {"kind": "emulated", "cost": STEADY | {"decode_fixed_s": 0.002}, "token_budget": 256}
-        settings = {"roles": settings["roles"], "engine": engine}
-
-    def answered(prompt: list[int]) -> None:
-        if which != "emulated":
-            ask(served, model, prompt, num_tokens)
-            return
-        assert served.tokens(prompt, num_tokens, ignore_eos=True) == expected_tokens(RECIPE, prompt, num_tokens)
 
     with inside(settings) as served, moving(served, 1), ThreadPoolExecutor(len(lengths)) as pool:
-        list(pool.map(answered, prompts_of(*lengths)))
+        list(pool.map(lambda prompt: ask(served, model, prompt, num_tokens), prompts_of(*lengths)))
         for metric in ("kv_bytes_shipped_total", "kv_bytes_returned_total", "attention_answered_total"):
             served.wait_until(lambda metric=metric: served.total(metric) > 0, metric)
         assert served.total("seal_mismatches_total") == 0
@@ -425,32 +366,6 @@ def test_a_node_that_lacks_memory_borrows_and_pays_back(policy: str, model: Path
 # Faults.
 
 
-class Watched:
-    """What a node is told and answers, of what this test asks."""
-
-    def __init__(self, process: NodeProcess) -> None:
-        self.found: dict[str, list[int]] = {}
-        self.shipped: dict[str, list[tuple[int, int]]] = {}
-        self.begun: dict[str, int] = {}
-        on = process.node.on
-
-        def watched(event: events.Event, now: int) -> list[events.Action]:
-            match event:
-                case events.LetterReceived(_, ClaimReply(key, num_blocks)):
-                    self.found.setdefault(key, []).append(num_blocks)
-            actions = on(event, now)
-            for action in actions:
-                if isinstance(action, events.Ship):
-                    ships = self.shipped.setdefault(action.key, [])
-                    ships.append((action.first, len(action.blocks)))
-                if isinstance(action, Run):
-                    for piece in action.chunks:
-                        self.begun.setdefault(piece.request, piece.start)
-            return actions
-
-        process.node.on = watched  # type: ignore[method-assign]
-
-
 def in_their_midst(
     served: Inside,
     model: Path,
@@ -475,47 +390,6 @@ def in_their_midst(
         answer = each.result()
         assert len(answer) == num_tokens
         check_greedy(model, prompt, answer)
-
-
-@pytest.mark.parametrize(
-    ("heads", "roles"), [(2, {"mixed": 2}), (1, {"mixed": 2}), (2, PAIRS)], ids=["mixed", "by tokens", "2P2D"]
-)
-def test_a_home_that_dies_is_replaced_and_no_kv_moves(
-    heads: int, roles: dict[str, int], models: dict[int, Path]
-) -> None:
-    """In mid-decode under load: who goes on computes what lay at the home that died, and ships what is new."""
-    model, prompts = models[heads], prompts_of(400, 60, 280, 150)
-    victim, heirs = ("mixed-0", ["mixed-1"]) if "mixed" in roles else ("decode-0", ["prefill-0", "prefill-1"])
-    config = deployment(model, roles, heads=heads, blocks=14, attention=2, policy="round_robin")
-    with inside(config) as served, ThreadPoolExecutor(4) as pool:
-        watched = [Watched(process_of(served, heir)) for heir in heirs]
-        in_their_midst(served, model, pool, prompts, 160, lambda: served.kill(victim))
-        again = [(seen, key) for seen in watched for key in seen.found]
-        assert any(max(seen.found[key]) > 0 for seen, key in again), "the node that died had none"
-        for seen, key in again:
-            whole = sum(seen.found[key]) if heads == 1 else min(seen.found[key])
-            assert key.endswith("#2")
-            assert seen.begun[key] == 16 * whole, "what was kept is not computed"
-            if heads > 1:
-                assert all(first >= whole for first, _ in seen.shipped.get(key, ())), (
-                    "what was kept is not shipped"
-                )
-
-
-def test_a_home_whose_kv_lies_with_other_homes_is_replaced(model: Path) -> None:
-    """By tokens, with mixed nodes that had memory; the one that goes on had none of it."""
-    config = deployment(model, {"mixed": 4}, blocks=14, policy="round_robin")
-    with inside(config) as served, ThreadPoolExecutor(1) as pool:
-        watched = {f"mixed-{at}": Watched(process_of(served, f"mixed-{at}")) for at in range(4)}
-
-        def harm() -> None:
-            [name] = [name for name, seen in watched.items() if seen.begun]
-            served.kill(name)
-
-        in_their_midst(served, model, pool, [prompt_of(1, 540)], 60, harm)
-        [seen] = [seen for seen in watched.values() if seen.found]
-        [key] = seen.found
-        assert seen.begun[key] == 16 * sum(seen.found[key]) > 0
 
 
 @pytest.mark.parametrize("cut", ["line", "session", "holder"])

@@ -1,22 +1,43 @@
-"""What the head tells nodes, clients and operators. Around it is a scene of `test_trust`, in virtual time."""
+"""What the head tells nodes, clients and operators, in a scene of `test_trust`; answer streams, and donor prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from isthmus.core import conductor
-from isthmus.core.attempts import RoleChanged
+from isthmus.core.attempts import Assembly, Donor, RoleChanged, Route
 from isthmus.core.conductor import LinkRule, LinksMeasured, LinkState
-from isthmus.core.errors import OverloadedError, RequestError, UnavailableError
+from isthmus.core.errors import OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.node import events
-from isthmus.core.types import NS_PER_MS, Job, NodeId, RequestId, Role, Sampling
+from isthmus.core.reuse import CACHEBLEND, SIMILAR, similarity
+from isthmus.core.types import (
+    NS_PER_MS,
+    FinishReason,
+    Generated,
+    Job,
+    ModelCard,
+    NodeId,
+    RequestId,
+    Reuse,
+    Role,
+    Sampling,
+    TokenLogprobs,
+)
+from isthmus.live.cluster.donors import PART_ROWS, DonorTokens, parts_of, scope_of
 from isthmus.live.cluster.links import AddressBook
+from isthmus.live.cluster.streams import AnswerStream
+from isthmus.live.engine.interface import SIGNATURE_BITS
 from isthmus.live.peers import messages
+from isthmus.live.peers.messages import Directions
 from tests.live.cluster.test_links import FakeLink
 from tests.live.cluster.test_trust import CARD, OWN, Scene, Someone, facts, hello, in_scene, output, stage
 from tests.tape import MemoryTape
@@ -65,14 +86,6 @@ async def test_two_clusters_are_healthy_where_a_link_joins_prefill_and_decode(so
     assert not some.head.healthy
     await some.enter(placed("d", Role.DECODE, "east"))
     assert some.head.healthy
-
-
-@in_scene()
-async def test_nothing_is_taken_before_a_node_is_there(some: Scene) -> None:
-    with pytest.raises(UnavailableError, match="no node can serve this now"):
-        some.submit("a")
-    await some.enter(hello("m", Role.MIXED))
-    assert some.submit("a") and some.attempt("a") == 1
 
 
 @in_scene(wait_ms=2000)
@@ -164,15 +177,6 @@ async def test_nodes_are_told_of_linked_clusters_and_of_no_others(some: Scene) -
 
 
 @in_scene()
-async def test_later_stages_are_told_whom_their_group_can_reach(some: Scene) -> None:
-    stages = [await some.enter(stage(number)) for number in range(3)]
-    stages[0].say(hello("g", Role.PREFILL))
-    await some.settle()
-    await some.enter(hello("d", Role.DECODE))
-    assert [reached(each) for each in stages] == [{"": {"g", "d"}}] * 3
-
-
-@in_scene()
 async def test_a_node_for_which_a_link_has_no_port_is_turned_away(some: Scene) -> None:
     two_clusters(some).emulate(FakeLink((11,), (21,)))
     await some.enter(placed("p", Role.PREFILL, "west"))
@@ -191,11 +195,6 @@ async def test_what_passes_between_clusters_is_shown_where_there_are_links(some:
 
 
 @in_scene()
-async def test_where_there_are_no_links_nothing_is_shown_of_them(some: Scene) -> None:
-    assert some.head.offload() is None
-
-
-@in_scene()
 async def test_a_node_that_is_to_take_another_role_is_told_and_shown(some: Scene) -> None:
     p = await some.enter(hello("p", Role.PREFILL))
     some.head._act(conductor.SendOrder(P, events.Convert(P, Role.DECODE)), 0)
@@ -207,15 +206,6 @@ async def test_a_node_that_is_to_take_another_role_is_told_and_shown(some: Scene
     assert some.head.nodes()[P][0] is Role.DECODE
     assert some.head._offload.conversions == 1
     assert some.head._desk.conductor.view.nodes[P].role is Role.DECODE
-
-
-@in_scene(links=LINKS)
-async def test_each_new_threshold_is_shown_with_its_reason(some: Scene) -> None:
-    for threshold, reason in ((1000, "solved"), (None, "the link is down")):
-        some.head._act(conductor.ThresholdSet(threshold, reason), 0)
-    shown = some.head.offload()
-    assert shown is not None
-    assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)
 
 
 @pytest.mark.parametrize(("period_ms", "beat_ms"), [(400, 200), (10_000, 500), (1, 1)])
@@ -250,30 +240,6 @@ async def test_the_conductor_hears_of_links_once_all_nodes_are_there(some: Scene
     assert measured(tape) == [(600, (700, 0)), (700, (0, 0))]
 
 
-@in_scene(period_ns=100 * NS_PER_MS)
-async def test_where_nothing_depends_on_links_the_conductor_hears_of_none(some: Scene) -> None:
-    tape = MemoryTape()
-    some.head._desk.log = tape.record
-    await some.enter(hello("m", Role.MIXED))
-    await some.head.wait_for([M])
-    await asyncio.sleep(2)
-    assert not measured(tape)
-
-
-@in_scene(links=LINKS, threshold=1)
-async def test_attempts_that_cross_a_link_are_counted(some: Scene) -> None:
-    two_clusters(some)
-    await some.enter(placed("p", Role.PREFILL, "west"))
-    await some.enter(placed("d", Role.DECODE, "east"))
-    route = conductor.Route(RequestId("a"), 1, P, D)
-    some.submit("a")
-    before = some.head._offload.requests
-    some.head._act(route, 0)
-    assert some.head._offload.requests == before + 1
-    some.head._act(replace(route, prefill=D), 0)
-    assert some.head._offload.requests == before + 1
-
-
 @in_scene()
 async def test_a_task_of_the_head_that_fails_is_no_secret(
     some: Scene, caplog: pytest.LogCaptureFixture
@@ -301,3 +267,187 @@ async def test_what_a_node_says_after_it_left_is_not_heard(some: Scene) -> None:
     m.say(messages.Heartbeat({"x": 1.0}))
     await some.settle()
     assert some.head.gauges() == own, "it was taken for the one that has its name now"
+
+
+JOB = Job(RequestId("a"), (1, 2, 3), 100, Sampling())
+
+
+def stream(cancel: object = None) -> AnswerStream:
+    return AnswerStream(JOB, cancel or (lambda request: None))  # type: ignore[arg-type]
+
+
+def answer(length: int) -> list[Generated]:
+    finish = {length - 1: FinishReason.STOP}
+    return [Generated(index, 100 + index, finish.get(index)) for index in range(length)]
+
+
+async def everything(from_: AnswerStream) -> list[Generated]:
+    """Reads to the end; nothing here waits longer than the test lets it."""
+    async with asyncio.timeout(60):
+        return [token async for batch in from_ for token in batch]
+
+
+@given(st.integers(1, 12).flatmap(lambda length: st.permutations(range(length))))
+def test_tokens_come_out_in_order_whatever_order_they_come_in(order: Sequence[int]) -> None:
+    one, tokens = stream(), answer(len(order))
+    over = [one.deliver(tokens[index]) for index in order]
+    assert over == [False] * (len(order) - 1) + [True]
+    assert asyncio.run(everything(one)) == tokens
+    assert one.generated == tuple(token.token for token in tokens)
+
+
+async def test_a_batch_is_never_empty_and_nothing_is_held_back() -> None:
+    one, tokens = stream(), answer(4)
+    batches = one.__aiter__()
+    one.deliver(tokens[0])
+    assert await anext(batches) == [tokens[0]]
+    one.deliver(tokens[2])
+    waiting = asyncio.ensure_future(anext(batches))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.deliver(tokens[1])
+    assert await waiting == [tokens[1], tokens[2]]
+    one.deliver(tokens[3])
+    assert await anext(batches) == [tokens[3]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(batches)
+
+
+def test_a_new_attempt_goes_on_after_what_the_client_has() -> None:
+    one, tokens = stream(), answer(5)
+    one.deliver(tokens[0])
+    one.deliver(tokens[1])
+    one.deliver(tokens[3])  # 2 was lost with the node
+    one.end_attempt()
+    assert one.generated == (100, 101)
+    again = [Generated(2, 7), Generated(3, 8), Generated(4, 9, FinishReason.LENGTH)]
+    assert [one.deliver(token) for token in again] == [False, False, True]
+    assert asyncio.run(everything(one)) == [*tokens[:2], *again]
+    assert one.generated == (100, 101, 7, 8, 9)
+
+
+SCORED = Job(RequestId("a"), (1, 2, 3, 4, 5), 100, Sampling(prompt_logprobs=0))
+
+
+def scores_from(seed: int, first: int, stop: int) -> list[TokenLogprobs]:
+    """Those of one attempt, from and to the token of these numbers."""
+    return [TokenLogprobs(-seed - number / 8, (), 1) for number in range(first, stop)]
+
+
+def scored(*told: tuple[int, list[TokenLogprobs]]) -> AnswerStream:
+    made = AnswerStream(SCORED, lambda request: None)
+    for each in told:
+        made.score(*each)
+    return made
+
+
+def test_scores_of_the_prompt_come_once_and_whole_with_the_first_token() -> None:
+    one, tokens = scored((0, scores_from(1, 0, 1)), (1, scores_from(1, 1, 4))), answer(3)
+    for index in (1, 0, 0, 2):  # decode's token overtakes the first one, which comes twice
+        one.deliver(tokens[index])
+    found = asyncio.run(everything(one))
+    assert found == [replace(tokens[0], prompt_logprobs=tuple(scores_from(1, 0, 4))), *tokens[1:]]
+
+
+async def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
+    one = stream()
+    one.deliver(answer(3)[0])
+    one.fail(UnavailableError("node p1 is gone"))
+    batches = one.__aiter__()
+    assert await anext(batches) == answer(3)[:1]
+    with pytest.raises(UnavailableError, match="node p1 is gone"):
+        await anext(batches)
+
+
+VOCAB_SIZE = PART_ROWS + 100
+DONOR_CARD = ModelCard("m", 1000, VOCAB_SIZE, 0)
+TABLE = np.random.default_rng(1).integers(-127, 128, (VOCAB_SIZE, SIGNATURE_BITS)).astype(np.int8)
+
+
+def job(tokens: list[int], reuse: Reuse = Reuse.SEMANTIC, **fields: str) -> Job:
+    name = RequestId(fields.pop("request", "r"))
+    return Job(name, tuple(tokens), 1, Sampling(), reuse=reuse, **fields)
+
+
+def ready() -> DonorTokens:
+    donors = DonorTokens(DONOR_CARD)
+    for part in parts_of(TABLE.tobytes()):
+        donors.take(part)
+    assert donors.ready
+    return donors
+
+
+def test_a_table_comes_in_parts_and_in_order() -> None:
+    first, second = parts_of(TABLE.tobytes())
+    signer = DonorTokens(DONOR_CARD)
+    with pytest.raises(ProtocolError, match=f"from {PART_ROWS} on follow 0"):
+        signer.take(second)
+    signer.take(first)
+    assert not signer.ready
+    signer.take(first)  # another node begins anew
+    signer.take(second)
+    assert signer.ready
+    for wrong in (Directions(VOCAB_SIZE, bytes(SIGNATURE_BITS)), Directions(0, b""), Directions(0, bytes(7))):
+        with pytest.raises(ProtocolError):
+            signer.take(wrong)
+
+
+def test_signatures_are_of_distinct_tokens_and_alike_as_prompts_are() -> None:
+    signer = ready()
+    one, other = list(range(200)), list(range(3000, 3200))
+    assert signer.sign(one) == signer.sign(one[::-1] * 3) and len(signer.sign(one)) == SIGNATURE_BITS // 8
+    alike = similarity(signer.sign(one), signer.sign(one[:190] + other[:10]))
+    assert SIMILAR < alike < 1
+    assert similarity(signer.sign(one), signer.sign(other)) < 0.3
+
+
+def test_what_the_conductor_is_told_says_nothing_of_an_exact_request() -> None:
+    assert ready().content_of(job([1, 2, 3], Reuse.EXACT)) is None
+    cannot = DonorTokens(ModelCard("m", 1000, VOCAB_SIZE, 0, no_reuse="its states hold at one position only"))
+    assert cannot.ready and cannot.content_of(job([1, 2, 3])) is None
+
+
+def test_tenants_and_salts_are_scopes_and_pieces_of_other_salts_never_match() -> None:
+    scopes = {scope_of(tenant, salt) for tenant in ("", "a", "b") for salt in ("", "a", "b")}
+    assert len(scopes) == 9
+    donors, tokens = ready(), [token % 50 for token in range(500)]
+    contents = [
+        donors.content_of(job(tokens, tenant=t, salt=s)) for t, s in (("a", "x"), ("b", "x"), ("a", "y"))
+    ]
+    assert len({each.scope for each in contents if each is not None}) == 3
+    pieces = [set(each.pieces) for each in contents if each is not None]
+    assert pieces[0] == pieces[1] and not pieces[0] & pieces[2]
+    assert contents[0] == donors.content_of(job(tokens, tenant="a", salt="x"))
+
+
+def test_tokens_of_the_blocks_that_are_needed_go_with_a_task() -> None:
+    donors = ready()
+    donors.block_size = 4
+    donors.keep(job(list(range(20)), request="d", salt="x"))
+    route = Route(RequestId("r"), 1, NodeId("n"), NodeId("n"))
+    assert donors.of(route, job([1])) == ()
+    assembly = Assembly(CACHEBLEND, (Donor(RequestId("d"), (b"0", b"1", b"2"), 1),))
+    routed = Route(RequestId("r"), 1, NodeId("n"), NodeId("n"), assembly=assembly)
+    assert donors.of(routed, job([1], salt="x")) == (tuple(range(4, 12)),)
+    with pytest.raises(AssertionError, match="another tenant"):
+        donors.of(routed, job([1], salt="y"))
+    donors.drop(RequestId("d"))
+    assert not donors._kept
+
+
+def test_who_left_before_all_was_told_is_asked_no_more() -> None:
+    donors = DonorTokens(DONOR_CARD)
+    donors.asked = NodeId("a")
+    donors.left(NodeId("b"))
+    assert donors.asked == "a"
+    donors.left(NodeId("a"))
+    assert donors.asked is None
+
+
+@in_scene(links=LINKS)
+async def test_each_new_threshold_is_shown_with_its_reason(some: Scene) -> None:
+    for threshold, reason in ((1000, "solved"), (None, "the link is down")):
+        some.head._act(conductor.ThresholdSet(threshold, reason), 0)
+    shown = some.head.offload()
+    assert shown is not None
+    assert (shown.threshold, shown.reason, shown.changes) == (None, "the link is down", 2)

@@ -1,35 +1,65 @@
-"""A node's process, on a network of memory; and its worker, which executes what the node decides: facts that come in an
-iteration are heard at once, and cut the run."""
+"""A node's process and its worker on a network of memory, and the runs of its engine."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from isthmus.core.attempts import BlocksEvicted, BlocksStored, FetchOrder, Route
+from isthmus.core.attempts import FetchOrder, RequestFailed, Route
 from isthmus.core.conductor import Rules
 from isthmus.core.cost import Curve, compile_cost
-from isthmus.core.errors import ProtocolError, StartError
-from isthmus.core.node import Node
-from isthmus.core.node.events import Cut, DropAttempt, Event, StartAttempt, Wake, Woken
-from isthmus.core.scheduler import Admitted, BlockPool, Run, Scheduler, SchedulerLimits
-from isthmus.core.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling, Tenant
+from isthmus.core.errors import ProtocolError, StartError, UnavailableError
+from isthmus.core.node import SEVERED_NS, Node
+from isthmus.core.node.events import (
+    Broken,
+    Cut,
+    DropAttempt,
+    Event,
+    LoadBlocks,
+    Missing,
+    Shorten,
+    StartAttempt,
+    Woken,
+)
+from isthmus.core.scheduler import (
+    Admitted,
+    BlockPool,
+    Piece,
+    Preempted,
+    Run,
+    Scheduler,
+    SchedulerLimits,
+    Stepped,
+)
+from isthmus.core.types import (
+    NS_PER_S,
+    BlockName,
+    FinishReason,
+    Job,
+    NodeId,
+    RequestId,
+    Role,
+    Sampling,
+    Span,
+    Tenant,
+)
 from isthmus.live.cluster.head import Head
 from isthmus.live.cluster.node import NodeProcess, ThreadWorker
 from isthmus.live.cluster.process import NodeOptions, Runtime
 from isthmus.live.cluster.runs import Runs
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.live.engine.interface import Row, Sampled
-from isthmus.live.peers.messages import GroupGathered, Output, Scores
-from tests.live.cluster.test_trust import CARD, RECIPE, facts
+from isthmus.live.kv.cache import PrefixMissing
+from isthmus.live.messenger import Session
+from isthmus.live.peers.messages import GroupGathered, Output, PeerMessage, Scores
+from tests.live.cluster.test_trust import CARD, RECIPE, facts, joined
 from tests.memory_network import MemoryNetwork
 from tests.tape import MemoryTape
 
@@ -155,19 +185,6 @@ def test_a_request_forgotten_in_an_iteration_keeps_its_blocks_until_that_is_over
     assert len(owner.outputs[RequestId("b")]) == 17 > len(owner.outputs[RequestId("a")])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_fails_is_told() -> None:
-    owner = Owner()
-
-    def fail() -> None:
-        raise ValueError("broken")
-
-    owner.engine.meanwhile[1] = fail
-    owner.begin("a", 3, 40)
-    owner.run(1)
-    assert str(owner.error) == "broken"
-
-
 def test_a_worker_that_is_stopped_ends_its_run_with_the_present_iteration() -> None:
     owner, begun = Owner(), threading.Event()
 
@@ -190,46 +207,10 @@ def test_a_worker_that_is_stopped_ends_its_run_with_the_present_iteration() -> N
 # The process.
 
 
-@asynccontextmanager
-async def process_of(
-    tape: Any = None, clock_ns: Callable[[], int] = time.monotonic_ns
-) -> AsyncIterator[tuple[NodeProcess, MemoryTape, asyncio.Task[str]]]:
-    """A mixed node in its cluster, what the conductor hears, and how the process ends. Sixteen tokens are a block."""
-    network, heard = MemoryNetwork(), MemoryTape()
-    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network, recorder=heard)
-    join = await head.open("head", 1)
-    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-    options = NodeOptions(facts("m", Role.MIXED), join, transfer_s=30)
-    process = NodeProcess(engine, options, Runtime(network, clock_ns), tape=tape)
-    running = asyncio.create_task(process.run())
-    async with asyncio.timeout(WAIT_S):
-        await head.wait_for([NodeId("m")])
-        try:
-            yield process, heard, running
-        finally:
-            await head.close()
-            await asyncio.wait([running])
-
-
-async def test_a_process_that_ends_computes_no_more_and_closes_its_recording() -> None:
-    class Tape(MemoryTape):
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    tape = Tape()
-    async with process_of(tape) as (process, _, running):
-        process.tell(Woken())
-        assert isinstance(tape.entries[-1].event, Woken) and process.worker._thread.is_alive()
-    assert running.result() == "stopped by the head"
-    assert not process.worker._thread.is_alive() and tape.closed
-
-
 async def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
     """Its time is that in which it ran, whoever asks."""
     stood_ns, tape = 0, MemoryTape()
-    async with process_of(tape, lambda: time.monotonic_ns() + stood_ns) as (process, _, _running):
+    async with joined(tape, lambda: time.monotonic_ns() + stood_ns) as (process, _, _):
 
         async def woken() -> int:
             known = len(tape.entries)
@@ -246,7 +227,7 @@ async def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
 
 async def test_a_bug_in_a_decision_ends_the_process() -> None:
     """Nobody knows what was done and what was not."""
-    async with process_of() as (process, _, running):
+    async with joined() as (process, running, _):
 
         def broken(fact: Event, now: int) -> list[Any]:
             raise KeyError("block 7")
@@ -259,13 +240,13 @@ async def test_a_bug_in_a_decision_ends_the_process() -> None:
 
 
 async def test_a_node_of_its_own_has_no_stages() -> None:
-    async with process_of() as (process, _, _running):
+    async with joined() as (process, _, _):
         with pytest.raises(ProtocolError, match="stages came to a node that has none"):
             process.heard(GroupGathered(("nobody:1",)))
 
 
 async def test_gauges_tell_what_a_node_holds() -> None:
-    async with process_of() as (process, _, _running):
+    async with joined() as (process, _, _):
         found = process.gauges()
         assert {name: found[name] for name in (*HOLDS, "kv_blocks")} == dict.fromkeys(HOLDS, 0) | {
             "kv_blocks_available": 64, "kv_blocks": 64,
@@ -280,22 +261,9 @@ async def test_gauges_tell_what_a_node_holds() -> None:
         assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
 
 
-async def test_gauges_are_read_while_nobody_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with process_of() as (process, _, _running):
-        owned: list[bool] = []
-
-        def num_transfer(self: Scheduler) -> int:
-            owned.append(process.worker.lock._is_owned())  # type: ignore[attr-defined]
-            return 0
-
-        monkeypatch.setattr(Scheduler, "num_transfer", property(num_transfer))
-        process.gauges()
-        assert owned == [True]
-
-
 async def test_a_bug_in_the_background_ends_the_process() -> None:
     """One that beats no more, say, would only seem to be well."""
-    async with process_of() as (process, _, running):
+    async with joined() as (process, running, _):
 
         async def broken() -> None:
             raise KeyError("a gauge")
@@ -315,19 +283,8 @@ HOLDS = (
 )
 
 
-async def test_the_head_hears_what_a_node_reports_and_blocks_that_went_are_counted() -> None:
-    async with process_of() as (process, heard, _running):
-        stored, gone = (BlocksStored(NodeId("m"), (b"x", b"y", b"z")), BlocksEvicted(NodeId("m"), (b"x", b"y")))
-        for report in (stored, gone):
-            process._carry_out(report)
-        while heard.entries[-1].event != gone:
-            await asyncio.sleep(0.001)
-        assert heard.entries[-2].event == stored
-        assert process.gauges()["kv_blocks_evicted_total"] == 2
-
-
 async def test_the_heads_times_become_this_clocks() -> None:
-    async with process_of() as (process, _, _running):
+    async with joined() as (process, _, _):
         told = list[Any]()
         process.tell = told.append  # type: ignore[method-assign]
         process._clock_ns = lambda: 5000
@@ -341,12 +298,203 @@ async def test_the_heads_times_become_this_clocks() -> None:
             assert moved.deadline_ns == until and moved.fetch.until_ns == 900 + 5000 - now
 
 
-async def test_a_node_is_woken_when_it_asked_to_be_and_not_earlier() -> None:
-    async with process_of() as (process, _, _running):
-        asked = list[Any]()
-        process._clock_ns = lambda: 1_000
-        real, process.loop = process.loop, SimpleNamespace(call_later=lambda *call: asked.append(call))  # type: ignore[assignment]
-        process.wake(Wake(500_001_000))
-        process.wake(Wake(10))
-        process.loop = real
-        assert [(after_s, fact) for after_s, _, fact in asked] == [(0.5, Woken()), (0, Woken())]
+A, B = RequestId("a#1"), RequestId("b#1")
+NAMES: tuple[BlockName, ...] = (b"x", b"y", b"z")
+LAYERS = 2
+
+
+class Loading:
+    """A prefix of which `num_blocks` come. `waited`: for which layers, and how many blocks of each."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.waited: list[tuple[int, int]] = []
+
+    def wait(self, layer: int, num_blocks: int) -> None:
+        self.waited.append((layer, num_blocks))
+        if self.num_blocks < num_blocks:
+            raise PrefixMissing(self.num_blocks)
+
+
+class Mover:
+    """`loads`: under way; `ready`: what could leave, `first`: the tokens that go with it."""
+
+    def __init__(self) -> None:
+        self.loads: dict[RequestId, Loading] = {}
+        self.done: list[RequestId] = []
+        self.ready: list[tuple[RequestId, Span, Span]] = []
+        self.first: list[tuple[RequestId, int]] = []
+
+    def load_of(self, key: RequestId) -> Loading | None:
+        return self.loads.get(key)
+
+    def loaded(self, key: RequestId) -> None:
+        self.done.append(key)
+
+    def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Any) -> None:
+        self.ready.append((key, layers, tokens))
+
+    def first_token(self, key: RequestId, token: int) -> None:
+        self.first.append((key, token))
+
+
+class Kit:
+    """Runs of an engine of two layers. Each look at the clock finds it a second later."""
+
+    def __init__(self) -> None:
+        self.mover, self.outputs, self.scores = Mover(), list[Output](), list[Scores]()
+        clock = count(0, 10**9)
+        self.runs = Runs(
+            Interrupted(), self.mover, self.outputs.extend, self.scores.append, lambda: next(clock)
+        )  # type: ignore[arg-type]
+
+    def begin(self, key: RequestId, num_tokens: int, part: Role = Role.MIXED, **asked: Any) -> None:
+        route = Route(RequestId(key[0]), 1, HERE, HERE if part is Role.MIXED else NodeId("there"))
+        text = {"tokens": tuple(range(num_tokens)), "num_prompt": num_tokens}
+        sampling = Sampling(temperature=0, **asked)
+        self.runs.begin(StartAttempt(key, part, route, num_tokens, 100, sampling=sampling, **text))
+
+    def run(self, *pieces: Piece) -> list[Missing | Stepped]:
+        execution = self.runs.start(Run(pieces, 0, 0, 1, list))
+        self.runs.compute(execution)
+        self.runs.add_tokens(execution)
+        return self.runs.finish(execution)
+
+
+def test_a_prefix_that_could_not_be_loaded_is_no_hit() -> None:
+    """Only once counted, though the attempt is pre-empted and admitted again."""
+    owner, key = Owner(), RequestId("a#1")
+    route = Route(RequestId("a"), 1, HERE, HERE)
+    owner.runs.begin(StartAttempt(key, Role.MIXED, route, 20, 30, tokens=tuple(range(20)), num_prompt=20))
+    counters = owner.runs.counters
+    for _ in range(2):
+        owner.runs.admitted(Admitted(key, 16, (), ()))
+        assert (counters["prefix_cache_hits"], counters["prefix_cache_queries"]) == (16, 20)
+    owner.runs.shortened(Shorten(key, 4))
+    assert (counters["prefix_cache_hits"], counters["prefix_cache_queries"]) == (4, 20)
+    owner.runs.shortened(Shorten(key, 8))
+    assert counters["prefix_cache_hits"] == 4, "it was shorter before"
+
+
+def test_a_prefix_is_waited_for_layer_by_layer_and_once() -> None:
+    kit, load = Kit(), Loading(2)
+    kit.begin(A, 10)
+    kit.runs.loading(LoadBlocks(A, NAMES[:2], (0, 1), 8))
+    kit.mover.loads[A] = load
+    assert kit.run(Piece(A, 8, 1, (0, 1, 2), False)) == [Stepped(1, (), ())]
+    assert load.waited == [(layer, 2) for layer in range(LAYERS)] and kit.mover.done == [A]
+    assert kit.runs.counters["kv_wait_seconds"] == LAYERS
+    kit.run(Piece(A, 9, 1, (0, 1, 2), True))
+    assert len(load.waited) == LAYERS and len(kit.outputs) == 1
+
+
+def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteration_does_not_count() -> None:
+    kit = Kit()
+    for key, blocks, here in ((A, (0, 1, 2), 2), (B, (3, 4, 5), 1)):
+        kit.begin(key, 10)
+        kit.runs.loading(LoadBlocks(key, NAMES[:2], blocks[:2], 8))
+        kit.mover.loads[key] = Loading(here)
+    pieces = [Piece(A, 8, 2, (0, 1, 2), True), Piece(B, 8, 2, (3, 4, 5), True)]
+    assert kit.run(*pieces) == [Missing(B, 1), Stepped(0, (), ())]
+    assert not kit.outputs and not kit.mover.done and kit.runs.counters["iterations"] == 0
+    kit.runs.shortened(Shorten(B, 4))
+    assert kit.run(pieces[0], Piece(B, 4, 6, (3, 4, 5), True)) == [Stepped(1, (), ())]
+    assert [request for request, _, _ in kit.outputs] == ["a", "b"] and kit.mover.done == [A, B]
+
+
+def test_of_a_prompt_whole_blocks_leave_as_they_are_computed_and_the_rest_at_its_end() -> None:
+    kit = Kit()
+    kit.begin(A, 10, Role.PREFILL)
+    kit.begin(B, 3)
+    kit.run(Piece(A, 0, 3, (0, 1, 2), False), Piece(B, 0, 3, (3,), True))
+    assert not kit.mover.ready, "no block is whole"
+    kit.run(Piece(A, 3, 6, (0, 1, 2), False))
+    kit.run(Piece(A, 9, 1, (0, 1, 2), True))
+    layers = [Span(layer, layer + 1) for layer in range(LAYERS)]
+    assert kit.mover.ready == [(A, layer, Span(0, stop)) for stop in (8, 10) for layer in layers]
+    assert kit.mover.first == [(A, kit.outputs[-1][2].token)]
+
+
+def test_a_prompt_is_scored_chunk_by_chunk_and_not_again_when_its_answer_has_begun() -> None:
+    """The last token of a chunk is scored against the first of the next. Who does not ask is not scored."""
+    kit = Kit()
+    kit.begin(A, 9, prompt_logprobs=1)
+    kit.begin(B, 3)
+    blocks = (0, 1, 2)
+    kit.run(Piece(A, 0, 4, blocks, False), Piece(B, 0, 3, (3,), True))
+    kit.run(Piece(A, 4, 4, blocks, False))
+    kit.runs.preempted(Preempted(A))
+    kit.run(Piece(A, 0, 8, blocks, False))
+    kit.run(Piece(A, 8, 1, blocks, True))
+    told = [
+        (each.request, each.attempt, each.first, [score.top[0][0] for score in each.logprobs])
+        for each in kit.scores
+    ]
+    assert told == [
+        ("a", 1, 0, [1, 2, 3, 4]), ("a", 1, 4, [5, 6, 7, 8]), ("a", 1, 0, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ]  # fmt: skip
+    kit.run(Piece(A, 9, 1, blocks, True))
+    kit.runs.preempted(Preempted(A))
+    kit.run(Piece(A, 0, 11, blocks, True))
+    assert len(kit.scores) == 3 and len(kit.outputs) == 4
+
+
+def test_what_no_token_can_be_chosen_for_breaks_and_what_is_computed_beside_it_goes_on() -> None:
+    """The node hears of it before it plans anew."""
+    kit = Kit()
+    kit.begin(A, 10)
+    kit.begin(B, 6, grammar="there is no tokenizer here")
+    execution = kit.runs.start(
+        Run((Piece(B, 0, 6, (4, 5), True), Piece(A, 0, 10, (0, 1, 2), True)), 0, 0, 9, list)
+    )
+    kit.runs.compute(execution)
+    assert execution.over and not execution.ended, "its run is over"
+    kit.runs.add_tokens(execution)
+    broken, stepped = kit.runs.finish(execution)
+    assert isinstance(broken, Broken) and broken.key == B and not broken.distrust
+    assert "grammar" in broken.reason
+    assert stepped == Stepped(1, ())
+    assert [request for request, _, _ in kit.outputs] == [RequestId("a")]
+
+
+class Deaf(MemoryNetwork):
+    """Nodes cannot be reached by each other."""
+
+    async def connect(self, address: str, types: Any, *rest: Any, **named: Any) -> Session:
+        if types is PeerMessage:
+            raise ConnectionRefusedError("nobody listens")
+        return await super().connect(address, types, *rest, **named)
+
+
+async def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
+    """Whoever finds a dead node before the head does would use up all attempts with it."""
+    tape, network = MemoryTape(), Deaf()
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, recorder=tape, network=network)  # type: ignore[arg-type]
+    join = await head.open("head", 0)
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        for node in (facts("p", Role.PREFILL), facts("d", Role.DECODE)):
+            engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
+            process = NodeProcess(engine, NodeOptions(node, join, transfer_s=30), Runtime(network))
+            group.create_task(process.run())
+        await head.wait_for([NodeId("p"), NodeId("d")])
+        with pytest.raises(UnavailableError, match="attempt 3 of 3"):
+            async for _ in head.submit(Job(RequestId("a"), tuple(range(40)), 10, Sampling(temperature=0.0))):
+                pass
+        await head.close()
+    routed = [each.at_ns for each in tape.entries for action in each.actions if isinstance(action, Route)]
+    failed: dict[int, int] = {}  # both nodes may say so of an attempt
+    for each in tape.entries:
+        if isinstance(each.event, RequestFailed):
+            failed.setdefault(each.event.attempt, each.at_ns)
+    assert len(routed) == 3
+    assert all(end - begin >= SEVERED_NS for begin, end in zip(routed, failed.values(), strict=True))
+
+
+def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
+    kit, load = Kit(), Loading(3)
+    kit.begin(A, 12)
+    kit.runs.loading(LoadBlocks(A, NAMES, (0, 1, 2), 12))
+    kit.mover.loads[A] = load
+    kit.runs.shortened(Shorten(A, 5))
+    kit.run(Piece(A, 5, 7, (0, 1, 2), True))
+    assert load.waited == [(layer, 2) for layer in range(LAYERS)]

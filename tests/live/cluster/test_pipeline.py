@@ -1,8 +1,9 @@
-"""A pipeline group inside one event loop: nodes and stages with their threads on a network of memory, no process."""
+"""Pipeline groups: in one event loop on a network of memory, and inside a whole cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import threading
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -31,7 +33,11 @@ from isthmus.live.engine.interface import Hidden, Sampled, split_layers
 from isthmus.live.peers import messages
 from isthmus.live.peers.messages import StageFound, StageSaved
 from isthmus.live.store import Arena, Log, Shape, Store
+from tests.inside import inside
+from tests.live.cluster import kit
+from tests.live.cluster.kit import STEADY, ask, emulated, flip_bits
 from tests.memory_network import MemoryNetwork
+from tests.served import Client
 
 STAGES, DRAM, DISK = 3, 32, 64
 CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
@@ -179,24 +185,6 @@ async def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(
     assert not threads() - before
 
 
-async def test_blocks_outlive_the_group(tmp_path: Path) -> None:
-    """What all stages find on their disks is used again; what one misses, all drop."""
-    prompt, other = prompt_of(1, 200), prompt_of(2, 100)
-    async with scene(tmp_path) as some:
-        await some.answer("a", prompt)
-        await some.answer("b", other)
-        for process in some.processes[:STAGES]:
-            assert process._cache is not None
-            process._cache.kept().result(20)
-            assert process._cache.store.flush(20)
-    async with scene(tmp_path) as some:
-        assert await some.answer("c", prompt) == 192
-    shutil.rmtree(tmp_path / "1")  # a disk that was replaced
-    async with scene(tmp_path) as some:
-        assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
-        assert await some.answer("f", prompt) == 192, "it was not stored again"
-
-
 @pytest.mark.parametrize("count", range(6))
 async def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
     count: int, monkeypatch: pytest.MonkeyPatch
@@ -240,15 +228,6 @@ async def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int
             later.fact(fact)
         await some.until(lambda: facts[-1] in told)
         assert [fact for fact in told if not isinstance(fact, Woken)] == facts
-
-
-async def test_each_stage_sends_its_layers_when_the_leader_says_so() -> None:
-    async with scene() as some:
-        await some.answer("a", prompt_of(1, 100))
-        await some.until(lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]))
-        sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
-        assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
-        assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
 
 
 # What goes wrong.
@@ -349,7 +328,63 @@ def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None
     assert set(useless) == set(NAMES[1:]) and leader.said == [DropBlocks(useless)]
 
 
-def test_what_a_later_stage_lost_the_node_hears() -> None:
-    leader, lost = Leader(), BlocksLost((NAMES[0],))
-    leader.hears(lost)
-    assert leader.told == [lost]
+def deployment(*, curve: dict[str, Any] = kit.CURVE, **sections: Any) -> dict[str, Any]:
+    """One group of emulated stages."""
+    return emulated(curve, roles={"prefill": {"count": 2, "pipeline": 2}, "decode": 1}, **sections)
+
+
+def alike(served: Client) -> bool:
+    """All stages of the group keep as many blocks in each tier."""
+    tiers = [served.gauge(f"cache_{tier}_blocks") for tier in ("memory", "disk")]
+    return all(tier["prefill-0"] == tier["prefill-0.1"] for tier in tiers)
+
+
+# What goes wrong.
+
+
+def test_cancelled_prompts_leave_nothing_behind() -> None:
+    with inside(deployment(cache={"dram": "64MiB"}, curve=STEADY)) as served:
+        for seed in range(6):
+            body = {"model": served.model, "prompt": kit.prompt_of(seed, 3000), "max_tokens": 20}
+            with served.held(), pytest.raises(httpx.ReadTimeout):
+                served.http.post("/v1/completions", json=body, timeout=0.05 + 0.06 * seed)
+        ask(served, kit.prompt_of(0, 3000))
+
+
+STORED = kit.prompt_of(4, 1600)
+
+
+def on_disk(home: Path) -> dict[str, str]:
+    return {"dram": "64MiB", "ssd": "64MiB", "folder": str(home / "blocks")}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a group left on its disks: the blocks of one prompt."""
+    home = tmp_path_factory.mktemp("kept")
+    with inside(deployment(cache=on_disk(home))) as served:
+        assert ask(served, STORED) == 0
+        served.wait_until(
+            lambda: min(served.gauge("cache_disk_blocks")[f"prefill-0{part}"] for part in ("", ".1")) >= 100,
+            "written behind",
+        )
+    return home / "blocks"
+
+
+def lose_half(folder: Path) -> None:
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]:
+        os.truncate(path, len(path.read_bytes().rstrip(b"\0")) // 2)
+
+
+@pytest.mark.parametrize(("stage", "harm"), [("prefill-0", lose_half), ("prefill-0.1", flip_bits)])
+def test_damage_in_one_stage_costs_time_and_no_token(
+    stage: str, harm: Callable[[Path], None], kept: Path, tmp_path: Path
+) -> None:
+    """A block that is missing in a later stage poisons what was begun with it; another attempt computes it."""
+    shutil.copytree(kept, tmp_path / "blocks")
+    harm(tmp_path / "blocks" / stage)
+    with inside(deployment(cache=on_disk(tmp_path))) as served:
+        assert ask(served, STORED) < 1599
+        ask(served, STORED)
+        assert ask(served, STORED) == 1599, "it was not stored again"
+        served.wait_until(lambda: alike(served), "all stages keep the same blocks")

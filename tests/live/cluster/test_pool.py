@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
 import socket
@@ -57,17 +56,6 @@ def test_blocks_outlive_the_cluster_and_damaged_ones_cost_time_and_no_token(tmp_
         assert ask(served, prompt) < 1599
         served.check_idle()  # what was computed is kept
         assert ask(served, prompt) == 1599
-
-
-def test_eviction_under_pressure(tmp_path: Path) -> None:
-    """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
-    for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
-        config = pooled(roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
-        draw = random.Random(7)
-        prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
-        with inside(config) as served, ThreadPoolExecutor(6) as pool:
-            list(pool.map(lambda prompt: ask(served, prompt, 10), [draw.choice(prompts) for _ in range(60)]))
-            served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "an eviction")
 
 
 @pytest.mark.parametrize("form", ["lossless", "int8"])

@@ -14,7 +14,6 @@ import pytest
 
 from isthmus.core.attempts import FetchOrder
 from isthmus.core.conductor import (
-    Abort,
     BlocksStored,
     Conductor,
     Event,
@@ -112,16 +111,6 @@ def rewrite(path: Path, line: int, text: bytes) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def test_what_was_recorded_is_read_back(recording: Path) -> None:
-    header, numbered = read(recording)[0], list(entries(recording).items())
-    assert header == RecordingHeader(RECORDING_FORMAT, RULES)
-    assert [number for number, _ in numbered] == list(range(2, len(EVENTS) + 2))
-    assert [entry.event for _, entry in numbered] == EVENTS
-    assert [entry.at_ns for _, entry in numbered] == list(range(len(EVENTS)))
-    kinds = {type(action).__name__ for _, entry in numbered for action in entry.actions}
-    assert kinds == {"Route", "Refuse", "Abort", "Fail"}
-
-
 def test_a_recording_replays_identically_and_the_same_run_gives_the_same_file(
     recording: Path, tmp_path: Path
 ) -> None:
@@ -135,20 +124,6 @@ def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
         recorder.record(0, event, [])
         assert (tmp_path / "flight").read_bytes().count(b"\n") == count
     recorder.close()
-
-
-@pytest.mark.parametrize("line", [4, 5, 10])
-def test_a_changed_decision_is_found_with_its_line(recording: Path, line: int) -> None:
-    entry = entries(recording)[line]
-    changed = Entry(entry.at_ns, entry.event, (Abort(C, 9, (P1,)),))
-    rewrite(recording, line, msgspec.json.encode(changed))
-    count, difference = replay(recording)
-    assert difference is not None
-    assert (count, difference.line) == (line - 1, line)
-    found = (difference.event, difference.recorded, difference.replayed)
-    assert found == tuple(
-        [msgspec.json.encode(each).decode() for each in (entry.event, changed.actions, entry.actions)]
-    )
 
 
 @pytest.mark.parametrize(
@@ -170,18 +145,10 @@ def test_a_difference_is_found_where_it_first_matters(
 
 
 GARBAGE = [
-    b"", b"garbage", b"{}", b"[1, 2]", b"17", b'{"at_ns": 1, "eve',
-    b'{"at_ns": 1, "event": {"type": "Nothing"}, "actions": []}',
+    b"", b"garbage", b'{"at_ns": 1, "eve', b'{"at_ns": 1, "event": {"type": "Nothing"}, "actions": []}',
     b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}',
-    b'{"at_ns": "soon", "event": {"type": "NodeLeft", "node": "x"}, "actions": []}', b"\x00\x01",
 ]  # fmt: skip
-HEADERS = [
-    b"garbage",
-    b"{}",
-    b'{"format": "x", "rules": {}}',
-    b"",
-    b'{"format": 2, "rules": {"policy": "\xff"}}',
-]
+HEADERS = [b"garbage", b"{}", b'{"format": 2, "rules": {"policy": "\xff"}}']
 
 
 @pytest.mark.parametrize(("line", "text"), [*[(6, text) for text in GARBAGE], *[(1, text) for text in HEADERS]])
@@ -325,14 +292,6 @@ def test_a_changed_answer_of_a_node_is_found_with_its_line(tmp_path: Path) -> No
         count, difference = replay(copy)
         assert difference is not None and (count, difference.line) == (number - 1, number)
         assert difference.replayed == msgspec.json.encode(plain["actions"]).decode()
-
-
-def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path: Path) -> None:
-    path, _ = record_node(tmp_path / "flight.jsonl")
-    rewrite(path, 4, msgspec.json.encode(Entry(1, NodeLeft(D1), ())))
-    with pytest.raises(ConfigError, match=r"line 4 cannot be read") as caught:
-        replay(path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

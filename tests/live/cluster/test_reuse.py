@@ -215,59 +215,6 @@ def test_the_users_of_one_key_are_apart(model: Path) -> None:
     assert other["moved_tokens"] == 0 < own["moved_tokens"]
 
 
-def test_a_cache_that_forgets(model: Path) -> None:
-    """Room for a few documents only: donors are evicted at any moment. All end, and exact answers stay exact."""
-    documents = [text(200 + number, 160) for number in range(8)]
-    config = deployment(model, {"prefill": 2, "decode": 1}, cache={"dram": 60 * BLOCK_BYTES})
-    config["reuse"]["max_prompts"] = 6
-    with inside(config) as served:
-
-        def one(number: int) -> bool:
-            rng = random.Random(number)
-            prompt = text(1000 + number, rng.randrange(4, 30)) + joined(rng.sample(documents, 2))
-            prompt += text(2000 + number, rng.randrange(4, 40))
-            reuse = rng.choice(["exact", "chunks", "semantic"])
-            answer, details = ask(served, prompt, reuse)
-            if reuse == "exact" or not details["moved_tokens"] + details["similar_tokens"]:
-                check_greedy(model, prompt, answer)
-                return False
-            return True
-
-        with ThreadPoolExecutor(6) as pool:
-            assembled = list(pool.map(one, range(40)))
-        assert any(assembled)
-        served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "an eviction")
-        served.check_idle()
-        assert len(served.head._donors._kept) <= 6
-
-
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_a_node_dies_while_prompts_are_put_together(model: Path, victim: str) -> None:
-    """Every request ends once, those that nothing of a donor reached with the exact tokens."""
-    documents = [text(400 + number, 200) for number in range(4)]
-    with inside(deployment(model, {"prefill": 2, "decode": 2})) as served:
-        for document in documents:
-            ask(served, document, "semantic")
-        killed = threading.Event()
-
-        def one(number: int) -> None:
-            rng = random.Random(number)
-            if number == 8:
-                served.kill(victim)
-                killed.set()
-            prompt = text(3000 + number, 12) + joined(rng.sample(documents, 3)) + text(4000 + number, 20)
-            reuse = rng.choice(["chunks", "semantic"])
-            answer, details = ask(served, prompt, reuse)
-            assert len(answer) == NUM_TOKENS
-            if not details["moved_tokens"] + details["similar_tokens"]:
-                check_greedy(model, prompt, answer)
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(one, range(20)))
-        assert killed.is_set()
-        served.check_idle()
-
-
 def test_donors_on_disk_and_damaged_ones(model: Path, tmp_path: Path) -> None:
     """Read back after a restart, nobody is remembered: what is assembled then is of prompts read since. A damaged file
     costs time and no wrong token."""

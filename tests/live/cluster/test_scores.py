@@ -14,21 +14,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isthmus.core.conductor import RequestArrived, Route
-from isthmus.core.cost import compile_cost, to_mapping
-from isthmus.core.types import Generated, Job, RequestId, Role, Sampling, TokenLogprobs
-from isthmus.lab.sim.faults import Faults, NodeFault
+from isthmus.core.conductor import Route
+from isthmus.core.cost import compile_cost
+from isthmus.core.types import Generated, Job, RequestId, Sampling, TokenLogprobs
 from isthmus.live.cluster.streams import AnswerStream
 from isthmus.live.engine.emulated import EmulatedEngine, Recipe
 from isthmus.live.engine.interface import Chunk
 from tests.inside import Inside, inside
-from tests.live.cluster.test_exact_pool import prompt_of
-from tests.live.cluster.test_virtual import CACHES, CURVE, MOVES, cluster_of, config_of, workload, wrong_answers
+from tests.live.cluster.test_exact import prompt_of
+from tests.live.cluster.test_virtual import CACHES, CURVE, MOVES, cluster_of, workload, wrong_answers
 from tests.live.engine.hybrids import save_tiny
 from tests.live.engine.test_scores import check
 from tests.models import check_greedy, make_model, reference_logits
-from tests.parity.worlds import NO_FAULTS, deployed, same_worlds
-from tests.virtual import Flight, VirtualCluster, VirtualRequest
+from tests.virtual import Flight, VirtualRequest
 
 MS = 1_000_000
 
@@ -105,44 +103,22 @@ def test_a_warm_cache_is_not_asked(cache: str) -> None:
         assert sum(plain) > 1000, "the cache was cold"
 
 
-def test_of_a_model_with_recurrent_states_too() -> None:
-    curve = replace(CURVE, state_bytes=20_000)
-    settings = {"network__node_gbps": 1e9, "engine__cost": to_mapping(curve), "engine__token_budget": 64}
-    config = config_of(**settings | CACHES["in DRAM"])
-    cluster = VirtualCluster(config, deployed(config, dict.fromkeys(Role, curve), NO_FAULTS))
-    requests = repeated(workload(6))
-    flight = cluster.run(requests)
-    assert wrong_answers(cluster, requests, flight) == 0
-    check_scores(cluster.recipe, requests, flight)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
+    """How often a prompt is scored again from its start, by request."""
+    again, original = Counter[RequestId](), AnswerStream.score
 
+    def score(stream: AnswerStream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        again[stream.job.request] += first < len(stream._scores)
+        assert not stream.generated, "scored again though the first token was there"
+        original(stream, first, logprobs)
 
-class Watched:
-    """How often a prompt was scored again from its start, by request; and of which attempts anything came."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.again: Counter[RequestId] = Counter()
-        self.attempts: dict[RequestId, set[int]] = {}
-        self._ended: Counter[RequestId] = Counter()
-        original, end_attempt = AnswerStream.score, AnswerStream.end_attempt
-
-        def ended(stream: AnswerStream) -> None:
-            self._ended[stream.job.request] += 1
-            end_attempt(stream)
-
-        def score(stream: AnswerStream, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
-            name = stream.job.request
-            self.again[name] += first < len(stream._scores)
-            self.attempts.setdefault(name, set()).add(self._ended[name] + 1)
-            assert not stream.generated, "scored again though the first token was there"
-            original(stream, first, logprobs)
-
-        monkeypatch.setattr(AnswerStream, "score", score)
-        monkeypatch.setattr(AnswerStream, "end_attempt", ended)
+    monkeypatch.setattr(AnswerStream, "score", score)
+    return again
 
 
 def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven answers grow on a mixed node, until they take the blocks of a prompt that is half computed."""
-    watched = Watched(monkeypatch)
+    again = counted(monkeypatch)
     shape = {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 1}
     cluster = cluster_of(engine__kv_memory="1MiB", engine__token_budget=12, **shape)
     short = [VirtualRequest(0, tuple(prompt_of(seed, 20)), 200) for seed in range(7)]
@@ -150,35 +126,7 @@ def test_pre_emption_amid_a_prompt_scores_it_anew(monkeypatch: pytest.MonkeyPatc
     flight = cluster.run(requests)
     assert wrong_answers(cluster, requests, flight) == 0
     check_scores(cluster.recipe, requests, flight)
-    assert watched.again[RequestId("7")] > 0, "it was not pre-empted"
-
-
-def test_an_attempt_that_dies_amid_a_prompt_is_scored_anew_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that dies with its answer begun goes on from that, without scores."""
-    watched = Watched(monkeypatch)
-    faults = Faults(nodes=(NodeFault("prefill-0", 0.012, 0.02), NodeFault("decode-0", 0.1, 0.11)))
-    cluster = cluster_of(faults, engine__token_budget=64)
-    requests = asking([replace(each, output_tokens=60, max_tokens=0) for each in workload(8, every_ns=MS)])
-    flight = cluster.run(requests)
-    assert wrong_answers(cluster, requests, flight) == 0
-    check_scores(cluster.recipe, requests, flight)
-    assert any(attempts >= {1, 2} for attempts in watched.attempts.values()), "none died amid its prompt"
-    last = dict.fromkeys(watched.attempts, 0)
-    for entry in flight.log:
-        for action in entry.actions:
-            if isinstance(action, Route) and action.request in last:
-                last[action.request] = action.attempt
-    assert any(last[name] > max(attempts) for name, attempts in watched.attempts.items()), "none died later"
-
-
-def test_both_worlds_decide_alike_about_prompts_without_names() -> None:
-    overrides = {"network__node_gbps": 1e9, "engine__cost": to_mapping(CURVE), "cache__dram": "4MiB"}
-    config = config_of(roles__prefill=2, roles__decode=2, **overrides)
-    deployment = deployed(config, dict.fromkeys(Role, CURVE))
-    requests = repeated([replace(each, max_tokens=0) for each in workload(12)])
-    flight = same_worlds(config, deployment, requests)
-    arrived = [entry.event for entry in flight.log if isinstance(entry.event, RequestArrived)]
-    assert [bool(event.names) for event in arrived[12:24]] == [False] * 12
+    assert again[RequestId("7")] > 0, "it was not pre-empted"
 
 
 # On real sockets, with models of float arithmetic.

@@ -98,16 +98,6 @@ def emulated(**roles: Any) -> dict[str, Any]:
     return {"roles": roles, "engine": {"kind": "emulated", "cost": curve, "token_budget": 64}}
 
 
-def test_a_pipeline_gives_the_same_first_token_as_a_node() -> None:
-    found = []
-    for prefill in (1, {"count": 2, "pipeline": 2}):
-        with inside(emulated(prefill=prefill, decode=1)) as cluster:
-            found.append(ask_all(cluster, range(6), lambda seed: object_schema(random.Random(seed))))
-    assert found[0] == found[1]
-    for seed, tokens in enumerate(found[0]):
-        check(tokens, object_schema(random.Random(seed)))
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("structured") / "llama"

@@ -54,13 +54,6 @@ def link_pid() -> int:
     return node_pid(children_of(os.getpid()), "west-east")
 
 
-def links() -> list[int]:
-    """Processes of links that this one started."""
-    return [
-        pid for pid in children_of(os.getpid()) if b"west-east" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-
-
 def test_long_prompts_cross_the_link_and_short_ones_do_not(tmp_path: Path) -> None:
     recording = tmp_path / "flight.jsonl"
     with inside(deployment(record=str(recording))) as served:
@@ -88,27 +81,6 @@ def test_long_prompts_cross_the_link_and_short_ones_do_not(tmp_path: Path) -> No
         assert re.search(r'isthmus_link_bytes_total{source="west",target="east"} \S+', text)
     assert replay(recording)[1] is None, "other decisions"
     assert '"type":"LinksMeasured"' in recording.read_text()
-
-
-def test_a_link_whose_process_is_killed_is_there_again(tmp_path: Path) -> None:
-    """At the same ports, with the same targets, twice; requests under way begin again at home."""
-    prompts = [prompt_of(seed, LONG) for seed in range(4)]
-    size = LONG * RECIPE.layout.token_bytes * 2
-    with inside(deployment(gbps=0.001)) as served, ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(ask, served, prompt) for prompt in prompts]
-        served.wait_until(partial(has_received, served, size // 8), "KV on its way")
-        for times in (1, 2):
-            dead, before = link_pid(), offload(served)["requests"]
-            os.kill(dead, signal.SIGKILL)
-            ask(served, prompt_of(50 + times, SHORT))
-            served.wait_until(lambda dead=dead: links() not in ([], [dead]), "another process")
-            served.wait_until(lambda: link(served)["up"], "the link is back")
-            served.wait_until(lambda: offload(served)["threshold"] == 1000, "offloading is on again")
-            for answer in answers:
-                answer.result()
-            ask(served, prompt_of(200 + times, 1500))
-            assert offload(served)["requests"] > before, "it is used again"
-    assert links() == []
 
 
 @pytest.mark.parametrize(
@@ -180,12 +152,3 @@ def test_a_node_joins_a_cluster_by_hand(tmp_path: Path, port: int) -> None:
         served.wait_until(lambda: "far" not in served.gauge("kv_blocks"), "the node that left")
         ask(served, prompt_of(3, LONG))
         assert offload(served)["requests"] == 1
-
-
-def test_a_pipeline_group_sends_over_the_link_from_each_of_its_stages() -> None:
-    group = {"roles": {"prefill": {"count": 2, "pipeline": 2}}}
-    with inside(deployment(clusters={"east": EAST, "west": group})) as served:
-        ask(served, prompt_of(1, LONG))
-        assert offload(served)["requests"] == 1
-        size = LONG * RECIPE.layout.token_bytes * 2
-        served.wait_until(lambda: link(served)["sent_bytes"] >= size, "the KV of both stages over the link")

@@ -21,7 +21,7 @@ import secrets
 import signal
 import time
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,29 +55,47 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 
 
 class Publisher:
-    """KV events of a server: published, and said again from the last few."""
+    """vLLM's `ZmqEventPublisher`, as far as others see it: it publishes, and says again what it has `kept`. Tests may
+    let it lose batches, and hold its answers (`answers`, `may_answer`). `asked`: from which number on it was asked."""
 
     def __init__(self, endpoint: str, replay: str) -> None:
+        self.endpoint, self.replay = endpoint, replay
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._out, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._out, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
         self._out.bind(endpoint)
         self._router.bind(replay)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=10_000)
-        self._next = 0
+        self.kept: dict[int, bytes] = {}
+        self.asked: list[int] = []
+        self.answers = True
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
-    def say(self, events: list[dict[str, Any]]) -> None:
-        payload = msgspec.msgpack.encode([time.time(), events, 0])
-        self._kept.append((self._next, payload))
-        self._out.send_multipart([b"", self._next.to_bytes(8, "big"), payload])
-        self._next += 1
+    async def subscribed(self) -> None:
+        """Somebody hears what is said from now on."""
+        assert await self._out.recv() == b"\x01"
+
+    def say(self, number: int, payload: bytes, *, lost: bool = False, keep: bool = True) -> None:
+        if keep:
+            self.kept[number] = payload
+        if not lost:
+            self._out.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     async def serve(self) -> None:
         while True:
+            await self.may_answer.wait()
             who, _, first = await self._router.recv_multipart()
-            for number, payload in list(self._kept):
-                if number >= int.from_bytes(first, "big"):
-                    await self._router.send_multipart([who, b"", number.to_bytes(8, "big"), payload])
+            self.asked.append(int.from_bytes(first, "big"))
+            if not self.answers:
+                continue
+            for number in sorted(self.kept):
+                if number >= self.asked[-1]:
+                    await self._router.send_multipart([who, b"", number.to_bytes(8, "big"), self.kept[number]])
             await self._router.send_multipart([who, b"", REPLAY_END.to_bytes(8, "big"), b""])
+
+    def close(self) -> None:
+        self._out.close(linger=0)
+        self._router.close(linger=0)
+        self._context.destroy(linger=0)
 
 
 @dataclass
@@ -217,7 +235,7 @@ class Engine:
             self.worker.load(plan)
             self.worker.save(plan)
         if self._said:
-            self.publisher.say(self._said)
+            self.publisher.say(len(self.publisher.kept), msgspec.msgpack.encode([time.time(), self._said, 0]))
             self._said = []
         for request in stepped:
             self._sample(request)

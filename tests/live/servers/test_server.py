@@ -20,7 +20,7 @@ from isthmus.core.errors import StartError
 from isthmus.core.types import NodeId, Role
 from isthmus.live.cluster.launcher import LaunchSpec
 from isthmus.live.servers import server
-from isthmus.live.servers.server import SWEEP_S, Ports, Server, ServerSockets, cause_of, own_folder, settle
+from isthmus.live.servers.server import SWEEP_S, Ports, Server, ServerSockets, own_folder, settle
 
 WAITS = "from isthmus.live.servers.server import own_folder\nwith own_folder() as at: print(at, flush=True); input()"
 
@@ -158,21 +158,3 @@ async def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(StartError, match=r"vLLM at http://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
         await start(server_config(python), tmp_path, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("said", "cause"),
-    [
-        (["a", "ValueError: b", "c"], "ValueError: b"),
-        (["KeyError: 1", "torch.cuda.OutOfMemoryError: full"], "OutOfMemoryError: full"),
-        (
-            ["Exception: WorkerProc initialization failed due to"],
-            "Exception: WorkerProc initialization failed due to",
-        ),
-        (["an error", "bye"], "an error"),
-        (["bye"], "bye"),
-        ([], "it said nothing"),
-    ],
-)
-def test_what_a_server_said_of_its_end(said: list[str], cause: str) -> None:
-    assert cause_of(said) == cause

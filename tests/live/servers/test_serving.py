@@ -41,8 +41,7 @@ GAINED = ("vllm_blocks_saved_total", "cache_memory_blocks", "seal_mismatches_tot
 SHAPES: dict[str, dict[str, int]] = {
     "mixed": {"mixed": 1, "prefill": 0, "decode": 0},
     "1P1D": {"prefill": 1, "decode": 1},
-    "2P1D": {"prefill": 2, "decode": 1},
-    "1P2D": {"prefill": 1, "decode": 2},
+    "2P2D": {"prefill": 2, "decode": 2},
 }
 
 
@@ -199,12 +198,6 @@ def check_answers(found: Cluster) -> None:
 # One node, with little memory.
 
 
-@each_kind
-def test_answers_of_a_node_are_those_of_one_server(kind: str, clusters: Clusters) -> None:
-    with clusters.of(kind, "mixed") as found:
-        check_answers(found)
-
-
 def test_what_gave_way_in_the_server_is_computed_again(clusters: Clusters) -> None:
     """It says so in its events: nobody counts on it."""
     with clusters.of("nixl", "mixed") as found:
@@ -259,12 +252,6 @@ def damage(served: Served, node: str, content: bytes) -> None:
 
 
 # One that prefills and one that decodes.
-
-
-@each_kind
-def test_answers_of_two_nodes_are_those_of_one_server(kind: str, clusters: Clusters) -> None:
-    with clusters.of(kind, "1P1D") as found:
-        check_answers(found)
 
 
 def test_where_it_decodes_the_blocks_of_where_it_prefilled_are_used(clusters: Clusters) -> None:
@@ -368,14 +355,14 @@ def test_sigterm_lets_running_answers_finish(kind: str, clusters: Clusters) -> N
 
 
 @each_kind
-def test_answers_of_three_nodes_are_those_of_one_server(kind: str, clusters: Clusters) -> None:
-    with clusters.of(kind, "2P1D") as found:
+def test_answers_of_four_nodes_are_those_of_one_server(kind: str, clusters: Clusters) -> None:
+    with clusters.of(kind, "2P2D") as found:
         check_answers(found)
 
 
 @each_kind
 def test_a_killed_server_costs_no_token_and_is_started_again(kind: str, clusters: Clusters) -> None:
-    with clusters.of(kind, "1P2D") as found, ThreadPoolExecutor(6) as pool:
+    with clusters.of(kind, "2P2D") as found, ThreadPoolExecutor(6) as pool:
         served, prompts = found.served, found.prompts(6)
         for node in ("decode-0", "decode-1"):
             found.fault(node, token_s=0.01)

@@ -1,7 +1,7 @@
-"""vLLM's side of the package: hooks of the scheduler and of the worker process, turned into calls of the pure parts.
+"""vLLM's connector hooks, in the scheduler and in the worker process, turned into calls of `Planner` and `Worker`.
 
-No hook waits for anything. What is in flight is told between the two processes by vLLM itself: plans by
-`build_connector_meta`, reports by `build_connector_worker_meta`.
+No hook blocks. vLLM itself carries plans to the worker (`build_connector_meta`) and reports back
+(`build_connector_worker_meta`).
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ if TYPE_CHECKING:
 log = init_logger("vllm.isthmus")
 
 LAYOUT = "LBNHC"
-"""What is asked for. A back end that knows other ones only gets those: any will do whose pages are in one piece."""
+"""The KV cache layout asked for; any other whose pages are contiguous works too."""
 STAGING_BYTES = 512 << 20
 TIMEOUT_S = 30.0
 _NAMES = ("_name_or_path", "transformers_version")
-"""In a model's description, what says where it came from and not what is computed."""
+"""Fields of a model's config that do not change what is computed."""
 _SETTINGS = ("socket", "staging_bytes", "timeout_s")
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """A plan on its way to the worker."""
+    """Carries a plan to the worker."""
 
     plan: Plan
 
 
 @dataclass
 class News(KVConnectorWorkerMetadata):
-    """A report on its way to the scheduler."""
+    """Carries a report to the scheduler."""
 
     report: Report = field(default_factory=Report)
 
@@ -73,7 +73,7 @@ class News(KVConnectorWorkerMetadata):
 
 
 def refusal(config: VllmConfig, kv: KVCacheConfig) -> str | None:
-    """Why this server cannot be served rightly; None if it can."""
+    """Returns why the connector cannot work in this server, None if it can."""
     transfer, parallel, draft = config.kv_transfer_config, config.parallel_config, config.speculative_config
     assert transfer is not None
     extra = transfer.kv_connector_extra_config
@@ -101,7 +101,7 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str | None:
 
 
 def described(model: ModelConfig) -> str:
-    """Of how a server computes with its weights: what it was given may differ from what lies in their folder."""
+    """Returns a digest of how a server computes with its weights: its arguments may override the folder's config."""
     own = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NAMES}
     found = {"config": own, "quantization": model.quantization, "dtype": str(model.dtype)}
     text = json.dumps(found, sort_keys=True, default=str)
@@ -159,7 +159,7 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _is_foreign(request: Request) -> bool:
-        """Whether its KV depends on more than its tokens, or its tokens may change."""
+        """Whether the request's KV depends on more than its tokens, or its tokens may change."""
         has_more = request.lora_request or request.mm_features or request.prompt_embeds is not None
         return bool(has_more or request.prompt_token_ids is None or request.resumable)
 
@@ -232,7 +232,7 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _form(self, names: Sequence[str], dtype: torch.dtype) -> str:
-        """All that decides what the bytes of a page mean, besides the weights."""
+        """Returns a name for all that decides what a page's bytes mean, besides the weights."""
         layers = [self._vllm_config.compilation_config.static_forward_context[name] for name in names]
         # On CPU the keys are packed for an instruction set.
         kinds = {

@@ -1,6 +1,6 @@
 """The connection to the adapter: one thread that connects, reads, and connects again after a loss.
 
-A connection has a number, its session. What was said in one has no meaning in another.
+Each connection has a number, its session: slots and loads of one session mean nothing in the next.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from isthmus.live.servers.wire import Arena, Frames, FromWorker, Open, Refused, ToWorker, frame
 from isthmus.live.store.arena import PeerArena
-from isthmus_vllm.memory import Area
+from isthmus_vllm.pages import Area
+
+if TYPE_CHECKING:
+    from isthmus_vllm.worker import Worker
 
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 5.0
@@ -24,21 +27,11 @@ _READ_BYTES = 1 << 18
 log = logging.getLogger("vllm.isthmus")  # vLLM shows what is under its own name
 
 
-class Listener(Protocol):
-    """Called by the link's thread, in this order: opened, received…, lost. Must not block for long."""
-
-    def opened(self, session: int, arena: Area) -> None: ...
-
-    def received(self, session: int, message: ToWorker) -> None:
-        """Raises ValueError for a message that makes no sense; the connection is closed then."""
-
-    def lost(self, session: int) -> None: ...
-
-
 class Link(threading.Thread):
-    """`hello` is the first message of each connection."""
+    """Sends `hello` first on each connection, and calls `listener` from its thread: opened, received…, lost. When
+    `received` raises ValueError, the connection is closed."""
 
-    def __init__(self, path: str, hello: Open, listener: Listener) -> None:
+    def __init__(self, path: str, hello: Open, listener: Worker) -> None:
         super().__init__(name="isthmus-link", daemon=True)
         self._path = path
         self._hello = hello
@@ -50,7 +43,7 @@ class Link(threading.Thread):
         self._refusal = ""
 
     def send(self, session: int, message: FromWorker) -> bool:
-        """False if that session is over; the message may or may not have arrived then."""
+        """Returns False if the session is over; the message may or may not have arrived then."""
         with self._lock:
             if self._socket is None or session != self._session:
                 return False
@@ -79,7 +72,7 @@ class Link(threading.Thread):
             pause = min(2 * pause, LAST_PAUSE_S)
 
     def _connect_and_read(self) -> bool:
-        """One connection, to its end. Whether the adapter took it."""
+        """Serves one connection to its end; returns whether the adapter accepted it."""
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         is_open = False
         try:
@@ -111,9 +104,8 @@ class Link(threading.Thread):
 
     def _open(self, stream: socket.socket, answer: ToWorker) -> bool:
         if isinstance(answer, Refused):
-            if (
-                answer.reason != self._refusal
-            ):  # asked again and again, for it may come back with other settings
+            # Logged once, though the link keeps dialling: the adapter's settings may change.
+            if answer.reason != self._refusal:
                 log.error(
                     "isthmus: the adapter refuses this server, nothing is loaded or saved: %s", answer.reason
                 )

@@ -1,7 +1,7 @@
 """Loads: one thread that copies pages from the adapter's arena to blocks of vLLM.
 
-It alone writes to those blocks. The outcome of a load is told only after its last write, and after that no byte is
-written: the blocks may be somebody else's then.
+Only this thread writes to those blocks. A load's outcome is reported after its last write: afterwards vLLM may give the
+blocks to another request.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isthmus.live.servers.wire import Done, FromWorker, Load, Ready, Short
-from isthmus_vllm.memory import Area
-from isthmus_vllm.pages import Pages
+from isthmus_vllm.pages import Area, Pages
 from isthmus_vllm.plans import LoadOrder
 
 log = logging.getLogger("vllm.isthmus")
@@ -45,7 +44,7 @@ class _Running:
 
 
 class Loader(threading.Thread):
-    """`timeout_s`: a load for which no block comes for so long has failed."""
+    """The thread that loads. A load that gets no block for `timeout_s` fails."""
 
     def __init__(self, pages: Pages, send: Callable[[int, FromWorker], bool], timeout_s: float) -> None:
         super().__init__(name="isthmus-loads", daemon=True)
@@ -62,13 +61,13 @@ class Loader(threading.Thread):
         self._outcomes: dict[str, bool] = {}
 
     def put(self, event: Opened | Lost | Abort | LoadOrder | Ready | Short) -> None:
-        """Something has happened. Never blocks."""
+        """Queues an event, from any thread."""
         if isinstance(event, Abort):
             self._aborted.add(event.load)
         self._events.put(event)
 
     def take_outcomes(self) -> dict[str, bool]:
-        """Requests whose load is through since the last call: whether all is in place."""
+        """Returns requests whose load ended since the last call, each with whether all its blocks are in place."""
         with self._lock:
             outcomes, self._outcomes = self._outcomes, {}
         return outcomes

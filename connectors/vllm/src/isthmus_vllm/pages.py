@@ -1,12 +1,13 @@
-"""The pages of vLLM's KV tensors: where they lie, how they are copied, and their seals.
+"""The pages of vLLM's KV tensors: where they lie, how they are copied to and from arenas, and their seals.
 
-A page is what one layer keeps of one block: one contiguous run of bytes, which are moved as they are. What they mean
-is the attention back end's affair (on CPU the keys are packed for its instruction set). A seal is XXH3-128 of a page.
+A page is one block's KV in one layer: one contiguous run of bytes, copied as it is, in the attention back end's layout
+(on CPU the keys are packed for its instruction set). A seal is XXH3-128 of a page.
 """
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,41 +15,59 @@ import torch
 from torch import Tensor
 
 from isthmus.core.blocks import seal
-from isthmus.live.store.arena import Shape
-from isthmus_vllm.memory import Area
+from isthmus.live.store.arena import Arena, PeerArena, Shape
 
 Seals = tuple[bytes, ...]
 """Of one block, by layer."""
 
 
+class Area:
+    """An arena, this process's own or the adapter's, as addresses and as a tensor: `bytes_SLX[slot, layer, byte]`."""
+
+    def __init__(self, arena: Arena | PeerArena) -> None:
+        self.arena = arena
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that torch cannot mark a tensor read-only
+            whole = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self.bytes_SLX = whole.view(arena.num_slots, arena.shape.num_layers, arena.shape.slice_bytes)
+        self._start = self.bytes_SLX.data_ptr()
+
+    def address(self, slot: int, layer: int) -> int:
+        """Returns where a layer's slice starts. Raises IndexError for a slot or layer that does not exist."""
+        shape = self.arena.shape
+        if not (0 <= slot < self.arena.num_slots and 0 <= layer < shape.num_layers):
+            raise IndexError(f"slot {slot}, layer {layer}")
+        return self._start + slot * shape.block_bytes + layer * shape.slice_bytes
+
+
 class Pages(Protocol):
-    """The pages of all layers. One thread stores and one fetches; neither disturbs the other."""
+    """The pages of all layers. One thread may store while another fetches."""
 
     num_layers: int
     slice_bytes: int
 
     def adopt_staging(self, staging: Area) -> None:
-        """Called once, before the first `store`, with the area that will always be stored to."""
+        """Prepares the only area that `store` copies to. Called once, before the first `store`."""
 
     def mark(self) -> object:
-        """The present point of the model's work, for `store`."""
+        """Returns the present point of the model's work, to be given to `store`."""
 
     def store(
         self, blocks: Sequence[int], staging: Area, slots: Sequence[int], *, after: object
     ) -> list[Seals]:
-        """Copies blocks to slots, as they are once the work before `after` is done. Waits until they are there."""
+        """Copies blocks to slots after the model's work before `after`, waits for the copies, and returns seals."""
 
     def fetch(self, arena: Area, slot: int, block: int, seals: Seals) -> bool:
-        """Copies a slot to a block; False if the bytes that were copied do not fit the seals. May not be there before
-        `settle` returns."""
+        """Copies a slot to a block; returns False if its bytes do not match the seals. The copy may only be complete
+        once `settle` returns."""
 
     def settle(self) -> None:
-        """Waits until no fetched byte is on its way any more."""
+        """Waits until all fetched bytes are in place."""
 
 
 def pages_of(layers: Sequence[Tensor], num_blocks: int) -> Pages:
-    """The pages of the KV tensors of all layers, in order. ValueError unless each page is one run of bytes, all of one
-    size, and no two layers share theirs."""
+    """Returns the pages of all layers' KV tensors, in order. Raises ValueError unless each page is one run of bytes,
+    all pages have one size, and no two layers share a tensor."""
     views = [page_view(layer, num_blocks) for layer in layers]
     sizes = {view.shape[1] for view in views}
     if len(sizes) != 1:
@@ -63,10 +82,8 @@ def pages_of(layers: Sequence[Tensor], num_blocks: int) -> Pages:
 
 
 def page_view(layer: Tensor, num_blocks: int) -> Tensor:
-    """A KV tensor [block, …] as bytes [block, byte of its page]. ValueError unless a page is one run of bytes.
-
-    The tensor may have several (kernel) blocks for one of the `num_blocks`: those then lie side by side.
-    """
+    """Returns a KV tensor [block, …] as bytes [block, byte of its page]. Raises ValueError unless a page is one run of
+    bytes. The tensor may have several kernel blocks, side by side, for each of the `num_blocks`."""
     if layer.dim() < 2 or num_blocks < 1 or layer.shape[0] % num_blocks:
         raise ValueError(f"a KV tensor of shape {tuple(layer.shape)} for {num_blocks} blocks")
     run = 1
@@ -94,8 +111,7 @@ class _At:
 
 
 class CpuPages:
-    """Pages in ordinary memory. Copied by address: no thread pool of torch's takes part, and the interpreter lock is
-    released meanwhile."""
+    """Pages in host memory, copied by address: without torch's thread pool, and without the interpreter lock."""
 
     def __init__(self, views: Sequence[Tensor]) -> None:
         self._views = list(views)
@@ -144,10 +160,8 @@ class CpuPages:
 
 
 class CudaPages:
-    """Pages on a GPU, moved on streams of their own. Not tried on a GPU yet.
-
-    What comes in is copied to pinned memory, checked there and only then sent to the GPU.
-    """
+    """Pages on a GPU, copied on streams of their own. Not tried on a GPU yet. Fetched pages go to pinned memory first,
+    where their seals are checked before they are sent to the GPU."""
 
     _BOUNCES = 4
 

@@ -1,11 +1,10 @@
-"""What the scheduler side decides: which blocks of which request are loaded and saved, and which are pinned meanwhile.
+"""The scheduler side's decisions: which blocks of which request are loaded and saved, and which are pinned meanwhile.
 
-Knows requests by id, blocks by number, and nothing of vLLM, sockets or clocks. `Planner.step` turns what is scheduled
-into a `Plan` for the worker; the worker's answers come back through `reported` and `loaded`.
+Knows requests by id and blocks by number, and must not know vLLM, sockets or clocks. `Planner.step` turns scheduled
+requests into a `Plan` for the worker; the worker's answers come back through `reported` and `loaded`.
 
-A block is saved once in a request's life, in the order of its chain, and only when its KV is computed and all its
-tokens are known. It is pinned from the plan that says so until the worker has reported that job, whatever becomes of
-the request meanwhile: a preempted request's blocks may go to others, pinned ones not.
+A block is saved once in a request's life, in the order of its chain, when its KV is computed and all its tokens are
+known. It stays pinned from that plan until the worker reports the job, even if the request ends or is preempted.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from isthmus.core.blocks import KEY_BYTES, names_by
 
 FIELD = "isthmus"
 FORGET_S = 1.0
-"""So long the worker's word that it has no connection is believed. A load without one fails at once, a prompt computed
-for nothing takes longer."""
+"""How long the worker's report of a lost connection counts. A load tried too early fails at once, which costs less than
+computing a prompt whose blocks could have been loaded."""
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the adapter says of a request: `blocks` leading blocks of it can be loaded."""
+    """The adapter's note on a request: `blocks` leading blocks of it can be loaded."""
 
     v: Literal[1]
     key: Annotated[str, msgspec.Meta(min_length=1)]
@@ -34,7 +33,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def ticket_of(params: object) -> tuple[Ticket, bytes] | None:
-    """The ticket in a request's `kv_transfer_params` and the namer's key; None without. ValueError if ill-formed."""
+    """Returns the ticket in a request's `kv_transfer_params` and the namer's key, None if there is no ticket. Raises
+    ValueError for an ill-formed one."""
     if not isinstance(params, dict) or FIELD not in params:
         return None
     ticket = msgspec.convert(params[FIELD], Ticket)
@@ -45,14 +45,14 @@ def ticket_of(params: object) -> tuple[Ticket, bytes] | None:
 
 
 class Chain:
-    """Names of the full blocks of one sequence of tokens, made as far as they are asked for."""
+    """Names of the full blocks of one token sequence, computed on demand."""
 
     def __init__(self, key: bytes, block_size: int) -> None:
         self._key, self._block_size = key, block_size
         self._names: list[bytes] = []
 
     def names(self, tokens: Sequence[int], first: int, end: int) -> tuple[bytes, ...]:
-        """Names of blocks `first` to `end`, not including `end`. `tokens` may have grown since, never changed."""
+        """Returns the names of blocks `first` to `end` (exclusive). Between calls `tokens` may only grow."""
         size, known = self._block_size, len(self._names)
         assert end * size <= len(tokens), "a block has no name before all its tokens are known"
         new = tokens[known * size : end * size]
@@ -60,7 +60,7 @@ class Chain:
         return tuple(self._names[first:end])
 
     def parent(self, first: int) -> bytes | None:
-        """Name of the block before `first`, which must have been made; None for the first block."""
+        """Returns the name, computed before, of the block before `first`; None for the first block."""
         return self._names[first - 1] if first else None
 
 
@@ -77,7 +77,7 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """Blocks number `first`… of the request's chain, pinned until `job` is reported."""
+    """Blocks of the request's chain from number `first` on, pinned until `job` is reported."""
 
     job: int
     request: str
@@ -90,8 +90,8 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Plan:
-    """For the worker, one step. Loads and aborts may be taken up at once, saves after the step's forward; `over` (ids
-    and keys of requests) after all saves before."""
+    """The worker's orders for one step. Loads and aborts may start at once, saves after the step's forward; `over`: ids
+    and keys of requests that ended, announced after all saves before."""
 
     loads: tuple[LoadOrder, ...] = ()
     aborts: tuple[int, ...] = ()
@@ -101,8 +101,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """From the worker: jobs that are through, saved or not; requests of which no further save would be of use; whether
-    there is a connection, if there is news of it."""
+    """The worker's news: jobs that ended, saved or not; requests whose saving has ended; whether the adapter is
+    connected (None: no news)."""
 
     jobs: tuple[int, ...] = ()
     ended: tuple[str, ...] = ()
@@ -115,8 +115,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A request in this step: `computed` tokens have KV once it is done; `hashed` blocks have all their tokens for
-    good, as vLLM says."""
+    """A request in this step: `computed` tokens have KV after it; vLLM has hashed `hashed` blocks, whose tokens are
+    final."""
 
     request: str
     computed: int
@@ -128,8 +128,8 @@ class _Request:
     ticket: Ticket
     chain: Chain
     tokens: Sequence[int]  # a live view
-    saved: int  # blocks before this one are the adapter's, or on their way there
-    local: int = 0  # tokens that vLLM found itself, when last asked
+    saved: int  # the adapter has the blocks before this one, or gets them
+    local: int = 0  # tokens that vLLM found in its own cache, when last asked
     load: int | None = None
     may_load: bool = True
     may_save: bool = True
@@ -137,7 +137,7 @@ class _Request:
 
 @dataclass
 class Planner:
-    """`pin` and `unpin` count references on blocks of vLLM's pool."""
+    """Plans loads and saves of requests that have a ticket. `pin`, `unpin`: references on blocks of vLLM's pool."""
 
     block_size: int
     pin: Callable[[tuple[int, ...]], None]
@@ -151,12 +151,12 @@ class Planner:
     _lost_at: float | None = None
 
     def begin(self, request: str, ticket: Ticket, key: bytes, tokens: Sequence[int]) -> None:
-        """A request with a ticket arrives."""
+        """Adds a request that has a ticket."""
         chain = Chain(key, self.block_size)
         self._requests[request] = _Request(ticket, chain, tokens, saved=ticket.blocks)
 
     def matched(self, request: str, local: int, now: float) -> int:
-        """Tokens after the `local` ones that can be loaded. May be asked again and again."""
+        """Returns how many tokens after the `local` ones can be loaded. May be called repeatedly."""
         known = self._requests.get(request)
         if known is None or not known.may_load or self._is_lost(now):
             return 0
@@ -165,7 +165,7 @@ class Planner:
         return max(0, blocks * self.block_size - local)
 
     def allocated(self, request: str, num_tokens: int, blocks: Sequence[int]) -> None:
-        """The request has its blocks, and `num_tokens` tokens after the local ones are to be loaded into them."""
+        """Orders a load of `num_tokens` tokens after the local ones into the request's `blocks`."""
         known = self._requests.get(request)
         if known is None or not num_tokens:
             return
@@ -176,8 +176,8 @@ class Planner:
         self._loads.append(LoadOrder(known.load, request, known.ticket.key, names, tuple(blocks[first:end])))
 
     def loaded(self, request: str, *, whole: bool) -> None:
-        """The worker is through with the request's load. If it failed, vLLM computes all, and the adapter's promise is
-        void: all is saved anew, which may mend what was damaged."""
+        """Ends the request's load. After a failed one vLLM computes the whole prompt; all its blocks are saved anew,
+        which replaces damaged ones."""
         if (known := self._requests.get(request)) is not None:
             known.load = None
             if not whole:
@@ -185,14 +185,14 @@ class Planner:
                 known.saved = 0
 
     def step(self, scheduled: Iterable[Scheduled], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
-        """The plan of one step. `blocks_of`: a scheduled request's blocks as they are now."""
+        """Returns the plan of one step. `blocks_of`: a scheduled request's present blocks."""
         saves = tuple([order for facts in scheduled if (order := self._save(facts, blocks_of)) is not None])
         plan = Plan(tuple(self._loads), tuple(self._aborts), saves, tuple(self._over))
         self._loads, self._aborts, self._over = [], [], []
         return plan
 
     def finished(self, request: str) -> None:
-        """The request has ended, in whatever way. What is pinned stays so until its job is reported."""
+        """Ends a request, however it ended. Its pinned blocks stay pinned until their jobs are reported."""
         if (known := self._requests.pop(request, None)) is None:
             return
         if known.load is not None:
@@ -200,7 +200,7 @@ class Planner:
         self._over.append((request, known.ticket.key))
 
     def reported(self, report: Report, now: float) -> None:
-        """The worker's news."""
+        """Takes the worker's news: unpins blocks of jobs that ended."""
         for job in report.jobs:
             self.unpin(self._pinned.pop(job))
         for request in report.ended:
@@ -211,11 +211,11 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something that only another step can bring on."""
+        """Whether another step is needed although no request is scheduled."""
         return bool(self._pinned or self._loads or self._aborts or self._over)
 
     def check(self) -> None:
-        """Raises AssertionError on a state that must not be."""
+        """Raises AssertionError if the state is inconsistent."""
         assert all(self._pinned.values())
         for known in self._requests.values():
             assert known.may_load or known.load is None
@@ -228,7 +228,7 @@ class Planner:
         if end <= first:
             return None
         blocks = tuple(blocks_of(facts.request)[first:end])
-        assert len(blocks) == end - first, "what is computed has its place"
+        assert len(blocks) == end - first, "a computed block has no place"
         names = known.chain.names(known.tokens, first, end)
         job, known.saved = self._number(), end
         self.pin(blocks)

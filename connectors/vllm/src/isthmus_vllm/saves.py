@@ -1,7 +1,7 @@
 """Saves: one thread that copies blocks to the staging area, seals them and tells the adapter.
 
-There is no waiting for the adapter: a block that finds no free slot is not saved, and as later blocks are of no use
-without it, that ends the saving for its request. The same goes for a lost connection, which takes staged blocks along.
+The thread never waits for the adapter. A block without a free slot is not saved, which ends the saving of its request,
+since later blocks are of no use without it. A lost connection ends it too: staged blocks are lost with it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from isthmus.live.servers.wire import FromWorker, Over, Save
-from isthmus_vllm.memory import Area
-from isthmus_vllm.pages import Pages
-from isthmus_vllm.plans import Report, SaveOrder
+from isthmus_vllm.pages import Area, Pages
+from isthmus_vllm.plans import Plan, Report, SaveOrder
 
 log = logging.getLogger("vllm.isthmus")
 
 
 class Slots:
-    """Which staging slots are free, in which session. Taken by the saving thread, given back by the link's."""
+    """Free staging slots of the present session: the saving thread takes them, the link's thread frees them."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -31,7 +29,7 @@ class Slots:
         self._taken: set[int] = set()
 
     def open(self, session: int) -> None:
-        """A new adapter knows nothing of what was staged for the last one."""
+        """Begins a session with all slots free: the new adapter has been told of none."""
         with self._lock:
             self._session, self._free, self._taken = session, list(range(self._num_slots)), set()
 
@@ -40,7 +38,7 @@ class Slots:
             self._session, self._free, self._taken = 0, [], set()
 
     def take(self, most: int) -> tuple[int, list[int]]:
-        """The session, 0 if there is none, and up to `most` slots."""
+        """Returns the session (0: none) and up to `most` slots."""
         with self._lock:
             most = min(most, len(self._free))
             slots = [self._free.pop() for _ in range(most)]
@@ -48,7 +46,7 @@ class Slots:
             return self._session, slots
 
     def free(self, session: int, slots: Sequence[int]) -> None:
-        """ValueError for slots that are not taken: who frees them does not know what it does."""
+        """Raises ValueError for slots that are not taken: the adapter is broken then."""
         with self._lock:
             if session != self._session:
                 return
@@ -58,16 +56,9 @@ class Slots:
             self._free.extend(slots)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One step's saves, to be done when the model's work before `after` is; then the requests that are over."""
-
-    saves: tuple[SaveOrder, ...]
-    over: tuple[tuple[str, str], ...]
-    after: object
-
-
 class Saver(threading.Thread):
+    """The thread that saves. `send(session, message)` returns False when that session is over."""
+
     def __init__(
         self, pages: Pages, staging: Area, slots: Slots, send: Callable[[int, FromWorker], bool]
     ) -> None:
@@ -76,31 +67,31 @@ class Saver(threading.Thread):
         self._staging = staging
         self._slots = slots
         self._send = send
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._sessions: dict[
-            str, int
-        ] = {}  # in which session a request's first block was saved; 0: it has ended
+        self._plans: queue.SimpleQueue[tuple[Plan, object] | None] = queue.SimpleQueue()
+        self._sessions: dict[str, int] = {}
+        """Session in which a request's first block was saved, by request; 0: its saving has ended."""
         self._lock = threading.Lock()
         self._report = Report()
 
-    def put(self, batch: Batch) -> None:
-        """Never blocks."""
-        self._batches.put(batch)
+    def put(self, plan: Plan, after: object) -> None:
+        """Queues the saves of one step, which wait for the model's work before `after`; then its ended requests."""
+        self._plans.put((plan, after))
 
     def take_report(self) -> Report:
-        """What is through since the last call."""
+        """Returns jobs and requests that ended since the last call."""
         with self._lock:
             report, self._report = self._report, Report()
         return report
 
     def stop(self) -> None:
-        self._batches.put(None)
+        self._plans.put(None)
 
     def run(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            for order in batch.saves:
+        while (entry := self._plans.get()) is not None:
+            plan, after = entry
+            for order in plan.saves:
                 try:
-                    is_whole = self._save(order, batch.after)
+                    is_whole = self._save(order, after)
                 except Exception:  # a bug, and a thread that died of it would leave blocks pinned for ever
                     log.exception("isthmus: saving failed")
                     is_whole = False
@@ -108,13 +99,13 @@ class Saver(threading.Thread):
                     self._sessions[order.request] = 0
                 with self._lock:
                     self._report += Report((order.job,), () if is_whole else (order.request,))
-            for request, key in batch.over:
+            for request, key in plan.over:
                 self._sessions.pop(request, None)
                 session, _ = self._slots.take(0)
                 self._send(session, Over(key))
 
     def _save(self, order: SaveOrder, after: object) -> bool:
-        """Whether all of it is with the adapter now."""
+        """Stages and announces blocks; returns whether all of them found a slot and the adapter was told."""
         session, slots = self._slots.take(len(order.blocks))
         if not slots or self._sessions.setdefault(order.request, session) != session:
             self._slots.free(session, slots)

@@ -6,14 +6,14 @@ from isthmus.live.servers.wire import PROTOCOL, Free, Open, Ready, Short, ToWork
 from isthmus.live.store.arena import Arena, Shape
 from isthmus_vllm.link import Link
 from isthmus_vllm.loads import Abort, Loader, Lost, Opened
-from isthmus_vllm.memory import Area
-from isthmus_vllm.pages import Pages
+from isthmus_vllm.pages import Area, Pages
 from isthmus_vllm.plans import Plan, Report
-from isthmus_vllm.saves import Batch, Saver, Slots
+from isthmus_vllm.saves import Saver, Slots
 
 
 class Worker:
-    """All methods return at once. `staging_bytes` hold what the adapter has not fetched yet, at least one block."""
+    """Loads and saves pages; no method blocks. `staging_bytes`: for saved blocks that the adapter has not fetched yet,
+    at least one block."""
 
     def __init__(
         self,
@@ -44,24 +44,23 @@ class Worker:
             thread.start()
 
     def load(self, plan: Plan) -> None:
-        """Takes up the plan's loads and aborts."""
+        """Queues the plan's loads and aborts."""
         for order in plan.loads:
             self._loader.put(order)
         for load in plan.aborts:
             self._loader.put(Abort(load))
 
     def save(self, plan: Plan) -> None:
-        """Takes up the plan's saves; the forward that fills the blocks has been started."""
+        """Queues the plan's saves, after the forward that fills their blocks was started."""
         if plan.saves or plan.over:
-            after = self._pages.mark() if plan.saves else None
-            self._saver.put(Batch(plan.saves, plan.over, after))
+            self._saver.put(plan, self._pages.mark() if plan.saves else None)
 
     def take_outcomes(self) -> dict[str, bool]:
-        """Requests whose load is through since the last call: whether all is in place."""
+        """As `Loader.take_outcomes`."""
         return self._loader.take_outcomes()
 
     def take_report(self) -> Report:
-        """What is through since the last call. A lost connection is reported as long as it is."""
+        """Returns news since the last call; a lost connection is reported each time until it is back."""
         is_connected = self._is_connected
         news = None if is_connected and self._was_connected else is_connected
         self._was_connected = is_connected
@@ -72,7 +71,7 @@ class Worker:
         self._loader.stop()
         self._saver.stop()
 
-    # What the link tells, on its thread.
+    # Called by the link, on its thread.
 
     def opened(self, session: int, arena: Area) -> None:
         self._loader.put(Opened(session, arena))

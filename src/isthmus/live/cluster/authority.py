@@ -1,24 +1,29 @@
-"""What a node needs to join a cluster: the token that says where the head is, whom to believe there and the cluster's
-secret; and the address at which others reach this machine."""
+"""Certificates of a cluster beyond loopback: the head's private authority, which signs them, and credentials.
+
+The authority is an ECDSA P-256 key. Nodes know its public key from the join token and believe no other certificates.
+Private keys are made where they are used and never travel. A node requests its first certificate over a session that
+serves for nothing else, later ones over its session with the head:
+
+    node, without a certificate                    head
+    believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
+                                  ── greeting ──   both know the cluster's token
+                                     Enrol ──>     a request (PKCS 10): the node made the key and keeps it
+                                 <── Enrolled      a certificate for `isthmus://CLUSTER/node/NAME`
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
-import re
 import secrets
-import socket
 import ssl
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -28,160 +33,35 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from isthmus.core.errors import ConfigError, ProtocolError, StartError
 from isthmus.core.types import NodeId
 from isthmus.live.cluster.private import kept
-from isthmus.live.messenger import Identity, Network, Session, split_address
-from isthmus.live.messenger.credentials import NAME, SCHEME, bare_context, load_private
+from isthmus.live.messenger import Identity, Network, Session
+from isthmus.live.messenger.credentials import NAME, bare_context, load_private
 from isthmus.live.messenger.running import running_timeout
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import NoPayloads, disowned
 
-PIN_CHARS = 44
-"""Of an authority's key (`authority.pin_of`)."""
-_PIN = re.compile(rf"[A-Za-z0-9_-]{{{PIN_CHARS}}}")
-FORM = f"{SCHEME}://HOST:PORT#TOKEN"
-RETRY_S = 0.5
-_ELSEWHERE = {4: ("192.0.2.1", 9), 6: ("2001:db8::1", 9)}
-"""Addresses of nobody (RFC 5737, 3849), by the version of IP."""
-
-
-class JoinToken(msgspec.Struct, frozen=True):
-    """`address`: the head's, `host:port`; `pin`: the key of the authority that signed its certificate, "" without TLS;
-    `secret`: the cluster's token, "" where it is told otherwise."""
-
-    address: str
-    pin: str = ""
-    secret: str = ""
-
-    def __str__(self) -> str:
-        secret = base64.urlsafe_b64encode(self.secret.encode()).decode().rstrip("=")
-        return f"{SCHEME}://{self.address}#{self.pin}{secret}"
-
-    @staticmethod
-    def parse(text: str) -> JoinToken:
-        """Of the whole line or of HOST:PORT alone. Raises ValueError, which does not quote the secret."""
-        if not text.startswith(f"{SCHEME}://"):
-            split_address(text)
-            return JoinToken(text)
-        address, _, token = text.removeprefix(f"{SCHEME}://").partition("#")
-        split_address(address)
-        pin, secret = token[:PIN_CHARS], token[PIN_CHARS:]
-        if not _PIN.fullmatch(pin):
-            raise ValueError(
-                f"the token after # is not whole: copy all of {FORM}, as `isthmus serve` printed it"
-            )
-        try:
-            said = base64.b64decode(secret + "=" * (-len(secret) % 4), altchars=b"-_", validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            raise ValueError(
-                f"the token after # is damaged: copy all of {FORM}, as `isthmus serve` printed it"
-            ) from None
-        return JoinToken(address, pin, said)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine reaches it."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def outward_host(host: str) -> str:
-    """`host`, or in place of one that names every address of this machine the one from which it reaches others: a
-    guess, where there are several."""
-    try:
-        version = ip_address(host).version if ip_address(host).is_unspecified else 0
-    except ValueError:
-        return host
-    if not version:
-        return host
-    try:
-        return _source_of(*_ELSEWHERE[version])
-    except OSError:
-        return socket.gethostname()
-
-
-def reached_at(host: str | None, join: str, limit_s: float) -> str:
-    """Where other nodes reach this one: at `host`, else at the address from which it reaches the head at `join`, for
-    whose name it waits so long. Raises ConfigError for a `host` that leads nobody here, StartError."""
-    own = _own_host(join, limit_s)
-    if host is None:
-        return own
-    try:
-        found = [ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from None
-    instead = f"leave it out for {own}, from where the head is reached"
-    if any(address.is_unspecified for address in found):
-        raise ConfigError(
-            f"--host: other nodes reach this one there, and nobody is reached at {host}; {instead}"
-        )
-    if any(address.is_loopback for address in found) and not is_loopback(own):
-        raise ConfigError(f"--host: no other machine reaches this one at {host}, a loopback address; {instead}")
-    return host
-
-
-def _own_host(join: str, limit_s: float) -> str:
-    host, port = split_address(join)
-    until = time.monotonic() + limit_s
-    while True:
-        try:
-            return _source_of(host, port)
-        except OSError as error:
-            if time.monotonic() >= until:
-                raise StartError(f"cannot reach the head at {join}: {error.strerror or error}") from None
-        time.sleep(RETRY_S)
-
-
-def _source_of(host: str, port: int) -> str:
-    """Nothing is sent: the kernel says which of this machine's addresses it would send from. Raises OSError."""
-    failed: OSError = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)
-            except OSError as error:
-                failed = error
-                continue
-            return str(probe.getsockname()[0])
-    raise failed
-
-
-# Who is who in a cluster beyond loopback: the private authority of its head, and certificates that it signs.
-#
-# The authority is an ECDSA P-256 key. Whoever is to join knows that key from the join token, so that no certificate of
-# somebody else is believed, whoever signed it. Private keys are made where they are used and never travel. A node asks
-# for its certificate over a session on which nothing else is heard, and later again over the session that it then has:
-#
-# node, without a certificate                    head
-# believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
-# ── greeting ──   both know the cluster's token
-# Enrol ──>     a request (PKCS 10): the node made the key and keeps it
-# <── Enrolled      a certificate for `isthmus://CLUSTER/node/NAME`
-
-
 CERTIFICATE_S = 24 * 3600.0
-"""How long a certificate is good; after two thirds of that it is renewed."""
+"""Lifetime of a certificate, which is renewed after two thirds of it."""
 AUTHORITY_DAYS = 3650
 SKEW_S = 3600.0
-"""So far behind the head's clock the clock of another machine may be."""
+"""How far another machine's clock may be behind the head's."""
 MAX_REQUEST = 4096
-"""Bytes of a certificate or of a request for one."""
+"""Most bytes of a certificate or of a request for one."""
 KEY_FILE, TOKEN_FILE = "authority.key", "token"
-"""What `tls.folder` keeps, so that a head that is started again has the same join token."""
+"""Files in `tls.folder`, with which a restarted head has the same join token."""
 _CURVE, _HASH = ec.SECP256R1(), hashes.SHA256()
 _PEM = serialization.Encoding.PEM
 UNREADABLE = (
     *(ValueError, UnsupportedAlgorithm, x509.InvalidVersion),
     *(x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
 )
-"""What `cryptography` raises for certificates and requests that make no sense, or sense to others only."""
+"""Exceptions of `cryptography` for malformed or unsupported certificates and requests."""
 
 Clock = Callable[[], float]
 """Seconds since 1970."""
 
 
 class Authority:
-    """Signs certificates of one cluster, for its head: who is believed to be which node, and who gets a certificate."""
+    """The head's authority: signs certificates that name nodes, and checks identities."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, clock: Clock = time.time) -> None:
         self._key, self.clock = key, clock
@@ -198,12 +78,12 @@ class Authority:
 
     @staticmethod
     def made(clock: Clock = time.time) -> Authority:
-        """A new one, for as long as this process lives."""
+        """Returns a new authority, for the life of this process."""
         return Authority(ec.generate_private_key(_CURVE), clock)
 
     @staticmethod
     def kept(folder: Path, clock: Clock = time.time) -> Authority:
-        """The one whose key is in `folder`, which is made if need be. Raises ConfigError."""
+        """Returns the authority whose key is in `folder`, created if missing. Raises ConfigError."""
         try:
             key = serialization.load_pem_private_key(
                 kept(folder / KEY_FILE, lambda: _pem_of(ec.generate_private_key(_CURVE))), None
@@ -220,7 +100,7 @@ class Authority:
         return Identity(self.cluster, node)
 
     def objection(self, identity: Identity | None, node: NodeId) -> str:
-        """Why whoever is at the other end of a session is not `node`; empty when it is."""
+        """Returns why a peer with this identity is not `node`, "" if it is."""
         return (
             disowned(identity, node)
             if identity is not None
@@ -228,7 +108,8 @@ class Authority:
         )
 
     def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
-        """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
+        """Answers a request of a peer with this identity (None before its first certificate). Raises ProtocolError
+        for a name other than its own."""
         if not NAME.fullmatch(asked.node):
             raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
         if wrong := disowned(identity, asked.node):
@@ -239,7 +120,7 @@ class Authority:
             raise ProtocolError(f"its request for a certificate: {error}") from None
 
     def issue(self, request: bytes, identity: Identity) -> bytes:
-        """A certificate that whoever made `request` is `identity`. In PEM form. Raises ValueError."""
+        """Returns a certificate (PEM) of `identity` for the key in `request`. Raises ValueError."""
         if len(request) > MAX_REQUEST:
             raise ValueError("it is too long")
         try:
@@ -254,7 +135,7 @@ class Authority:
         return self.sign(key, identity)
 
     def sign(self, key: ec.EllipticCurvePublicKey, identity: Identity) -> bytes:
-        """A certificate that whoever has the private half of `key` is `identity`. In PEM form."""
+        """Returns a certificate (PEM) of `identity` for a public key."""
         # The head never dials and a node does both, so a head's certificate is good for a server alone.
         usages = [ExtendedKeyUsageOID.SERVER_AUTH]
         if not identity.is_head:
@@ -286,10 +167,8 @@ class Authority:
 
 
 class Certified:
-    """A private key with its certificate, and the contexts that show it. Raises OSError for what is no such pair.
-
-    `guests`: who dials may show no certificate, for it has none yet.
-    """
+    """A private key with its certificate, and TLS contexts for them. Raises OSError if they do not match. `guests`:
+    accepts clients without a certificate."""
 
     def __init__(
         self, key: ec.EllipticCurvePrivateKey, certificate: bytes, authority: bytes, *, guests: bool = False
@@ -309,7 +188,7 @@ class Certified:
 
 
 class HeadCredentials:
-    """The head's, renewed for the first connection after two thirds of their time."""
+    """The head's credentials, renewed with the first connection after they are due."""
 
     def __init__(self, authority: Authority) -> None:
         self.authority = authority
@@ -330,8 +209,8 @@ class HeadCredentials:
 
 
 class NodeCredentials:
-    """A node's. Until it is enrolled it has no certificate, and speaks to a head alone whose certificate the authority
-    of `pin` signed. Raises ValueError for a pin that `pin_of` did not make."""
+    """A node's credentials. Before it is enrolled it has no certificate and trusts only a head whose certificate the
+    authority of `pin` signed. Raises ValueError for an invalid pin."""
 
     def __init__(self, pin: str, node: NodeId, clock: Clock = time.time) -> None:
         self._authority, self._node, self._clock = key_of(pin), node, clock
@@ -345,12 +224,12 @@ class NodeCredentials:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next certificate is to be asked for now: once, since a session loses no answer."""
+        """Whether the next certificate must be requested now. Requested once: a session loses no answer."""
         return self._certified is not None and self._asked is None and self._clock() >= self._certified.renew_at
 
     @property
     def left_s(self) -> float:
-        """For how long its certificate is still good; 0 where it has none."""
+        """Remaining lifetime of the certificate, 0 without one."""
         return max(0.0, self._certified.end - self._clock()) if self._certified is not None else 0.0
 
     def context(self, *, server: bool) -> ssl.SSLContext:
@@ -366,8 +245,8 @@ class NodeCredentials:
         return self._head_of(secured.getpeercert(binary_form=True) or b"")
 
     def _head_of(self, shown: bytes) -> Identity:
-        """Of a certificate of which OpenSSL has checked only that the peer has its key. Raises
-        ConnectionRefusedError."""
+        """Checks the certificate of a head, of which OpenSSL has checked only that the peer has its key; returns its
+        identity. Raises ConnectionRefusedError."""
         try:
             if len(shown) > MAX_REQUEST:
                 raise ValueError("it is too long")
@@ -392,14 +271,14 @@ class NodeCredentials:
         return identity
 
     def request(self) -> bytes:
-        """Asks for a certificate of a new key: a request (PKCS 10) in DER form."""
+        """Makes a new key; returns a request (PKCS 10, DER) for its certificate."""
         self._asked = ec.generate_private_key(_CURVE)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "isthmus")])
         asked = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(self._asked, _HASH)
         return asked.public_bytes(serialization.Encoding.DER)
 
     def take(self, certificate: bytes, authority: bytes) -> None:
-        """What the head answers to `request`: for all connections from now on. Raises ValueError for anything else."""
+        """Takes the head's answer to `request`, for all new connections. Raises ValueError for an invalid one."""
         if self._asked is None:
             raise ValueError("nobody asked for a certificate")
         if max(len(certificate), len(authority)) > MAX_REQUEST:
@@ -453,7 +332,7 @@ class _Asking(NoPayloads):
 
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
-    """Of a peer whose certificate OpenSSL has found good. Raises ConnectionRefusedError."""
+    """Returns the identity of a peer whose certificate OpenSSL has verified. Raises ConnectionRefusedError."""
     shown = secured.getpeercert() or {}
     names = [str(entry[1]) for entry in shown.get("subjectAltName", ()) if entry[0] == "URI"]
     try:
@@ -465,13 +344,13 @@ def identity_of(secured: ssl.SSLSocket) -> Identity:
 
 
 def pin_of(key: ec.EllipticCurvePublicKey) -> str:
-    """An authority's key as it stands in a join token: 44 characters."""
+    """Returns an authority's key as in a join token: 44 characters."""
     point = key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
     return base64.urlsafe_b64encode(point).decode()
 
 
 def key_of(pin: str) -> ec.EllipticCurvePublicKey:
-    """Raises ValueError for what `pin_of` did not make."""
+    """Returns the key of a pin. Raises ValueError for an invalid one."""
     try:
         return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, base64.urlsafe_b64decode(pin))
     except ValueError:
@@ -483,7 +362,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def kept_token(folder: Path) -> str:
-    """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
+    """Returns the cluster's token in `folder`, drawn if missing. Raises ConfigError."""
     data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
     token = data.decode("ascii", "replace").strip()
     if not token or "\ufffd" in token:  # an empty one is known to everybody

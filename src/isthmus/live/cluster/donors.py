@@ -1,7 +1,6 @@
-"""What the head knows of prompts that others may be assembled from, which the conductor does not: their tokens, and
-what signatures are made of.
+"""The head's data on donor prompts, from which others may be assembled: their tokens, and the table for signatures.
 
-The table of signatures is the engine's: a node tells it, in parts, when the first prompt wants one.
+A node sends the table, which is its engine's, in parts, when the first prompt needs a signature.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ PART_ROWS = 8192
 
 
 class DonorTokens:
-    """`asked`: the node that is to tell the table of signatures; `ready`: it has, or nobody needs any."""
+    """Tokens of donors, signatures of prompts. `asked`: the node that sends the table; `ready`: the table is complete,
+    or the model needs none."""
 
     def __init__(self, card: ModelCard) -> None:
         self.asked: NodeId | None = None
@@ -38,12 +38,12 @@ class DonorTokens:
         return bool(self._no_reuse) or self._known == self._num_rows
 
     def left(self, node: NodeId) -> None:
-        """Somebody else is to be asked, should it not have told all."""
+        """Forgets a node that left, so that another one is asked for the table."""
         if node == self.asked:
             self.asked = None
 
     def take(self, part: Directions) -> None:
-        """The next rows, or the first again, of a table that is told anew. Raises ProtocolError for others."""
+        """Takes the next rows of the table, or the first ones of a table that is sent anew. Raises ProtocolError."""
         rows, rest = divmod(len(part.rows), SIGNATURE_BITS)
         if part.first == 0:
             self._known, self._table = 0, np.empty((self._num_rows, SIGNATURE_BITS), np.int8)
@@ -54,21 +54,21 @@ class DonorTokens:
         self._known += rows
 
     def sign(self, tokens: Sequence[int]) -> bytes:
-        """Of the distinct tokens: a word that comes often says no more than that it is there. Empty until `ready`."""
+        """Returns the signature of a prompt: sign bits of the sum of its distinct tokens' rows. Empty until `ready`."""
         if self._known < self._num_rows:
             return b""
         sums = self._table[np.unique(np.asarray(tokens))].sum(0, dtype=np.int32)
         return np.packbits(sums > 0, bitorder="little").tobytes()
 
     def content_of(self, job: Job) -> PromptContent | None:
-        """What the conductor is told of a prompt; None for one that is computed as ever."""
+        """Returns what the conductor needs to find donors for a prompt; None for one that is computed exactly."""
         if job.reuse is Reuse.EXACT or self._no_reuse:
             return None
         pieces, stops = cut(job.tokens, job.salt)
         return PromptContent(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, self.sign(job.tokens))
 
     def keep(self, job: Job) -> None:
-        """The tokens of a prompt's full blocks."""
+        """Keeps the tokens of a prompt's full blocks."""
         full = len(job.tokens) // self.block_size * self.block_size
         self._kept[job.request] = job.salt, array("I", job.tokens[:full])
 
@@ -76,7 +76,7 @@ class DonorTokens:
         del self._kept[request]
 
     def of(self, route: Route, job: Job) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the blocks that a route needs of each of its donors."""
+        """Returns the tokens of the blocks that a route takes from each donor."""
         if route.assembly is None:
             return ()
         found = list[tuple[int, ...]]()
@@ -88,13 +88,13 @@ class DonorTokens:
 
 
 def scope_of(tenant: str, salt: str) -> bytes:
-    """Of prompts that may know of each other: those of one tenant and one salt. Says neither."""
+    """Returns a digest of tenant and salt: prompts of one scope may be donors for each other."""
     key = blake3.blake3(salt.encode(), derive_key_context="isthmus 2026 scope of prompts").digest()
     return blake3.blake3(tenant.encode(), key=key).digest(length=16)
 
 
 def parts_of(table: bytes) -> Iterator[Directions]:
-    """A table, `[vocab_size, SIGNATURE_BITS]` int8, as what is said of it."""
+    """Cuts a table, `[vocab_size, SIGNATURE_BITS]` int8, into messages."""
     step = PART_ROWS * SIGNATURE_BITS
     for start in range(0, len(table), step):
         yield Directions(start // SIGNATURE_BITS, table[start : start + step])

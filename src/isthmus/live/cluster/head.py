@@ -1,7 +1,6 @@
-"""The head: drives the conductor for the live cluster and is the gateway's handle on it.
+"""The head: drives the conductor for the live cluster and is the gateway's backend.
 
-It owns the sessions of nodes and the streams of accepted requests. All decisions are the conductor's; the
-head only carries them out.
+Owns the sessions of nodes and the answer streams of accepted requests. The conductor decides; the head carries out.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from isthmus.core.attempts import (
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
-from isthmus.live.cluster.authority import is_loopback
 from isthmus.live.cluster.donors import DonorTokens
+from isthmus.live.cluster.joining import is_loopback
 from isthmus.live.cluster.launcher import process_name
 from isthmus.live.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.live.cluster.pipeline import Groups, Stage
@@ -48,28 +47,29 @@ log = logging.getLogger(__name__)
 BEAT_MS = 500
 BEATS = "node_beats_total"
 POLL_S = 0.5
-"""So long whoever reads gauges waits for a node that does not answer."""
+"""How long `poll` waits for a node that does not answer."""
 MAX_NAMERS = 1024
-"""Of salts, which come from clients."""
+"""Block namers kept, one for each salt: clients choose salts."""
 
 
 class _Member:
-    """A node that joined, with its session and the gauges of its last beat."""
+    """A node that joined: its session, and the gauges of its last heartbeat."""
 
     def __init__(self, hello: messages.NodeHello, session: Session, now_ns: int) -> None:
         self.hello, self.session, self.role = hello, session, hello.joined.role
-        self.becoming: Role | None = None  # what it was told to be next
+        self.becoming: Role | None = None  # the role that it was told to take next
         self.cluster = hello.joined.cluster
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
 
 
 class Head:
-    """Start with `open`; then `submit` jobs. Everything runs in one event loop.
+    """Serves jobs from `submit` after `open`, in one event loop.
 
-    `addresses`: of its nodes, for each cluster. `enrolment`: who gives nodes the certificates that say their names;
-    None where certificates name nobody. `network`: where sessions come from, of members of the cluster only;
-    `clock_ns`: what the time is, another than the machine's own in virtual time.
+    `silence_s`: after which a silent node is gone; `rejoin_s`: how long requests wait for a node that comes back;
+    `network`: authenticates whoever opens a session; `addresses`: of nodes, as each cluster reaches them; `enrolment`:
+    signs node certificates, None where the head signs none; `clock_ns`: replaced in virtual time; `alias_of`: the name
+    of a tenant for conductor and nodes.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Head:
         self._network, self._clock_ns = network, clock_ns
         self._running = RunningClock(clock_ns)
         self._talking = RunningClock(self._running.now_ns)
-        """Time in which this process ran, and that part of it in which nodes spoke."""
-        self._heard_ns = 0  # when any of them did, in the first
+        """Clocks: the time in which this process ran, and the part of it in which any node sent something."""
+        self._heard_ns = 0  # when a node last sent something, by `_running`
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
@@ -106,8 +106,8 @@ class Head:
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._donors = DonorTokens(card)
-        self._alias_of = alias_of  # what conductor and nodes call a tenant
-        self._tenants: dict[str, str] = {}  # by what nodes call them
+        self._alias_of = alias_of
+        self._tenants: dict[str, str] = {}  # by alias
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -119,13 +119,13 @@ class Head:
         return address_of(host, port)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Until `close`."""
+        """Runs a task until `close`."""
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(_report)
         self._tasks.append(task)
 
     async def close(self) -> None:
-        """Tells every node to stop and ends what is still under way."""
+        """Stops all nodes, and fails requests in progress."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -136,7 +136,7 @@ class Head:
             session.send(messages.Stop())
         self._server.close()
 
-    # The gateway's handle.
+    # For the gateway (`isthmus.live.gateway.backend.Backend`).
 
     @property
     def card(self) -> ModelCard:
@@ -155,7 +155,7 @@ class Head:
         )
 
     def _beating(self) -> dict[NodeId, _Member | Stage]:
-        """All processes that are here, by name."""
+        """Returns all node and stage processes that are connected, by name."""
         return self._members | {stage.name: stage for stage in self._groups.followers()}
 
     async def poll(self) -> None:
@@ -174,7 +174,7 @@ class Head:
             await asyncio.wait_for(self.wait_until(told), POLL_S)
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Latest value of every node metric: metric name -> node -> value. One is the head's too."""
+        """Returns the latest value of each node metric: metric name -> node -> value. `REFUSED` has the head's too."""
         found: dict[str, dict[str, float]] = {REFUSED: {"head": self._server.refused}}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
@@ -184,31 +184,30 @@ class Head:
         return found
 
     def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
-        """Role, KV layout and cluster of every node, in the order they joined."""
+        """Returns role, KV layout and cluster of each node, in the order of joining."""
         return {
             node: (member.role, member.hello.layout, member.cluster) for node, member in self._members.items()
         }
 
     def products(self) -> dict[NodeId, tuple[str, ...]]:
-        """How the engine of every node multiplies; of a pipeline group, that of its first stage."""
+        """Returns the matrix product kernels of each node's engine; for a pipeline group, of its first stage."""
         return {node: member.hello.products for node, member in self._members.items()}
 
     def remarks(self) -> dict[NodeId, str]:
-        """What people are to know of nodes, beside the rest."""
+        """Returns the remarks for operators that nodes made when they joined."""
         return {node: member.hello.remark for node, member in self._members.items() if member.hello.remark}
 
     def offload(self) -> Offload | None:
-        """What passes between clusters; None where no link joins any."""
+        """Returns the state of offloading between clusters; None without links."""
         return self._offload if self._rules.links else None
 
     def refusals(self) -> dict[str, int]:
-        """Requests turned away so far, by the stage that could not take them."""
+        """Returns the number of requests refused so far, by the stage that refused them."""
         return dict(self._refused)
 
     def submit(self, job: Job) -> AnswerStream:
-        """Starts a job. Raises RequestError, OverloadedError or UnavailableError when it is not accepted.
-
-        One that is accepted may still fail with OverloadedError, as long as it has got no token.
+        """Starts a job. Raises RequestError, OverloadedError or UnavailableError if it is refused at once. Its stream
+        may raise OverloadedError later, before the first token.
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
@@ -235,8 +234,8 @@ class Head:
         return stream
 
     async def ready_to_reuse(self) -> None:
-        """See `isthmus.live.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile. Where
-        there is none nothing is assembled either."""
+        """As in `Backend`: waits for the table of prompt signatures. Asks another node if the one asked leaves;
+        returns at once if no node can assemble prompts."""
         while not self._donors.ready:
             if self._donors.asked is None:
                 able = [node for node, member in self._members.items() if member.hello.joined.reuse_layers]
@@ -248,8 +247,8 @@ class Head:
             await self._changed.wait()
 
     def _names(self, job: Job) -> tuple[Any, ...]:
-        """Of the prompt's blocks; none where its tokens are to be scored, or before the first node has said how blocks
-        lie. What has no name is in no cache, so all of it is computed, and everybody counts on that."""
+        """Returns the names of the prompt's full blocks. Without names nothing is found in caches and the whole
+        prompt is computed: for prompts to be scored, and before the first node has told its KV layout."""
         if self._layout is None or job.sampling.prompt_logprobs is not None:
             return ()
         return tuple(self._namer(job.salt).names(job.tokens))
@@ -298,7 +297,7 @@ class Head:
                 self._donors.drop(answer.request)
 
     def _route(self, route: conductor.Route, now: int) -> None:
-        """Sends an attempt to its nodes."""
+        """Sends an attempt's orders and tokens to its nodes."""
         stream = self._streams[route.request]
         job, generated = stream.job, stream.generated
         text = {"tokens": job.tokens + generated, "num_prompt": len(job.tokens), "sampling": job.sampling}
@@ -314,7 +313,7 @@ class Head:
     # From nodes.
 
     def enrol(self, session: Session, asked: messages.Enrol) -> None:
-        """Gives a node its first certificate, or the next one. Raises ProtocolError."""
+        """Answers a node's request for its first certificate, or the next one. Raises ProtocolError."""
         if self._enrolment is None:
             raise ProtocolError("certificates of this cluster are not given by its head")
         if session.identity is None and (reason := self._taken(asked)):
@@ -335,7 +334,7 @@ class Head:
         session.close(reason)
 
     def join(self, session: Session, hello: messages.NodeHello) -> NodeId | None:
-        """Takes a node in, or turns it away with the reason; returns its id when it is in."""
+        """Admits a node and returns its id; else refuses it with the reason and returns None."""
         joined = hello.joined
         reason = self._disowned(session, joined.node) or self._objection(hello)
         if not reason:
@@ -357,8 +356,7 @@ class Head:
         return joined.node
 
     def _tell_neighbours(self, cluster: str) -> None:
-        """The nodes of a cluster are others now: tells all processes of those that are in it, or in a linked one, which
-        nodes they can reach."""
+        """Tells all processes in a cluster whose nodes changed, and in linked clusters, which nodes they can reach."""
         view = cache(self._addresses.view)
         for node, member in self._members.items():
             reached = (member.cluster, *self._addresses.linked(member.cluster))
@@ -391,7 +389,7 @@ class Head:
         return self._apart(hello.address)
 
     def _apart(self, address: str) -> str:
-        """Nodes at loopback addresses reach each other, and nobody else reaches them."""
+        """Returns an objection if one of two nodes is at a loopback address, which only this machine reaches."""
         for node, member in self._members.items():
             if _is_local(member.hello.address) != _is_local(address):
                 return (
@@ -401,7 +399,7 @@ class Head:
         return ""
 
     def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
-        """Takes one process of a pipeline group in, or turns it away with the reason."""
+        """Admits one process of a pipeline group; else refuses it with the reason and returns None."""
         alien = self._disowned(session, hello.group) or self._alien(hello)
         if reason := alien or self._groups.objection(hello):
             self._turn_away(session, f"stage {hello.stage} of {hello.group}", reason)
@@ -422,14 +420,14 @@ class Head:
             self._link_stats.heard(stage.name, leader.cluster, message.links, self._clock_ns())
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
-        """Nothing more is sent to a group that misses one, even before its leader knows."""
+        """Removes a stage, and its whole group with it."""
         self._groups.leave(stage)
         self._link_stats.left(stage.name)
         self._changed.set()
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
     def leave(self, node: NodeId, reason: str, session: Session | None = None) -> None:
-        """`session`: over which it was here; it may have come back over another one."""
+        """Removes a node. `session`: that ended; the node stays if it has joined again over another session."""
         member = self._members.get(node)
         if member is not None and session in (None, member.session):
             del self._members[node]
@@ -442,7 +440,7 @@ class Head:
             self._changed.set()
 
     def heard(self, node: NodeId, message: messages.HeadBound, session: Session) -> None:
-        """Nothing of one that has left, though another may be here under its name."""
+        """Takes a node's message; ignores sessions of nodes that left. Raises ProtocolError."""
         member = self._members.get(node)
         if member is None or member.session is not session:
             return
@@ -474,14 +472,15 @@ class Head:
                 self._decide(message)
 
     def _check_own(self, node: NodeId, report: Report) -> None:
-        """Raises ProtocolError for what another node is to report."""
+        """Raises ProtocolError if a node reports for another node or another node's request."""
         if isinstance(report, FetchFinished | PrefillFinished | RequestFailed | HoldingsChanged):
             self._speaks(node, report.request, report.attempt)
         elif report.node != node:
             raise ProtocolError(f"{node} reports what {report.node} does")
 
     def _speaks(self, node: NodeId, name: RequestId, attempt: int) -> conductor.RequestView | None:
-        """The request whose attempt a node speaks of, None if that is over. Raises ProtocolError if it is others'."""
+        """Returns the request of an attempt, None if the attempt is over. Raises ProtocolError unless it involves the
+        node."""
         request = self._desk.under_way(name, attempt)
         if request is not None and not request.involves(node):
             raise ProtocolError(f"{node} speaks of {name}, which other nodes compute")
@@ -495,32 +494,32 @@ class Head:
         if request.is_silent:
             self._decide(conductor.FirstToken(name, attempt))
             if stream.error is not None:
-                return  # refused before the client got anything
+                return  # refused after the prefill
         if stream.deliver(token):
             self._decide(conductor.RequestEnded(name, len(stream.generated)))
 
     # Liveness.
 
     async def wait_for(self, nodes: Sequence[NodeId]) -> None:
-        """Returns when all these nodes are in."""
+        """Returns when all these nodes have joined."""
         await self.wait_until(lambda: self._members.keys() >= set(nodes))
         self.complete()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Of which nodes are here and what they say; asked again whenever one came, went or beat."""
+        """Returns when `holds`, which is evaluated whenever a node joins, leaves or sends a heartbeat."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
 
     def complete(self) -> None:
-        """All nodes are here. Only from now on the conductor hears of links: before, one node after the other would
-        seem to be all there is."""
+        """Begins to report links to the conductor, when all nodes have joined: earlier reports would be of some nodes
+        only."""
         if self._rules.links or self._rules.convert:
             self._start(self._measure())
 
     @property
     def _beat_ms(self) -> int:
-        """Twice in each period of what the conductor is told of links."""
+        """Heartbeat interval: half the period at which the conductor hears of links, at most `BEAT_MS`."""
         return min(BEAT_MS, max(1, self._rules.period_ns // (2 * NS_PER_MS)))
 
     async def _measure(self) -> None:
@@ -530,15 +529,14 @@ class Head:
             self._decide(conductor.LinksMeasured(self._link_stats.take()))
 
     def _hear(self) -> int:
-        """Somebody speaks; when that is, for `_watch`."""
+        """Notes that a process sent something; returns the time by `_talking`."""
         self._talking.tick()
         self._heard_ns = self._running.now_ns()
         return self._talking.now_ns()
 
     async def _watch(self) -> None:
-        """A process that sends nothing for `silence_s` in which others speak and this one listens is gone, whatever its
-        socket says. Where all are silent at once it is more likely the network, or the machine under them, and nobody
-        could take over: then they are given as long as requests wait for a node that comes back."""
+        """Removes processes that are silent for `silence_s` while others send and the head itself runs. When all are
+        silent, the network or the machine is the likelier cause, and they are given `rejoin_s`."""
         silence_ns, patience_ns = (round(limit_s * NS_PER_S) for limit_s in (self._silence_s, self._rejoin_s))
         while True:
             await asyncio.sleep(BEAT_MS / 1000)
@@ -573,12 +571,12 @@ def _refusal(refuse: conductor.Refuse) -> IsthmusError:
 
 
 def _seconds(refuse: conductor.Refuse) -> int:
-    """When to come back: whole ones, at least one."""
+    """Returns the time to retry after in whole seconds, at least one."""
     return max(1, -(-refuse.retry_after_ms // 1000))
 
 
 class _FromNode(NoPayloads):
-    """A session with a node, from the head's side. Nothing is heard before a valid Hello."""
+    """The head's side of a session with a node or stage, which must begin with a valid Hello, or with Enrol."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -607,5 +605,5 @@ class _FromNode(NoPayloads):
 
 
 def _counted(before: Mapping[str, float], beat: messages.Heartbeat) -> dict[str, float]:
-    """Its gauges, and the number of beats so far."""
+    """Returns a heartbeat's gauges with the number of heartbeats so far."""
     return beat.gauges | {BEATS: before.get(BEATS, 0) + 1}

@@ -1,9 +1,8 @@
-"""Starts, watches and stops the processes of nodes: a `Launcher` decides which run, its kinds run them here or on the
-machines of a Ray cluster.
+"""Starts, watches and stops the processes of nodes, on this machine or on those of a Ray cluster.
 
-A child reads its orders as one JSON line on standard input and keeps that pipe open: when who holds the other end
-dies, however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
-error on standard output.
+A child reads its orders as one JSON line on standard input and keeps that pipe open: when its launcher dies, in
+whatever way, the pipe closes and the child exits. A node that cannot start writes its error as one JSON line on
+standard output.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import msgspec
 from isthmus.config import Config, child_environment, visible_devices
 from isthmus.core.errors import StartError
 from isthmus.core.types import NodeId, Role
+from isthmus.extras import missing as extra_missing
 from isthmus.facts import Place, gpus_of, node_threads, places_of, role_config
-from isthmus.live.cluster.authority import JoinToken, reached_at
+from isthmus.live.cluster.joining import JoinToken, reached_at
 from isthmus.live.cluster.machines import available_bytes, check_memory
-from isthmus.live.cluster.with_ray import with_ray
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +39,7 @@ STOP_S = 5.0
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
-    `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it;
-    `cores`, `devices` ("": whichever it finds): for what it starts itself. `pin`: the authority whose certificates it
-    believes and gets one of, "" where the head has none of its own."""
+    """Orders of a launched process."""
 
     node: NodeId
     role: Role
@@ -51,14 +47,14 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     token: str
     model: str
     threads: int
-    config: str
-    stage: int = 0
+    config: str  # of its cluster, as JSON
+    stage: int = 0  # of the pipeline group `node`
     cluster: str = ""
-    start: int = 1
-    host: str = "127.0.0.1"
-    cores: tuple[int, ...] = ()
-    devices: str = ""
-    pin: str = ""
+    start: int = 1  # how often it was started, this time included
+    host: str = "127.0.0.1"  # where other nodes reach it
+    cores: tuple[int, ...] = ()  # for a server that it starts
+    devices: str = ""  # the same, as CUDA_VISIBLE_DEVICES; "": all
+    pin: str = ""  # of the authority that signs certificates, "" without one
 
     @property
     def name(self) -> str:
@@ -70,13 +66,13 @@ def process_name(node: NodeId, stage: int) -> str:
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Why a launched node could not start."""
+    """A launched process's report that it could not start."""
 
     error: str
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One process of the deployment: a node, or one stage of the pipeline group that is a node."""
+    """One process of the deployment: a node, or a stage of a pipeline group."""
 
     place: Place
     stage: int
@@ -87,18 +83,18 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Launcher(ABC):
-    """`prepare`, then `run`; `close` in any case. Each kind says where processes run.
+    """Runs the processes of a deployment: `prepare`, then `run`; `close` in any case. Subclasses say where.
 
-    `address`: at which the head is reached where the configuration does not say; `ready`: set once the cluster is
-    complete, from then on a process that ends is started again.
+    `address`: the head's, unless configured; `ready`: set when the cluster is complete: later a process that ends is
+    started again.
     """
 
     address = "127.0.0.1"
     ready = False
 
     def prepare(self, config: Config, model: Path, num_bytes: Mapping[NodeId, int]) -> None:
-        """Takes nothing yet. `num_bytes`: of weights and KV in each process of a node. Raises StartError when that
-        cannot fit, or machines cannot be reached; else as `places_of`."""
+        """Plans processes, without taking resources. `num_bytes`: of weights and KV in each process of a node. Raises
+        StartError if they do not fit or machines are not reached; else as `places_of`."""
         self._config, self._model, self._threads = config, model, 1
         self._processes = [Process(place, at) for place in places_of(config) for at in range(place.stages)]
         self._starts: Counter[str] = Counter()
@@ -108,8 +104,8 @@ class Launcher(ABC):
         return [process.place.node for process in self._processes if not process.stage]
 
     async def run(self, join: JoinToken) -> None:
-        """Starts all processes, then each that ends again, until it is cancelled. Raises StartError when one cannot
-        start, or ends before the cluster is ready."""
+        """Starts all processes, and each that ends again, until cancelled. Raises StartError if one cannot start, or
+        ends before the cluster is ready."""
         await self.open()
         for process in self._processes:
             await self._start(process, join)
@@ -142,27 +138,36 @@ class Launcher(ABC):
             await start_again(f"node {process.name}", partial(self._start, process, join))
 
     async def open(self) -> None:  # noqa: B027
-        """Takes a place for each process, and waits until it has it. Raises StartError when one will not do."""
+        """Waits until each process has a place. Raises StartError for an unsuitable one."""
 
     def missing(self) -> str:
-        """While `open` waits: for what; "" if it is not known."""
+        """Returns what `open` waits for, "" if unknown."""
         return ""
 
     @abstractmethod
     async def start(self, process: Process, spec: LaunchSpec) -> None:
-        """It is not running. Raises OSError or StartError."""
+        """Starts a process that is not running. Raises OSError or StartError."""
 
     @abstractmethod
     async def wait(self, process: Process) -> str:
-        """Until a started process ends; why it did."""
+        """Waits until a started process ends; returns why it did."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Waits for processes that were told to stop; kills those that do not. None is left, and no place taken."""
+        """Waits for processes that were told to stop, kills those that do not, and frees their places."""
+
+
+def with_ray(asked: str) -> Any:
+    """Returns the module `ray_launcher`, which loads Ray, for the option `asked`. Raises ConfigError without Ray."""
+    try:
+        from isthmus.live.cluster import ray_launcher
+    except ModuleNotFoundError as error:
+        raise extra_missing(error, asked) from None
+    return ray_launcher
 
 
 def launcher_of(config: Config) -> Launcher:
-    """Of the kind that `placement` names. Raises ConfigError when that needs what is not installed."""
+    """Returns the launcher that `placement` names. Raises ConfigError if Ray is needed and not installed."""
     if config.placement != "ray":
         return LocalLauncher()
     found: Launcher = with_ray("placement: ray").RayLauncher()
@@ -170,7 +175,7 @@ def launcher_of(config: Config) -> Launcher:
 
 
 class LocalLauncher(Launcher):
-    """On this machine."""
+    """Runs processes on this machine."""
 
     def __init__(self) -> None:
         self._children: dict[str, asyncio.subprocess.Process] = {}
@@ -198,14 +203,13 @@ class LocalLauncher(Launcher):
 
 
 def cores_of(number: int, threads: int) -> tuple[int, ...]:
-    """Of this machine's cores, for process `number` of those that have so many threads each."""
+    """Returns the cores of this machine for process number `number`, in turn, for processes of equal `threads`."""
     cores = sorted(os.sched_getaffinity(0))
     return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
 
 
 def devices_of(processes: Sequence[Process]) -> dict[str, str]:
-    """Of the GPUs that CUDA shows here, for each process that starts a vLLM server those of its own. Raises StartError
-    when there are too few."""
+    """Assigns GPUs that CUDA shows here to processes that start vLLM servers. Raises StartError for too few."""
     counts = dict[str, int]()
     for process in processes:
         config = process.place.cluster.config
@@ -223,12 +227,12 @@ def devices_of(processes: Sequence[Process]) -> dict[str, str]:
 
 
 def on_device(config: Config) -> bool:
-    """Whether weights and KV lie in the memory of an accelerator."""
+    """Whether weights and KV are in an accelerator's memory."""
     return config.engine.device not in (None, "cpu")
 
 
 async def start_node(spec: LaunchSpec, errors: IO[bytes] | None = None) -> asyncio.subprocess.Process:
-    """A node's process on this machine. `errors`: where its standard error goes, if not where ours does."""
+    """Starts a node's process on this machine. `errors`: takes its standard error, else this process's does."""
     name = ("--launched", "--name", spec.name)
     return await start_child("node", *name, threads=spec.threads, spec=spec, errors=errors)
 
@@ -236,7 +240,7 @@ async def start_node(spec: LaunchSpec, errors: IO[bytes] | None = None) -> async
 async def start_child(
     verb: str, *arguments: str, threads: int, spec: Any, errors: IO[bytes] | None = None
 ) -> asyncio.subprocess.Process:
-    """`isthmus VERB ARGUMENTS`, and what it reads. Its name among the arguments is for `ps`."""
+    """Starts `isthmus VERB ARGUMENTS` and sends it `spec`. A name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isthmus", verb, *arguments),
         stdin=PIPE,
@@ -255,7 +259,7 @@ def tell_child(process: asyncio.subprocess.Process, message: Any) -> None:
 
 
 async def start_again(what: str, start: Callable[[], Awaitable[None]]) -> None:
-    """Starts it one second later; after each failure waits twice as long, up to `LONGEST_RESTART_S`."""
+    """Calls `start` after `RESTART_S`; after each failure waits twice as long, up to `LONGEST_RESTART_S`."""
     wait_s = RESTART_S
     while True:
         await sleep(wait_s)
@@ -273,7 +277,7 @@ async def ended(process: asyncio.subprocess.Process) -> str:
 
 
 def trouble_of(output: bytes, code: int) -> str:
-    """Why a node with this standard output and exit status ended."""
+    """Returns why a node with this standard output and exit status ended."""
     try:
         return msgspec.json.decode(output.strip().split(b"\n")[-1], type=Trouble).error
     except msgspec.DecodeError:
@@ -282,7 +286,7 @@ def trouble_of(output: bytes, code: int) -> str:
 
 
 async def stop_child(process: asyncio.subprocess.Process) -> None:
-    """Closes its input, which tells it to leave, and kills it if it does not. It is gone afterwards."""
+    """Closes a child's input, upon which it exits, and kills it after `STOP_S`."""
     if process.stdin is not None:
         process.stdin.close()
     try:

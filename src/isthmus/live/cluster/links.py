@@ -1,5 +1,5 @@
-"""Links between clusters, as the head knows them: the processes that emulate them, at which addresses nodes reach each
-other across them, and what crosses them, put together from what all nodes report."""
+"""Links between clusters, for the head: processes that emulate them, addresses at which nodes reach each other across
+them, and their traffic, summed over the nodes' reports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LINK_START_S = 30.0
 
 
 class LinkProcess:
-    """The link between the clusters `between`, in a process that this one starts, and again when it ends: at the same
-    ports, since nodes know these, and with the same targets."""
+    """An emulated link between two clusters, as a child process. When it ends it is started again, with the same ports,
+    which nodes know, and the same targets."""
 
     def __init__(self, between: tuple[str, str], spec: LinkSpec) -> None:
         self.between, self._what = between, f"the link between {' and '.join(between)}"
@@ -35,7 +35,7 @@ class LinkProcess:
         self._targets: dict[int, str] = {}
 
     async def start(self) -> None:
-        """For the first time, at ports that it finds. Raises StartError."""
+        """Starts the process for the first time, at free ports. Raises StartError."""
         await self._start()
         self._spare = [list(towards) for towards in self._spec.ports]
 
@@ -53,7 +53,7 @@ class LinkProcess:
             tell_child(process, Point(port, target))
 
     def open(self, towards: str, target: str) -> int | None:
-        """A port that leads to `target`, in the cluster `towards`; None when there are no more."""
+        """Returns a port that leads to `target`, in the cluster `towards`; None if all are taken."""
         spare = self._spare[self.between.index(towards)]
         if not spare:
             return None
@@ -71,7 +71,7 @@ class LinkProcess:
             tell_child(self._process, point)
 
     async def watch(self) -> None:
-        """Starts the process again whenever it ends, until this is cancelled. It was started."""
+        """Restarts the process whenever it ends, until cancelled."""
         while True:
             assert self._process is not None
             code = await self._process.wait()
@@ -84,8 +84,7 @@ class LinkProcess:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a node is: its cluster, its address for the nodes of its own and of each linked one, and the ports that it
-    takes up."""
+    """A node's cluster, its address for nodes of each cluster that reaches it, and its ports of emulated links."""
 
     cluster: str
     addresses: dict[str, str]
@@ -93,7 +92,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class AddressBook:
-    """For the head. `clusters`: the names of all of them."""
+    """Addresses of all nodes, by the clusters that reach them."""
 
     def __init__(self, clusters: Sequence[str] = ("",), links: Iterable[LinkRule] = ()) -> None:
         self.clusters = tuple(clusters)
@@ -104,15 +103,15 @@ class AddressBook:
         self._places: dict[NodeId, _Place] = {}
 
     def emulate(self, link: LinkProcess) -> None:
-        """From now on nodes on both sides of this link reach each other through its process."""
+        """Routes sessions between the clusters of this link through its process."""
         self._processes[frozenset(link.between)] = link
 
     def linked(self, cluster: str) -> Sequence[str]:
-        """The clusters that a link joins to this one."""
+        """Returns the clusters linked to this one."""
         return self._linked[cluster]
 
     def open(self, node: NodeId, cluster: str, address: str) -> None:
-        """A node is there. Raises UnavailableError when an emulated link cannot take one more."""
+        """Adds a node. Raises UnavailableError if an emulated link has no port left."""
         place = self._places[node] = _Place(cluster, {cluster: address}, [])
         for other in self._linked[cluster]:
             process = self._processes.get(frozenset((cluster, other)))
@@ -127,35 +126,35 @@ class AddressBook:
             place.addresses[other] = f"127.0.0.1:{port}"
 
     def close(self, node: NodeId) -> None:
-        """It is gone: nobody reaches it any more."""
+        """Removes a node and frees its ports."""
         place = self._places.pop(node, None)
         if place is not None:
             for process, port in place.ports:
                 process.close(place.cluster, port)
 
     def crosses(self, node: NodeId, target: NodeId) -> bool:
-        """Whether they are in different clusters."""
+        """Whether two nodes are in different clusters."""
         return self._places[node].cluster != self._places[target].cluster
 
     def view(self, cluster: str, other: str) -> Neighbours:
-        """The nodes of `cluster` as its own see them, or those of a linked one."""
+        """Returns the nodes of `cluster` with their addresses for nodes of the cluster `other`."""
         places = [(node, place) for node, place in self._places.items() if place.cluster == cluster]
         return Neighbours(cluster, {node: place.addresses[other] for node, place in places})
 
 
 class LinkView:
-    """One direction of a link. `sent_bytes` since the head started; `up` and `bytes_per_s` as the conductor was told;
-    the rest as of now."""
+    """One direction of a link. `sent_bytes`: since the head started; `up`, `bytes_per_s`: as last reported to the
+    conductor; the rest as of now."""
 
     def __init__(self, rule: LinkRule) -> None:
         self.source, self.target, self.rated_bytes_per_s = rule.source, rule.target, rule.bytes_per_s
         self.up = True
         self.bytes_per_s = self.sent_bytes = 0
         self.latest: dict[NodeId, LinkState] = {}
-        # Since it was last told of, but for the bytes: those of which was told.
+        # `_told_*`: as of the last report to the conductor; `_retransmits`, `busy_ns`: since then.
         self._told_bytes = self._retransmits = 0
         self.busy_ns: Counter[NodeId] = Counter()
-        self._heard_ns = self._told_ns = 0  # of the latest report, and of the latest that was told
+        self._heard_ns = self._told_ns = 0
 
     def heard(self, node: NodeId, report: LinkState, now_ns: int) -> None:
         self._heard_ns = now_ns
@@ -174,15 +173,12 @@ class LinkView:
         return min([report.rtt_ns for report in self.latest.values() if report.rtt_ns], default=0)
 
     def take(self, *, up: bool) -> LinkState:
-        """Now, and over the time since the last one, which ends here.
-
-        Nodes are busy at the same time or not; that the busiest of them says how long the link was is exact where it
-        matters, when it cannot carry what they send.
-        """
+        """Returns the present state, with counters since the last call. The link counts as busy as long as its busiest
+        node, which is exact when the link is the bottleneck."""
         self.up = up
         sent, busy_ns = max(0, self.sent_bytes - self._told_bytes), max(self.busy_ns.values(), default=0)
         retransmits = max(0, self._retransmits)
-        # Reports do not come exactly so many a period: they are what the bytes are from.
+        # The rate is over the time between nodes' reports: their number in a period varies.
         self.bytes_per_s = sent * NS_PER_S // max(1, self._heard_ns - self._told_ns)
         self._told_ns = self._heard_ns
         self._told_bytes, self._retransmits = self.sent_bytes, 0
@@ -194,20 +190,18 @@ class LinkView:
 
 @dataclass
 class Offload:
-    """What the head tells operators of several clusters. `threshold`: in tokens, None: nothing is prefilled in another
-    cluster; `reason`: for the latest change; `requests`: attempts sent to another cluster's prefill nodes;
-    `conversions`: nodes that took another role."""
+    """Offloading between clusters, as operators see it."""
 
-    threshold: int | None = None
-    reason: str = ""
+    threshold: int | None = None  # tokens from which prompts are offloaded; None: never
+    reason: str = ""  # for the latest change
     changes: int = 0
-    requests: int = 0
-    conversions: int = 0
+    requests: int = 0  # attempts with a prefill node in another cluster
+    conversions: int = 0  # nodes that took another role
     links: Sequence[LinkView] = ()
 
 
 class LinkStats:
-    """For the head's event loop."""
+    """Both directions of all links, summed over the nodes' reports."""
 
     def __init__(self, links: Iterable[LinkRule]) -> None:
         self._views = {(link.source, link.target): LinkView(link) for link in links}
@@ -224,14 +218,14 @@ class LinkStats:
             view.busy_ns.pop(node, None)
 
     def take(self) -> tuple[LinkState, ...]:
-        """Over the time since the last call."""
+        """Returns the state of each direction, with counters since the last call."""
         return tuple([view.take(up=self._is_up(*between)) for between, view in self._views.items()])
 
     def views(self) -> list[LinkView]:
         return list(self._views.values())
 
     def _is_up(self, source: str, target: str) -> bool:
-        """Any session between the two clusters works, for each carries both directions; or nobody knows better."""
+        """Whether any session between two clusters works, in either direction, or there is no report."""
         there, back = self._views[source, target], self._views[target, source]
         reports = [report.up for each in (there, back) for report in each.latest.values()]
         return any(reports) or not reports

@@ -1,4 +1,4 @@
-"""A whole deployment: the head here, every emulated link a child process, every node a process of a launcher."""
+"""A whole deployment: the head in this process, emulated links as children, nodes as processes of a launcher."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.core.types import ModelCard, Role
 from isthmus.facts import clusters_of, links_of, places_of, rules_of
-from isthmus.live.cluster.authority import JoinToken, is_loopback, outward_host
 from isthmus.live.cluster.head import Head
+from isthmus.live.cluster.joining import JoinToken, is_loopback, outward_host
 from isthmus.live.cluster.launcher import Launcher
 from isthmus.live.cluster.links import AddressBook, LinkProcess
 from isthmus.live.cluster.recorder import LiveRecorder, RecordingHeader, opaque
@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""How long nodes that somebody else started may take to leave."""
+"""How long nodes that others started may take to leave."""
 SPARE_PORTS = 16
-"""Of each direction of an emulated link, for nodes that are added to those started here."""
+"""Ports in each direction of an emulated link for nodes that join later."""
 
 
 class LocalCluster:
-    """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then; `links`: those
-    that are emulated; `launcher`: of the nodes; `join_host`: at which they join; `invitation`: what nodes that are
-    started elsewhere join with, "" before `run` and where the head has no authority of its own."""
+    """Head, emulated `links` and launched nodes. Use `run` as a context, and `wait_ready` inside.
+
+    `head`: the gateway's backend, unhealthy until then; `join_host`: where nodes join; `invitation`: the join token for
+    nodes started elsewhere, "" before `run` and without an authority of the head's own.
+    """
 
     def __init__(self, config: Config, card: ModelCard, launcher: Launcher) -> None:
         limits, rules = config.limits, rules_of(config)
@@ -69,7 +71,7 @@ class LocalCluster:
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Starts all nodes; on the way out stops them, and none is left. Raises StartError."""
+        """Starts all nodes, and stops them at the end: no process is left. Raises StartError."""
         try:
             join = await self._open_head()
             self._failure: asyncio.Future[Any] | None = None
@@ -80,7 +82,7 @@ class LocalCluster:
                 )
                 yield
             finally:
-                if self._failure is not None:  # no node is started any more, and all are told to stop
+                if self._failure is not None:  # first no node is started any more, then all are stopped
                     self._failure.cancel()
                     await asyncio.gather(self._failure, return_exceptions=True)
                 await self.head.close()
@@ -91,7 +93,7 @@ class LocalCluster:
                 self._recorder.close()
 
     async def _open_head(self) -> str:
-        """Where nodes join. Raises StartError."""
+        """Opens the head's port; returns the address where nodes join. Raises StartError."""
         port = self._config.join_port
         try:
             join = await self.head.open(self.join_host, port)
@@ -123,7 +125,7 @@ class LocalCluster:
             self._addresses.emulate(process)
 
     async def wait_ready(self) -> None:
-        """Returns when every node has joined. Raises StartError when one cannot, or it takes too long."""
+        """Returns when all nodes have joined. Raises StartError if one cannot, or after `limits.start_s`."""
         assert self._failure is not None
         joined = asyncio.create_task(self.head.wait_for(self._launcher.nodes))
         limit = self._config.limits.start_s
@@ -140,7 +142,8 @@ class LocalCluster:
 
 
 def signs(config: Config, host: str) -> bool:
-    """Whether a head that nodes join at `host` has an authority of its own: beyond loopback, unless told otherwise."""
+    """Whether a head at `host` signs certificates: beyond loopback, or with `tls.folder`, unless `tls` says
+    otherwise."""
     tls = config.tls
     if tls.mode == "none" or tls.certificate is not None:
         return False
@@ -148,8 +151,8 @@ def signs(config: Config, host: str) -> bool:
 
 
 def trust_of(config: Config, host: str) -> tuple[str, Authority | None, HeadCredentials | None]:
-    """The cluster's token, drawn at random where the file gives none; who signs certificates where nodes join at
-    `host`, and the head's own, both None where the head signs none. Raises ConfigError."""
+    """Returns the cluster's token (random if not configured), the authority that signs certificates for nodes that join
+    at `host`, and the head's credentials; both None if the head signs none. Raises ConfigError."""
     if not signs(config, host):
         return config.token or secrets.token_hex(16), None, None
     from isthmus.live.cluster.authority import Authority, HeadCredentials, kept_token
@@ -163,7 +166,7 @@ def trust_of(config: Config, host: str) -> tuple[str, Authority | None, HeadCred
 
 
 def check_joining(config: Config) -> None:
-    """Raises ConfigError for what only `isthmus serve` can start, and where nobody could show the token."""
+    """Raises ConfigError if `placement: join` lacks a token, or the deployment needs processes that the head starts."""
     if config.token is None and not signs(config, config.join_host):
         raise ConfigError(
             "placement: join: nodes need the cluster's token: set ISTHMUS_TOKEN, or token in the file"
@@ -179,12 +182,12 @@ def check_joining(config: Config) -> None:
 
 
 class JoinedCluster(LocalCluster):
-    """A deployment whose nodes others start: by hand, with `srun`, or Kubernetes. Only the head is here; it waits
-    for so many nodes of each role, for as long as they take, wherever they are and whatever they are called."""
+    """A deployment whose nodes others start: by hand, with `srun`, or Kubernetes. The head waits without limit for the
+    configured number of nodes of each role, at any place and of any name."""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """On the way out nodes are told to stop. Raises StartError."""
+        """Opens the head, and stops all nodes at the end. Raises StartError."""
         join = await self._open_head()
         log.warning("waiting for %s to join at %s", _in_words(self._missing()), join)
         try:
@@ -203,7 +206,7 @@ class JoinedCluster(LocalCluster):
         self.head.complete()
 
     def _missing(self) -> Counter[tuple[str, Role]]:
-        """How many nodes are still to come, by cluster and role."""
+        """Returns the numbers of nodes that have not joined, by cluster and role."""
         wanted = Counter((place.cluster.name, place.role) for place in places_of(self._config))
         return wanted - Counter((cluster, role) for role, _, cluster in self.head.nodes().values())
 

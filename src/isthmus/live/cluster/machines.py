@@ -1,4 +1,4 @@
-"""What machines say of themselves before a node is started there, and which of them could take a bundle of resources.
+"""Checks before nodes are started on machines: each machine's report, and whether a bundle of resources has a place.
 
 Pure but for `report_of` and `available_bytes`, which look at this machine.
 """
@@ -18,19 +18,19 @@ from isthmus.model_files import fingerprint
 
 LOOPBACK = "127.0.0.1"
 LABEL = "isthmus-cluster"
-"""The label of machines that says in which cluster they stand."""
+"""The label that names a machine's cluster."""
 
 
 class MachineQuestion(msgspec.Struct, frozen=True):
-    """What every process of a deployment needs where it runs. `folder`: of the SSD tier, None without one."""
+    """Asks a machine for a deployment's model, and for the `folder` of its SSD tier (None without one)."""
 
     model: str
     folder: str | None
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one machine answers. `model`: a fingerprint, or `no_model` says why there is none; `no_folder`: why the
-    folder cannot be used, "" if it can."""
+    """A machine's answer. `model`: a fingerprint, or `no_model` says why there is none; `no_folder`: why the folder
+    cannot be used, "" if it can."""
 
     address: str
     version: str
@@ -42,7 +42,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def available_bytes() -> int | None:
-    """Memory that processes could still take (Linux); None where that cannot be told."""
+    """Returns memory that processes could still take (Linux), None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def report_of(question: MachineQuestion, address: str) -> Report:
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A process with what its machine says, and the memory that it will take there, 0 if that does not count."""
+    """A process, its machine's report, and the host memory that it will take, 0 on an accelerator."""
 
     name: str
     report: Report
@@ -75,8 +75,8 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 def check_seats(here: Report, seats: Sequence[Seat], taken: str) -> None:
-    """Raises StartError for the first process that cannot start where it is, or would not be reached. `here`: what the
-    machine of the head says; `taken`: the address at which the head listens."""
+    """Raises StartError for the first process that cannot start on its machine, or would not be reached. `here`: the
+    report of the head's machine; `taken`: the address at which the head listens."""
     for seat in seats:
         if wrong := _difference(here, seat.report):
             raise StartError(f"{seat.name} on {seat.report.address}: {wrong}")
@@ -107,7 +107,7 @@ def _difference(here: Report, there: Report) -> str:
 
 
 def check_memory(where: str, needed: Mapping[str, int], available: int | None) -> None:
-    """Raises StartError when the processes of one machine do not fit its memory. `needed`: bytes of each, by name."""
+    """Raises StartError if the processes of a machine do not fit its memory. `needed`: bytes of each, by name."""
     if available is not None and sum(needed.values()) > available:
         raise StartError(
             f"{', '.join(needed)} {where} need {_mib(sum(needed.values()))} (weights and KV memory); "
@@ -120,7 +120,7 @@ def _mib(count: int) -> str:
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What one process takes of a machine of its `cluster`, "" if any will do."""
+    """Resources that a process takes on a machine of its `cluster`, "" for any machine."""
 
     name: str
     cluster: str
@@ -132,7 +132,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What it has in all, taken or not."""
+    """A machine with its total resources."""
 
     address: str
     resources: dict[str, float]
@@ -143,8 +143,8 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def unplaced(bundles: Iterable[Bundle], machines: Sequence[Machine], *, alone: bool) -> str:
-    """The first bundle for which there is no place, and why; "" if all have one. `alone`: two of them never share a
-    machine."""
+    """Returns why the first bundle without a place has none, "" if all have one. `alone`: a machine takes one
+    bundle."""
     left = [dict(machine.resources) for machine in machines]
     for bundle in bundles:
         right = [at for at, machine in enumerate(machines) if machine.takes(bundle)]
@@ -179,7 +179,8 @@ def shown(resources: Mapping[str, float]) -> str:
 
 
 def fair_threads(machines: Sequence[Machine], num_processes: int) -> int:
-    """Of each of so many processes if they spread evenly; each takes a core for its sessions beside them."""
+    """Returns the threads of each of `num_processes` spread evenly over machines, with a core of each for its
+    sessions."""
     each = -(-num_processes // max(1, len(machines)))
     cores = min((machine.resources.get("CPU", 0.0) for machine in machines), default=0.0)
     return max(1, int(cores) // each - 1)

@@ -1,11 +1,11 @@
-"""A node as a process: sessions in the event loop, a worker that computes, and between them the node that decides.
+"""A node with an engine as a process: sessions in the event loop, a worker thread that computes.
 
     head ──StartAttempt─> node ──worker──> tokens ──Outputs──> head
     decode node ──HandoverGranted──> prefill node ──Slices…, Sent──> decode node ──HandoverConfirmed──>
 
-Event loop and worker tell facts to `isthmus.core.node.Node` under one lock, which nobody holds while the engine
-computes, so grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs`
-(tokens), `KVMover` (bytes), the session with the head (reports), and here (time).
+Event loop and worker tell facts to `isthmus.core.node.Node` under one lock, which is free while the engine computes:
+grants and arrivals are heard during an iteration. The node's actions are carried out by `Runs` (tokens), `KVMover`
+(bytes), the session with the head (reports), and this module (time).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeProcess(EngineProcess):
-    """A node, or the first stage of a pipeline group that is one. `tape`: writes down what the node is told and
-    answers."""
+    """A node, or the first stage (leader) of a pipeline group. `tape`: records the node's events and actions."""
 
     def __init__(
         self,
@@ -96,8 +95,8 @@ class NodeProcess(EngineProcess):
     # Facts and actions.
 
     def tell(self, fact: events.Event) -> None:
-        """Tells the node, and carries out what it answers. From any thread. A bug on the way ends the process: nobody
-        knows what was done and what was not."""
+        """Tells the node a fact and carries out its actions, from any thread. A bug on the way ends the process, since
+        some actions may be done and others not."""
         with self.worker.lock:
             try:
                 now = self._clock_ns()
@@ -140,7 +139,7 @@ class NodeProcess(EngineProcess):
     # The worker.
 
     def take_turn(self) -> None:
-        """Waits until a run may start."""
+        """Waits until the later stages, if any, can take another run."""
         if self._group is not None:
             self._group.take_turn()
 
@@ -201,7 +200,7 @@ class NodeProcess(EngineProcess):
         return found | (self._group.gauges() if self._group is not None else {})
 
     def _arrived(self, begin: events.StartAttempt) -> None:
-        """One whose grammar has to be compiled first does not begin before, or the whole batch would wait for it."""
+        """Begins an attempt, once its grammar is compiled: else its whole batch would wait for that."""
         prepared = self.runs.prepare(begin)
         if prepared is None or prepared.done():
             self.begin(begin)
@@ -229,7 +228,7 @@ class NodeProcess(EngineProcess):
     # The later stages of a pipeline group.
 
     def _gathered(self, addresses: Sequence[str]) -> None:
-        """All stages are there: joins them, and then the cluster."""
+        """Connects the stages, which have all started, and then joins the cluster."""
         if self._group is None:
             raise ProtocolError("stages came to a node that has none")
         self.spawn(self._form(self._group, addresses))
@@ -243,15 +242,14 @@ class NodeProcess(EngineProcess):
         self._send(self._hello())
 
     def sampled(self, message: messages.StageSampled) -> None:
-        """A batch has left the last stage."""
+        """Takes the tokens of a batch that the last stage has computed."""
         with self.worker.lock:
             ended = self.runs.sampled(message)
             self.tell(events.Sampled(message.keys, ended))
 
 
 class ThreadWorker:
-    """Executes the runs of one node, in a thread. Start it once, in the event loop. `lock`: whoever holds it may call
-    the node."""
+    """Executes the runs of one node in a thread, started once from the event loop. `lock`: guards the node."""
 
     def __init__(self, owner: NodeProcess) -> None:
         self._owner = owner
@@ -271,12 +269,12 @@ class ThreadWorker:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def submit(self, run: Run) -> None:
-        """Executes it next. Under the lock, as `cut`."""
+        """Queues the next run. Under the lock, as `cut`."""
         self._run, self._is_cut = run, False
         self._submitted.notify()
 
     def cut(self) -> None:
-        """Ends the run under way with the present iteration."""
+        """Ends the present run after its iteration."""
         self._is_cut = True
 
     def stop(self) -> None:
@@ -301,7 +299,7 @@ class ThreadWorker:
             return run if self._running else None
 
     def _execute(self, run: Run) -> None:
-        """Iterates a run until it ends, a request ends or somebody cuts it."""
+        """Iterates a run until it is over or cut."""
         runs = self._owner.runs
         with self.lock:
             execution: Execution = runs.start(run)

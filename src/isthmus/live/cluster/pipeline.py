@@ -1,12 +1,13 @@
-"""A pipeline group (Mooncake, FAST'25, 5.1): as its leader sees it, the stages after the first, behind one session; and
-as the head sees it.
+"""A pipeline group (Mooncake, FAST'25, 5.1): `Group` for its leader, which has one session with the later stages, and
+`Groups` for the head.
 
     leader (decides, first layers) ══ hidden states, actions ══> stage 1 ══> … ══> last stage ── tokens ──> leader
 
-The leader computes the next chunk while later stages have the one before. Each stage keeps the KV of its own layers
-under the same block numbers, carries out the leader's actions on them, and sends them to the decode node itself.
+The leader computes the next chunk while later stages compute the one before. Each stage keeps the KV of its layers
+under the same block numbers, carries out the leader's actions on it, and sends it to the decode node itself.
 
-The head tells a complete group so; its leader then joins the stages, and the cluster as one node. It ends as a whole.
+When all stages have come, the head tells the leader, which connects them and joins the cluster as one node. A group
+ends as a whole.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _FOLLOWED = frozenset(get_args(messages.Followed))
 
 
 class Group(NoPayloads):
-    """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
-    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, `scored` of prompts
-    in it, before, and `end` that one is gone: nothing more can be computed."""
+    """The later stages, for their leader. `begin`, `do` and `compute` are sent in order: `later` calls a function in
+    the event loop. There `tell` takes facts for the node, `scored` scores of prompts, `sampled` the tokens of a batch
+    that the last stage has computed, and `end` why a stage is gone."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Group(NoPayloads):
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
         self._saves: dict[RequestId, list[int]] = {}
-        """How many of its saves each stage has done, while not all have done the same."""
+        """Saves that each stage has finished, by request, while their numbers differ."""
         self._turn = threading.Condition()
         self._in_flight = self._num_runs = self._max_in_flight = 0
         self._closed = False
@@ -64,19 +65,19 @@ class Group(NoPayloads):
         self._later(self._send, begin)
 
     def do(self, action: Action) -> None:
-        """Has every stage carry it out for its layers, if it concerns them."""
+        """Sends an action to all stages, if it concerns their KV."""
         if type(action) in _FOLLOWED:
             self._later(self._send, action)
 
     def take_turn(self) -> None:
-        """Waits until the stages are ready for one more batch: a slow one holds the leader back."""
+        """Waits until no more batches are in flight than there are stages."""
         started_ns = time.monotonic_ns()
         with self._turn:
             self._turn.wait_for(lambda: self._in_flight <= self.stages or self._closed)
         self._wait_s += (time.monotonic_ns() - started_ns) / 1e9
 
     def compute(self, run: Run, hidden: Hidden) -> None:
-        """The first stage is done with a batch."""
+        """Sends a batch on that the first stage has computed."""
         with self._turn:
             self._in_flight += 1
             self._max_in_flight = max(self._max_in_flight, self._in_flight)
@@ -87,14 +88,14 @@ class Group(NoPayloads):
     # In the event loop.
 
     def tell(self, fact: Event) -> None:
-        """For the leader's own mover: what that did counts when all stages have done it."""
+        """Takes a fact of the leader's own mover; a save counts once all stages have finished it."""
         if isinstance(fact, Saved):
             self._saved(0, fact.request)
         else:
             self._tell(fact)
 
     def _saved(self, stage: int, request: RequestId) -> None:
-        """One more of the saves of this request's blocks, which every stage carries out in the same order."""
+        """Counts a finished save of a request at a stage; stages carry out saves in the same order."""
         done = self._saves.setdefault(request, [0] * self.stages)
         before = min(done)
         done[stage] += 1
@@ -115,7 +116,7 @@ class Group(NoPayloads):
         addresses: Sequence[str],
         timeout_s: float,
     ) -> None:
-        """Returns when all stages are ready. Raises OSError or TimeoutError."""
+        """Connects the stages; returns when all are ready. Raises OSError or TimeoutError."""
         self._session = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
         check_peer(self._session, hello.node)
         later, sizes = tuple(addresses[1:]), (facts.kv_blocks, facts.num_slots, facts.ssd_blocks)
@@ -125,8 +126,8 @@ class Group(NoPayloads):
     def common(
         self, found: list[tuple[BlockName, BlockName | None]]
     ) -> tuple[list[tuple[BlockName, BlockName | None]], tuple[BlockName, ...]]:
-        """Of the blocks that the leader found on its disk, those that every stage has; and all others of any stage,
-        which are of no use: the later stages drop them."""
+        """Returns those blocks `found` on the leader's disk that all stages have, and the names of all others, which
+        the later stages drop."""
         names = [name for name, _ in found]
         everywhere = set(names).intersection(*self._found)
         anywhere = dict.fromkeys(names)
@@ -139,7 +140,7 @@ class Group(NoPayloads):
         return [pair for pair in found if pair[0] in everywhere], useless
 
     def gauges(self) -> dict[str, float]:
-        """Present state and totals, by metric name."""
+        """Returns present state and totals, by metric name."""
         with self._turn:
             return {
                 "pipeline_runs_in_flight": self._in_flight,
@@ -149,7 +150,7 @@ class Group(NoPayloads):
             }
 
     def close(self) -> None:
-        """Lets go of a leader that waits for its turn."""
+        """Releases a leader that waits for its turn."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -181,7 +182,7 @@ class Group(NoPayloads):
 
 @dataclass(eq=False)
 class Stage:
-    """One process of a group, with its session and the gauges of its last beat."""
+    """One process of a group: its session, and the gauges of its last heartbeat."""
 
     hello: messages.StageHello
     session: Session
@@ -194,13 +195,13 @@ class Stage:
 
 
 class Groups:
-    """For the head's event loop."""
+    """The pipeline groups of a cluster, for the head."""
 
     def __init__(self) -> None:
         self._groups: dict[NodeId, dict[int, Stage]] = {}
 
     def objection(self, hello: messages.StageHello) -> str:
-        """Why a stage cannot be let in; empty when it can."""
+        """Returns why a stage is refused, "" if it is not."""
         stages = self._groups.get(hello.group, {})
         if not 0 <= hello.stage < hello.stages:
             return f"there is no stage {hello.stage} among {hello.stages}"
@@ -211,7 +212,7 @@ class Groups:
         return ""
 
     def enter(self, stage: Stage) -> None:
-        """The last one to come completes its group."""
+        """Adds a stage. The last one completes its group, which the leader is told."""
         group = self._groups.setdefault(stage.hello.group, {})
         group[stage.hello.stage] = stage
         if len(group) == stage.hello.stages:
@@ -219,7 +220,7 @@ class Groups:
             group[0].session.send(messages.GroupGathered(addresses))
 
     def leave(self, stage: Stage) -> None:
-        """The others cannot go on without it: they leave as well, and may come back as a new group."""
+        """Removes a stage and stops the other processes of its group, which may come back as a new group."""
         group = self._groups.get(stage.hello.group, {})
         if group.get(stage.hello.stage) is not stage:
             return
@@ -229,11 +230,11 @@ class Groups:
                 other.session.send(messages.Stop())
 
     def sessions(self, group: NodeId) -> list[Session]:
-        """Those with the stages that follow its leader; none for a node that is no group."""
+        """Returns the sessions with the stages after the leader; none for other nodes."""
         stages = sorted(self._groups.get(group, {}).items())
         return [stage.session for number, stage in stages if number]
 
     def followers(self) -> Iterator[Stage]:
-        """All stages but the leaders, whom the head knows as nodes."""
+        """Returns all stages after the leaders."""
         for group in self._groups.values():
             yield from [stage for number, stage in sorted(group.items()) if number]

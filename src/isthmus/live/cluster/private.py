@@ -1,4 +1,4 @@
-"""Files that only this user may read, from their creation on: recordings, logs, and the secrets that a head keeps."""
+"""Files that only this user may read, from their creation on: recordings, logs, and a head's secrets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_KEPT = 4096
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open`. One that others could read before is closed to them. Raises OSError."""
+    """An `opener` for `open` that makes files mode 600, existing ones too. Raises OSError."""
     fd = os.open(path, flags, 0o600)
     try:
         mode = os.fstat(fd).st_mode
@@ -31,8 +31,8 @@ def private(path: str, flags: int) -> int:
 
 
 def kept(path: Path, make: Callable[[], bytes]) -> bytes:
-    """What a file of this user alone holds; the first time what `make` makes. Raises ConfigError, also for a file that
-    others can read."""
+    """Returns the content of a private file, which is created with what `make` returns. Raises ConfigError, also for a
+    file that others can read."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -47,7 +47,7 @@ def kept(path: Path, make: Callable[[], bytes]) -> bytes:
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Whole or not at all, for this user alone; whoever else was first wins."""
+    """Creates a private file atomically, unless another process has created it."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:

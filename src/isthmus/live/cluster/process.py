@@ -1,8 +1,8 @@
-"""One process of a node: sessions with the head and with other nodes, a cache, and who moves its blocks.
+"""One process of a node: its sessions with the head and with other nodes, its cache, and the mover of its blocks.
 
-Most nodes are one process, with an engine, which decides (`node.py`). A pipeline group is several, each with some of
-the layers; those after the first carry out what the first one decides (`stage.py`). Beside a vLLM server there is one
-without an engine (`vllm/process.py`).
+Most nodes are one process with an engine (`node.py`). A pipeline group has a process for each stage; the later stages
+carry out the first one's decisions (`stage.py`). Beside a vLLM server is a process without an engine
+(`servers/process.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 ABSENT = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 STOPPED = "stopped by the head"
-"""Why a process ends that was told to; everybody else lost something."""
+"""The reason with which a process ends normally."""
 
 OnLost = Callable[[Sequence[BlockName]], None]
 Opener = Callable[[OnLost], Store] | None
@@ -53,44 +53,36 @@ Opener = Callable[[OnLost], Store] | None
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What a process of a node knows beside its `facts`. `join`: the head's `host:port`. `transfer_s`: how long a
-    transfer that began may bring no byte.
-
-    `shares_memory`: reads blocks of nodes on this host where they lie; `link_s`: how long a link to another cluster may
-    bring nothing, None does not watch links. `stage`: of the pipeline group, each with some of the layers. `join_s`:
-    how long it waits for a head that does not listen yet.
-    """
+    """Options of a node's process."""
 
     facts: NodeFacts
-    join: str
-    transfer_s: float
+    join: str  # the head's host:port
+    transfer_s: float  # how long a transfer that began may bring no byte
     host: str = "127.0.0.1"
-    shares_memory: bool = True
-    link_s: float | None = None
-    stage: int = 0
-    join_s: float = 0.0
+    shares_memory: bool = True  # copies blocks of nodes on this host from their memory
+    link_s: float | None = None  # how long a link to another cluster may bring nothing; None: unwatched
+    stage: int = 0  # of the pipeline group
+    join_s: float = 0.0  # how long to wait for a head that does not listen yet
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where a process lives: what its sessions run over, what the time is, and who does so many things at once
-    under a name. Where there is an engine: `mover_of`: who moves its bytes; `worker_of`: who executes a node's runs, if
-    not a thread. `credentials`: those of the network that the head is to sign."""
+    """The world of a process, replaced as a whole in virtual time."""
 
     network: Network
     clock_ns: Callable[[], int] = time.monotonic_ns
     mover_of: Callable[..., KVMover] = KVMover
     pool_of: PoolOf = ThreadPoolExecutor
-    worker_of: Callable[[Any], Any] | None = None
-    credentials: NodeCredentials | None = None
+    worker_of: Callable[[Any], Any] | None = None  # executes a node's runs; None: a thread
+    credentials: NodeCredentials | None = None  # of the network, if the head signs them
 
 
 class MemberProcess(ABC):
-    """Runs until the head says Stop or a session ends without which it cannot go on. `run` returns the reason. What
-    `store_of` opens it closes."""
+    """A process that `run`s until the head stops it or a required session ends. Closes the store that `store_of`
+    opens."""
 
     entrance: ClassVar[Any] = messages.PeerMessage
-    """What is said over sessions that are opened from outside."""
+    """Messages of sessions that other processes open."""
 
     def __init__(
         self,
@@ -131,10 +123,11 @@ class MemberProcess(ABC):
         self._head: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._found: list[tuple[BlockName, BlockName | None]] = []
-        """On its disk at the start: blocks, and what each follows."""
+        """Blocks found on disk at the start, each with its parent."""
 
     async def run(self) -> str:
-        """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
+        """Joins the cluster and serves; returns why it ended. Raises StartError if the head is not reached or
+        refuses."""
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[str] = self.loop.create_future()
         self.mover.open(self.loop)
@@ -199,40 +192,40 @@ class MemberProcess(ABC):
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """Who goes on without a part of it would only seem to be well."""
+        """Ends the process if one of its tasks failed: without it the node would only seem healthy."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.died(error)
 
-    # What its kind makes of it.
+    # Overridden by each kind of process.
 
     @abstractmethod
     def start(self) -> None:
-        """Begins to compute what comes."""
+        """Starts computing."""
 
     def stop(self) -> None:
-        """Computes nothing more; the cache is closed."""
+        """Stops computing and closes the cache."""
         if self._cache is not None:
             self._cache.close()
             self._cache.store.close()
 
     def heard(self, message: messages.NodeBound) -> None:
-        """From the head, what only some are told."""
+        """Takes a message of the head that only some kinds of processes get."""
         raise ProtocolError(f"a {type(message).__name__} came from the head")
 
     @abstractmethod
     def fact(self, fact: events.Event) -> None:
-        """Of its mover, and that time has passed. In the event loop."""
+        """Takes a fact of the mover, or that time has passed. In the event loop."""
 
     def entering(self) -> Handler:
-        """Somebody opens a session."""
+        """Returns the handler of a session that another process opens."""
         return FromPeer(self, introduced=False)
 
     # The head.
 
     @abstractmethod
     def hello(self) -> messages.NodeHello | messages.StageHello:
-        """First message to the head."""
+        """Returns the first message to the head."""
 
     def welcome(self, message: messages.NodeWelcome) -> None:
         log.info("%s joined the cluster", self._facts.node)
@@ -251,7 +244,7 @@ class MemberProcess(ABC):
         self._send(messages.Heartbeat(self.gauges(), tuple(self._link_monitor.report())))
 
     def _renew(self) -> None:
-        """Asks for the next certificate in time. Sessions that are open go on with the one before."""
+        """Requests the next certificate when it is due. Open sessions keep the previous one."""
         if self._credentials is not None and self._credentials.is_due:
             self._send(messages.Enrol(self._facts.node, self._options.stage, self._credentials.request()))
 
@@ -264,14 +257,14 @@ class MemberProcess(ABC):
             raise ProtocolError(f"from the head came a certificate that cannot be used: {error}") from None
 
     def gauges(self) -> dict[str, float]:
-        """Present state and totals, by metric name."""
+        """Returns present state and totals, by metric name."""
         found = {REFUSED: self._listener.refused} | self.mover.gauges()
         if self._credentials is not None:
             found["tls_certificate_seconds"] = self._credentials.left_s
         return found
 
     def tenant_gauges(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """What is kept of each tenant that has a share. `sizes`: in blocks."""
+        """Returns cached bytes of each tenant that has a share. `sizes`: in blocks."""
         size = self._introduction.layout.block_bytes
         return {f"tenant_cache_bytes/{name}": count * size for name, count in sizes.items() if name}
 
@@ -280,7 +273,7 @@ class MemberProcess(ABC):
         self.loop.call_later(delay_s, self.fact, events.Woken())
 
     def report(self, report: Report) -> None:
-        """What a node decided that the head must know."""
+        """Sends a report of the node to the head."""
         if isinstance(report, RoleChanged):
             log.info("%s is a %s node now", report.node, report.role)
         elif isinstance(report, BlocksEvicted):
@@ -317,14 +310,14 @@ class MemberProcess(ABC):
     # Other nodes.
 
     def _address_of(self, node: NodeId) -> str:
-        """Raises OSError for a node that nobody has told of: it is gone."""
+        """Returns where a node is reached. Raises OSError for an unknown one: it is gone."""
         for addresses in self._addresses.values():
             if node in addresses:
                 return addresses[node]
         raise OSError(f"{node} is not there")
 
     def trusts(self, session: Session, hello: messages.PeerHello) -> bool:
-        """It is who its certificate says, and computes with the same model and KV layout."""
+        """Whether a peer is whom its certificate names, and has the same model and KV layout."""
         mine = self._introduction
         alike = (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
         return alike and not disowned(session.identity, hello.node)
@@ -334,18 +327,18 @@ class MemberProcess(ABC):
         self._link_monitor.introduced(session, hello.node)
 
     def _lost(self, names: Sequence[BlockName]) -> None:
-        """From a thread of the store: bytes are gone that somebody counts on."""
+        """Hears from a thread of the store which blocks' bytes are lost."""
         self.mover.lost_bytes(names)
 
     def died(self, error: BaseException) -> None:
-        """A bug, in the event loop or in the thread that computes, ends the process."""
+        """Ends the process after a bug, from any thread."""
         self.loop.call_soon_threadsafe(
             self.end, StartError(f"the node failed: {type(error).__name__}: {error}")
         )
 
 
 class EngineProcess(MemberProcess):
-    """One with an engine. Without a store prefixes are reused from the engine's memory alone."""
+    """A process with an engine. Without a store prefixes are reused from the engine's memory only."""
 
     mover: KVMover
     runs: Runs
@@ -364,7 +357,7 @@ class EngineProcess(MemberProcess):
 
     @abstractmethod
     def received(self, key: RequestId, token: int) -> None:
-        """The first token of an attempt that was handed over."""
+        """Takes the first token of an attempt that was handed over."""
 
     def hello(self) -> messages.NodeHello | messages.StageHello:
         options, facts = self._options, self._facts
@@ -376,14 +369,14 @@ class EngineProcess(MemberProcess):
 
 
 def _may_come(error: Exception) -> bool:
-    """Whether the head may only not be there yet: nobody listens, or its machine or its name is not known."""
+    """Whether the head may just not have started: nobody listens, or its machine or name is unknown."""
     return isinstance(error, (TimeoutError, socket.gaierror)) or (
         isinstance(error, OSError) and error.errno in ABSENT
     )
 
 
 def _in_words(error: Exception) -> str:
-    """Why a session could not begin."""
+    """Returns why a session could not begin, as one line."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate: {error.verify_message}"
     cut = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
@@ -393,7 +386,7 @@ def _in_words(error: Exception) -> str:
 
 
 class RequiredSession(NoPayloads):
-    """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
+    """A session with `what`, whose end ends the process; `heard` takes its messages."""
 
     def __init__(self, process: MemberProcess, what: str, heard: Callable[[Any], None]) -> None:
         self._process, self._what, self._heard = process, what, heard
@@ -406,7 +399,7 @@ class RequiredSession(NoPayloads):
 
 
 class FromPeer(NoPayloads):
-    """A session with another node. `introduced`: this side opened it, or a valid PeerHello came first."""
+    """A session with another node. `introduced`: this side opened it, or a valid PeerHello has come."""
 
     def __init__(self, process: MemberProcess, *, introduced: bool) -> None:
         self._process, self._introduced = process, introduced

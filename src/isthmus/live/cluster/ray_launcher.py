@@ -1,12 +1,12 @@
-"""Nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
+"""Runs nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
 
     driver (`isthmus serve`)                    a machine of the cluster
     RayLauncher ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
        head <───────────────────── sessions of our own ─────────────────────┘
 
-Ray decides where a process runs and tells when it is gone. Requests, KV and events never pass through it, and what
-crosses to an actor and back is bytes that we encode. Nothing is detached: when the driver goes, however it goes, its
-actors do, their pipes close, and the nodes leave.
+Ray places processes and reports when they are gone. Requests, KV and events never pass through it; calls of actors
+carry bytes encoded here. Nothing is detached: when the driver dies, in whatever way, its actors die, their pipes
+close, and the nodes exit.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _LINE = 300
 
 
 def connect() -> None:
-    """To the Ray cluster that RAY_ADDRESS names, or that runs on this machine; else one is started here, for as long as
-    this process lives. Raises StartError."""
+    """Connects to the Ray cluster that RAY_ADDRESS names or that runs on this machine, else starts one for this
+    process. Raises StartError."""
     _look_at_address()
     keep_ray_to_itself()
     try:
@@ -80,7 +80,7 @@ def connect() -> None:
 
 
 def _look_at_address() -> None:
-    """Ray would try an address at which nobody listens for minutes, and print that it does."""
+    """Raises StartError for a RAY_ADDRESS where nobody listens: Ray itself would retry it for minutes."""
     address = ray_address()
     if address is None or address in ("auto", "local"):
         return
@@ -96,7 +96,7 @@ def _look_at_address() -> None:
 
 
 def machines() -> list[Machine]:
-    """Those that are there now."""
+    """Returns the machines of the cluster."""
     return [
         Machine(node["NodeManagerAddress"], node["Resources"], node["Labels"])
         for node in ray.nodes()
@@ -105,8 +105,8 @@ def machines() -> list[Machine]:
 
 
 class RayLauncher(Launcher):
-    """A placement group for each cluster and one for each pipeline group, a bundle in it for each process, and in that
-    an actor for each start of it."""
+    """A placement group for each cluster and each pipeline group, with a bundle for each process, and in the bundle an
+    actor for each start of the process."""
 
     def __init__(self) -> None:
         self._groups: list[PlacementGroup] = []
@@ -153,7 +153,7 @@ class RayLauncher(Launcher):
         return unplaced(self._bundles.values(), machines(), alone=self._config.ray.spread == "strict")
 
     def _reserve(self, processes: Sequence[Process]) -> None:
-        """Stages hand each other every chunk, so they lie close together whatever `ray.spread` says."""
+        """Reserves a placement group. Stages, which exchange every chunk, are packed whatever `ray.spread` says."""
         bundles = [self._bundles[process.name] for process in processes]
         strict = self._config.ray.spread == "strict" and processes[0].place.stages == 1
         group = placement_group(
@@ -166,8 +166,7 @@ class RayLauncher(Launcher):
             self._places[process.name] = PlacementGroupSchedulingStrategy(group, index)
 
     async def _sit(self, process: Process) -> Seat:
-        """An actor in the bundle of the process, as soon as there is a machine for that, and what it says of it. Raises
-        StartError."""
+        """Starts an actor in the bundle of a process, when a machine has room; returns its seat. Raises StartError."""
         self._leave(process.name)
         resources = dict(self._bundles[process.name].resources)
         options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
@@ -220,14 +219,14 @@ class RayLauncher(Launcher):
 
 
 async def _stopped(answer: Any) -> None:
-    """An actor that is gone has no process that could be left."""
+    """Waits until an actor has stopped its process; an actor that is gone has none."""
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(2 * STOP_S):
             await answer
 
 
 class Keeper:
-    """Runs one process of a node on its machine, once. In an actor of its own, which outlives a crash to report it."""
+    """Actor that runs one process of a node, once, and outlives its crash to report it."""
 
     def __init__(self) -> None:
         self._child: asyncio.subprocess.Process | None = None
@@ -268,7 +267,7 @@ _KEEPER = ray.remote(Keeper)
 
 
 class RayPool(Pool):
-    """A core of the Ray cluster for each worker, which runs there as it would here."""
+    """Runs each worker on a core of the Ray cluster."""
 
     def run(self, module: str, works: Sequence[Work], report: Progress | None = None) -> list[bytes]:
         connect()
@@ -302,7 +301,7 @@ class RayPool(Pool):
 
 
 def _answer(module: str, shared: bytes, own: bytes) -> bytes:
-    """A byte of 0 and the answer, or one of an exit status and what went wrong."""
+    """Returns a 0 byte and the answer, or the byte of an exit status and the error."""
     try:
         return b"\0" + asyncio.run(answer(module, Work(shared, own)))
     except IsthmusError as error:

@@ -1,7 +1,6 @@
-"""The flight recorder, of conductor and nodes: every event and its actions as one JSON line, and their replay.
+"""The flight recorder of conductor and nodes: every event and its actions as one JSON line, and their replay.
 
-Recordings are handed around, so they name no tenant: who asks has an opaque name before conductor and nodes hear of
-it, and a replay decides by the same one.
+Recordings are passed on, so they name no tenant: conductor and nodes know tenants by opaque names only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def opaque(tenant: str, secret: str) -> str:
-    """Another name for a tenant, the same for the same cluster's `secret`; nobody's stays nobody's."""
+    """Returns an opaque name of a tenant, the same for the same `secret` of a cluster; "" for no tenant."""
     if not tenant:
         return ""
     key = blake3.blake3(secret.encode(), derive_key_context="isthmus recordings: names of tenants").digest()
@@ -36,8 +35,7 @@ def opaque(tenant: str, secret: str) -> str:
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """First line of a recording: `rules` of a conductor, or `node`, what a node was, and how long its transfers may
-    bring nothing."""
+    """First line of a recording: the conductor's `rules`, or a `node`'s facts and its transfer timeout."""
 
     format: int
     rules: Rules | None = None
@@ -45,7 +43,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_ns: int = 0
 
     def subject(self) -> Callable[[Any, int], Sequence[Any]]:
-        """A new one of what was recorded: takes an event, answers with actions."""
+        """Returns a new decider like the recorded one: event and time in, actions out."""
         if self.node is None:
             assert self.rules is not None
             return Conductor(self.rules).on
@@ -53,7 +51,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of a recording, to be compared."""
+    """One line of a recording, undecoded for comparison."""
 
     at_ns: int
     event: msgspec.Raw
@@ -71,7 +69,7 @@ class Recorder:
         self._write(_ENCODER.encode(header))
 
     def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
-        """At once, before the next event: a run is written down as it was then."""
+        """Writes an event and its actions at once, since a run changes later."""
         self._write(_ENCODER.encode({"at_ns": at_ns, "event": event, "actions": actions}))
 
     def close(self) -> None:
@@ -83,7 +81,7 @@ class Recorder:
 
 
 class LiveRecorder(Recorder):
-    """A full disk ends the recording, not the cluster; what comes after the end is not written."""
+    """A recorder whose recording ends, and not the cluster, when the disk is full."""
 
     _is_over = False
 
@@ -102,7 +100,7 @@ class LiveRecorder(Recorder):
 
 
 def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:
-    """Beside the conductor's recording at `path`: one file for each start of a node, the `start`-th."""
+    """Returns the recorder of a node's `start`-th start, with a file beside the conductor's at `path`."""
     header = RecordingHeader(RECORDING_FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
     number = f".{start}" if start > 1 else ""
     return LiveRecorder(path.with_suffix(f".{facts.node}{number}{path.suffix}"), header)
@@ -118,7 +116,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def read(path: Path) -> tuple[RecordingHeader, Sequence[bytes]]:
-    """Header and the lines that follow it. Raises ConfigError for what is no recording of this version."""
+    """Returns the header of a recording, and its other lines. Raises ConfigError for another format."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -137,7 +135,7 @@ def read(path: Path) -> tuple[RecordingHeader, Sequence[bytes]]:
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first line at which a replay decided otherwise: JSON."""
+    """The first line at which a replay decided otherwise; texts are JSON."""
 
     line: int
     event: str
@@ -146,10 +144,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def replay(path: Path, own: Sequence[str] = ()) -> tuple[int, Difference | None]:
-    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None).
+    """Feeds a recording to a new conductor or node. Returns (events replayed, first difference or None).
 
-    `own`: which of the user's own policies may be run; a recording may come from anybody. Raises ConfigError naming
-    the line that cannot be read.
+    `own`: the user's own policies that may be run, since a recording may come from anybody. Raises ConfigError that
+    names the line that cannot be read.
     """
     header, lines = read(path)
     if header.rules is not None:

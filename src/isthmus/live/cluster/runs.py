@@ -1,7 +1,7 @@
-"""What a node computes, one iteration at a time: a run that was decided in, tokens and facts out.
+"""Executes a node's runs on its engine, one iteration at a time: decided runs in, tokens and facts out.
 
-It owns the tokens of the node's attempts, which nobody who decides needs. It has no thread: a worker calls it, from
-one thread, under the node's lock where that is said.
+Owns the tokens of attempts, which decisions do not need. Has no thread: one worker thread calls it, under the node's
+lock where stated.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ Names = tuple[BlockName, ...]
 
 
 class TokenSequence:
-    """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
-    its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
-    """
+    """An attempt with all its known tokens. `cached`: prompt tokens found in a cache; `num_loading`: blocks of its
+    cached prefix that are still loaded; `snapshots`: blocks of recurrent states taken, by position."""
 
     __slots__ = ("_outputs", "begin", "cached", "num_loading", "reused", "row", "snapshots", "tokens")
 
@@ -75,12 +74,13 @@ class TokenSequence:
 
     @property
     def num_top(self) -> int | None:
-        """How many of the most likely go with the scores of its prompt; None: it is not to be scored, or was."""
+        """Most likely tokens reported with each score of the prompt; None if it is not scored, or was already."""
         wanted = self.row.sampling.prompt_logprobs
         return wanted if len(self.tokens) == self.begin.num_prompt else None
 
     @property
-    def departs(self) -> bool:
+    def hands_over(self) -> bool:
+        """Whether a decode node continues this attempt after its prefill."""
         return self.begin.part is Role.PREFILL
 
     @property
@@ -95,9 +95,10 @@ class TokenSequence:
 
 @dataclass
 class Execution:
-    """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
-    midst of an iteration, which therefore does not count, or a holder of KV is `lost`; `broken`: no token can be chosen
-    for these any more. `elsewhere`: where more KV of its chunks lies."""
+    """A run in progress: its batch, and the chunks that it samples from. `elsewhere`: holders of more KV of its chunks.
+
+    An iteration does not count if a cached prefix turned out `missing`, or a holder of KV was `lost`. `broken`:
+    attempts that cannot continue."""
 
     run: Run
     batch: Any
@@ -120,9 +121,8 @@ class Execution:
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order, and `scores` those of prompts before, while it is computed.
-    `mover`: who moves the bytes. `onward`: takes what this stage computed of a batch to those that follow; None for a
-    whole model or the last stage."""
+    """Executes runs. `outputs` takes the tokens of an iteration, in order; `scores` takes scores of prompts during it.
+    `onward`: sends a batch's hidden states to the next stage; None for a whole model or the last stage."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Runs:
         self._awaited: RequestId
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
-        """Whether the node keeps answers, and anything at all, beside the engine's memory."""
+        """Whether the node caches answers, and any blocks, outside the engine's memory."""
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
     # Under the node's lock.
@@ -150,17 +150,17 @@ class Runs:
         self.prepare(begin)
 
     def prepare(self, begin: StartAttempt) -> Future[None] | None:
-        """Begins with what its first token will need; done when that is there."""
+        """Starts compiling the grammar of an attempt; returns its future, None if there is nothing to wait for."""
         return self.engine.constraints.prepare(begin.sampling) if self._onward is None else None
 
     def received(self, key: RequestId, token: int) -> None:
-        """The first new token of an attempt, from where its prompt was computed."""
+        """Takes the first token of an attempt from its prefill node."""
         attempt = self._attempts.get(key)
         if attempt is not None:
             attempt.append(token)
 
     def released(self, action: ReleaseResources) -> None:
-        """No run needs its tokens any more."""
+        """Forgets an attempt, which no run needs any more."""
         self._attempts.pop(action.key, None)
 
     def admitted(self, action: Admitted) -> None:
@@ -178,7 +178,7 @@ class Runs:
             attempt.num_loading = len(action.names)
 
     def shortened(self, action: Shorten) -> None:
-        """Of a cached prefix not all could be loaded."""
+        """Corrects the counters of a cached prefix that could not be loaded whole."""
         attempt = self._attempts.get(action.key)
         if attempt is None:
             return
@@ -194,7 +194,7 @@ class Runs:
             attempt.snapshots.clear()
 
     def start(self, run: Run) -> Execution:
-        """Lays out a run that was decided. Its attempts are all here."""
+        """Builds the batch of a run, whose attempts have all begun."""
         pieces = run.pieces
         attempts = [self._attempts[piece.request] for piece in pieces]
         chunks = [
@@ -205,10 +205,10 @@ class Runs:
         sampled = [(attempts[index], pieces[index]) for index in batch.order]
         prompts = list(zip(attempts[run.num_decodes :], run.chunks, strict=True))
         staged = [each for attempt, piece in prompts if (each := self._stage(attempt, piece)) is not None]
-        departing = [piece for attempt, piece in prompts if attempt.departs and not _packs(piece)]
+        leaving = [piece for attempt, piece in prompts if attempt.hands_over and not _packs(piece)]
         on_layer = before_layer = None
-        if departing or staged:
-            on_layer = lambda layer: self._layer_done(layer, departing, staged)  # noqa: E731
+        if leaving or staged:
+            on_layer = lambda layer: self._layer_done(layer, leaving, staged)  # noqa: E731
         loading = [attempt for attempt, _ in prompts if attempt.num_loading]
         if loading:
             before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
@@ -221,7 +221,7 @@ class Runs:
         return Execution(run, batch, sampled, on_layer, before_layer, on_scores, elsewhere)
 
     def add_tokens(self, execution: Execution) -> None:
-        """Adds the tokens of an iteration to their attempts, and tells them."""
+        """Appends an iteration's tokens to their attempts, and outputs them."""
         if execution.missing is not None or execution.lost or self._onward is not None:
             return
         if self._state_blocks:
@@ -236,7 +236,7 @@ class Runs:
         )
 
     def finish(self, execution: Execution) -> list[Missing | Broken | Stepped]:
-        """What the node is to be told of an executed run. What broke comes first: the node then plans without it."""
+        """Returns the facts of an executed run, broken attempts first: the node then plans without them."""
         run, steps, counters = execution.run, execution.steps, self.counters
         sampled = sum([piece.samples for piece in run.pieces])
         counters["iterations"] += steps
@@ -253,7 +253,7 @@ class Runs:
         return [*before, *execution.broken.values(), stepped]
 
     def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
-        """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
+        """Appends first tokens from the last pipeline stage; returns the attempts that are over."""
         found = zip(map(self._attempts.get, message.keys), message.tokens, message.logprobs, strict=True)
         ended = self._emit((attempt, token, chosen) for attempt, token, chosen in found if attempt is not None)
         return tuple([attempt.begin.key for attempt in ended])
@@ -261,7 +261,7 @@ class Runs:
     # By the worker, without the lock.
 
     def compute(self, execution: Execution, hidden: Hidden | None = None) -> None:
-        """One iteration of the engine. Touches nothing else. `hidden`: of the stage before."""
+        """Computes one iteration; changes only `execution` and counters. `hidden`: from the stage before."""
         started_ns = self._clock_ns()
         inputs = execution.on_layer, execution.before_layer, hidden
         try:
@@ -281,8 +281,8 @@ class Runs:
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     def _lost(self, run: Run, lost: HolderLost) -> dict[RequestId, Broken]:
-        """The iteration is not over, and whose KV lies with this holder cannot go on. Live states, which had moved on,
-        are nobody's either."""
+        """Returns the attempts that a lost holder breaks: those with KV there, and all of a recurrent model, whose
+        states are already past the aborted iteration."""
         reason = f"{lost.holder} has its KV and did not attend to it: {lost}"
         broken = [
             piece.request
@@ -299,7 +299,7 @@ class Runs:
 
     @staticmethod
     def advance(execution: Execution) -> None:
-        """Moves the batch on to the next iteration."""
+        """Advances the batch to the next iteration."""
         execution.batch.advance(execution.tokens)
 
     # One iteration.
@@ -332,7 +332,7 @@ class Runs:
         self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
 
     def _stage(self, attempt: TokenSequence, piece: Piece) -> BlockStaging | None:
-        """Blocks that a chunk completes go to the store while it is computed."""
+        """Starts saving the blocks that a chunk completes, while it is computed."""
         if not self.saves or piece.assembly is not None:
             return None
         full = slice(
@@ -341,8 +341,8 @@ class Runs:
         return self._mover.stage(piece.request, attempt.names[full], piece.table[full])
 
     def _await_loads(self, layer: int, loading: Sequence[TokenSequence]) -> None:
-        """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
-        one that it waited for last."""
+        """Waits for a layer of all cached prefixes in the batch. Raises PrefixMissing if one, noted in `_awaited`,
+        cannot be loaded."""
         started_ns = self._clock_ns()
         for attempt in loading:
             self._awaited = attempt.begin.key
@@ -351,25 +351,25 @@ class Runs:
                 load.wait(layer, attempt.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
-    def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[BlockStaging]) -> None:
+    def _layer_done(self, layer: int, leaving: Sequence[Piece], staged: Sequence[BlockStaging]) -> None:
         for staging in staged:
             self._mover.save_layer(staging, layer)
-        for piece in departing:
+        for piece in leaving:
             self._announce(layer, piece)
 
     def _announce(self, layer: int, piece: Piece) -> None:
-        """Blocks that this chunk completed in one layer; the last chunk also gives the unfinished block."""
+        """Announces one layer of the blocks that a chunk completed; of the last chunk, the partial block too."""
         end = piece.start + piece.count
         stop = end if piece.samples else end // self._size * self._size
-        if stop:  # what came before it is here as well, and perhaps was not told yet
+        if stop:  # from 0 on: earlier blocks may not have been announced yet
             self._mover.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.table)
 
     def _note_states(self, run: Run) -> None:
-        """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
+        """Notes the iteration's snapshots; announces the last one of a prompt that is handed over."""
         for piece in run.chunks:
             attempt = self._attempts[piece.request]
             attempt.snapshots.update(piece.snapshots)
-            if piece.samples and attempt.departs:
+            if piece.samples and attempt.hands_over:
                 count = -(-len(attempt.tokens) // self._size)
                 blocks = piece.table[:count] + attempt.snapshots[len(attempt.tokens)]
                 layers = Span(0, self.engine.memory.layout.num_layers)
@@ -378,7 +378,7 @@ class Runs:
                 )
 
     def _note_assembled(self, execution: Execution) -> None:
-        """Where the KV of prompts came from that were assembled; of a departing one that was packed, what goes."""
+        """Notes where the KV of assembled prompts came from; announces that of packed ones that are handed over."""
         num_decodes = execution.run.num_decodes
         for at, piece in enumerate(execution.run.chunks, num_decodes):
             if piece.assembly is None:
@@ -386,7 +386,7 @@ class Runs:
             attempt = self._attempts[piece.request]
             attempt.reused = execution.batch.reused[at]
             packing = piece.assembly.packing
-            if attempt.departs and packing is not None:
+            if attempt.hands_over and packing is not None:
                 dropped = packing.num_dropped
                 kept = piece.scratch[: packing.num_packed] + piece.blocks[packing.num_blocks :]
                 layers = Span(0, self.engine.memory.layout.num_layers)
@@ -394,7 +394,7 @@ class Runs:
                 self._mover.kv_ready(piece.request, layers, tokens, (0,) * dropped + kept)
 
     def _emit(self, sampled: Iterable[tuple[TokenSequence, int, TokenLogprobs | None]]) -> list[TokenSequence]:
-        """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
+        """Appends sampled tokens to their attempts and outputs them; returns the attempts that are over."""
         outputs, ended = [], []
         for attempt, token, logprobs in sampled:
             begin = attempt.begin
@@ -407,16 +407,16 @@ class Runs:
             outputs.append((route.request, route.attempt, generated))
             if finish is not None:
                 ended.append(attempt)
-            elif attempt.departs:
+            elif attempt.hands_over:
                 self._mover.first_token(begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended
 
     def _all_names(self, attempt: TokenSequence) -> Names:
-        """Of all full blocks of prompt and answer. The last token has no KV."""
+        """Returns the names of all full blocks of prompt and answer. The last token has no KV yet."""
         if attempt.begin.route.assembly is not None:
-            return ()  # it follows from more than its tokens
+            return ()  # assembled KV depends on more than its tokens
         known, tokens, salt = attempt.names, attempt.tokens, attempt.begin.salt
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
@@ -433,5 +433,5 @@ class Runs:
 
 
 def _packs(piece: Piece) -> bool:
-    """Whether its KV lies elsewhere in the engine when it is computed."""
+    """Whether the KV of a chunk's prompt is packed."""
     return piece.assembly is not None and piece.assembly.packing is not None

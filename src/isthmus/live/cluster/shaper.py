@@ -34,27 +34,25 @@ import msgspec
 from isthmus.core.errors import StartError
 
 CHUNK_BYTES = 4 << 10, 256 << 10
-"""Least and most that is taken in at once: as much as the link carries in `BACKLOG_S`, if between them."""
+"""Least and most bytes of one read; between them, as much as the link carries in `BACKLOG_S`."""
 TICK_S = 0.0003
-"""Looked at no more often: fewer and larger reads, for a delay that is up to this much longer."""
+"""Pause between polls: reads are fewer and larger, and delays up to this much longer."""
 BACKLOG_S = 0.03
-"""What may wait for its turn on the link, in time. Enough to keep it busy while this process waits for a processor."""
+"""Backlog allowed at the link, as time at its rate: keeps the link busy while this process waits for a processor."""
 CONNECT_S = 1.0
 MIN_WINDOW, MAX_WINDOW = 4 << 20, 64 << 20
 RESET = struct.pack("ii", 1, 0)
-"""As SO_LINGER: closing a socket resets its connection."""
+"""SO_LINGER value with which closing a socket resets its connection."""
 
 
 class LinkShape(msgspec.Struct, frozen=True):
-    """`delay_s`: of each direction; `rate`: bytes/s of each, shared by all connections, None: no bound; `window`: bytes
-    of one connection on the way. `jitter_s`: each chunk is late by up to this much, in order. The first connection
-    stands still, once, for `stall_s` after `stall_after` bytes."""
+    """Properties of an emulated link."""
 
-    delay_s: float = 0.03
-    rate: float | None = None
-    window: int = 4 << 20
-    jitter_s: float = 0.0
-    stall_s: float = 0.0
+    delay_s: float = 0.03  # of each direction
+    rate: float | None = None  # bytes/s of each direction, shared by all connections; None: unlimited
+    window: int = 4 << 20  # bytes in flight of one connection
+    jitter_s: float = 0.0  # most random extra delay of a chunk; chunks stay in order
+    stall_s: float = 0.0  # how long the first connection stalls, once, after `stall_after` bytes
     stall_after: int = 0
     seed: int = 0
 
@@ -67,11 +65,11 @@ class LinkDirection:
 
     @property
     def room_s(self) -> float:
-        """From when on it takes more in."""
+        """When the direction takes more bytes in."""
         return self._free_s - BACKLOG_S
 
     def leave_s(self, now_s: float, count: int) -> float:
-        """When the last of `count` bytes that arrive now has left."""
+        """Returns when the last of `count` bytes that arrive now has left."""
         if self._rate is None:
             return now_s
         self._free_s = max(now_s, self._free_s) + count / self._rate
@@ -79,7 +77,7 @@ class LinkDirection:
 
 
 class LinkPipe:
-    """One direction of one connection. Bytes on the way lie in a ring as large as the window."""
+    """One direction of one connection. Bytes in flight are in a ring as large as the window."""
 
     def __init__(
         self, shape: LinkShape, direction: LinkDirection, source: socket.socket, target: socket.socket
@@ -111,7 +109,7 @@ class LinkPipe:
         return self.ended and self._handed == self._taken
 
     def next_s(self, now_s: float) -> float | None:
-        """When something is to be done again, if nothing arrives."""
+        """Returns when the pipe has to be served next if no bytes arrive; None: never."""
         times = [max(self._due[0][0], self._stalled_until_s)] if self._due else []
         if self._acknowledgements:
             times.append(self._acknowledgements[0][0])
@@ -120,7 +118,7 @@ class LinkPipe:
         return min(times, default=None)
 
     def take(self, now_s: float) -> None:
-        """Takes in what the source has, as far as the window allows."""
+        """Reads from the source, as far as the window allows."""
         window = self._shape.window
         first = self._taken % window
         room = min(self._chunk_bytes, window - (self._taken - self._acknowledged), window - first)
@@ -131,13 +129,13 @@ class LinkPipe:
         self._taken += count
         late_s = self._random.uniform(0, self._shape.jitter_s) if self._shape.jitter_s else 0.0
         due_s = self._direction.leave_s(now_s, count) + self._shape.delay_s + late_s
-        self._last_due_s = max(self._last_due_s, due_s)  # what is late holds up what is behind it
+        self._last_due_s = max(self._last_due_s, due_s)  # a late chunk delays those behind it
         self._due.append((self._last_due_s, self._taken))
         if self.stall_after is not None and self._taken > self.stall_after:
             self.stall_after, self._stalled_until_s = None, now_s + self._shape.stall_s
 
     def hand_on(self, now_s: float) -> None:
-        """Hands on what is due, as far as the target takes it."""
+        """Writes bytes that are due, as far as the target takes them."""
         while self._due and self._due[0][0] <= now_s:
             first = self._handed % self._shape.window
             count = min(self._due[0][1] - self._handed, self._shape.window - first)
@@ -151,7 +149,7 @@ class LinkPipe:
                 self._due.popleft()
 
     def give_up(self) -> None:
-        """One end is gone: what is on the way goes nowhere."""
+        """Discards bytes in flight after one end is gone."""
         self.ended = True
         self._due.clear()
         self._taken = self._handed
@@ -162,8 +160,8 @@ class LinkPipe:
 
 
 class LinkPort:
-    """Where one end of the link is entered. `towards`: which direction what is sent in takes, 0 or 1; `target`: where
-    connections lead, None: nowhere yet; `number`: 0 for any that is free. Raises StartError when it is taken."""
+    """A port at one end of the link. `towards`: the direction, 0 or 1, of bytes sent to it; `target`: where connections
+    lead, None: nowhere yet; `number`: 0 for any free one. Raises StartError if it is taken."""
 
     def __init__(self, towards: int, target: tuple[str, int] | None = None, number: int = 0) -> None:
         self.towards, self.target = towards, target
@@ -181,7 +179,7 @@ class LinkPort:
 
 
 class Proxy:
-    """Carries connections from `ports` to their targets, with a thread of its own."""
+    """Carries connections from `ports` to their targets, in the thread of `run`."""
 
     def __init__(self, shape: LinkShape, ports: list[LinkPort]) -> None:
         self._shape, self.ports = shape, ports
@@ -192,11 +190,11 @@ class Proxy:
         self._watched: dict[int, Callable[[], bool]] = {}
 
     def point(self, number: int, target: tuple[str, int] | None) -> None:
-        """From now on connections to this port lead there."""
+        """Sets the target of new connections to a port."""
         next(port for port in self.ports if port.number == number).target = target
 
     def cut(self) -> None:
-        """Every connection is reset, and so is every new one."""
+        """Resets all connections, and new ones until `restore`."""
         self._is_cut = True
         for each in {pipe.source for pipe in self._pipes} | {pipe.target for pipe in self._pipes}:
             _reset(each)
@@ -206,7 +204,7 @@ class Proxy:
         self._is_cut = False
 
     def watch(self, fileno: int, heard: Callable[[], bool]) -> None:
-        """`heard` is called when something can be read there; False ends the proxy."""
+        """Calls `heard` whenever a descriptor is readable; False ends the proxy."""
         self._watched[fileno] = heard
 
     def run(self) -> None:
@@ -214,7 +212,7 @@ class Proxy:
             readable = self._wait()
             if not all(heard() for fileno, heard in self._watched.items() if fileno in readable):
                 return
-            for port in self.ports:  # once what the launcher says of their targets is heard
+            for port in self.ports:  # after the launcher's commands, which set targets
                 if port.socket.fileno() in readable:
                     self._accept(port)
             now_s = time.monotonic()
@@ -226,8 +224,8 @@ class Proxy:
             self._forget_finished()
 
     def _wait(self) -> set[int]:
-        """Until something can be done: of the descriptors that are of use now, those that can be read. Asks to read
-        only where there is room, to write only what is due."""
+        """Waits until something can be done; returns readable descriptors. Polls sources only where there is room,
+        targets only for bytes that are due."""
         time.sleep(TICK_S if self._pipes else 0)
         now_s = time.monotonic()
         wanted = dict.fromkeys([*self._watched, *[port.socket.fileno() for port in self.ports]], select.POLLIN)
@@ -279,7 +277,7 @@ class Proxy:
             pipe.give_up()
 
     def _forget_finished(self) -> None:
-        """Passes each end of a stream on; a connection is closed when both of its directions have ended."""
+        """Passes ends of streams on, and closes connections whose two directions have ended."""
         for pipe in [pipe for pipe in self._pipes if pipe.finished]:
             self._pipes.remove(pipe)
             with contextlib.suppress(OSError):
@@ -295,31 +293,31 @@ def _reset(each: socket.socket) -> None:
 
 
 class LinkSpec(msgspec.Struct, frozen=True):
-    """`ports`: at which the link is to be entered in each direction, 0 for any that is free."""
+    """A link to be emulated. `ports`: of each direction, 0 for any free one."""
 
     shape: LinkShape
     ports: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Point(msgspec.Struct, frozen=True):
-    """Connections to `port` lead to `target`, `host:port`, or nowhere if that is empty."""
+    """A command: connections to `port` lead to `target`, `host:port`, or nowhere if that is empty."""
 
     port: int
     target: str
 
 
 def shape_of(bytes_per_s: int, rtt_ns: int) -> LinkShape:
-    """The window of one connection is twice what is on the way at the full rate, so that it is not what limits."""
+    """Returns the shape of a link. A connection's window is twice the bandwidth-delay product, so it never limits."""
     window = min(MAX_WINDOW, max(MIN_WINDOW, 2 * bytes_per_s * rtt_ns // 10**9))
     return LinkShape(delay_s=rtt_ns / 2e9, rate=float(bytes_per_s), window=window)
 
 
 def main() -> None:
-    """The process itself."""
+    """Runs the process `isthmus link`."""
     control = io.FileIO(sys.stdin.fileno(), closefd=False)  # reads nothing ahead
     line = control.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it said what to be
+        sys.exit(1)  # the launcher died before it sent the spec
     spec = msgspec.json.decode(line, type=LinkSpec)
     ports = [[LinkPort(towards, number=number) for number in each] for towards, each in enumerate(spec.ports)]
     proxy = Proxy(spec.shape, [*ports[0], *ports[1]])
@@ -332,7 +330,7 @@ def main() -> None:
 
 
 class _Commands:
-    """From the launcher and from operators. Each method answers whether to go on."""
+    """Commands of the launcher and signals of operators. Each method returns whether to go on."""
 
     def __init__(self, proxy: Proxy, fileno: int) -> None:
         self._proxy, self._fileno, self._partial = proxy, fileno, b""

@@ -1,11 +1,9 @@
-"""A later stage of a pipeline group as a process: its leader's actions on its own layers, and batches as they come down
-the chain.
+"""A later stage of a pipeline group as a process: carries out its leader's actions on its layers, and computes batches.
 
 head <── StageHello, Beat ── stage <── everything ── the stage before ;  stage ── KV of its layers ──> decode nodes
 
-One thread carries everything out in the order of its coming, for the leader gave blocks to one attempt after another in
-this order. Only reading from the SSD begins at once, and a load where nothing that waits here touches its blocks or
-saves what it loads. Sessions live in the event loop.
+One thread carries out all messages in order, since the leader gave blocks to attempts in this order. Only SSD reads
+begin at once, and loads whose blocks and names no waiting message touches. Sessions are in the event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ from isthmus.live.peers.sessions import CONNECT_S, check_peer
 
 
 class StageStepper:
-    """`later` calls something in the event loop, in order. `receive` what comes down; `stop` in the end."""
+    """The thread of a stage: `start` it, `receive` messages from the stage before, `stop` it. `later` calls a
+    function in the event loop."""
 
     def __init__(
         self, engine: Engine, stage: int, mover: KVMover, owner: StageNode, later: Callable[..., None]
@@ -47,9 +46,9 @@ class StageStepper:
         )
         self._begun: dict[RequestId, events.StartAttempt] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
-        """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
+        """Blocks of attempts whose KV here is wrong, since a cached block was missing: it is neither sent nor saved."""
         self._queue: SimpleQueue[tuple[messages.Downward, memoryview | None, bool] | None] = SimpleQueue()
-        self._waiting: deque[messages.Downward] = deque()  # what came and is not done
+        self._waiting: deque[messages.Downward] = deque()  # received and not carried out
         self._computing: messages.StageRun
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
 
@@ -61,7 +60,7 @@ class StageStepper:
         self._thread.join(timeout=5)
 
     def receive(self, message: messages.Downward, data: memoryview | None = None) -> None:
-        """From the event loop. `data`: the hidden states of a run."""
+        """Queues a message, from the event loop. `data`: the hidden states of a run."""
         ahead = isinstance(message, events.LoadBlocks) and not self._must_wait(message)
         match message:
             case events.StartAttempt():
@@ -75,7 +74,7 @@ class StageStepper:
         self._queue.put((message, data, ahead))
 
     def _must_wait(self, load: events.LoadBlocks) -> bool:
-        """Whether something that came before still reads or writes these blocks, or has yet to save what is loaded."""
+        """Whether an earlier message still uses these blocks, or has yet to save the blocks to be loaded."""
         blocks, names = set(load.blocks), set(load.names)
         for earlier in list(self._waiting):
             match earlier:
@@ -106,7 +105,7 @@ class StageStepper:
             raise
 
     def _perform(self, message: messages.Downward, data: memoryview | None, *, ahead: bool) -> None:
-        """`ahead`: a load that has begun."""
+        """Carries out a message. `ahead`: its load has begun already."""
         match message:
             case messages.StageRun():
                 assert data is not None
@@ -144,13 +143,13 @@ class StageStepper:
         while (execution := self._computed(run, hidden)).missing is not None:
             missing = execution.missing
             names = self._begun[missing.key].names
-            # Only a new attempt can compute it: the stages before do not miss it.
+            # Only a new attempt can compute the block: the stages before have theirs.
             self._later(self._owner.up, events.BlocksLost(names[missing.num_blocks : missing.num_blocks + 1]))
             self._poison(next(piece for piece in run.chunks if piece.request == missing.key))
         self.runs.finish(execution)
 
     def _computed(self, run: Run, hidden: Hidden) -> Execution:
-        """One iteration, and on with what it gives, unless a cached prefix in it is not all there."""
+        """Computes one iteration and sends its result on, unless a cached prefix in it is incomplete."""
         execution = self.runs.start(run)
         self.runs.compute(execution, hidden)
         if self._is_last and execution.missing is None:
@@ -164,7 +163,7 @@ class StageStepper:
         return execution
 
     def _pass_on(self, run: Run, hidden: Hidden) -> None:
-        """It is for the stages that follow."""
+        """Sends hidden states to the next stage."""
         poisoned = tuple([piece.request for piece in run.chunks if piece.request in self._poisoned])
         onward = replace(self._computing, shape=hidden.shape, dtype=hidden.dtype, poisoned=poisoned)
         self._later(self._owner.down, onward, hidden.data)
@@ -181,7 +180,7 @@ class StageStepper:
     # Keeping blocks.
 
     def _save(self, message: events.SaveBlocks) -> None:
-        """What belongs to a poisoned attempt is not kept, nor what follows it."""
+        """Saves blocks up to the first one of a poisoned attempt; reports the rest as lost."""
         bad = {block for blocks in self._poisoned.values() for block in blocks}
         good = next((at for at, block in enumerate(message.blocks) if block in bad), len(message.blocks))
         if good < len(message.blocks):
@@ -195,7 +194,8 @@ class StageStepper:
 
 
 class StageNode(EngineProcess):
-    """Ends with any session of its group. `options.facts.node` is the group, which is the leader's name."""
+    """A stage's process, which ends with any session of its group. `options.facts.node`: the group, named as its
+    leader."""
 
     entrance = messages.Downward
 
@@ -224,7 +224,7 @@ class StageNode(EngineProcess):
         """Nothing is handed over to a stage."""
 
     def fact(self, fact: events.Event) -> None:
-        """It concerns the leader."""
+        """Passes facts on that the leader must know."""
         match fact:
             case Saved():
                 self.up(messages.StageSaved(self._options.stage, fact.request))
@@ -237,7 +237,7 @@ class StageNode(EngineProcess):
     # The stages before and after.
 
     def open(self, session: Session, opening: messages.StageOpen) -> None:
-        """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
+        """Opens the session with the stage before. Raises ProtocolError for a process of another group."""
         group, stage = self._facts.node, self._options.stage
         is_mine = (opening.hello.node, opening.stage) == (group, stage)
         if self._before is not None or not is_mine or not self.trusts(session, opening.hello):
@@ -255,7 +255,7 @@ class StageNode(EngineProcess):
             self.spawn(self._join_up(opening))
 
     async def _join_up(self, opening: messages.StageOpen) -> None:
-        """Opens the next stage, and tells the leader what was found on disk here."""
+        """Connects the next stage, and tells the leader which blocks are on this stage's disk."""
         stage = self._options.stage
         if opening.later:
             try:
@@ -284,7 +284,7 @@ class StageNode(EngineProcess):
 
 
 class _FromBefore(RequiredSession):
-    """The stage before. Hidden states are received into memory of their own."""
+    """The session with the stage before. Receives hidden states into their own memory."""
 
     def __init__(self, node: StageNode) -> None:
         super().__init__(node, "the stage before", node.stepper.receive)

@@ -1,4 +1,4 @@
-"""The answer of one accepted request, as its tokens come in from the nodes."""
+"""The answer of one accepted request: orders the tokens that nodes send, over all attempts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnswerStream:
         self._early: dict[int, Generated] = {}  # decode's token may overtake the prefill's first one
         self._ready: list[Generated] = []
         self.error: IsthmusError | None = None
-        """What it failed with. Tokens that came before are still delivered."""
+        """Raised after the tokens that came before it."""
         self._over = False
         self._wake = asyncio.Event()
 
@@ -33,7 +33,7 @@ class AnswerStream:
         return tuple(self._tokens)
 
     def end_attempt(self) -> None:
-        """What came of it too early is void."""
+        """Discards tokens that came out of order, and scores: the next attempt computes them again."""
         self._early.clear()
         self._scores.clear()
 
@@ -44,8 +44,8 @@ class AnswerStream:
         self._scores[first:] = logprobs
 
     def deliver(self, token: Generated) -> bool:
-        """Takes a token from a node, in any order; True when the answer is complete. Raises ProtocolError when scores
-        were to come before it and did not."""
+        """Takes a token from a node, in any order; returns True when the answer is complete. Raises ProtocolError for a
+        first token without the scores of its prompt."""
         if token.index == 0 and not self._tokens and self.job.sampling.prompt_logprobs is not None:
             token = replace(token, prompt_logprobs=self._all_scores())
         self._early[token.index] = token
@@ -68,7 +68,7 @@ class AnswerStream:
         self._wake.set()
 
     def cancel(self) -> None:
-        """The client wants no more. Idempotent; no effect after the end."""
+        """Cancels the request. No effect after its end."""
         self._cancel(self.job.request)
 
     async def __aiter__(self) -> AsyncIterator[Sequence[Generated]]:

@@ -1,4 +1,4 @@
-"""Requests to a vLLM server: an attempt in, its tokens out. vLLM 0.32's `/v1/completions`, with token ids both ways."""
+"""HTTP client of a vLLM server (0.32): attempts as requests to `/v1/completions`, with token ids in both directions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import msgspec
 from isthmus.core.types import FinishReason, Sampling, TokenLogprobs
 
 MODEL = "isthmus"
-"""What a server that is started here calls its model."""
+"""Model name of servers that are started here."""
 SEED_STEP = 0x9E3779B97F4A7C15
 MAX_ALLOWED, MAX_BIASES, MAX_STOPS = 1024, 1024, 128
-"""vLLM 0.32's worker dies of more (`v1/worker/gpu/sample/logit_bias.py`), which its API does not check."""
+"""Limits above which vLLM 0.32's worker dies (`v1/worker/gpu/sample/logit_bias.py`); its API does not check them."""
 _READ_BYTES = 1 << 16
 _QUICK = aiohttp.ClientTimeout(total=5)
-"""For what a server that lives answers at once."""
+"""For requests that a healthy server answers at once."""
 
 
 class EngineError(Exception):
-    """The server did not answer, or not as it should. `final`: another server would say the same."""
+    """A server did not answer, or answered with an error. `final`: another server would fail the same way."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -50,7 +50,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """A whole answer, or one chunk of a streamed one."""
+    """A whole answer, or a chunk of a streamed one."""
 
     choices: list[_CompletionChoice] = []
     usage: _Usage | None = None
@@ -64,7 +64,7 @@ class _Answer(msgspec.Struct):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One token of an answer. The last one has a `finish` reason, and comes when `cached_tokens` is known."""
+    """A token of an answer. The last one has a `finish` reason and `cached_tokens`."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -73,7 +73,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Computed(msgspec.Struct, frozen=True):
-    """A prompt that was computed for another server. `params`: where its KV lies, if this one keeps it for it."""
+    """A prompt computed for another server. `params`: where its KV is, if this server keeps it."""
 
     cached_tokens: int
     params: dict[str, Any] | None
@@ -84,8 +84,8 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def objection(sampling: Sampling, *, continues: bool) -> str:
-    """Why an attempt cannot be computed by vLLM as asked, "" if it can. `continues`: some of the answer was sent
-    already, so that it is part of the prompt for vLLM, which would forget what depends on the answer alone."""
+    """Returns why vLLM cannot compute an attempt, "" if it can. `continues`: part of the answer was sent already and is
+    prompt for vLLM, which then ignores it for penalties."""
     if sampling.prompt_logprobs is not None:
         return "vLLM nodes do not score prompts: leave prompt_logprobs out"
     if sampling.bad_words:
@@ -104,8 +104,8 @@ def objection(sampling: Sampling, *, continues: bool) -> str:
 
 
 def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_tokens: int) -> dict[str, Any]:
-    """All fields, for those that are missing take values from the model's folder. `tokens`: those of the prompt, and
-    what was generated already."""
+    """Returns the body of a request, with all fields: vLLM would take missing ones from the model's folder. `tokens`:
+    of the prompt and of the answer so far."""
     num_generated = len(tokens) - num_prompt
     body: dict[str, Any] = {
         "model": MODEL,
@@ -123,7 +123,7 @@ def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_toke
         "repetition_penalty": sampling.repetition_penalty,
         "stop": [],
         "stop_token_ids": list(sampling.stop_tokens),
-        "ignore_eos": True,  # which tokens end an answer the gateway has said
+        "ignore_eos": True,  # the gateway has put end tokens into `stop_token_ids`
         "add_special_tokens": False,
         "return_token_ids": True,
     }
@@ -137,7 +137,7 @@ def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_toke
 
 
 class Client:
-    """For an event loop. `url`: of the server; `model`: what it calls its model; `key`: that it asks for."""
+    """Client of the server at `url`, in an event loop. `model`: its name there; `key`: API key, if it requires one."""
 
     def __init__(self, url: str, model: str = MODEL, key: str | None = None) -> None:
         self.url, self.model = url, model
@@ -152,7 +152,7 @@ class Client:
         await self._session.close()
 
     async def compute(self, key: str, body: dict[str, Any]) -> Computed:
-        """The prompt alone, whole: a streamed answer would not say where its KV lies. Raises EngineError."""
+        """Computes a prompt, unstreamed: only a whole answer tells where its KV is. Raises EngineError."""
         body = body | {"max_tokens": 1, "min_tokens": 0, "stream": False}
         async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
             await _check(response)
@@ -162,7 +162,7 @@ class Client:
     async def answer(
         self, key: str, body: dict[str, Any], num_top: int | None
     ) -> AsyncGenerator[list[Token], None]:
-        """Tokens as they come. Raises EngineError. Whoever closes it early ends the request there, too."""
+        """Yields tokens as they come. Closing the generator ends the request in the server. Raises EngineError."""
         held: Token | None = None
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         async with _speaking("the session with vLLM broke: "), self._post(key, body) as response:
@@ -184,14 +184,14 @@ class Client:
         yield [held]
 
     async def release(self, params: dict[str, Any]) -> None:
-        """Tells the server whose KV `params` name that nobody will fetch it: a request that cannot be served makes this
-        one say so there. Raises EngineError only if it cannot be reached."""
+        """Releases KV that another server keeps, as `params` say: for a request that cannot be served, this server
+        tells that one so. Raises EngineError if this server is not reached."""
         body = {"model": "none", "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
         async with _speaking(), self._session.post(f"{self.url}/v1/completions", json=body) as response:
             await response.read()
 
     async def get(self, path: str) -> bytes:
-        """Raises EngineError."""
+        """Returns the body of a quick GET. Raises EngineError."""
         async with _speaking(), self._session.get(self.url + path, timeout=_QUICK) as response:
             await _check(response)
             return await response.read()
@@ -206,7 +206,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def _speaking(prefix: str = "") -> AsyncIterator[None]:
-    """Meanwhile whatever ends a connection is an EngineError."""
+    """Turns connection errors into EngineError."""
     try:
         yield
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -214,7 +214,7 @@ async def _speaking(prefix: str = "") -> AsyncIterator[None]:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of server-sent events."""
+    """Yields the data of server-sent events."""
     rest = b""
     async for part in content.iter_any():
         *lines, rest = (rest + part).split(b"\n")

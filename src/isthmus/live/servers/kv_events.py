@@ -1,8 +1,8 @@
-"""What a vLLM server says of the KV blocks in its memory, in names of ours (vLLM 0.32, `distributed/kv_events.py`).
+"""KV events of a vLLM server (0.32, `distributed/kv_events.py`), translated to block names.
 
-Its hashes are taken as they come: a block's name follows from its tokens and its parent's name, whatever hash
-algorithm and seed the server uses. Equal blocks are not merged there, so each copy is stored, and removed, by itself. A
-batch that is missing is asked for again; where it cannot be had, all that was said before is void.
+A block's name follows from its tokens and its parent's name, whatever hashes the server uses. The server does not merge
+equal blocks: each copy has its own events. A missing batch is requested again; if the server no longer has it, all
+earlier events are void.
 """
 
 from __future__ import annotations
@@ -24,18 +24,14 @@ log = logging.getLogger(__name__)
 
 Hash = int | bytes
 NamerOf = Callable[[str], BlockNamer | None]
-"""For the `cache_salt` of a request, "" for none; None for one that nobody here sent."""
+"""Returns the namer for a `cache_salt` ("": none); None for one that this node did not send."""
 
 REPLAY_S = 2.0
 _SEQUENCE_BYTES = 8
 _REPLAY_END = (1 << 64) - 1
 
 
-class _Event(msgspec.Struct, tag=True, omit_defaults=True):
-    pass
-
-
-class BlockStored(_Event):
+class BlockStored(msgspec.Struct, tag=True):
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int]
@@ -46,13 +42,13 @@ class BlockStored(_Event):
     group_idx: int | None = None
 
 
-class BlockRemoved(_Event):
+class BlockRemoved(msgspec.Struct, tag=True):
     block_hashes: list[Hash]
     medium: str | None = None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(_Event):
+class AllBlocksCleared(msgspec.Struct, tag=True):
     pass
 
 
@@ -66,23 +62,22 @@ _event = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared).
 
 
 class Translator:
-    """Events in, facts for a node out. Knows of each hash which block it is; those whose parent it does not know, or
-    that depend on more than tokens and a salt, are not ours to name.
-    """
+    """Translates events to facts for a node. Blocks with an unknown parent, or whose KV depends on more than tokens
+    and a salt, get no name and are ignored."""
 
     def __init__(self, namer_of: NamerOf, block_size: int) -> None:
         self._namer_of, self._block_size = namer_of, block_size
         self._known: dict[tuple[int, Hash], tuple[int, bytes, BlockNamer]] = {}
-        """By group and hash: so many copies of which block, and who names those that follow it."""
+        """Number of copies, name, and namer of following blocks, by group and hash."""
 
     def batch(self, data: bytes) -> list[events.EngineBlocks]:
-        """One batch, msgpack. Raises msgspec.DecodeError for what is none."""
+        """Translates one batch, in msgpack. Raises msgspec.DecodeError."""
         facts: list[events.EngineBlocks] = []
         for raw in _batch(data).events:
             try:
                 event = _event(raw)
             except msgspec.ValidationError:
-                continue  # of a kind that a later version knows
+                continue  # a kind of a later version
             if isinstance(event, BlockStored):
                 facts += self._stored(event)
             elif isinstance(event, BlockRemoved):
@@ -140,8 +135,8 @@ class Translator:
 
 
 class EventListener:
-    """Follows a server's events. `heard` takes each batch, in order, without gaps; `void` is told when that cannot be
-    had, and what was heard is all to be forgotten. `replay`: the endpoint where batches are asked for again, if any."""
+    """Follows a server's events. `heard` takes all batches, in order; `void` is called when batches are lost, and all
+    earlier ones must be forgotten. `replay`: the endpoint where missing batches are requested, if any."""
 
     def __init__(
         self,
@@ -159,12 +154,12 @@ class EventListener:
         self._socket.connect(endpoint)
         self._next = 0
         self._live = -1
-        """The last that came by itself: these only go up, those of one server."""
+        """Number of the last published batch. Numbers of one server only grow."""
         self._first = b""
-        """Batch number 0, which has its time in it."""
+        """Batch number 0, with its time: another one is of a new server."""
 
     async def run(self) -> None:
-        """Until it is cancelled. What was said before this connected is asked for first."""
+        """Listens until cancelled, after requesting all earlier batches."""
         try:
             await self._recover(None)
             while True:
@@ -182,7 +177,7 @@ class EventListener:
         self._live = number
         if number > self._next:
             await self._recover(number)
-        if number >= self._next:  # else it came as a replay, too
+        if number >= self._next:  # else it was replayed
             self._tell(number, payload)
 
     def _tell(self, number: int, payload: bytes) -> None:
@@ -195,7 +190,7 @@ class EventListener:
             log.warning("vLLM's KV events cannot be read: %s", error)
 
     async def _recover(self, stop: int | None) -> None:
-        """Asks for what is missing before number `stop`, or for all there is."""
+        """Requests missing batches before number `stop`, or all of the server's batches."""
         missing = await self._replayed(self._replay, self._next) if self._replay is not None else ()
         for number, payload in missing:
             if number == self._next and (stop is None or number < stop):
@@ -206,7 +201,7 @@ class EventListener:
             self._next = stop
 
     async def _replayed(self, endpoint: str, first: int) -> Sequence[tuple[int, bytes]]:
-        """As many as the server still has, within `REPLAY_S`."""
+        """Returns the batches from number `first` on that the server still has, within `REPLAY_S`."""
         socket, found = self._context.socket(zmq.DEALER), []
         socket.connect(endpoint)
         try:

@@ -1,4 +1,4 @@
-"""From a configuration to a vLLM server that answers, and the node beside it."""
+"""Opens a vLLM node: starts or attaches to the server, checks that it fits, and makes the adapter beside it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from isthmus.live.servers.server import Server, ServerSockets, own_folder
 log = logging.getLogger(__name__)
 
 OPEN_S = 10.0
-"""So long after a server answers its connector may take to say what it is."""
+"""How long the connector may take to open its session after its server answers."""
 PROBE_S = 10.0
 
 
@@ -46,9 +46,11 @@ async def opened(
     max_length: int,
     store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
-    """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
-    the model's KV; in which form, the server says.
-    `max_length`: 0 where the server is to find what its memory holds. Raises StartError."""
+    """Yields the adapter of a server, which is stopped afterwards. Raises StartError.
+
+    `revision_of`: names the weights in a folder; `layout`: of the model's KV, but for its form, which the server tells;
+    `max_length`: 0 for as much as the server's memory holds.
+    """
     given, model = config.engine.vllm, Path(spec.model)
     with contextlib.ExitStack() as stack:
         folder = given.sockets or stack.enter_context(own_folder())
@@ -82,7 +84,7 @@ async def opened(
 
 
 async def _known(client: Client, layout: KVLayout) -> Told:
-    """What the server says of itself. Raises StartError where that is not what was configured."""
+    """Returns the server's description of itself. Raises StartError if it contradicts the configuration."""
     known = await told(client)
     if client.model not in known.models:
         raise StartError(
@@ -103,7 +105,8 @@ async def _form(
     model: Path,
     revision_of: Callable[[Path], str],
 ) -> tuple[str, str]:
-    """In which form its KV is, and a remark. Raises StartError where its connector and this node do not fit."""
+    """Returns the form of the server's KV, and a remark for operators. Raises StartError if connector and node do not
+    fit."""
     if pages is None:
         return f"vllm{known.version}/nixl", f"vLLM {known.version} {UNSEALED}"
     try:
@@ -127,7 +130,7 @@ async def _form(
 
 @dataclass(frozen=True)
 class Told:
-    """What a server says of itself. `max_length`: 0 if it does not say."""
+    """A server's description of itself. `max_length`: 0 if unknown."""
 
     version: str
     models: tuple[str, ...]
@@ -137,7 +140,7 @@ class Told:
 
 
 async def told(client: Client) -> Told:
-    """Raises StartError."""
+    """Asks a server what it is. Raises StartError."""
     try:
         version = str(json.loads(await client.get("/version"))["version"])
         metrics = (await client.get("/metrics")).decode()
@@ -157,7 +160,8 @@ async def told(client: Client) -> Told:
 
 
 async def _probe(client: Client, sockets: ServerSockets, engine: ServedEngine) -> None:
-    """One block of random tokens must come to be known under its name. Raises StartError."""
+    """Checks that the server computes, and that its KV events name a block of random tokens as this node does. Raises
+    StartError."""
     size = engine.layout.block_size
     namer = BlockNamer(revision=engine.revision, layout=engine.layout)
     tokens = [1 + each % 200 for each in secrets.token_bytes(size + 1)]

@@ -1,7 +1,7 @@
-"""KV pages of a vLLM worker: into the node's store and out of it.
+"""KV pages of a vLLM worker: copied into the node's store and out of it, with their seals checked.
 
-The connector that runs in the worker (`connectors/vllm`) says what it filled and what it wants; here blocks are copied,
-their seals checked, and the node is told. What is to be kept, and what for, the node decides.
+The connector in the worker (`connectors/vllm`) announces saved blocks and requests others; the node decides which
+blocks are kept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 MAX_CHAINS = 1 << 13
 LOAD_BLOCKS = 32
-"""So many are looked up, and read from disk if need be, at once."""
+"""Blocks of a load that are looked up, and read from disk if need be, at once."""
 
 
 @dataclass
 class _Fill:
-    """What is new of a prefix, in slots of the store that are not a block's yet: a worker saved it."""
+    """New blocks of a prefix that a worker saved, in reserved slots of the store; `kept`: slots of adopted ones."""
 
     names: tuple[BlockName, ...]
     slots: dict[BlockName, int]
@@ -45,13 +45,13 @@ class _Fill:
 
 
 class _Worker:
-    """One connection."""
+    """The connection of one worker."""
 
     def __init__(self, writer: asyncio.StreamWriter, staged: PeerArena) -> None:
         self.writer, self.staged = writer, staged
         self.loads: dict[int, tuple[wire.Load, Lease, asyncio.Task[None]]] = {}
         self.tasks: asyncio.Queue[wire.Save | wire.Over] = asyncio.Queue()
-        """In their order: what is told of an attempt comes before its end."""
+        """Processed in order: an attempt's saves before its end."""
 
     def send(self, message: wire.ToWorker) -> None:
         if not self.writer.is_closing():
@@ -59,7 +59,7 @@ class _Worker:
 
 
 def staged_of(opened: wire.Open, layout: KVLayout) -> tuple[PeerArena | None, str]:
-    """The memory from which a worker saves; or why it and a node that keeps this layout do not fit."""
+    """Returns a worker's staging memory; or None, and why the worker does not fit a node with this layout."""
     memory = opened.memory
     if opened.protocol != wire.PROTOCOL:
         return None, f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
@@ -78,7 +78,8 @@ def staged_of(opened: wire.Open, layout: KVLayout) -> tuple[PeerArena | None, st
 
 
 class Pages:
-    """For an event loop. `path`: of the socket. `opened`: what the first worker said of itself."""
+    """The adapter's side of the connector's protocol, in an event loop. `path`: of the socket; `opened`: the first
+    worker's Open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,7 +88,7 @@ class Pages:
         self._workers: set[_Worker] = set()
         self._sessions: set[asyncio.Task[None]] = set()
         self._chains: dict[RequestId, list[BlockName]] = {}
-        """Names of attempts that the engine has, from their first block on."""
+        """Block names of the engine's attempts, from the first block on."""
         self._fills: dict[RequestId, _Fill] = {}
         self._numbers = itertools.count()
         self._copier = ThreadPoolExecutor(1, "pages")
@@ -101,7 +102,7 @@ class Pages:
         os.chmod(self.path, 0o600)
 
     def serve(self, cache: NodeCache, tell: Tell, lost: Callable[[Sequence[BlockName]], None]) -> None:
-        """From now on workers are answered."""
+        """Starts answering workers."""
         self._cache, self._layout, self._tell, self._lost = cache, cache.layout, tell, lost
         self._ready.set()
 
@@ -121,13 +122,13 @@ class Pages:
     # Attempts.
 
     def begin(self, key: RequestId, names: Sequence[BlockName]) -> None:
-        """The engine is about to get it. Of one that it never got nobody says that it is over."""
+        """Notes an attempt before the engine gets it. One that never gets there is dropped at `MAX_CHAINS`."""
         self._chains[key] = list(names)
         if len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
 
     def adopt(self, adopt: events.AdoptBlocks) -> bool:
-        """Makes what a worker saved blocks of the store; False if it was not saved by one."""
+        """Adopts a worker's saved blocks into the store; returns False for blocks that no worker saved."""
         fill = self._fills.get(adopt.request)
         if fill is None:
             return False
@@ -135,7 +136,7 @@ class Pages:
         adopted = fill.adopted = loop.create_future()
 
         def done(lost: Sequence[BlockName]) -> None:
-            """In any thread."""
+            """Called in any thread."""
             if lost:
                 self._lost(lost)
             loop.call_soon_threadsafe(adopted.set_result, None)
@@ -224,7 +225,7 @@ class Pages:
         for load in list(worker.loads):
             self._end(worker, load)
         worker.staged.close()
-        if not self._workers:  # nothing more will be told of what the engine has
+        if not self._workers:  # nobody will announce saves of the engine's attempts
             for key in list(self._chains):
                 self._settle(key)
 
@@ -248,7 +249,7 @@ class Pages:
         self.blocks_loaded += count
 
     def _damaged(self, load: wire.Load, lease: Lease, at: int) -> None:
-        """A worker says so; it saves that block again when it is computed, for which the old one must be gone."""
+        """Condemns block number `at` of a load if its bytes are wrong here: the worker will save it again."""
         if not 0 <= at < len(lease.slots):
             raise ProtocolError(f"vLLM's connector found a block {at} damaged that it was not given")
         slot, arena = lease.slots[at], self._cache.store.arena
@@ -259,7 +260,7 @@ class Pages:
             self._cache.store.condemn(load.names[at], slot)
 
     def _end(self, worker: _Worker, load: int) -> None:
-        """Its blocks may go, when nothing adds any."""
+        """Ends a load and releases its blocks, after its task."""
         _, lease, task = worker.loads.pop(load, (None, None, None))
         if lease is not None and task is not None:
             task.cancel()
@@ -273,7 +274,7 @@ class Pages:
             if isinstance(message, wire.Over):
                 self._settle(RequestId(message.key))
                 continue
-            try:  # when cancelled, too, its slots are on their way into the store
+            try:  # finished even when cancelled: its slots are being added to the store
                 await not_left(asyncio.get_running_loop().create_task(self._save(worker, message)))
             except Exception:
                 log.exception("blocks of vLLM could not be saved")
@@ -285,7 +286,7 @@ class Pages:
         self._tell(events.SavesDone(key))
 
     async def _save(self, worker: _Worker, save: wire.Save) -> None:
-        """In parts, where the store has no room for all at once: what is kept of one makes room for the next."""
+        """Saves blocks in parts as large as the store has slots for: adopting one part makes room for the next."""
         chain = self._chains.get(RequestId(save.key))
         before = tuple(chain[: save.first]) if chain is not None else ()
         fits = len(before) == save.first and (before[-1] if before else None) == save.parent
@@ -295,7 +296,7 @@ class Pages:
         if len(names) > len(chain):
             self._chains[RequestId(save.key)] = list(names)
         done, loop = 0, asyncio.get_running_loop()
-        await asyncio.wrap_future(self._cache.kept())  # what was lost or gave way is not taken for present
+        await asyncio.wrap_future(self._cache.kept())  # so that evicted blocks are not taken for present
         while done < len(save.names):
             fill = await loop.run_in_executor(self._copier, self._copy, worker.staged, names, save, done)
             if len(fill.names) == save.first + done:
@@ -304,7 +305,7 @@ class Pages:
             done = len(fill.names) - save.first
 
     def _copy(self, staged: PeerArena, names: tuple[BlockName, ...], save: wire.Save, done: int) -> _Fill:
-        """As many of what is left as there are slots for, in slots of the store."""
+        """Copies as many of the remaining blocks as fit into slots of the store."""
         store, fill = self._cache.store, _Fill((), {}, {})
         left = range(done, len(save.names))
         new = {at for at in left if not store.contains(save.names[at])}
@@ -335,14 +336,14 @@ class Pages:
         return True
 
     async def _fill(self, fill: _Fill) -> None:
-        """Tells the node, and gives back what it does not keep."""
+        """Tells the node of filled slots, and gives back those that it does not adopt."""
         key = RequestId(f"fill {next(self._numbers)}")
         self._fills[key] = fill
         try:
             self._tell(events.SlotsFilled(key, fill.names))
             if fill.adopted is not None:
                 await fill.adopted
-                await asyncio.wrap_future(self._cache.kept())  # what gave way is gone
+                await asyncio.wrap_future(self._cache.kept())  # evicted blocks are gone
         finally:
             del self._fills[key]
             self._cache.store.give_back([slot for slot in fill.slots.values() if slot not in fill.kept])

@@ -1,8 +1,8 @@
 """The adapter: a node whose engine is a vLLM server beside it.
 
-`isthmus.core.node.server_node.ServerNode` decides; here its actions are carried out: requests over HTTP
-(`client.py`), blocks between the server's worker and the store (`pages.py`), blocks between nodes as for any other
-node (`mover.py`). All of it lives in one event loop; only copies of blocks have threads.
+Carries out the decisions of `isthmus.core.node.server_node.ServerNode`: requests over HTTP (`client.py`), blocks
+between the server's worker and the store (`pages.py`), blocks between nodes as for any node (`mover.py`). All in one
+event loop; only copies of blocks have threads.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 
 MAX_NAMERS, MAX_SALTS = 64, 10_000
 METRICS_S = 10.0
-"""An answer takes 15 ms of the server's time, perhaps on the core that computes; nothing is decided by it."""
+"""How often the server's metrics are read, which takes 15 ms of its time; no decision needs them."""
 GONE_S = 5.0
-"""A server that does not live may take so long to be gone."""
+"""How long the process of a server that does not answer may take to end."""
 GATHER_S = 0.002
-"""So long tokens wait at most for others of the same step."""
+"""How long a token waits at most for others of the same step."""
 SALT_BYTES = 16
 UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
 _METRIC = re.compile(
@@ -57,11 +57,11 @@ _HANDOVER = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What makes a server keep a prompt's KV for another one."""
+"""Parameters with which a server keeps a prompt's KV for another server."""
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """What the node tells of its server's metrics, each summed over its labels."""
+    """Returns the server's metrics that the node reports, each summed over its labels."""
     found: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
         found[name] = found.get(name, 0.0) + float(value)
@@ -70,7 +70,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What is known of a server that runs. `remark`: for people."""
+    """Facts of a running server. `remark`: for operators."""
 
     revision: str
     layout: KVLayout
@@ -80,12 +80,12 @@ class ServedEngine:
 
     @property
     def layers(self) -> tuple[int, int]:
-        """All of the model's."""
+        """Returns the range of all of the model's layers."""
         return 0, self.layout.num_layers
 
 
 class AdapterProcess(MemberProcess):
-    """`pages`: what serves the connector, in mode `pool`; None in mode `nixl`."""
+    """The process of a vLLM node. `pages`: serves the connector in mode `pool`; None in mode `nixl`."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class AdapterProcess(MemberProcess):
         self._asked: dict[RequestId, asyncio.Task[None]] = {}
         self._outputs: list[messages.Output] = []
         self._num_answering = 0
-        """Answers that have begun: each step of the server brings a token of each."""
+        """Streamed answers in progress: each step of the server brings a token of each."""
         self._gathering: asyncio.TimerHandle | None = None
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._num_kv_events_lost = 0
         self._metrics: dict[str, float] = {}
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._salts: dict[str, str] = {"": ""}
-        """Of what is sent in place of a tenant's salt, the salt; of those used last."""
+        """Salts by the digests that the server gets in their place; least recently used first, after ""."""
         self._translator = Translator(self._namer_of, engine.layout.block_size)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Submit: self._submit,
@@ -129,7 +129,7 @@ class AdapterProcess(MemberProcess):
     def _client(self) -> Client:
         return self._server.client
 
-    # Its life.
+    # Start and end.
 
     def start(self) -> None:
         self.spawn(self._watch())
@@ -138,7 +138,7 @@ class AdapterProcess(MemberProcess):
             self._pages.serve(self._cache, self.tell, self.mover.lost_bytes)
 
     async def _watch(self) -> None:
-        """The head hears first: until then it sends more."""
+        """Ends the node with its server. The session with the head ends first, so that no more requests come."""
         reason = "its vLLM server is gone"
         try:
             reason = await self._server.ended()
@@ -183,7 +183,7 @@ class AdapterProcess(MemberProcess):
         self.tell(begin.to_decide(self._clock_ns()))
 
     def gauges(self) -> dict[str, float]:
-        """Of its server as of `METRICS_S` ago at most."""
+        """As the base; the server's values are up to `METRICS_S` old."""
         num_blocks, metrics = self._facts.kv_blocks, self._metrics
         queued = min(self.node.num_running, int(metrics.get("num_requests_waiting", 0)))
         found: dict[str, float] = {
@@ -211,7 +211,7 @@ class AdapterProcess(MemberProcess):
     # Facts and actions.
 
     def tell(self, fact: events.Event) -> None:
-        """Tells the node, and carries out what it answers. In the event loop. A bug on the way ends the process."""
+        """Tells the node a fact and carries out its actions, in the event loop. A bug on the way ends the process."""
         try:
             for action in self.node.on(fact, self._clock_ns()):
                 handler = self._handlers.get(type(action))
@@ -226,7 +226,7 @@ class AdapterProcess(MemberProcess):
     fact = tell
 
     def _report(self, report: Report) -> None:
-        self._flush()  # a failure is not to overtake tokens
+        self._flush()  # a failure must not overtake tokens
         self.report(report)
 
     def _adopt(self, adopt: events.AdoptBlocks) -> None:
@@ -266,7 +266,7 @@ class AdapterProcess(MemberProcess):
             await work(begin, submit, body)
         except EngineError as error:
             if not error.final and not await self._server.lives():
-                await asyncio.sleep(GONE_S)  # this node ends with it: one death is to cost one attempt
+                await asyncio.sleep(GONE_S)  # this node ends meanwhile: one death costs one attempt
             self._flush()
             self.tell(events.Broken(key, str(error), final=error.final))
         finally:
@@ -275,7 +275,7 @@ class AdapterProcess(MemberProcess):
                 del self._asked[key]
 
     def _separated(self, salt: str) -> dict[str, str]:
-        """vLLM's own cache tells tenants apart by a digest: salts stay here."""
+        """Returns vLLM's `cache_salt` for a salt: a digest, so that salts stay in this process."""
         if not salt:
             return {}
         engine = self._engine
@@ -283,12 +283,12 @@ class AdapterProcess(MemberProcess):
             salt.encode(), key=engine.revision.encode()[:64], digest_size=SALT_BYTES
         ).hexdigest()
         self._salts[named] = self._salts.pop(named, salt)
-        if len(self._salts) > MAX_SALTS:  # what the server still has of it is not known to anybody then
-            del self._salts[next(islice(self._salts, 1, None))]  # the first is that of no salt
+        if len(self._salts) > MAX_SALTS:  # the server's blocks of a dropped salt stay unknown
+            del self._salts[next(islice(self._salts, 1, None))]  # the first is ""
         return {"cache_salt": named}
 
     def _params_of(self, begin: events.StartAttempt, submit: events.Submit) -> dict[str, Any] | None:
-        """What the server's connector is to do for it."""
+        """Returns the request's `kv_transfer_params`, orders for the server's connector."""
         if self._pages is not None:
             namer = self._namer(begin.salt)
             own = {"v": 1, "key": submit.key, "blocks": submit.num_blocks, "namer": namer.key.hex()}
@@ -299,7 +299,7 @@ class AdapterProcess(MemberProcess):
         return _HANDOVER if begin.part is PREFILL else None
 
     async def _compute(self, begin: events.StartAttempt, submit: events.Submit, body: dict[str, Any]) -> None:
-        """A prompt that is answered elsewhere. Its token is not used: who decodes draws the whole answer."""
+        """Computes a prompt that another node answers. Its one token is dropped: the decode node samples all."""
         found = await self._client.compute(submit.key, body)
         self._count_prompt(begin, found.cached_tokens)
         own, params = found.params or {}, b""
@@ -309,7 +309,7 @@ class AdapterProcess(MemberProcess):
             params = json.dumps(own).encode()
         self.tell(events.EnginePrefilled(submit.key, found.cached_tokens, params))
         if self._pages is not None and not self._pages.connected:
-            self.tell(events.SavesDone(submit.key))  # nobody will
+            self.tell(events.SavesDone(submit.key))  # no worker will report it
 
     async def _answer(self, begin: events.StartAttempt, submit: events.Submit, body: dict[str, Any]) -> None:
         key, index = submit.key, len(begin.tokens) - begin.num_prompt
@@ -323,7 +323,7 @@ class AdapterProcess(MemberProcess):
                         index += 1
                     if first:
                         self.tell(events.EnginePrefilled(key))
-                        self._flush()  # nobody waits for a first token
+                        self._flush()  # a first token is sent at once
                         self._num_answering += 1
                         first = False
                     if tokens[-1].finish is not None:
@@ -334,7 +334,7 @@ class AdapterProcess(MemberProcess):
         self.tell(events.AnswerComplete(key))
 
     def _put(self, begin: events.StartAttempt, submit: events.Submit, index: int, token: Token) -> None:
-        """Tokens of one step of the server go in one message: each message costs the head as much as several tokens."""
+        """Outputs a token. Tokens of one step go in one message, which costs the head as much as several tokens."""
         cached = token.cached_tokens
         if cached is not None:
             counted = cached if submit.cached_tokens is None else submit.cached_tokens
@@ -370,7 +370,7 @@ class AdapterProcess(MemberProcess):
         except EngineError as error:
             log.warning("KV that nobody takes stays until its lease ends: %s", error)
 
-    # What the server keeps.
+    # The server's cache.
 
     def _new_namer(self, salt: str) -> BlockNamer:
         return BlockNamer(revision=self._engine.revision, layout=self._engine.layout, salt=salt)

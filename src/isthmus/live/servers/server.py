@@ -1,4 +1,4 @@
-"""A stock vLLM server, started here or found running."""
+"""A stock vLLM server: started here, or attached to."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 IDLE_S = 0.5
 RESTLESS, NICEST = 10, 19
-"""By how much threads that never sleep are nicer than the rest; nicer than the second nobody is."""
+"""Nice value added for threads that never sleep, and the highest nice value."""
 STOP_S = 20.0
 TAIL_LINES = 400
 LINE_BYTES = 4096
-"""Of what a server says in one line the beginning: it may be as long as a plan of its scheduler."""
+"""Bytes kept of each line of a server's output."""
 READ_BYTES = 1 << 16
 FOLDER = "isthmus-beside-"
 SWEEP_S = 60.0
-"""A folder that is new may not be locked yet."""
+"""Younger folders are not swept: they may not be locked yet."""
 _CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PR_SET_PDEATHSIG = 1
 
 
 class ServerSockets:
-    """Where a server and the node beside it meet, in a folder that nobody else can read."""
+    """Paths of the sockets between a server and the node beside it, in a private folder."""
 
     def __init__(self, folder: Path) -> None:
         self.pages = folder / "pages"
@@ -57,7 +57,7 @@ class ServerSockets:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """A new one for `ServerSockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
+    """Yields a temporary folder for `ServerSockets`. Also removes those of killed processes, whose locks are free."""
     with tempfile.TemporaryDirectory(prefix=FOLDER) as name:
         lock = os.open(name, os.O_RDONLY)
         try:
@@ -84,8 +84,8 @@ def _sweep(folder: Path) -> None:
 def arguments_of(
     config: Config, model: str, dtype: str, max_length: int, port: int, sockets: ServerSockets
 ) -> list[str]:
-    """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already.
-    `max_length`: 0 for what its memory holds."""
+    """Returns vLLM's arguments for a server that is a node, as `docs/vllm.md` lists them. `max_length`: 0 for as much
+    as its memory holds."""
     engine, found = config.engine, ["--model", model, "--served-model-name", MODEL, "--dtype", dtype]
     found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
@@ -120,10 +120,10 @@ def _transfer(config: Config, sockets: ServerSockets) -> str:
 
 
 def environment_of(config: Config, spec: LaunchSpec, side_port: int) -> dict[str, str]:
-    """Of the server beside the node that is `spec`. `side_port`: where other servers ask what is kept for them."""
+    """Returns the environment of a node's server. `side_port`: where other servers fetch KV by NIXL."""
     found = child_environment(spec.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": spec.host}
     found.pop("OMP_WAIT_POLICY", None)
-    found.setdefault("VLLM_API_KEY", secrets.token_hex(16))  # other users of the machine reach its port, too
+    found.setdefault("VLLM_API_KEY", secrets.token_hex(16))  # other users of the machine reach its port
     if config.engine.device == "cpu" and spec.cores:
         # Two servers that take the same cores spin against each other.
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cores))
@@ -135,13 +135,13 @@ def environment_of(config: Config, spec: LaunchSpec, side_port: int) -> dict[str
 
 
 class Ports:
-    """Some that a server will listen at: until it does, which takes a while, nobody else is given them."""
+    """Ports for a server, reserved until it listens there."""
 
     def __init__(self, count: int) -> None:
         self._held = [socket.socket() for _ in range(count)]
         self.numbers: list[int] = []
         for each in self._held:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who says so, too, may listen there
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server may listen there
             each.bind(("", 0))
             self.numbers.append(each.getsockname()[1])
 
@@ -151,8 +151,8 @@ class Ports:
 
 
 class Server:
-    """A server that answers. `process` and its `ports`: None if it was not started here; `cores`: those it keeps to;
-    `logs`: where what it says is kept."""
+    """A vLLM server. `process`, `ports`: None if it was not started here; `cores`: that it is bound to; `logs`: file of
+    its output."""
 
     def __init__(
         self,
@@ -170,8 +170,7 @@ class Server:
     async def start(
         config: Config, spec: LaunchSpec, dtype: str, max_length: int, sockets: ServerSockets
     ) -> Server:
-        """Begins to start one beside the node that is `spec`, or to attach to one; `ready` waits for it. Raises
-        StartError."""
+        """Starts a server for a node, or attaches to one; `ready` waits for it. Raises StartError."""
         given = config.engine.vllm
         if given.attach is not None:
             return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, vllm_key()), None)
@@ -207,7 +206,7 @@ class Server:
         return server
 
     async def ready(self, within_s: float) -> None:
-        """Returns when it answers. Raises StartError when it does not, or cannot be started."""
+        """Returns when the server answers. Raises StartError if it does not, or ended."""
         until, told = time.monotonic() + within_s, False
         while True:
             if await self.lives():
@@ -226,7 +225,7 @@ class Server:
             await asyncio.sleep(POLL_S)
 
     async def lives(self) -> bool:
-        """Whether it would answer."""
+        """Whether the server is healthy."""
         try:
             await self.client.get("/health")
         except EngineError:
@@ -234,7 +233,7 @@ class Server:
         return True
 
     async def ended(self) -> str:
-        """Waits until it is gone; returns why."""
+        """Waits until the server is gone; returns why."""
         if self._process is not None:
             await self._process.wait()
             return await self._why()
@@ -245,7 +244,7 @@ class Server:
         return f"vLLM at {self.client.url} is gone"
 
     async def stop(self) -> None:
-        """It is gone afterwards, if it was started here."""
+        """Stops a server that was started here."""
         await self.client.close()
         if self._ports is not None:
             self._ports.close()
@@ -259,13 +258,13 @@ class Server:
                 _signal_group(process.pid, signal.SIGKILL)
                 await process.wait()
         if process is not None:
-            _signal_group(process.pid, signal.SIGKILL)  # what it started and left behind
+            _signal_group(process.pid, signal.SIGKILL)  # its children
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        """The end of what it says is kept for an error."""
+        """Copies the server's output to the log file, and keeps its end for an error."""
         assert self._process is not None and self._process.stdout is not None
         rest = b""
         with open(self._logs or os.devnull, "ab", buffering=0, opener=private) as kept:
@@ -286,7 +285,8 @@ class Server:
 
 
 def cause_of(said: Iterable[str]) -> str:
-    """What a server that ended said of the reason: its processes tell of each other's failures without it."""
+    """Returns the line of a server's output that tells best why it ended: its processes also report each other's
+    failures, without the cause."""
     lines = list(said)
     causes = [
         found[0] for line in lines if (found := _CAUSE.search(line)) and "initialization failed" not in line
@@ -296,11 +296,10 @@ def cause_of(said: Iterable[str]) -> str:
 
 
 async def settle(leader: int, cores: Sequence[int]) -> None:
-    """A group of processes that computes on these cores alone, and has nothing to do yet, is to do so undisturbed.
+    """Binds all threads of an idle process group to its cores, and lowers the priority of threads that never sleep.
 
-    On CPUs vLLM's NIXL connector moves the thread that computes to the machine's last core, where then all servers
-    would compute: it is brought back. And NIXL has a thread that never sleeps, which takes half of that core: it gets
-    what others leave.
+    On CPUs vLLM's NIXL connector moves the computing thread to the machine's last core, where all servers would then
+    compute; and a thread of NIXL polls without sleep, on half of a core.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -316,7 +315,7 @@ async def settle(leader: int, cores: Sequence[int]) -> None:
 
 
 def _thread_seconds(leader: int) -> dict[tuple[int, int], float]:
-    """Processor time of each process and thread of a group."""
+    """Returns the processor time of each (process, thread) of a group."""
     found: dict[tuple[int, int], float] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -336,7 +335,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _leave_with(parent: int, cores: Sequence[int]) -> Any:
-    """In the child, before it runs: it ends when this process does, however that ends, and keeps to these cores."""
+    """Returns a `preexec_fn`: the child ends when this process does, in whatever way, and is bound to `cores`."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def prepare() -> None:

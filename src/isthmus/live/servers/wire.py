@@ -1,8 +1,8 @@
-"""What the connector in a vLLM worker and the adapter beside it say to each other, over a Unix socket.
+"""The protocol between the connector in a vLLM worker and the adapter beside it, over a Unix socket.
 
-Each frame is its length, 4 bytes little-endian, and one message in msgpack. The worker connects and speaks first.
-Blocks themselves lie in shared memory: what is saved in the worker's, what is loaded in the adapter's. The connector
-(`connectors/vllm`) imports this module in vLLM's process: it loads no torch and no web framework.
+A frame is its length, 4 bytes little-endian, and one message in msgpack. The worker connects and sends first. Blocks
+are in shared memory: saved ones in the worker's, loaded ones in the adapter's. vLLM's process imports this module, so
+it must load no torch and no web framework.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LENGTH_BYTES = 4
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """First message of a worker. `form`: what, beside the weights, decides what the bytes of a block mean; `model`: the
-    folder that these are from; `memory`: the staging area that it saves from."""
+    """First message of a worker. `form`: names all that decides, besides the weights, what a block's bytes mean;
+    `model`: the folder of the weights; `memory`: the staging area for saves."""
 
     protocol: int
     form: str
@@ -32,7 +32,7 @@ class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """It wants these blocks, consecutive ones of one prompt. Answered by `Ready`s, or one `Short`."""
+    """Requests consecutive blocks of one prompt. Answered by `Ready`s, and `Short` if blocks are missing."""
 
     load: int
     key: str
@@ -40,16 +40,16 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All of a load is copied, or given up: the worker reads nothing of it any more. Once a `Load`, unless the
-    connection is lost before. `damaged`: which of its blocks had other bytes than its seals say."""
+    """Ends a load: the worker reads none of its slots any more. Sent once for each `Load`. `damaged`: number of a block
+    whose bytes do not match its seals."""
 
     load: int
     damaged: int | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Blocks number `first` and following of an attempt lie in these slots of the worker's memory, until `Free`;
-    `seals[i][layer]`. `parent`: the block before them."""
+    """Offers blocks from number `first` on of an attempt, in slots of the worker's memory until `Free`.
+    `seals[i][layer]`; `parent`: name of the block before them."""
 
     key: str
     first: int
@@ -60,7 +60,7 @@ class Save(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Over(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An attempt ended in vLLM, and no `Save` of it will follow."""
+    """An attempt ended in vLLM: no `Save` of it follows."""
 
     key: str
 
@@ -69,19 +69,19 @@ FromWorker = Open | Load | Done | Save | Over
 
 
 class Arena(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Open`: the adapter's store, to be read."""
+    """Accepts `Open`: the adapter's store, for reading."""
 
     memory: ArenaHandle
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to `Open`: they do not fit, and why. The worker does nothing from then on."""
+    """Refuses `Open`: why worker and adapter do not fit."""
 
     reason: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The next blocks of a load are in these slots, and stay until `Done`."""
+    """The next blocks of a load, in slots that stay until `Done`."""
 
     load: int
     slots: tuple[int, ...]
@@ -89,13 +89,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Short(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No more will come of a load."""
+    """Ends a load early: the adapter has no more of its blocks."""
 
     load: int
 
 
 class Free(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Slots of the worker's memory that may be filled again."""
+    """Frees slots of the worker's memory."""
 
     slots: tuple[int, ...]
 
@@ -112,14 +112,14 @@ def frame(message: FromWorker | ToWorker) -> bytes:
 
 
 class Frames:
-    """The messages of one direction in a stream of bytes, for a thread."""
+    """Decodes the messages of one direction from a stream of bytes."""
 
     def __init__(self, direction: object) -> None:
         self._decoder: msgspec.msgpack.Decoder = msgspec.msgpack.Decoder(direction)
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[FromWorker | ToWorker]:
-        """The messages that `data` completes. Raises ValueError for what no honest peer sends."""
+        """Yields the messages that `data` completes. Raises ValueError for invalid frames."""
         self._pending += data
         while len(self._pending) >= _LENGTH_BYTES:
             size = int.from_bytes(self._pending[:_LENGTH_BYTES], "little")
@@ -134,7 +134,7 @@ class Frames:
 
 
 async def read_message(reader: asyncio.StreamReader) -> FromWorker:
-    """A worker's next message. Raises EOFError at the end, ProtocolError for what is none."""
+    """Returns a worker's next message. Raises EOFError at the end, ProtocolError for an invalid one."""
     size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size} bytes from vLLM's connector")

@@ -189,7 +189,11 @@ def test_of_a_prefix_that_is_not_all_there_only_what_is_keeps_its_name() -> None
         # Not cut, it has no use for what shorter ones would leave it of an iteration.
         ({"token_budget": 32, "partial_prefills": 3}, [(B, 100, 5), (C, 4, 0), (D, 4, 0)], [[(B, 0, 100)]]),
         # It overtakes nobody.
-        ({"token_budget": 32, "partial_prefills": 3}, [(C, 500, 0), (B, 100, 5)], [[(C, 0, 31)], [(C, 31, 31)]]),
+        (
+            {"token_budget": 32, "partial_prefills": 3},
+            [(C, 500, 0), (B, 100, 5)],
+            [[(C, 0, 31)], [(C, 31, 31)]],
+        ),
     ],
 )
 def test_what_is_assembled_is_computed_in_one_piece_beside_decodes(

@@ -41,7 +41,7 @@ EXECUTORS = [f"tests/live/{room}/test_{name}.py" for room, names in QUICK.items(
 # Of each room: its folders, the files that only live processes run, and its tests.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "node": (("core/node",), (), ("tests/core/node",)),
-    "scheduler": (("core/scheduler",), (), ("tests/core/scheduler",)),
+    "scheduler": (("core/scheduler",), (), ("tests/core/scheduler", "tests/core/node")),
     "conductor": (("core/conductor",), (), ("tests/core/conductor",)),
     "store": (("live/store",), (), ("tests/live/store",)),
     "messenger": (("live/messenger",), (), ("tests/live/messenger",)),

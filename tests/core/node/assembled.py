@@ -164,6 +164,9 @@ class AssembledWorld(World):
                     self._admitted(place, book, action)
             case events.LoadBlocks():
                 self._load(place, action)
+            case events.Fetch() if "~" in action.key:
+                book = self.books[place.name, RequestId(action.key.partition("~")[0])]
+                assert book.fate is Fate.COMING, "donors are fetched that are of no use"
             case events.SaveBlocks():
                 self._save(place, action)
             case Preempted():

@@ -151,7 +151,7 @@ def ask_again(world: World, draw: Drawn, lost: Asked) -> None:
     world.ask(Asked(again, lost.num_tokens + known, lost.answer - known, lost.names))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 8)]), st.sampled_from([0, 0, 2]))
 def test_blocks_go_and_come_back_at_any_step(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
     """Among many that decode: none is lost, had twice, or attended to where it is not; a refusal changes nothing."""

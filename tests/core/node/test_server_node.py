@@ -426,29 +426,6 @@ def test_only_the_other_node_of_an_attempt_is_believed(tiers: tuple[int, int] | 
 # What it has.
 
 
-def test_of_several_copies_in_the_engine_the_last_one_counts() -> None:
-    node = node_of(P0, None)
-    assert node.on(EngineBlocks((1, 2)), 1) == [BlocksStored(P0, (1, 2))]
-    assert node.on(EngineBlocks((2, 3, 3)), 2) == [BlocksStored(P0, (3,))]
-    assert node.num_held == 3
-    assert node.on(EngineBlocks(removed=(2, 3)), 3) == []
-    assert node.on(EngineBlocks(removed=(2, 9)), 4) == [BlocksEvicted(P0, (2,))]
-    assert node.on(EngineBlocks(cleared=True), 5) == [BlocksEvicted(P0, (1, 3))]
-    assert node.on(EngineBlocks(cleared=True), 6) == [] and node.num_held == 0
-
-
-def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
-    node = node_of(P0, (2, 0))
-    kept(node, (1, 2))
-    assert node.on(EngineBlocks((1, 2)), 1) == []
-    assert node.on(EngineBlocks(removed=(2,)), 2) == []
-    assert BlocksEvicted(P0, (2,)) in node.on(SlotsFilled(RequestId("f"), (7, 8)), 3), (
-        "the engine has the other"
-    )
-    assert node.on(EngineBlocks(removed=(1,)), 4) == [BlocksEvicted(P0, (1,))]
-    assert BlocksEvicted(P0, (8,)) in node.on(BlocksLost((8,)), 5)
-
-
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_another_node_wants_stays_until_it_has_enough_or_is_gone(gone: bool) -> None:
     key = RequestId("f")

@@ -22,7 +22,7 @@ from typer import Option
 from benchmarks.options import ModelFolder, ServeOptions, VllmPython
 from benchmarks.served import Running, isthmus, running, vllm
 from isthmus.bench import BenchError
-from isthmus.bench.reuse_texts import prose
+from isthmus.bench.reuse_pairs import prose
 from isthmus.bench.serve import connected, together
 from isthmus.bench.study import Columns, Outcome, Report, silent, table
 from isthmus.core.errors import ConfigError

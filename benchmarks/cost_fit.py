@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.bench.least_squares import least_squares
+from isthmus.bench.profile import least_squares
 from isthmus.core.cost.analytic import Analytic, AnalyticCost
 from isthmus.core.cost.hardware import EFFICIENCIES, Coefficients
 

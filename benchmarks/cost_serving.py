@@ -22,7 +22,7 @@ from benchmarks.cost_fit import (
     read,
 )
 from benchmarks.cost_models import facts
-from isthmus.bench.least_squares import least_squares
+from isthmus.bench.profile import least_squares
 from isthmus.core.cost import ENGINES, Analytic, Coefficients, compile_cost, engine_coefficients, hardware_named
 from isthmus.core.cost.analytic import AnalyticCost
 from isthmus.core.cost.hardware import carry_over

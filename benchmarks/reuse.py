@@ -30,7 +30,7 @@ from isthmus.bench import BenchError, serve
 from isthmus.bench.serve import BEAT_S
 from isthmus.bench.store import drop_cached
 from isthmus.bench.study import Columns, Outcome, Report, silent, table
-from isthmus.live.engine.spec import kv_layout, read_spec
+from isthmus.live.engine.recipe import kv_layout, read_spec
 
 BLOCK_SIZE = 16
 OUTPUT_TOKENS = 2

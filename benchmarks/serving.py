@@ -23,7 +23,7 @@ from benchmarks.options import WORDS, WORDS_OF_SHELL, Rounds, ServeOptions, Vllm
 from benchmarks.served import Running, Side, isthmus, llama, running, vllm
 from isthmus.bench import BenchError
 from isthmus.bench.child import Foreign
-from isthmus.bench.reuse_texts import prose
+from isthmus.bench.reuse_pairs import prose
 from isthmus.bench.study import Outcome, Report, Spread, plain, silent, spread, table
 from isthmus.core.errors import ConfigError
 from isthmus.sheet import Sheet

@@ -65,7 +65,7 @@ def test_what_goes_wrong_is_one_line(arguments: tuple[object, ...], said: str) -
 
 
 def test_gateway_and_nodes_beside_servers_load_without_it() -> None:
-    rooms = ("live.gateway.server", "live.servers.opening", "cli.engines", "bench.profile_server")
+    rooms = ("live.gateway.server", "live.servers.opening", "cli.engines", "bench.profile")
     done = without_engine("\n".join(f"import isthmus.{room}" for room in rooms))
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from isthmus.cli.tables import show
+from isthmus.cli.outputs import show
 from isthmus.sheet import Sheet, escaped, numbers, texts, written
 
 NASTY = '"><script>alert(1)</script>&amp;\x00\x1b]]>'

@@ -5,7 +5,7 @@ that has the prefix cached leaves node time to others.
 """
 
 from isthmus.core.conductor.estimates import Estimator, can_copy, least_sending
-from isthmus.core.conductor.rules import Rules
+from isthmus.core.conductor.events import Rules
 from isthmus.core.conductor.view import Placement
 
 SLACK = 1.25

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.bench.profile_server import _mean_gap, profile_server
+from isthmus.bench.profile import _mean_gap, profile_server
 from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import StartError
 from isthmus.core.types import FinishReason

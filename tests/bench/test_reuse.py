@@ -12,7 +12,19 @@ import torch
 
 from benchmarks.models import make_random_model
 from isthmus.bench import BenchError, reuse
-from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, OPPOSITE, SAME, Maker, contradicted, paraphrased
+from isthmus.bench.reuse_pairs import (
+    DONORS,
+    KINDS,
+    NUM_FACTS,
+    OPPOSITE,
+    SAME,
+    Maker,
+    Passage,
+    contradicted,
+    digest,
+    paraphrased,
+    prose,
+)
 from isthmus.bench.reuse_runs import (
     Setting,
     Spoil,
@@ -23,7 +35,6 @@ from isthmus.bench.reuse_runs import (
     rouge_l,
     says,
 )
-from isthmus.bench.reuse_texts import Passage, digest, prose
 from isthmus.cli.models import find_model
 from isthmus.core.errors import ConfigError
 from isthmus.core.reuse import SEMANTIC

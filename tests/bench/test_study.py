@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.bench import BenchError
 from isthmus.bench.child import Child, Foreign
-from isthmus.bench.least_squares import least_squares
+from isthmus.bench.profile import least_squares
 from isthmus.bench.study import in_turns, medians, over, said, spread, table
 from isthmus.bench.transfer_peers import _serve_sockets, digest, linked
 from isthmus.core.errors import StartError

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.cli import status as verb
-from isthmus.cli.status_tables import _size, status_sheets
+from isthmus.cli import status
+from isthmus.cli.status import _size, status_sheets
 from isthmus.core.types import Role
 from isthmus.live.gateway.node_metrics import NODE_METRICS
 from isthmus.live.gateway.status import (
@@ -194,7 +194,7 @@ def test_a_watched_cluster_may_be_restarted(
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any output for a terminal then
     body = msgspec.json.encode(STATUS)
     with answering(body, 503, body) as url:
-        verb._live(url, None, 1.0)
+        status._live(url, None, 1.0)
     shown = capsys.readouterr().out
     assert shown.count("acme/tiny") == 2 and "503" in shown
 
@@ -218,7 +218,7 @@ def test_nothing_is_there(isthmus: Command) -> None:
 
 
 def test_it_does_not_answer_in_time(isthmus: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "ANSWER_S", 0.05)
+    monkeypatch.setattr(status, "ANSWER_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         code, _, err = isthmus("status", "--url", url)

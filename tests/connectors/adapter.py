@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isthmus.core.blocks.seals import seal
+from isthmus.core.blocks import seal
 from isthmus.live.servers.wire import (
     Arena,
     Done,

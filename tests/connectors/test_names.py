@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.blocks.layout import KVLayout
-from isthmus.core.blocks.names import BlockNamer
+from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus_vllm.plans import Chain
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)

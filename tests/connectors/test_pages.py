@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.core.blocks.seals import seal
+from isthmus.core.blocks import seal
 from isthmus.live.store.arena import Arena, Shape
 from isthmus_vllm.memory import Area
 from isthmus_vllm.pages import page_view, pages_of

@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 
 from isthmus.cli.models import find_model
 from isthmus.core.errors import ModelError
-from isthmus.live.engine.spec import read_spec
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.engine.weights import load_weights
 from isthmus.model_files import fingerprint, open_files
 from isthmus.model_files.header import parts_of, read_header, whole_name

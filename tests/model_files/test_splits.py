@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from isthmus.model_files.splits import SPLITS, Split
+from isthmus.model_files.vocabulary import SPLITS, Split
 from tests.scratch import ROOT
 
 DISTINCT = {split.patterns: (name, split) for name, split in SPLITS.items()}

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.cost.transfer import NONE, codec_speeds
-from isthmus.core.node.extent import HandoverSpan
-from isthmus.core.node.letters import FetchRequest
+from isthmus.core.node.letters import FetchRequest, HandoverSpan
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.node import SimNode
 from isthmus.live.peers import messages

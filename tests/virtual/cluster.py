@@ -17,7 +17,7 @@ from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.conductor import Abort, LinkState, PromptContent, Route
 from isthmus.core.cost import compile_cost
 from isthmus.core.errors import IsthmusError
-from isthmus.core.node.guests import LEASE_NS
+from isthmus.core.node.away import LEASE_NS
 from isthmus.core.types import (
     NS_PER_S,
     BlockName,

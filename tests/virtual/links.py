@@ -20,8 +20,8 @@ from isthmus.core.node.events import (
 )
 from isthmus.core.types import NodeId, RequestId
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.node import SimNode, build_node
+from isthmus.lab.sim.records import SimJob
 from isthmus.lab.sim.transfers import Due, KVTransfers, _Transfer
 from isthmus.lab.sim.workloads import Request
 from tests.memory_network import MemoryNetwork

@@ -14,13 +14,13 @@ from isthmus.core.node.letters import Letter
 from isthmus.core.scheduler import Run, Saved
 from isthmus.core.types import BlockName, NodeId, RequestId
 from isthmus.facts import NodeFacts
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.node import SimNode
+from isthmus.lab.sim.records import SimJob
 from isthmus.live.cluster.node import NodeProcess
 from isthmus.live.engine.interface import Engine
-from isthmus.live.kv.holding import _Line as Line
 from isthmus.live.kv.hosting import HostedKV
 from isthmus.live.kv.hosting import _decode as decode
+from isthmus.live.kv.hosting import _Line as Line
 from isthmus.live.kv.mover import KVMover
 from isthmus.live.messenger import Handler, LineLost, Priority, Sending, Server, Session
 from isthmus.live.peers import messages

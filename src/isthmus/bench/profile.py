@@ -1,14 +1,12 @@
-"""`isthmus profile`: measures this machine's engine on a model and fits a cost curve to it.
-
-An iteration is measured as a node's worker runs it: lay out the batch, step the engine, which samples, and move
-the batch on. Every case is run in turns with the others, and its median counts, so that a passing disturbance
-hits no case alone.
-"""
+"""Bounded least squares over positive values."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +16,70 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
+from isthmus.bench.child import Loop
 from isthmus.bench.handling import measure_handling
-from isthmus.bench.least_squares import least_squares
 from isthmus.bench.study import Report, in_turns, medians, silent
+from isthmus.core.blocks import KVLayout
 from isthmus.core.cost import Curve, NodeCost, compile_cost
 from isthmus.core.cost.transfer import Handling
+from isthmus.core.errors import StartError
 from isthmus.core.types import Sampling
 from isthmus.live.engine.interface import Chunk, OnLayer, Row
+from isthmus.live.servers.client import Client, EngineError, body_of
+
+_STEP = 1e-5
+"""Of the logarithms, for differences; they move by at most `_STRIDE` at once."""
+_STRIDE = 2.0
+
+
+def least_squares(
+    residuals: Callable[[Sequence[float]], list[float]],
+    start: Sequence[float],
+    bounds: Sequence[tuple[float, float]],
+    *,
+    max_iterations: int = 60,
+) -> list[float]:
+    """Positive values that minimise the sum of squared residuals: Levenberg-Marquardt on their logarithms.
+
+    Values stay within `bounds` by projection; one that rests on a bound and would leave is held there for the step.
+    """
+    low, high = np.log(np.array(bounds)).T
+    point = np.clip(np.log(np.maximum(start, 1e-300)), low, high)
+
+    def at(logs: np.ndarray) -> np.ndarray:
+        return np.array(residuals(np.exp(logs).tolist()))
+
+    current, damping = at(point), 1e-3
+    for _ in range(max_iterations):
+        steps = np.diag(np.where(point + _STEP <= high, _STEP, -_STEP))
+        jacobian = np.column_stack([(at(point + step) - current) / step.sum() for step in steps])
+        gradient = jacobian.T @ current
+        free = ~((point <= low) & (gradient > 0) | (point >= high) & (gradient < 0))
+        if not free.any():
+            break
+        normal, before = jacobian[:, free].T @ jacobian[:, free], current @ current
+        while damping < 1e9:
+            damped = normal + damping * np.diag(normal.diagonal() + 1e-9)
+            step, trial = np.linalg.solve(damped, -gradient[free]), point.copy()
+            trial[free] = np.clip(point[free] + np.clip(step, -_STRIDE, _STRIDE), low[free], high[free])
+            found = at(trial)
+            if found @ found < before:
+                point, current, damping = trial, found, max(damping / 5, 1e-9)
+                break
+            damping *= 4
+        if before - current @ current <= 1e-10 * before:
+            break
+    return np.exp(point).tolist()
+
+
+# `isthmus profile`: measures this machine's engine on a model and fits a cost curve to it.
+#
+# An iteration is measured as a node's worker runs it: lay out the batch, step the engine, which samples, and move
+# the batch on. Every case is run in turns with the others, and its median counts, so that a passing disturbance
+# hits no case alone.
+
 
 if TYPE_CHECKING:
     from isthmus.live.engine.engine import Engine, EngineOptions
@@ -38,7 +92,7 @@ DECODE_STEPS = 8
 """Iterations timed together in a decode case: one alone is too short for the clock's noise."""
 SLOW_S = 4.0
 """Cases whose first run takes longer are left out, with all longer ones of their kind."""
-_GREEDY = Row(Sampling(temperature=0.0), ())
+_GREEDY_PROFILE = Row(Sampling(temperature=0.0), ())
 _BOUNDS_S = (1e-12, 100.0)
 _Points = tuple[tuple[int, float], ...]
 
@@ -87,7 +141,7 @@ def profile_engine(
     from isthmus.live.engine.remote import shapes_of
 
     engine = Engine(folder, options)
-    bench = _Bench(engine)
+    bench = _BenchProfile(engine)
     cases = affordable(bench.seconds, cases_of(engine.max_length, engine.num_blocks * engine.layout.block_size))
     report(f"{len(cases)} cases, {engine.kernels.name} kernels, {bench.num_threads} threads")
     found = measured(bench.seconds, cases, rounds, budget_s)
@@ -213,7 +267,7 @@ def _rising(points: Sequence[tuple[int, float]]) -> _Points:
     return tuple((size, value) for (size, _), value in zip(points, values, strict=True))
 
 
-class _Bench:
+class _BenchProfile:
     """Runs cases on one engine. Every row has blocks of its own, filled with real KV."""
 
     def __init__(self, engine: Engine) -> None:
@@ -228,7 +282,7 @@ class _Bench:
     def seconds(self, case: Case) -> float:
         """One iteration of a case; of decodes alone, the mean of some that follow each other."""
         chunks = self._chunks(case)
-        rows = [_GREEDY] * len(chunks)
+        rows = [_GREEDY_PROFILE] * len(chunks)
         started_s = time.perf_counter()
         batch = self._engine.build(chunks)
         tokens, _ = self._engine.step(batch, rows)
@@ -247,7 +301,7 @@ class _Bench:
 
         def compute(num_blocks: int, on_layer: OnLayer) -> None:
             chunk = Chunk(self._prompt[: num_blocks * size], 0, range(num_blocks), True)
-            engine.step(engine.build([chunk]), [_GREEDY], on_layer)
+            engine.step(engine.build([chunk]), [_GREEDY_PROFILE], on_layer)
 
         most = engine.max_length // size
         return measure_handling(engine.memory, compute, most=most, shares_core=shares_core)
@@ -289,3 +343,116 @@ class _Bench:
                 landing[:] = memory.export(layer, 0, count * size)
                 memory.land(layer, first, stop, landing)
             self._filled += count
+
+
+# `isthmus profile --vllm`: the cost curve of a vLLM server, from what its clients see.
+#
+# Prompts are measured alone: until their only token is there. Decodes are measured together: the time between tokens
+# of one answer while all of them are being generated. So HTTP and vLLM's own scheduling count, as they do for a node.
+# Every case is run in turns with the others, and its median counts, as of an engine of ours (`profile.py`); mixed
+# iterations cannot be told apart from outside, and are left out.
+
+
+_GREEDY_PROFILE_SERVER = Sampling(temperature=0.0)
+_STEPS = 4 * DECODE_STEPS
+"""Tokens of an answer: they begin one after the other, and all run together for a part of it."""
+FIRST_TOKEN = 3
+"""Lower ids may be special."""
+
+
+def profile_server(
+    client: Callable[[], Client],
+    layout: KVLayout,
+    *,
+    vocab_size: int,
+    max_length: int,
+    kv_tokens: int,
+    max_sequences: int,
+    origin: str,
+    rounds: int = 5,
+    budget_s: float = 90.0,
+    report: Report = silent,
+) -> Profile:
+    """`client`: makes one, in the event loop; `kv_tokens`: that its KV memory holds; `max_sequences`: it runs at once.
+    Raises StartError where the server does not answer."""
+    cases = [
+        case
+        for case in cases_of(max_length, kv_tokens)
+        if not (case.num_tokens and case.num_decodes) and case.num_decodes <= max_sequences
+        if case.context + _STEPS <= max_length
+    ]
+
+    with contextlib.closing(_BenchProfileServer(client, layout.block_size, vocab_size)) as bench:
+        try:
+            bench.seconds(Case(num_tokens=64))  # what is compiled or allocated once
+            kept = affordable(bench.seconds, cases)
+            report(f"{len(kept)} cases at {bench.url}")
+            found = measured(bench.seconds, kept, rounds, budget_s)
+        except EngineError as error:
+            raise StartError(f"vLLM at {bench.url}: {error}") from None
+    return fit_profile(found, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
+
+
+class _BenchProfileServer:
+    """Runs cases on one server. No prompt comes twice, but for what is to be cached."""
+
+    def __init__(self, client: Callable[[], Client], block_size: int, vocab_size: int) -> None:
+        self._loop = Loop()
+        self._client, self._block_size = self._loop.run(_made(client)), block_size
+        self.url = self._client.url
+        self._draws = random.Random(0)
+        self._span = range(FIRST_TOKEN, vocab_size)
+        self._number = 0
+
+    def close(self) -> None:
+        self._loop.run(self._client.close())
+        self._loop.close()
+
+    def seconds(self, case: Case) -> float:
+        return self._loop.run(self._decode(case) if case.num_decodes else self._prefill(case))
+
+    async def _prefill(self, case: Case) -> float:
+        before = self._drawn(case.cached // self._block_size * self._block_size)
+        if before:
+            await self._compute([*before, *self._drawn(1)])
+        prompt = [*before, *self._drawn(case.num_tokens)]
+        started_s = time.perf_counter()
+        await self._compute(prompt)
+        return time.perf_counter() - started_s
+
+    async def _decode(self, case: Case) -> float:
+        """The prompts begin alike, so that their answers begin together."""
+        prompt = self._drawn(max(1, case.context - _STEPS // 2))
+        await self._compute(prompt)
+        times = await asyncio.gather(*[self._times(prompt) for _ in range(case.num_decodes)])
+        first, last = max(each[0] for each in times), min(each[-1] for each in times)
+        gaps = [gap for each in times if (gap := _mean_gap(each, first, last)) is not None]
+        if gaps:
+            return statistics.median(gaps)
+        return statistics.median([(each[-1] - each[0]) / max(1, len(each) - 1) for each in times])
+
+    async def _compute(self, prompt: Sequence[int]) -> None:
+        await self._client.compute(self._key(), body_of(_GREEDY_PROFILE_SERVER, prompt, len(prompt), 1))
+
+    async def _times(self, prompt: Sequence[int]) -> list[float]:
+        body, found = body_of(_GREEDY_PROFILE_SERVER, prompt, len(prompt), _STEPS), list[float]()
+        async for tokens in self._client.answer(self._key(), body, None):
+            found += [time.perf_counter()] * len(tokens)
+        return found
+
+    def _drawn(self, count: int) -> list[int]:
+        return self._draws.choices(self._span, k=count)
+
+    def _key(self) -> str:
+        self._number += 1
+        return f"profile-{self._number}"
+
+
+async def _made(client: Callable[[], Client]) -> Client:
+    return client()
+
+
+def _mean_gap(times: Sequence[float], first: float, last: float) -> float | None:
+    """Between the tokens of one answer that came while all were being generated."""
+    inside = [at for at in times if first <= at <= last]
+    return (inside[-1] - inside[0]) / (len(inside) - 1) if len(inside) > 1 else None

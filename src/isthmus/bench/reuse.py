@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.bench import BenchError
-from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
+from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair, digest, prose, words
 from isthmus.bench.reuse_runs import (
     Answer,
     Assembled,
@@ -27,7 +27,6 @@ from isthmus.bench.reuse_runs import (
     rouge_l,
     says,
 )
-from isthmus.bench.reuse_texts import digest, prose, words
 from isthmus.bench.study import Columns, Outcome, Report, in_turns, percent, silent, table, timed
 from isthmus.core.errors import RequestError
 from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Selection

@@ -21,8 +21,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads that compute."
 
 def finish(outcome: Outcome, json_file: Path | None) -> None:
     """Shows what a study found, and writes it where that was asked for."""
-    from isthmus.cli.outputs import write_json
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import show, write_json
 
     show(*outcome.tables)
     for line in outcome.notes:

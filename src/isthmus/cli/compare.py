@@ -17,9 +17,8 @@ def compare(
     ] = None,
 ) -> None:
     """Two results beside each other: value, value, difference in percent."""
-    from isthmus.cli.outputs import check_writable, write_bytes, write_json
-    from isthmus.cli.tables import show
-    from isthmus.lab.sim.report.comparison import comparison_page, comparison_sheet
+    from isthmus.cli.outputs import check_writable, show, write_bytes, write_json
+    from isthmus.lab.sim.report.report import comparison_page, comparison_sheet
 
     for option, file in (("--json", json_file), ("--html", html)):
         check_writable(option, file)

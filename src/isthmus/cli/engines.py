@@ -14,7 +14,7 @@ import msgspec
 from isthmus.cli.models import bytes_folder
 from isthmus.config import Config
 from isthmus.core.blocks import KVLayout
-from isthmus.core.conductor.holders import longest
+from isthmus.core.conductor.lending import longest
 from isthmus.core.cost import compile_cost, facts_of
 from isthmus.core.errors import ConfigError, ModelError, StartError
 from isthmus.core.models import Fields, ModelSpec, read_model, read_quantisation
@@ -34,8 +34,8 @@ from isthmus.live.cluster.process import OnLost
 from isthmus.live.engine import emulated
 from isthmus.live.engine.interface import Engine, split_layers
 from isthmus.live.engine.recipe import LAYERS as EMULATED_LAYERS
-from isthmus.live.engine.spec import kv_layout as spec_layout
-from isthmus.live.engine.spec import read_spec
+from isthmus.live.engine.recipe import kv_layout as spec_layout
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.model_files import open_files
 from isthmus.model_files.grammar_limits import GrammarLimits

@@ -52,7 +52,7 @@ def node(
     if launched:
         _run_launched()
         return
-    from isthmus.live.cluster.joining import FORM, JoinToken, reached_at
+    from isthmus.live.cluster.authority import FORM, JoinToken, reached_at
     from isthmus.live.cluster.launcher import LaunchSpec
 
     if role is None or join is None:

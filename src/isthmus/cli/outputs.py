@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from isthmus.core.errors import ConfigError
+from isthmus.sheet import Sheet
 
 
 def check_writable(option: str, file: Path | None) -> None:
@@ -34,3 +35,18 @@ def write_json(file: Path | None, value: Any) -> None:
     """Nothing without a file. Raises ConfigError as `write_bytes` does."""
     if file is not None:
         write_bytes(file, (json.dumps(value, indent=1) + "\n").encode())
+
+
+# Sheets on the terminal. In a file or a pipe they are plain Markdown.
+
+
+def show(*sheets: Sheet, file: IO[str] | None = None) -> None:
+    """Print sheets one below the other; `file`: in place of standard output."""
+    from rich.console import Console
+
+    console = Console(file=file)
+    if console.is_terminal:
+        for sheet in sheets:
+            console.print(sheet.terminal(), "")
+    else:
+        print("\n".join(sheet.markdown() for sheet in sheets), file=file)

@@ -47,14 +47,13 @@ def plan(
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with charts here.")] = None,
 ) -> None:
     """Size a fleet: how many nodes prefill and decode, which prompts another cluster prefills, at what rate."""
-    from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable, show, write_bytes
     from isthmus.config import load_config
     from isthmus.core.errors import ConfigError
     from isthmus.lab.planner.answer import to_json
     from isthmus.lab.planner.fleet import fleet_of
+    from isthmus.lab.planner.report import analytic, simulated
     from isthmus.lab.planner.search import answer
-    from isthmus.lab.planner.sheets import analytic, simulated
     from isthmus.live.cluster.with_ray import with_ray
 
     for option, file in (("--json", json_file), ("--report", report)):

@@ -74,7 +74,7 @@ def _of_server(
     """Raises StartError where it is no vLLM server."""
     import asyncio
 
-    from isthmus.bench.profile_server import profile_server
+    from isthmus.bench.profile import profile_server
     from isthmus.cli.engines import vllm_layout
     from isthmus.config import vllm_key
     from isthmus.core.blocks import KVLayout

@@ -28,8 +28,7 @@ def reproduce(
     ] = None,
 ) -> None:
     """A published table: published, ours, difference."""
-    from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable, show, write_bytes
     from isthmus.core.errors import ConfigError
     from isthmus.lab.papers.lab import Lab
     from isthmus.lab.papers.registry import named
@@ -55,8 +54,7 @@ def reproduce(
 
 
 def _list(json_file: Path | None) -> None:
-    from isthmus.cli.outputs import write_bytes
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import show, write_bytes
     from isthmus.lab.papers.registry import PAPERS
     from isthmus.sheet import Sheet, texts
 

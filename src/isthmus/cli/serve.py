@@ -330,7 +330,7 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
 def say_if_plain(config: Config, host: str) -> None:
     """`host`: at which nodes join. Said of one that is reached from other machines, when there is no TLS."""
-    from isthmus.live.cluster.joining import is_loopback
+    from isthmus.live.cluster.authority import is_loopback
 
     if config.tls.mode == "none" and not is_loopback(host):
         _say_in_red(

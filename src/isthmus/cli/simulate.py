@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.lab.sim.cycles import no_cycles
+from isthmus.lab.sim.simulation import no_cycles
 
 if TYPE_CHECKING:
     from isthmus.config import Config
@@ -56,8 +56,7 @@ def simulate(
     log: Annotated[Path | None, typer.Option(help="Record the conductor's events here (JSONL).")] = None,
 ) -> None:
     """Replay a workload in virtual time: goodput, TTFT, TBT, hit rate, bytes moved, refusals, waste."""
-    from isthmus.cli.outputs import check_writable, write_bytes
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import check_writable, show, write_bytes
     from isthmus.config import load_config
     from isthmus.lab.sim.deployment import deployment_of
     from isthmus.lab.sim.sheets import summary_sheets

@@ -1,13 +1,178 @@
-"""`isthmus status`: what a running cluster does, what its caches hold, and how much they are used."""
+"""A cluster's status as sheets."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from isthmus.live.gateway.status import CacheStatus, NodeStatus, OffloadStatus, Status, TierStatus
+from isthmus.sheet import Cell, Sheet, numbers, texts
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def status_sheets(status: Status, url: str) -> list[Sheet]:
+    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters; how
+    engines multiply, and what to know of them."""
+    sheets = [_nodes(status, url)]
+    if any(node.cache for node in status.nodes):
+        sheets.append(_tiers(status.nodes))
+    if len(status.nodes) > 1:
+        sheets.append(_transfers(status.nodes))
+    if status.offload is not None:
+        sheets.append(_links(status.offload))
+    if any(node.products for node in status.nodes):
+        sheets.append(_products(status.nodes))
+    if any(node.remark for node in status.nodes):
+        sheets.append(_remarks(status.nodes))
+    return sheets
+
+
+def _headline(status: Status, url: str) -> str:
+    parts = [
+        "ready" if status.healthy else "NOT READY: no prefill and decode node, nor a mixed one",
+        f"{status.requests_running:,} requests running",
+        f"prefix hit rate {100 * status.hit_rate:.1f} %"
+        if status.hit_rate is not None
+        else "no prefix looked up",
+    ]
+    refused = [f"{stage} {count:,}" for stage, count in status.requests_refused.items() if count]
+    if refused:
+        parts.append(f"refused: {', '.join(refused)}")
+    return f"{status.model} at {url}: {', '.join(parts)}"
+
+
+def _nodes(status: Status, url: str) -> Sheet:
+    columns = (
+        *(*texts("node", "role"), *numbers("running", "waiting", "preempted", "KV memory")),
+        *(*numbers("used %", "hits %", form=".1f"), *numbers("evicted"), *texts("state")),
+    )
+    rows = [
+        (
+            *(node.node, node.role, node.requests_running, node.requests_waiting, node.preemptions),
+            _size(node.kv_memory.capacity_bytes),
+            _percent(node.kv_memory.used_bytes / node.kv_memory.capacity_bytes),
+            _percent(node.prefix_cache.hit_rate),
+            *(node.prefix_cache.evicted_blocks, _state(node)),
+        )
+        for node in status.nodes
+    ]
+    return Sheet(_headline(status, url), columns, rows)
+
+
+def _tiers(nodes: Iterable[NodeStatus]) -> Sheet:
+    columns = (
+        *(*texts("node", "tier"), *numbers("used", "of"), *numbers("full %", form=".1f"), *numbers("blocks")),
+        *(*numbers("hits %", form=".1f"), *numbers("evicted", "pinned", "in", "out")),
+    )
+    rows = [(node.node, *_tier(tier, node.cache)) for node in nodes if node.cache for tier in node.cache.tiers]
+    return Sheet("Cache tiers (hits: of all prompt tokens of the cluster)", columns, rows)
+
+
+def _tier(tier: TierStatus, cache: CacheStatus) -> tuple[Cell, ...]:
+    return (
+        *(tier.tier, _size(tier.used_bytes), _size(tier.capacity_bytes)),
+        _percent(tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else None),
+        *(tier.blocks, _percent(tier.hit_rate), tier.evictions),
+        cache.pinned_blocks if tier.tier == "memory" else None,
+        *(_size(tier.bytes_in), _size(tier.bytes_out)),
+    )
+
+
+def _transfers(nodes: Iterable[NodeStatus]) -> Sheet:
+    names = ("handed over, in", "out", "fetched", "borrowed", "given", "damaged")
+    rows: list[tuple[Cell, ...]] = []
+    for node in nodes:
+        moved = node.transfers
+        sizes = (
+            *(moved.handover_bytes_in, moved.handover_bytes_out),
+            *(moved.fetched_bytes, moved.borrowed_bytes, moved.given_bytes),
+        )
+        rows.append((node.node, *map(_size, sizes), moved.seal_mismatches))
+    return Sheet("KV between nodes", (*texts("node"), *numbers(*names)), rows)
+
+
+def _links(offload: OffloadStatus) -> Sheet:
+    threshold = (
+        "nothing is prefilled in another cluster"
+        if offload.threshold is None
+        else f"prefilled in another cluster: more than {offload.threshold:,} uncached tokens"
+    )
+    reason = f" ({offload.reason})" if offload.reason else ""
+    counts = f"{offload.requests:,} requests so far, threshold set {offload.changes:,} times"
+    if offload.conversions:
+        counts += f", {offload.conversions:,} nodes converted"
+    columns = (
+        *(*texts("from", "to", "state"), *numbers("Gbit/s", form=".2f"), *numbers("of", form="g")),
+        *(*numbers("sent", "queued"), *numbers("round trip ms", form=".1f")),
+    )
+    rows = [
+        (
+            *(link.source, link.target, "up" if link.up else "DOWN", link.gbps, link.rated_gbps),
+            *(_size(link.sent_bytes), _size(link.queued_bytes), link.rtt_ms),
+        )
+        for link in offload.links
+    ]
+    return Sheet(f"Links; {threshold}{reason}; {counts}", columns, rows)
+
+
+def _products(nodes: Iterable[NodeStatus]) -> Sheet:
+    """A row for each shape, as long as the nodes chose alike: they mostly run on machines of one kind."""
+    rows = []
+    multiplying = [node for node in nodes if node.products]
+    for line in sorted({line for node in multiplying for line in node.products}):
+        own = [node.node for node in multiplying if line in node.products]
+        shape, _, chosen = line.partition(": ")
+        rows.append((shape, "all" if len(own) == len(multiplying) else ", ".join(own), chosen))
+    columns = texts("weights", "nodes", "product, by the rows that it multiplies")
+    return Sheet("Products, the fastest as timed", columns, rows)
+
+
+def _remarks(nodes: Sequence[NodeStatus]) -> Sheet:
+    """A row for each remark."""
+    rows = []
+    for remark in sorted({node.remark for node in nodes if node.remark}):
+        own = [node.node for node in nodes if node.remark == remark]
+        rows.append(("all" if len(own) == len(nodes) else ", ".join(own), remark))
+    return Sheet("Remarks", texts("nodes", "remark"), rows)
+
+
+def _state(node: NodeStatus) -> str:
+    """What an operator should look at, worst first."""
+    cache = node.cache
+    if cache is None:
+        return "ok"
+    found = ["SSD takes nothing"] if cache.degraded else []
+    counts = {
+        "I/O errors": cache.io_errors,
+        "damaged on SSD": cache.seal_mismatches,
+        "lost": cache.lost_blocks,
+        "gone": cache.misses,
+    }
+    found += [f"{count:,} {what}" for what, count in counts.items() if count]
+    return ", ".join(found) or (
+        f"ok, {cache.write_queue_blocks:,} to write" if cache.write_queue_blocks else "ok"
+    )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _size(num_bytes: int) -> str:
+    """Three digits or so, in binary units as in the configuration: 1.5 GiB."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {_UNITS[unit]}" if num_bytes else "0"
+
+
+# `isthmus status`: what a running cluster does, what its caches hold, and how much they are used.
+
 
 if TYPE_CHECKING:
     from isthmus.live.gateway.status import Status
@@ -22,8 +187,7 @@ def status(
     api_key: Annotated[str | None, typer.Option(help="The server's key; default: ISTHMUS_API_KEY.")] = None,
 ) -> None:
     """Show a running cluster: nodes, requests, KV memory, cache tiers, hit rates and KV between nodes."""
-    from isthmus.cli.status_tables import status_sheets
-    from isthmus.cli.tables import show
+    from isthmus.cli.outputs import show
     from isthmus.config import api_key as key_of
 
     base = _checked(url)
@@ -73,7 +237,6 @@ def _live(base: str, key: str | None, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from isthmus.cli.status_tables import status_sheets
     from isthmus.core.errors import UnavailableError
 
     def now() -> RenderableType:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
-from isthmus.core.reuse import Packing, Selection
-from isthmus.core.reuse.passages import Passage
+from isthmus.core.reuse import Packing, Passage, Selection
 from isthmus.core.types import DECODE, NOBODY, BlockName, NodeId, RequestId, Role, Sampling, Tenant, Tier
 
 

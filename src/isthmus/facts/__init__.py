@@ -7,16 +7,16 @@
 Files of models, curves and hardware are read here; no process is started and no memory taken.
 """
 
-from isthmus.facts.costs import PROFILES as PROFILES
-from isthmus.facts.costs import chunking_of as chunking_of
-from isthmus.facts.costs import cost_of as cost_of
-from isthmus.facts.costs import gpus_of as gpus_of
-from isthmus.facts.costs import hardware_of as hardware_of
+from isthmus.facts.facts import PROFILES as PROFILES
 from isthmus.facts.facts import UNLIMITED as UNLIMITED
 from isthmus.facts.facts import NodeFacts as NodeFacts
 from isthmus.facts.facts import Rates as Rates
 from isthmus.facts.facts import Sequences as Sequences
 from isthmus.facts.facts import bytes_per_s as bytes_per_s
+from isthmus.facts.facts import chunking_of as chunking_of
+from isthmus.facts.facts import cost_of as cost_of
+from isthmus.facts.facts import gpus_of as gpus_of
+from isthmus.facts.facts import hardware_of as hardware_of
 from isthmus.facts.places import ClusterPlace as ClusterPlace
 from isthmus.facts.places import Place as Place
 from isthmus.facts.places import at_home as at_home

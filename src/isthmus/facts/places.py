@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from isthmus.config import Config, RoleConfig, RolesConfig
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NodeId, Role
-from isthmus.facts.costs import is_shipped
+from isthmus.facts.facts import is_shipped
 from isthmus.facts.rules import links_of
 
 _Section = TypeVar("_Section", bound=BaseModel)

@@ -16,8 +16,17 @@ from isthmus.core.blocks import MAX_SNAPSHOTS, KVLayout
 from isthmus.core.cost import Analytic, Cost, Curve, Handling, compile_cost, hardware_named
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S, NodeId, Role
-from isthmus.facts.costs import chunking_of, codec_dtype, cost_of, gpus_of, hardware_of
-from isthmus.facts.facts import NodeFacts, Rates, Sequences, bytes_per_s
+from isthmus.facts.facts import (
+    NodeFacts,
+    Rates,
+    Sequences,
+    bytes_per_s,
+    chunking_of,
+    codec_dtype,
+    cost_of,
+    gpus_of,
+    hardware_of,
+)
 from isthmus.facts.places import ClusterPlace, places_of, role_config
 
 MIN_SLOTS = 8

@@ -17,9 +17,9 @@ from typing import Any
 from isthmus.config import Config
 from isthmus.core.conductor import LinkRule, Rules
 from isthmus.core.conductor.admission import FORECASTS
+from isthmus.core.conductor.events import Parameters
 from isthmus.core.conductor.lending import POLICIES as LENDINGS
 from isthmus.core.conductor.policies import POLICIES
-from isthmus.core.conductor.rules import Parameters
 from isthmus.core.cost.transfer import INT8, ZSTD
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Shares, Tenant

@@ -33,8 +33,8 @@ from isthmus.core.conductor import (
     RequestEnded,
     Rules,
     SendOrder,
+    view,
 )
-from isthmus.core.conductor import view as table
 from isthmus.core.types import BlockName, NodeId, RequestId, Role, Tenant
 
 from .cluster import Cluster
@@ -222,7 +222,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text(encodi
 def test_the_page_has_the_picture_of_the_table() -> None:
     lines = ["stateDiagram-v2", "    [*] --> WAITING"]
     for step in STEPS:
-        ways = getattr(table, step).items()
+        ways = getattr(view, step).items()
         lines += [f"    {state.name} --> {then.name}: {step.lower()}" for state, then in ways]
     lines.append("    WAITING --> [*]: refused, failed, cancelled, complete")
     assert re.findall(r"```mermaid\n(stateDiagram.*?)\n```", PAGE, re.DOTALL) == ["\n".join(lines)]

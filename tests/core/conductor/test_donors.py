@@ -9,8 +9,7 @@ import pytest
 
 from isthmus.core.conductor import Remember, RequestArrived, Route, Unremember
 from isthmus.core.cost import Curve
-from isthmus.core.reuse import CACHEBLEND, EPIC, SEMANTIC
-from isthmus.core.reuse.passages import MEAN
+from isthmus.core.reuse import CACHEBLEND, EPIC, MEAN, SEMANTIC
 from isthmus.core.types import NodeId, RequestId, Reuse, Role, Tier
 
 from .cluster import BLOCK_SIZE, MS

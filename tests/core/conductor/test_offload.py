@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.conductor.offload import guarded, offloads
+from isthmus.core.conductor.routing import guarded, offloads
 
 tokens = st.integers(0, 200)
 

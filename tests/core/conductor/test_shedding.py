@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from isthmus.core.conductor import Abort, Action, Route, Rules
-from isthmus.core.conductor.shedding import KEPT_NS, to_replace, to_shorten, to_thin, waiting_below
+from isthmus.core.conductor.admission import KEPT_NS, to_replace, to_shorten, to_thin, waiting_below
 from isthmus.core.conductor.view import View
 from isthmus.core.types import NodeId, RequestId, Role
 

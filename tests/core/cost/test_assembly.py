@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.cost import Curve, NodeCost, compile_cost
-from isthmus.core.cost.assembly import AssembledChunk, assembled_ns, assembled_step_ps, assembled_weight
-from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, Selection, rows_per_layer
-from isthmus.core.reuse.selection import TAIL
+from isthmus.core.cost.node_cost import AssembledChunk, assembled_ns, assembled_step_ps, assembled_weight
+from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, TAIL, Selection, rows_per_layer
 from tests.core.cost.models import CONFIGS, instance
 
 COSTS: list[NodeCost] = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from isthmus.core.cost import Curve, Part, Path, Queries, Wait, compile_cost, least_bandwidth, slowest
 from isthmus.core.cost.elsewhere import SENT_BYTES, lines
 from isthmus.core.cost.facts import facts_of
-from isthmus.core.cost.turns import period_ps
+from isthmus.core.cost.pooled import period_ps
 from tests.core.cost.models import CONFIGS, DEEPSEEK_V3, LLAMA_70B, QWEN3_NEXT, instance
 
 RATES = st.floats(1e6, 1e12)

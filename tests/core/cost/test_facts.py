@@ -8,8 +8,8 @@ import pytest
 
 from isthmus.core.cost import facts_of
 from isthmus.core.errors import ModelError
+from isthmus.lab.papers.prfaas.case import PUBLISHED_SIZES
 from isthmus.lab.papers.prfaas.configs import CONFIGS
-from isthmus.lab.papers.prfaas.kv import PUBLISHED_SIZES
 from tests.core.cost.models import (
     DEEPSEEK_V3,
     GPT_OSS,

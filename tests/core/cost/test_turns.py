@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.cost.turns import jobs_of, period_ps, replica_of, replicas_of, step_ps
+from isthmus.core.cost.pooled import jobs_of, period_ps, replica_of, replicas_of, step_ps
 
 BATCHES = st.integers(1, 8)
 SLICES = st.integers(1, 60)

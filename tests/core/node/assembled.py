@@ -14,7 +14,7 @@ from typing import Any
 
 from isthmus.core.attempts import Assembly, MemoryEntry, MemoryUsed, RequestFailed, key_of
 from isthmus.core.node import events
-from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import HandoverSpan
 from isthmus.core.reuse import Packing
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId, Role

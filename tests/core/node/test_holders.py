@@ -8,7 +8,7 @@ import pytest
 
 from isthmus.core.attempts import Holding, HoldingsChanged, RequestFailed, Route, Share
 from isthmus.core.node import Node, events
-from isthmus.core.node.away import AGAIN_NS
+from isthmus.core.node.away import AGAIN_NS, LEASE_NS
 from isthmus.core.node.events import (
     Gone,
     Host,
@@ -20,7 +20,6 @@ from isthmus.core.node.events import (
     Wake,
     Woken,
 )
-from isthmus.core.node.guests import LEASE_NS
 from isthmus.core.node.letters import (
     ClaimReply,
     ClaimRequest,

@@ -12,7 +12,7 @@ from isthmus.core.attempts import BlocksStored, HoldingsChanged, MemoryUsed, Req
 from isthmus.core.node import Node, attempts, events, letters
 from isthmus.core.node import node as node_module
 from isthmus.core.node.attempts import SEVERED_NS
-from isthmus.core.node.extent import NONE, extent_of
+from isthmus.core.node.letters import NONE, extent_of
 from isthmus.core.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
 from isthmus.core.types import NodeId, RequestId, Role
 

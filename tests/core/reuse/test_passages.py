@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.reuse import MIN_PASSAGE, cut, extended, passages
-from isthmus.core.reuse.passages import LEAST, MOST, WINDOW, Passage
+from isthmus.core.reuse import LEAST, MIN_PASSAGE, MOST, WINDOW, Passage, cut, extended, passages
 
 texts = st.lists(st.integers(0, 200_000), max_size=400) | st.builds(
     # Few words in many places, and one word alone: where pieces repeat, and where no content says where to cut.

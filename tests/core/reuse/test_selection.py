@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Selection, pack, rows_per_layer
-from isthmus.core.reuse.selection import TAIL
+from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, TAIL, Selection, pack, rows_per_layer
 
 selections = st.sampled_from([*SELECTIONS.values()]) | st.builds(
     Selection,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isthmus.core.scheduler import BlockPool, ReadAhead, TierCache
-from isthmus.core.scheduler.eviction import surplus
-from isthmus.core.scheduler.tiers import Change
+from isthmus.core.scheduler.tiers import Change, surplus
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
 Chain = tuple[BlockName, ...]

@@ -6,8 +6,9 @@ import pytest
 
 from isthmus.lab.papers import infinite_llm
 from isthmus.lab.papers.infinite_llm.lending import GREEDY
-from isthmus.lab.papers.infinite_llm.setup import A100, ETHERNET
 from isthmus.lab.papers.infinite_llm.tables import (
+    A100,
+    ETHERNET,
     LOADS,
     MEASURED_MS,
     completes,

@@ -6,9 +6,7 @@ import pytest
 
 from isthmus.lab.papers import lamina
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.lamina import tables
-from isthmus.lab.papers.lamina.setup import MODELS, TRACES, batches, pool, vllm
-from isthmus.lab.papers.lamina.tables import BATCHES, least
+from isthmus.lab.papers.lamina import BATCHES, MODELS, TRACES, batches, least, pool, vllm
 from isthmus.lab.papers.table import PaperCell
 
 CELLS: dict[str, dict[tuple[str, str], PaperCell]] = {
@@ -40,19 +38,19 @@ def test_the_mean_batch_ratio() -> None:
 
 @pytest.mark.parametrize(("model", "trace"), MEMORY_BOUND)
 def test_more_throughput_where_memory_binds(model: str, trace: str) -> None:
-    assert tables.gain(model, trace) > 1.1
-    assert tables.gain(model, trace, tables.measured()) > 1.1
+    assert lamina.gain(model, trace) > 1.1
+    assert lamina.gain(model, trace, lamina.measured()) > 1.1
 
 
 def test_none_where_compute_binds() -> None:
     """70B on Azure-Conv: half as many H100 have to compute a batch of 800."""
-    assert tables.gain("70B", "Azure-Conv") < 1
-    batch, rate, bound = tables.at(4)
+    assert lamina.gain("70B", "Azure-Conv") < 1
+    batch, rate, bound = lamina.at(4)
     assert batch == pytest.approx(800, rel=0.02) and bound
-    twice, more, _ = tables.at(8)
+    twice, more, _ = lamina.at(8)
     assert twice > 1.9 * batch and more < 1.05 * rate
-    _, long, bound = tables.at(4, "Kimi-Conv")
-    assert not bound and tables.at(8, "Kimi-Conv")[1] > 1.9 * long
+    _, long, bound = lamina.at(4, "Kimi-Conv")
+    assert not bound and lamina.at(8, "Kimi-Conv")[1] > 1.9 * long
 
 
 def test_the_range_is_not_called_a_reproduction() -> None:

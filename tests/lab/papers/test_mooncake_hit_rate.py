@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.core.types import BlockName
-from isthmus.lab.papers.mooncake.evictions import RANKS, ranked_hits
-from isthmus.lab.papers.mooncake.hit_rate import OPTIMUM, HitRate, Prompt, hit_rate, optimal_hits
+from isthmus.lab.papers.mooncake.hit_rate import (
+    OPTIMUM,
+    RANKS,
+    HitRate,
+    Prompt,
+    hit_rate,
+    optimal_hits,
+    ranked_hits,
+)
 from isthmus.lab.planner.demand import pool_hits
 
 Chain = tuple[BlockName, ...]

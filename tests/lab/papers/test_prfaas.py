@@ -8,11 +8,11 @@ import pytest
 
 from isthmus.core.cost import compile_cost, curve_of
 from isthmus.core.cost.offload import decode_imbalance, prefill_imbalance, work_of
-from isthmus.lab.papers.prfaas import case, deployments, inferred, kv, sensitivity
-from isthmus.lab.papers.prfaas.published import (
+from isthmus.lab.papers.prfaas import case, deployments, sensitivity
+from isthmus.lab.papers.prfaas.case import (
     GBPS,
     HOMOGENEOUS,
-    LENGTHS,
+    LENGTHS_PUBLISHED,
     MEBI,
     NAIVE,
     PRFAAS,
@@ -80,8 +80,8 @@ def test_the_structure_explains_the_published_sizes() -> None:
 
 def test_h20_is_what_table_6_implies() -> None:
     times = case.h20()
-    assert PRFAAS.prefill / times(case.LENGTHS.mean_below(THRESHOLD)) == pytest.approx(PRFAAS.local_rate)
-    assert times(case.LENGTHS.quantile(0.9)) == pytest.approx(HOMOGENEOUS.ttft_p90_s)
+    assert PRFAAS.prefill / times(case.LENGTHS_CASE.mean_below(THRESHOLD)) == pytest.approx(PRFAAS.local_rate)
+    assert times(case.LENGTHS_CASE.quantile(0.9)) == pytest.approx(HOMOGENEOUS.ttft_p90_s)
     for length, seconds in {1024: 0.602, 8192: 1.554, 32_768: 5.045, 131_072: 22.57}.items():
         assert times(length) == pytest.approx(seconds, rel=0.002)
 
@@ -114,10 +114,10 @@ def test_profiles_are_those_of_the_study() -> None:
 )
 def test_profiles_of_open_models_give_the_published_throughput(name: str, file: str) -> None:
     cost = compile_cost(profile(f"{file}-h200x8"))
-    for length, gbps in zip(LENGTHS.values(), THROUGHPUT[name], strict=True):
+    for length, gbps in zip(LENGTHS_PUBLISHED.values(), THROUGHPUT[name], strict=True):
         size = cost.state_bytes + cost.kv_token_bytes * length
         assert size / (cost.prefill_ns(length, 0) / 1e9) / GBPS == pytest.approx(gbps, rel=1e-3)
-    assert [length for length, _ in kv.implied_points(name)] == list(LENGTHS.values())
+    assert [length for length, _ in case.implied_points(name)] == list(LENGTHS_PUBLISHED.values())
 
 
 def test_throughput_is_not_assumed_to_fall_with_the_length() -> None:
@@ -201,10 +201,10 @@ def test_what_hangs_on_an_inferred_input_is_starred() -> None:
     assert free <= all_of - stars
 
 
-@pytest.mark.parametrize("name", inferred.INFERRED)
+@pytest.mark.parametrize("name", case.INFERRED)
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.3])
 def test_no_other_change_of_an_inferred_input_moves_what_has_no_star(name: str, factor: float) -> None:
-    changed = inferred.Factors(**{name: factor})
+    changed = case.Factors(**{name: factor})
     for table, measure in (
         ("prfaas-deployments", deployments._measure),
         ("prfaas-inferred", sensitivity._measure_inferred),

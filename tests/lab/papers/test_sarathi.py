@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.lab.papers.sarathi import setup, tables
+from isthmus.lab.papers.sarathi import one_node, tables
 from isthmus.lab.papers.sarathi.one_node import WHOLE, BatchLimits, PaperRequest
 from isthmus.lab.papers.sarathi.tables import BatchShape, apart, decode_speed_up, gain, peak, piped, run
 from tests.lab.papers.traces import untraced
@@ -53,24 +53,24 @@ def test_whole_prompts_beside_decodes_gain_less_as_published() -> None:
 def test_with_the_best_chunk_no_ratio_loses() -> None:
     away = {row: value for (row, _), (_, value) in cells("sarathi-balance").items() if "best chunk" in row}
     assert len(away) == 6 and min(away.values()) > 1.1
-    assert gain(BatchShape(1024, 18, 80), setup.step_ps, 256) < 1, "one chunk size for all would"
+    assert gain(BatchShape(1024, 18, 80), one_node.step_ps, 256) < 1, "one chunk size for all would"
 
 
 def test_chunks_that_end_with_a_tile_gain_more() -> None:
     """256 beats 320; and one row more than a tile costs most of the gain."""
     shape = BatchShape(1024, 18, 14)
-    assert gain(shape, setup.step_ps, 256) > gain(shape, setup.step_ps, 320)
-    assert gain(shape, setup.step_ps, 257) < gain(shape, setup.step_ps, 256) - 0.1
+    assert gain(shape, one_node.step_ps, 256) > gain(shape, one_node.step_ps, 320)
+    assert gain(shape, one_node.step_ps, 257) < gain(shape, one_node.step_ps, 256) - 0.1
 
 
 def test_batches_are_as_the_paper_forms_them() -> None:
-    batches = run(BatchShape(1024, 6, 50), setup.step_ps, 256).batches
+    batches = run(BatchShape(1024, 6, 50), one_node.step_ps, 256).batches
     middle = batches[len(batches) // 2 : -60]
     assert {batch.num_decodes for batch in middle} <= {5, 6}
     assert {sum(count for count, _ in batch.chunks) for batch in middle if batch.chunks} == {251}
-    for batch in run(BatchShape(1024, 6, 50), apart(setup.step_ps), WHOLE).batches:
-        chunks = setup.step_ps(batch.chunks, 0, 0) if batch.chunks else 0
-        decodes = setup.step_ps((), batch.num_decodes, batch.context) if batch.num_decodes else 0
+    for batch in run(BatchShape(1024, 6, 50), apart(one_node.step_ps), WHOLE).batches:
+        chunks = one_node.step_ps(batch.chunks, 0, 0) if batch.chunks else 0
+        decodes = one_node.step_ps((), batch.num_decodes, batch.context) if batch.num_decodes else 0
         assert batch.took_ps == chunks + decodes
 
 
@@ -87,14 +87,14 @@ def test_two_efficiencies_are_fitted_to_one_row_and_to_no_other() -> None:
 
 
 def test_the_anchors_are_the_printed_times() -> None:
-    assert setup.step_ps([(1024, 0)], 0, 0) == 234_800_000_000
-    assert setup.step_ps([], 4, 4096) == 49_960_000_000
-    assert [setup.linear_ms(rows) for rows in (0, 1, 128, 129, 256, 257, 384)] == [
+    assert one_node.step_ps([(1024, 0)], 0, 0) == 234_800_000_000
+    assert one_node.step_ps([], 4, 4096) == 49_960_000_000
+    assert [one_node.linear_ms(rows) for rows in (0, 1, 128, 129, 256, 257, 384)] == [
         0.0, 55.0, 55.0, 69.8, 69.8, 92.33, 92.33,
     ]  # fmt: skip
-    assert setup.linear_ms(2048) == 2 * setup.linear_ms(1024)
-    halves = setup.attention_ms([(512, 0)], 0) + setup.attention_ms([(512, 512)], 0)
-    assert halves == pytest.approx(setup.attention_ms([(1024, 0)], 0))
+    assert one_node.linear_ms(2048) == 2 * one_node.linear_ms(1024)
+    halves = one_node.attention_ms([(512, 0)], 0) + one_node.attention_ms([(512, 512)], 0)
+    assert halves == pytest.approx(one_node.attention_ms([(1024, 0)], 0))
 
 
 @pytest.mark.parametrize("trace", ["chat", "summarisation"])

@@ -9,14 +9,11 @@ import pytest
 
 from isthmus.config import Config, load_config
 from isthmus.core.errors import ConfigError
-from isthmus.lab.planner.attention import offload_of
-from isthmus.lab.planner.decode import decode_batch
-from isthmus.lab.planner.deployed import deployed
-from isthmus.lab.planner.fleet import Fleet, fleet_of
-from isthmus.lab.planner.search import answer
-from isthmus.lab.planner.sheets import analytic
+from isthmus.lab.planner.decode import decode_batch, offload_of
+from isthmus.lab.planner.fleet import Fleet, deployed, fleet_of
+from isthmus.lab.planner.report import analytic
+from isthmus.lab.planner.search import answer, needs
 from isthmus.lab.planner.solve import Solver
-from isthmus.lab.planner.what_if import needs
 from tests.lab.planner.fleets import SLOW, demand
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan" / "attention.yaml"

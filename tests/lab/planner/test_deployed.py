@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from isthmus.core.types import Role
-from isthmus.lab.planner.deployed import NEVER, deployed
-from isthmus.lab.planner.fleet import fleet_of
+from isthmus.lab.planner.fleet import NEVER, deployed, fleet_of
 from isthmus.lab.planner.search import answer
 from isthmus.lab.sim.deployment import deployment_of
 from tests.lab.planner.fleets import config, demand

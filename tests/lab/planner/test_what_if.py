@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.lab.planner.search import cost_of_nodes, needs, what_if
 from isthmus.lab.planner.solve import FleetShape, Method, Solver
-from isthmus.lab.planner.what_if import cost_of_nodes, needs, what_if
 from tests.lab.planner.fleets import FAST, SLOW, demand, fleet
 
 PRICED = {

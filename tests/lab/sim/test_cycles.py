@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from isthmus.lab.sim.cycles import no_cycles
+from isthmus.lab.sim.simulation import no_cycles
 
 
 def test_the_collector_rests_meanwhile_and_then_works_again() -> None:

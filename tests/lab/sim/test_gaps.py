@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.lab.sim.gaps import mean_of_longest
 from isthmus.lab.sim.node import Gaps
+from isthmus.lab.sim.summary import mean_of_longest
 
 GAPS = st.lists(
     st.tuples(st.integers(-60, -20), st.sampled_from([0, 1, 2, 7]), st.integers(1, 12)), min_size=1, max_size=12

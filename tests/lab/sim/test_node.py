@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from isthmus.core.cost import compile_cost, pipeline
 from isthmus.core.scheduler import Piece, Run
 from isthmus.core.types import RequestId, Role
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.links import SerialLink
 from isthmus.lab.sim.node import SimNode, build_node
-from isthmus.lab.sim.records import LinkRecord
+from isthmus.lab.sim.records import LinkRecord, SimJob
 from isthmus.lab.sim.workloads import Request
 
 from .cluster import CURVE, deployment, nodes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isthmus.core.conductor import Action, Event, Remember, Route, Rules, Unremember
 from isthmus.core.cost import compile_cost
-from isthmus.core.cost.assembly import assembled_ns
+from isthmus.core.cost.node_cost import assembled_ns
 from isthmus.core.reuse import SELECTIONS, SEMANTIC, pack
 from isthmus.core.types import Role
 from isthmus.lab.sim.deployment import Deployment

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 
-from isthmus.core.node import events, guests
+from isthmus.core.node import away, events
 from isthmus.core.node.events import Lend, Repay
 from isthmus.core.node.letters import ClaimReply
 from isthmus.core.scheduler import Run
@@ -523,7 +523,7 @@ def test_a_holder_that_is_lost_costs_an_attempt_and_no_token(
     cut: str, models: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had is computed anew from prompt and answer, with those that are left."""
-    monkeypatch.setattr(guests, "LEASE_NS", NS_PER_S // 2)  # who was cut off claims nothing: idle is waited for
+    monkeypatch.setattr(away, "LEASE_NS", NS_PER_S // 2)  # who was cut off claims nothing: idle is waited for
     config = deployment(models[4], {"mixed": 2 if cut == "holder" else 1}, heads=4, blocks=14, attention=4)
     with inside(config) as served, ThreadPoolExecutor(4) as pool:
 

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from isthmus.core.errors import ConfigError, StartError
-from isthmus.live.cluster import joining
-from isthmus.live.cluster.joining import JoinToken, outward_host, reached_at
+from isthmus.live.cluster import authority
+from isthmus.live.cluster.authority import JoinToken, outward_host, reached_at
 
 PIN = "A" * 43 + "_"
 
@@ -79,7 +79,7 @@ def test_a_node_is_where_it_reaches_its_head_from(host: str) -> None:
 def test_an_address_that_leads_nobody_to_a_node_is_refused(
     host: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_own_host", lambda join, limit_s: "10.0.0.7")
+    monkeypatch.setattr(authority, "_own_host", lambda join, limit_s: "10.0.0.7")
     with pytest.raises(ConfigError) as caught:
         reached_at(host, "head:1", 0)
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -94,18 +94,18 @@ def test_an_address_of_its_own_is_told_as_it_is(host: str) -> None:
 def test_in_place_of_all_addresses_the_one_that_reaches_others_is_told(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_source_of", lambda host, port: f"from here to {host}")
+    monkeypatch.setattr(authority, "_source_of", lambda host, port: f"from here to {host}")
     assert outward_host(host) == f"from here to {'2001:db8::1' if host == '::' else '192.0.2.1'}"
 
     def nowhere(host: str, port: int) -> str:
         raise OSError("no route")
 
-    monkeypatch.setattr(joining, "_source_of", nowhere)
+    monkeypatch.setattr(authority, "_source_of", nowhere)
     assert outward_host(host) == socket.gethostname()
 
 
 def test_a_head_whose_name_nobody_knows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "RETRY_S", 0.01)
+    monkeypatch.setattr(authority, "RETRY_S", 0.01)
     with pytest.raises(StartError, match=r"^cannot reach the head at no\.such\.name\.invalid:1: "):
         reached_at(None, "no.such.name.invalid:1", 0.02)
     known, asked = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_DGRAM), list[object]()

@@ -21,8 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from isthmus.config import load_config
-from isthmus.live.cluster.authority import Authority
-from isthmus.live.cluster.joining import JoinToken
+from isthmus.live.cluster.authority import Authority, JoinToken
 from isthmus.live.engine.emulated import expected_tokens
 from tests.certificates import make_certificate
 from tests.live.cluster.kit import RECIPE, prompt_of

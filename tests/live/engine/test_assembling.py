@@ -10,15 +10,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Packing, Selection, pack
-from isthmus.core.reuse.passages import Passage
-from isthmus.core.reuse.selection import TAIL
+from isthmus.core.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, TAIL, Packing, Passage, Selection, pack
 from isthmus.core.types import Reused
-from isthmus.live.engine.alike import nearest, warped
-from isthmus.live.engine.batch import PackedRows
+from isthmus.live.engine.assembling import nearest, warped
+from isthmus.live.engine.batch import PackedRows, slices_of
 from isthmus.live.engine.engine import Engine, EngineOptions
 from isthmus.live.engine.interface import Assembling, Chunk, Donated
-from isthmus.live.engine.packed import slices_of
 
 from .conftest import FolderOf
 from .support import largest_error, randn, tokens_of

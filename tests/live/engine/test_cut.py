@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.models.slices import min_cut
+from isthmus.core.models.graph import min_cut
 
 Edges = list[tuple[str, str, int]]
 

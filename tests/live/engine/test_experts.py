@@ -14,9 +14,9 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from isthmus.live.engine.experts import Mixture, Mlp, Routing, choose, mix, run_experts
 from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import PlainKernels
+from isthmus.live.engine.layers import Mixture, Mlp, Routing, choose, mix, run_experts
 from tests.live.engine.support import largest_error, randn
 
 HIDDEN, INNER, EXPERTS = 32, 24, 16

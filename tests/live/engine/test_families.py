@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.core.errors import ModelError
 from isthmus.core.models import Attention, DeltaRule, Dense, Experts, LatentAttention, ModelSpec
 from isthmus.live.engine.interface import Chunk
-from isthmus.live.engine.spec import kv_layout, read_spec
+from isthmus.live.engine.recipe import kv_layout, read_spec
 from tests.models import reference_logits
 
 from .hybrids import FAMILIES, save_tiny

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.models import gguf_reference
 from isthmus.core.errors import ModelError
-from isthmus.live.engine.gguf import GROUPED
 from isthmus.live.engine.products import matrices
-from isthmus.live.engine.spec import read_spec
+from isthmus.live.engine.quantised import GROUPED
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.engine.tiles import Tiled
 from isthmus.live.engine.weights import Weights, load_weights
 from isthmus.model_files.gguf import tensor_name
@@ -316,7 +316,7 @@ def test_a_folder_with_one_file_and_with_several(made: Made, tmp_path: Path) -> 
 
 def test_more_than_one_piece_is_widened_alike() -> None:
     """Rows that are longer and shorter than what is widened at a time."""
-    from isthmus.live.engine.gguf import Packed, widened
+    from isthmus.live.engine.quantised import Packed, widened
 
     numbers = torch.randn(700, 320, generator=torch.Generator().manual_seed(1)).numpy()
     for kind in ("F32", "F16", "BF16", "Q4_1"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.live.engine.linear.rule import advance_rule, step_each, step_rule, step_together
+from isthmus.live.engine.linear import advance_rule, step_each, step_rule, step_together
 from tests.live.engine.support import largest_error, randn
 
 LENGTHS = (1, 2, 3, 7, 31, 63, 64, 65, 127, 200)

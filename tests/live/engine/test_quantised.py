@@ -23,7 +23,7 @@ from torch import Tensor
 from isthmus.core.models import Fields, read_quantisation
 from isthmus.live.engine.products import matrices
 from isthmus.live.engine.quantised import stored
-from isthmus.live.engine.spec import read_spec
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.engine.tiles import Tiled, plain
 from isthmus.live.engine.weights import load_weights
 from tests.models import check_greedy, reference_logits

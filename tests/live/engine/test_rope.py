@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.engine.rope import cos_sin_table
-from isthmus.live.engine.spec import read_spec
 from tests.models import LINEAR, LLAMA3, YARN
 
 NUM_POSITIONS = 4096

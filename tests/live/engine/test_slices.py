@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.core.models import Attention, DeltaRule, Dense, LatentAttention, LayerSpec, ModelSpec
-from isthmus.core.models.graph import ATTEND, Graph, Operator, graph_of
-from isthmus.core.models.slices import Slice, slices_of
+from isthmus.core.models.graph import ATTEND, Graph, Operator, Slice, graph_of, slices_of
 
 N, HEADS, KV_HEADS, SIZE, WIDTH = 64, 4, 2, 16, 96
 DENSE = Dense(WIDTH)

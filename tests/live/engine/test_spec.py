@@ -8,7 +8,7 @@ import pytest
 
 from isthmus.core.errors import ModelError
 from isthmus.core.models import ModelSpec
-from isthmus.live.engine.spec import ARCHITECTURES, ROPE_TYPES, read_spec
+from isthmus.live.engine.recipe import ARCHITECTURES, ROPE_TYPES, read_spec
 from tests.models import LLAMA3, MODEL_CASES, YARN
 
 from .conftest import FolderOf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.live.engine.choice import RARELY, SELDOM, StepChoice, Team
+from isthmus.live.engine.turns import RARELY, SELDOM, StepChoice, Team
 
 
 class Machine:

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from isthmus.live.engine.gguf import GROUPED
 from isthmus.live.engine.kernels import Kernels
+from isthmus.live.engine.quantised import GROUPED
 from isthmus.live.engine.tiles import GROUP, TILES, Tiled, converted, grouped, plain, rows_of, stacked, tiled
 from tests.gguf_files import packed
 

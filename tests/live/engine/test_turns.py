@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.core.cost.turns import replica_of
+from isthmus.core.cost.pooled import replica_of
 from isthmus.core.types import Sampling
 from isthmus.live.engine.batch import BatchTensors
-from isthmus.live.engine.choice import SELDOM
 from isthmus.live.engine.interface import Chunk, Held, HolderLost, Row
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.program import Passing
-from isthmus.live.engine.turns import BatchTurns, rows_of
+from isthmus.live.engine.turns import SELDOM, BatchTurns, rows_of
 from tests.models import check_greedy
 
 from .conftest import FolderOf

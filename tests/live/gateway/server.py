@@ -18,7 +18,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from isthmus.live.gateway.server import Certificate, bind, serve_http
-from isthmus.live.gateway.traffic import Phase
+from isthmus.live.gateway.tenants import Phase
 
 START_TIMEOUT_S = 60
 

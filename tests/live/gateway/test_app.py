@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, app, create_app
-from isthmus.live.gateway.http import read_body
+from isthmus.live.gateway.http import HttpError, read_body
 from isthmus.live.gateway.openapi import _decimals
-from isthmus.live.gateway.problems import HttpError
 
 from .fake import CARD, FakeBackend
 from .inprocess import Poster

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.fields import parse_body
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
 
 

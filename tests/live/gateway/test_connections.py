@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.settings import GatewaySettings, HttpLimits
-from isthmus.live.gateway.traffic import STALL_BYTES, STALL_S, Phase, Traffic
+from isthmus.live.gateway.tenants import STALL_BYTES, STALL_S, Phase, Traffic
 
 from .fake import HANG, FakeBackend, says
 from .server import Answer, Front, fronted, get, post

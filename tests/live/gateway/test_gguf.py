@@ -19,7 +19,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from isthmus.core.errors import ModelError
-from isthmus.live.engine.spec import read_spec
+from isthmus.live.engine.recipe import read_spec
 from isthmus.live.gateway import GatewayTokenizer
 from isthmus.model_files import open_files
 from isthmus.model_files.header import read_header

@@ -22,7 +22,7 @@ from isthmus.core.errors import RequestError
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.live.gateway import headers as module
 from isthmus.live.gateway.headers import REUSE, ApiKeys, RequestTerms, salt_of, tenant_of, terms_of
-from isthmus.live.gateway.problems import HttpError
+from isthmus.live.gateway.http import HttpError
 from isthmus.live.gateway.settings import ApiKey
 
 from .fake import FakeBackend

@@ -13,15 +13,11 @@ from openai.types import chat, responses
 from pydantic import BaseModel
 
 from isthmus.live.gateway import GatewayTokenizer, create_app
-from isthmus.live.gateway.chat_wire import (
-    ChatMessage,
-    WrittenCall,
-    WrittenFunction,
-)
 from isthmus.live.gateway.fields import field_names
 from isthmus.live.gateway.messages import PARTS, AssistantMessage, CalledFunction, Message, ToolCall
 from isthmus.live.gateway.responses.items import FunctionCallItem, MessageItem
 from isthmus.live.gateway.responses.wire import OutputCall, OutputMessage, OutputText
+from isthmus.live.gateway.wire import ChatMessage, WrittenCall, WrittenFunction
 
 from . import folder
 from .fake import CARD, FakeBackend, says

@@ -9,8 +9,14 @@ import pytest
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Sampling
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
-from isthmus.live.gateway.requests import CompletionRequest
-from isthmus.live.gateway.sampling import answer_tokens, check_prompt, choice_seed, sampling_of, samplings
+from isthmus.live.gateway.requests import (
+    CompletionRequest,
+    answer_tokens,
+    check_prompt,
+    choice_seed,
+    sampling_of,
+    samplings,
+)
 from isthmus.live.gateway.tokenizer import GenerationDefaults
 
 from .fake import (

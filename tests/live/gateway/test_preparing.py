@@ -19,7 +19,7 @@ from isthmus.live.gateway.http import ClientGoneError
 from isthmus.live.gateway.metrics import Meter
 from isthmus.live.gateway.preparing import Preparation, Preparing
 from isthmus.live.gateway.settings import ApiKey, HttpLimits
-from isthmus.live.gateway.traffic import Traffic
+from isthmus.live.gateway.tenants import Traffic
 from tests.schemas import breaking
 
 from . import folder

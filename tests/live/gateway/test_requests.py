@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.fields import parse_body
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
 
 USUAL: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.gateway import GatewayTokenizer, create_app
 from isthmus.live.gateway.server import LOOK_S, Certificate, connections_within
 from isthmus.live.gateway.settings import GatewaySettings, HttpLimits
-from isthmus.live.gateway.traffic import Phase
+from isthmus.live.gateway.tenants import Phase
 from tests.certificates import make_certificate
 
 from .fake import FakeBackend

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from isthmus.core.errors import RequestError
 from isthmus.live.gateway import GatewayTokenizer
-from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.fields import parse_body
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest
 from isthmus.live.gateway.structured import check_grammar, grammar_of
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS

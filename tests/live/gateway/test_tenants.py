@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from isthmus.core.errors import OverloadedError
 from isthmus.core.types import Shares, Tenant, sharing
 from isthmus.live.gateway import GatewaySettings, GatewayTokenizer, create_app
-from isthmus.live.gateway.problems import RateLimitError
+from isthmus.live.gateway.http import RateLimitError
 from isthmus.live.gateway.settings import TenantLimits
 from isthmus.live.gateway.tenants import Bucket, Quota, Quotas
 

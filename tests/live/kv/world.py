@@ -23,8 +23,7 @@ import msgspec
 
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.node import events
-from isthmus.core.node.extent import HandoverSpan
-from isthmus.core.node.letters import FetchDone, FetchRequest, HandoverConfirmed, HandoverGranted
+from isthmus.core.node.letters import FetchDone, FetchRequest, HandoverConfirmed, HandoverGranted, HandoverSpan
 from isthmus.core.types import BlockName, NodeId, RequestId, Span
 from isthmus.live.engine.emulated import EmulatedMemory
 from isthmus.live.engine.interface import KVBytes

@@ -201,7 +201,7 @@ def test_files_cut_short(shape: Shape, tmp_path: Path) -> None:
 def test_a_file_that_is_missing_or_without_its_first_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.live.store.segments.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("isthmus.live.store.log.SEGMENT_BYTES", 1)
     capacity, num_blocks = log_bytes(SMALL, 3 * GROUP, tmp_path), 3 * GROUP
     with opened(SMALL, num_blocks, tmp_path / "log", capacity) as store:
         for name in range(num_blocks):

@@ -66,7 +66,7 @@ def test_files_are_never_larger_than_the_capacity(num_blocks: int, tmp_path: Pat
 
 
 def test_a_smaller_capacity_cuts_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.live.store.segments.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("isthmus.live.store.log.SEGMENT_BYTES", 1)
     folder, num_blocks = tmp_path / "log", 3 * GROUP
     log = Log(folder, SMALL, log_bytes(SMALL, num_blocks, tmp_path), b"")
     log.write([entry(log, name) for name in range(num_blocks - 2)])

@@ -101,7 +101,7 @@ def test_demoted_blocks_in_the_queue_are_lost_with_the_disk(tmp_path: Path) -> N
 def test_a_full_disk_still_takes_what_fits_into_the_files_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.live.store.segments.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("isthmus.live.store.log.SEGMENT_BYTES", 1)
     files, lost = FaultyFiles(), list[BlockName]()
     capacity = log_bytes(SMALL, 2 * GROUP, tmp_path)
     with opened(SMALL, 24, tmp_path / "log", capacity, files=files, on_lost=lost.extend) as store:
@@ -139,7 +139,7 @@ def test_a_folder_that_vanishes_leaves_what_is_open_and_dram(
     there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not injected."""
-    monkeypatch.setattr("isthmus.live.store.segments.SEGMENT_BYTES", 1)
+    monkeypatch.setattr("isthmus.live.store.log.SEGMENT_BYTES", 1)
     folder, lost, names = tmp_path / "log", list[BlockName](), range(3 * GROUP)
     with opened(
         SMALL, len(names), folder, log_bytes(SMALL, len(names), tmp_path), on_lost=lost.extend

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from isthmus.core.blocks.names import KEY_BYTES, names_by
+from isthmus.core.blocks import KEY_BYTES, names_by
 
 FIELD = "isthmus"
 FORGET_S = 1.0

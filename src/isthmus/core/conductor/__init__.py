@@ -29,6 +29,7 @@ from isthmus.core.conductor.events import Fail as Fail
 from isthmus.core.conductor.events import FirstToken as FirstToken
 from isthmus.core.conductor.events import Hold as Hold
 from isthmus.core.conductor.events import HoldExpired as HoldExpired
+from isthmus.core.conductor.events import LinkRule as LinkRule
 from isthmus.core.conductor.events import LinksMeasured as LinksMeasured
 from isthmus.core.conductor.events import LinkState as LinkState
 from isthmus.core.conductor.events import NodeJoined as NodeJoined
@@ -40,8 +41,7 @@ from isthmus.core.conductor.events import Remember as Remember
 from isthmus.core.conductor.events import RequestArrived as RequestArrived
 from isthmus.core.conductor.events import RequestCancelled as RequestCancelled
 from isthmus.core.conductor.events import RequestEnded as RequestEnded
+from isthmus.core.conductor.events import Rules as Rules
 from isthmus.core.conductor.events import ThresholdSet as ThresholdSet
 from isthmus.core.conductor.events import Unremember as Unremember
-from isthmus.core.conductor.rules import LinkRule as LinkRule
-from isthmus.core.conductor.rules import Rules as Rules
 from isthmus.core.conductor.view import RequestView as RequestView

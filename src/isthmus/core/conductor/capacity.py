@@ -15,10 +15,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from isthmus.core.conductor.clusters import Cluster
 from isthmus.core.conductor.copies import ClusterLink
-from isthmus.core.conductor.rules import Rules
-from isthmus.core.conductor.view import NodeView, Placement, View
+from isthmus.core.conductor.events import Rules
+from isthmus.core.conductor.view import Cluster, NodeView, Placement, View
 from isthmus.core.cost import offload
 from isthmus.core.cost.lengths import Sample
 from isthmus.core.types import NS_PER_S, Role

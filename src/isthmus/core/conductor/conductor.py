@@ -20,12 +20,18 @@ from isthmus.core.attempts import (
     Route,
     num_left_out,
 )
-from isthmus.core.conductor import copies, holders
-from isthmus.core.conductor.admission import Admission, Overload, limit_ns
+from isthmus.core.conductor import copies, lending
+from isthmus.core.conductor.admission import (
+    Admission,
+    Overload,
+    ReservedPlaces,
+    limit_ns,
+    to_replace,
+    to_shorten,
+    to_thin,
+)
 from isthmus.core.conductor.capacity import Capacity
-from isthmus.core.conductor.compression import encoded
-from isthmus.core.conductor.control import OffloadControl
-from isthmus.core.conductor.conversion import Conversion
+from isthmus.core.conductor.control import Conversion, OffloadControl, encoded
 from isthmus.core.conductor.donors import Donors
 from isthmus.core.conductor.events import (
     Abort,
@@ -42,12 +48,11 @@ from isthmus.core.conductor.events import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    Rules,
 )
 from isthmus.core.conductor.eviction_cost import EvictionCost
 from isthmus.core.conductor.lending import Lending
 from isthmus.core.conductor.routing import Router
-from isthmus.core.conductor.rules import Rules
-from isthmus.core.conductor.shedding import ReservedPlaces, to_replace, to_shorten, to_thin
 from isthmus.core.conductor.view import WAITING, HeldBlocks, Kept, NodeView, Placement, RequestView, View
 from isthmus.core.types import MEMORY, RequestId, Role
 
@@ -240,7 +245,7 @@ class Conductor:
                 return [refusal]
             reason = refusal.reason
         elif not any(
-            holders.leaves_room(self.view.members(each), event) for each in self.view.clusters.values()
+            lending.leaves_room(self.view.members(each), event) for each in self.view.clusters.values()
         ):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
@@ -256,7 +261,7 @@ class Conductor:
         nodes = [node for node in self.view.nodes.values() if not node.draining]
         members = [[node for node in nodes if node.cluster is each] for each in self.view.clusters.values()]
         length = event.num_tokens + event.max_tokens
-        return any(holders.longest(each) >= length for each in members)
+        return any(lending.longest(each) >= length for each in members)
 
     def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
         request.reason = reason

@@ -1,46 +1,242 @@
-"""Short-term control of offloading: the threshold follows recent lengths and the state of the links.
+"""In which form KV travels: encoded where the link, not computing, would be waited for.
 
-With every `LinksMeasured`, in this order:
-
-1. **Links.** A link that is down is not used, and its requests go elsewhere. It is trusted again once it was up for
-   `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; until then it is used only for what
-   nothing else can serve. `FORGIVEN_NS` up, and its falls are forgotten. What it carries is measured: bytes sent over
-   the time something was on its way. More than believed is believed at once; less only where something was left waiting
-   all the time, half of the difference in each report, for otherwise the sender was slow and not the link. A link
-   believed to carry less than it should is tried again: after `QUIET_NS` without congestion (below) the belief grows by
-   `GROWTH` a second. If it falls again then, the next wait is twice as long, up to `LONGEST_QUIET_NS`.
-
-   The guard of `offload` counts with what the link carries in the long run and with what is owed to it: prompts that
-   would be served sooner at home stay there, one by one, until that is over.
-2. **Threshold.** Fixed, or solved for the latest prompts, the nodes and what the links carry in the long run, every
-   `SOLVE_NS` and when nodes or rates changed. A fixed one is raised to the solved one while links carry less than they
-   should. Until enough prompts were seen it is 0, and the guard decides alone, which needs no lengths.
-
-   "In the long run" forgets a better rate in about `LASTING_NS`, and a worse one at once. So a drop that passes is left
-   to the guard and moves the threshold little, one that lasts moves it to what equation (6) says and not beyond, and
-   a return brings it back: too high a threshold costs more than too low a one (by a fifth: a quarter of the requests
-   against a twentieth), and the home cluster takes longer to work off what it was given too much of than a link does.
-3. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
-   from `BUSY_SHARE` or congestion on.
-
-Congestion begins when more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
-sent again, in two reports in a row, and is over after `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW`.
-
-A new threshold is told when it differs by more than `DEAD_BAND` from the one in force, and `HOLD_NS` after the last,
-unless the other clusters went out of reach or came back. So it changes at most 60 s / `HOLD_NS` times a minute, and
-twice more for each time a link falls and returns, which `RETURN_NS` bounds. None of these numbers was tuned: each was
-set once, by what it stands for. Seconds are what a prompt takes on a link, minutes what a load takes to change.
+`cost.transfer` says by which codec KV is there first; here are the links, and what they carry already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from isthmus.core.attempts import Convert, FetchOrder
 from isthmus.core.conductor.capacity import Capacity
 from isthmus.core.conductor.copies import ClusterLink
-from isthmus.core.conductor.events import LinksMeasured, LinkState, ThresholdSet
+from isthmus.core.conductor.events import LinksMeasured, LinkState, Rules, ThresholdSet
 from isthmus.core.conductor.routing import Router
-from isthmus.core.conductor.rules import Rules
-from isthmus.core.conductor.view import View
-from isthmus.core.types import NS_PER_S
+from isthmus.core.conductor.view import DECODING, Cluster, NodeView, Placement, RequestView, View
+from isthmus.core.cost.transfer import INT8, NONE, Transfer, choose_codec
+from isthmus.core.types import NS_PER_S, Role
+
+
+def encoded(
+    rules: Rules, request: RequestView, placement: Placement, kv_bytes: int, now: int
+) -> tuple[FetchOrder | None, str]:
+    """A placement's fetch with its codec, and the codec of its hand-over of so many bytes: a state is not encoded."""
+    prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
+    if fetch is not None and placement.source is not None:
+        rate = _rate(placement.source, prefill, placement.across, now)
+        # It begins at once, and is waited for when what is not cached is computed.
+        computing = prefill.prefill_ns(request.arrived.num_tokens, placement.cached)
+        waiting = placement.ttft_ns - placement.work_ns
+        codecs = rules.codecs
+        if prefill.state_blocks:  # a recurrent state comes along, whose bytes no codec of numbers fits
+            codecs = tuple([name for name in codecs if name != INT8])
+        codec = _choose(codecs, prefill, placement.fetch_bytes, rate, waiting + computing)
+        fetch = replace(fetch, codec=codec)
+    if decode is prefill:
+        return fetch, NONE
+    computing, link, rails = placement.work_ns, request.across, (prefill.paths, decode.paths)
+    if link is not None:
+        # Hand-overs share it in turn: it is waited for when what it owes to others takes longer than the computing
+        # that this one streams behind.
+        rates = [each for paths in rails if (each := paths.handover or paths.network)]
+        rate = min([link.bytes_per_s, *rates])
+        computing = max(0, computing - int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s))
+    elif all(paths.handover for paths in rails):
+        rate = min(paths.handover for paths in rails)
+    else:
+        rate = _rate(prefill, decode, None, now)
+    return fetch, _choose(rules.codecs, prefill, kv_bytes, rate, computing)
+
+
+def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: int) -> float:
+    """What other copies leave of the links between two caches, in bytes per second; 0 when nobody knows."""
+    rate = min(source.paths.network, target.paths.network)
+    if not rate:
+        return 0.0
+    left = rate / (source.link_out.stretch(now) * target.link_in.stretch(now))
+    return left if across is None else min(left, across.bytes_per_s / across.stretch(now))
+
+
+def _choose(codecs: Sequence[str], node: NodeView, num_bytes: int, rate: float, compute_ns: int) -> str:
+    if not node.kv_dtype or rate <= 0:
+        return NONE
+    transfer = Transfer(num_bytes, node.cost.num_layers, rate, compute_ns)
+    return choose_codec(transfer, codecs, node.cost.handling.speeds(node.kv_dtype, node.block_size))
+
+
+# Long-term control: nodes of a cluster change between prefill and decode, one at a time.
+#
+# Prefill-as-a-Service (arXiv 2604.15039) restores equations (7) and (8) so: too little prefill for decode, and a decode
+# node is turned into a prefill node; too much, and one is turned back. Here a node is turned when three things hold:
+#
+# 1. its new stage is *pressed*: over about `WINDOW_NS` its nodes were busy for `PRESSED` of the time (prefill), or full
+# to that share of the largest batch that the limits allow (decode);
+# 2. by equation (6), with measured prefill times, link rates, lengths and answers, the deployment then bears more
+# requests by `GAIN`, the threshold solved anew. Turning it back would have to promise as much again, so of two
+# splits one is kept;
+# 3. another node of its role, no smaller, stays; and `cool_down_s` have passed since the last one turned.
+#
+# The node then gets nothing new (`draining`), and is asked to turn when nothing needs it any more: what it computes,
+# hands over, decodes or sends.
+
+
+WINDOW_NS = 30 * NS_PER_S
+PAUSE_NS = 5 * NS_PER_S
+"""Between two looks at what a turned node would bring: it takes ms, and seconds change little."""
+PRESSED = 0.8
+GAIN = 1.1
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+
+
+class Conversion:
+    """At most one node drains, or has been asked to turn, at a time."""
+
+    def __init__(self, view: View, rules: Rules, capacity: Capacity) -> None:
+        self._view, self._rules, self._capacity = view, rules, capacity
+        self._node: NodeView | None = None
+        self._asked = False
+        self._rest_until, self._measured_ns = 0, -1
+        self._pressure: dict[tuple[Cluster, Role], float] = {}
+
+    def measured(self, now: int) -> list[Convert]:
+        """To be called with every `LinksMeasured`. Returns what a drained node is asked."""
+        if not self._rules.convert:
+            return []
+        self._sample(now)
+        if self._node is None and now >= self._rest_until and self._capacity.knows_lengths:
+            self._begin(self._choose())
+            self._rest_until = max(self._rest_until, now + PAUSE_NS)
+        return self._ask()
+
+    def role_changed(self, node: NodeView, now: int) -> None:
+        """A node has the other role now. If meanwhile nothing else was left of its old one, it turns back."""
+        if node is not self._node:
+            return
+        self._end(now)
+        if not self._others(node, OTHER[node.role]) and self._others(node, node.role):
+            self._begin(node)
+
+    def left(self, node: NodeView, now: int) -> None:
+        """A node left. The one that drains stays as it is if that was the last beside it that is no smaller."""
+        drained = self._node
+        if drained is node:
+            self._end(now)
+        elif drained is not None and not self._asked and not self._others(drained, drained.role, drained):
+            drained.draining = False
+            self._view.sort_roles()
+            self._end(now)
+
+    def check(self) -> None:
+        draining = [node for node in self._view.nodes.values() if node.draining]
+        assert draining == ([] if self._node is None else [self._node])
+
+    def _sample(self, now: int) -> None:
+        passed_ns = now - self._measured_ns if self._measured_ns >= 0 else self._rules.period_ns
+        self._measured_ns = now
+        weight = min(1.0, passed_ns / WINDOW_NS)
+        for cluster in self._view.clusters.values():
+            busy = [bool(node.prefills) for node in cluster.senders]
+            shares = {Role.PREFILL: sum(busy) / len(busy) if busy else 0.0}
+            if self._capacity.knows_lengths:
+                shares[Role.DECODE] = self._filled(cluster.decodes)
+            for role, share in shares.items():
+                before = self._pressure.get((cluster, role), 0.0)
+                self._pressure[cluster, role] = before + (share - before) * weight
+
+    def _filled(self, nodes: list[NodeView]) -> float:
+        """Of the largest batches; more than 1 where requests wait for their place. What is on its way fills none."""
+        batches = sum(self._capacity.largest_batch(node) for node in nodes)
+        there = sum(request.state is DECODING for node in nodes for request in node.decodes.values())
+        return there / batches if batches else 0.0
+
+    def _choose(self) -> NodeView | None:
+        """The node to turn, if any: the least loaded of its role in the first cluster where turning one helps."""
+        for cluster in self._view.clusters.values():
+            for role in (Role.DECODE, Role.PREFILL):  # what is short of nodes
+                if self._pressure.get((cluster, role), 0.0) >= PRESSED:
+                    node = self._spare(cluster, OTHER[role])
+                    if node is not None and self._helps(cluster, role):
+                        return node
+        return None
+
+    def _helps(self, cluster: Cluster, role: Role) -> bool:
+        num_prefill = len(cluster.senders)
+        if not num_prefill or not cluster.decodes:
+            return False
+        then = num_prefill + (1 if role is Role.PREFILL else -1)
+        return self._capacity.rate(cluster, then) >= GAIN * self._capacity.rate(cluster, num_prefill)
+
+    def _spare(self, cluster: Cluster, role: Role) -> NodeView | None:
+        """Of the nodes of a role the one soonest drained, if another one, no smaller, stays."""
+        nodes = cluster.decodes if role is Role.DECODE else cluster.senders
+        for node in sorted(nodes, key=lambda node: (node.batch, node.work_ns)):
+            if any(other.capacity_tokens >= node.capacity_tokens for other in nodes if other is not node):
+                return node
+        return None
+
+    def _others(self, node: NodeView, role: Role, least: NodeView | None = None) -> bool:
+        """Whether another node of its cluster has this role, and is no smaller than `least`."""
+        return any(
+            other.cluster is node.cluster and other.role is role and other is not node
+            for other in self._view.nodes.values()
+            if least is None or other.capacity_tokens >= least.capacity_tokens
+        )
+
+    def _begin(self, node: NodeView | None) -> None:
+        if node is not None:
+            node.draining, self._node, self._asked = True, node, False
+            self._view.sort_roles()
+
+    def _ask(self) -> list[Convert]:
+        node = self._node
+        if node is None or self._asked or node.link_in.copies or node.link_out.copies:
+            return []
+        if node.prefills or node.decodes or any(True for _ in self._view.requests_on(node)):
+            return []
+        self._asked = True
+        return [Convert(node.node, OTHER[node.role])]
+
+    def _end(self, now: int) -> None:
+        self._node, self._asked = None, False
+        self._rest_until = now + int(self._rules.cool_down_s * NS_PER_S)
+        self._pressure.clear()  # of the nodes as they were
+
+
+# Short-term control of offloading: the threshold follows recent lengths and the state of the links.
+#
+# With every `LinksMeasured`, in this order:
+#
+# 1. **Links.** A link that is down is not used, and its requests go elsewhere. It is trusted again once it was up for
+# `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; until then it is used only for what
+# nothing else can serve. `FORGIVEN_NS` up, and its falls are forgotten. What it carries is measured: bytes sent over
+# the time something was on its way. More than believed is believed at once; less only where something was left waiting
+# all the time, half of the difference in each report, for otherwise the sender was slow and not the link. A link
+# believed to carry less than it should is tried again: after `QUIET_NS` without congestion (below) the belief grows by
+# `GROWTH` a second. If it falls again then, the next wait is twice as long, up to `LONGEST_QUIET_NS`.
+#
+# The guard of `offload` counts with what the link carries in the long run and with what is owed to it: prompts that
+# would be served sooner at home stay there, one by one, until that is over.
+# 2. **Threshold.** Fixed, or solved for the latest prompts, the nodes and what the links carry in the long run, every
+# `SOLVE_NS` and when nodes or rates changed. A fixed one is raised to the solved one while links carry less than they
+# should. Until enough prompts were seen it is 0, and the guard decides alone, which needs no lengths.
+#
+# "In the long run" forgets a better rate in about `LASTING_NS`, and a worse one at once. So a drop that passes is left
+# to the guard and moves the threshold little, one that lasts moves it to what equation (6) says and not beyond, and
+# a return brings it back: too high a threshold costs more than too low a one (by a fifth: a quarter of the requests
+# against a twentieth), and the home cluster takes longer to work off what it was given too much of than a link does.
+# 3. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
+# from `BUSY_SHARE` or congestion on.
+#
+# Congestion begins when more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
+# sent again, in two reports in a row, and is over after `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW`.
+#
+# A new threshold is told when it differs by more than `DEAD_BAND` from the one in force, and `HOLD_NS` after the last,
+# unless the other clusters went out of reach or came back. So it changes at most 60 s / `HOLD_NS` times a minute, and
+# twice more for each time a link falls and returns, which `RETURN_NS` bounds. None of these numbers was tuned: each was
+# set once, by what it stands for. Seconds are what a prompt takes on a link, minutes what a load takes to change.
+
 
 RETURN_NS, LONGEST_RETURN_NS, FORGIVEN_NS = 5 * NS_PER_S, 160 * NS_PER_S, 300 * NS_PER_S
 QUIET_NS, LONGEST_QUIET_NS, GROWTH = 10 * NS_PER_S, 160 * NS_PER_S, 1.05

@@ -13,8 +13,8 @@ Between clusters there is one more link, which all nodes of both share: a copy t
 
 from __future__ import annotations
 
+from isthmus.core.conductor.events import LinkRule
 from isthmus.core.conductor.learning import WINDOW_NS, Decaying
-from isthmus.core.conductor.rules import LinkRule
 from isthmus.core.types import NS_PER_S
 
 FULLEST = 0.95

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from isthmus.core.attempts import FetchOrder
 from isthmus.core.blocks import state_names
-from isthmus.core.conductor.copies import expected_ns
-from isthmus.core.conductor.events import RequestArrived
+from isthmus.core.conductor.copies import ClusterLink, expected_ns
+from isthmus.core.conductor.events import RequestArrived, Rules
 from isthmus.core.conductor.index import Levels, bits
 from isthmus.core.conductor.view import NodeView, Placement, View
-from isthmus.core.types import NS_PER_S, BlockName
+from isthmus.core.types import NS_PER_S, BlockName, Role
 
 Matched = tuple[Levels, Levels]
 """(what nodes have, what they have or will have)."""
@@ -183,3 +183,212 @@ def least_sending(estimator: Estimator, holders: int) -> NodeView:
         if copies < fewest:
             best, fewest = node, copies
     return best
+
+
+# The `isthmus` policy: lowest TTFT plus the price of the node time, cache room and link time it takes.
+#
+# For each node, with what it has, or after a fetch from another, whole or in part:
+#
+# score = F + price * (w + e) + x
+#
+# F      predicted TTFT: queue, then w
+# w      node time spent: max(compute, load, transfer - queue)
+# e      node time lost by what this request's new blocks push out of the cache
+# x      time by which a fetch delays the copies it shares a link with
+# price  arrivals per node expected while the mean queue drains; on a mixed node also those that decode there
+#
+# A second of work makes every later request on that node a second later until its queue has drained, so a
+# node-second costs others (arrival rate per node) * (mean queue) seconds: the leading term of the M/G/1 value
+# function. A prefill on a mixed node makes each request that decodes there wait as well. At low load the rule is
+# plain lowest TTFT; in overload it spends node time where the cache is. No constant is tuned.
+
+
+def isthmus(estimator: Estimator, rules: Rules) -> Placement:
+    """The cheapest option. Ties are spread over the nodes by starting at another one each time."""
+    return _Pricing(estimator).cheapest()
+
+
+class _Pricing:
+    """The options for one request, weighed one by one."""
+
+    __slots__ = (
+        "_across", "_best", "_best_score", "_estimator", "_leaving", "_num_blocks", "_order", "_prices", "_room",
+        "_shortest", "_state_bytes", "_stretch",
+    )  # fmt: skip
+
+    def __init__(self, estimator: Estimator) -> None:
+        view, now, count, cluster = estimator.view, estimator.now, len(estimator.nodes), estimator.cluster
+        self._estimator = estimator
+        first = view.num_routed % count
+        self._order = [*range(first, count), *range(first)]
+        price = cluster.recent.backlog_price(estimator.waits, now)
+        self._prices = [price] * count
+        if cluster.has_mixed:
+            self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
+        self._room = price * cluster.recent.loss_per_block_ns(now)  # price of the room one block takes
+        self._num_blocks = len(estimator.request.names)
+        # The cheapest so far: index of its node, whom it fetches from, up to which block.
+        self._best: tuple[int, NodeView | None, int] = (0, None, 0)
+        self._best_score = math.inf
+        self._shortest = min(estimator.waits)
+        self._leaving: list[float] = []  # of the source under consideration: bytes its copies still send
+        self._stretch = 1.0
+        self._state_bytes = estimator.nodes[0].state_bytes  # of the one model
+        self._across: ClusterLink | None = None  # from its cluster to the nodes', if it is in another
+
+    def cheapest(self) -> Placement:
+        estimator = self._estimator
+        self._compute()
+        for depth, holders in reversed(estimator.held):
+            if depth and self._may_pay(depth):
+                self._fetch(least_sending(estimator, holders), depth)
+        at, source, stop = self._best
+        return estimator.local(at) if source is None else estimator.fetched(at, source, stop)
+
+    def _compute(self) -> None:
+        """Computing on each node with what it has."""
+        estimator, prices = self._estimator, self._prices
+        nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
+        reads_disk, order = estimator.view.index.uses_disk, self._order
+        if estimator.cluster.prefills_alike and not reads_disk and not estimator.cluster.has_mixed:
+            order = self._soonest()
+        for at in order:
+            node, wait = nodes[at], waits[at]
+            depth = depths[node.slot]
+            work = estimator.work_ns(node, depth)
+            if reads_disk:
+                work = max(work, estimator.disk_ns(node, depth) - wait)
+            score = wait + work + prices[at] * work + self._room * (self._num_blocks - depth)
+            if score < self._best_score:
+                self._best, self._best_score = (at, None, 0), score
+
+    def _soonest(self) -> list[int]:
+        """Of nodes that are alike those worth a look: of each depth the first with the shortest queue."""
+        nodes, waits, depths = self._estimator.nodes, self._estimator.waits, self._estimator.depths
+        soonest: dict[int, int] = {}
+        for at in sorted(self._order, key=waits.__getitem__):
+            soonest.setdefault(depths[nodes[at].slot], at)
+        if len(soonest) < 2:
+            return list(soonest.values())
+        first, count = self._order[0], len(nodes)
+        return sorted(soonest.values(), key=lambda at: (at - first) % count)
+
+    def _may_pay(self, stop: int) -> bool:
+        """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
+        estimator = self._estimator
+        if not estimator.cluster.prefills_alike or estimator.cluster.has_mixed:
+            return True
+        work = estimator.work_ns(estimator.nodes[0], stop)
+        room = self._room * (self._num_blocks - stop + 1)  # whoever fetches so far has less
+        return self._shortest + work + self._prices[0] * work + room < self._best_score
+
+    def _fetch(self, source: NodeView, stop: int) -> None:
+        """Fetching up to block `stop` from `source`, to each node where that could still be the cheapest."""
+        estimator, now = self._estimator, self._estimator.now
+        targets = self._targets(source, stop)
+        if not targets:
+            return
+        self._across = estimator.view.across(source, estimator.nodes[0])
+        self._stretch = source.link_out.stretch(now)
+        self._leaving = [copy.bytes_left(now) for copy in source.link_out.copies]
+        crossings: dict[int, int] = {}  # by kind, where the fetch before this one crossed its computing
+        for least, _, at in sorted(targets):
+            if least >= self._best_score:
+                return
+            node, wait, price = estimator.nodes[at], estimator.waits[at], self._prices[at]
+            depth, work = estimator.depths[node.slot], estimator.work_ns(node, stop)
+            block_ns = node.block_bytes * NS_PER_S / min(source.paths.network, node.paths.network)
+            block_ns *= self._stretch * node.link_in.stretch(now)  # without the copies under way
+            crossing = crossings.get(node.kind)
+            if crossing is not None:
+                # A fetch up to there leaves at least so much to compute, a longer one takes at least so long.
+                computing = wait + (1 + price) * estimator.work_ns(node, crossing)
+                transfer = max(0, crossing - depth) * block_ns
+                fetching = transfer + price * max(work, transfer - wait)
+                room = self._room * (self._num_blocks - depth)
+                if min(computing, fetching) + room >= self._best_score:
+                    continue
+            transfer = (stop - depth) * block_ns
+            spent = max(work, transfer - wait)
+            if least + (1 + price) * (spent - work) < self._best_score:
+                transfer = self._offer(at, source, stop)
+            if transfer > wait + work and not node.state_blocks:  # part of a prefix has no snapshot at its end
+                crossings[node.kind] = self._fetch_part(at, source, stop)
+
+    def _targets(self, source: NodeView, stop: int) -> list[tuple[float, int, int]]:
+        """(score if fetching took no time, place in turn, index) of each node that lacks some of the blocks.
+
+        No shorter fetch has a lower score. Of idle nodes that are alike, one will do.
+        """
+        estimator = self._estimator
+        nodes, waits, depths, best = estimator.nodes, estimator.waits, estimator.depths, self._best_score
+        kind, work = -1, 0.0
+        idle: set[tuple[int, int, float]] = set()
+        found = []
+        for turn, at in enumerate(self._order):
+            node, wait, price = nodes[at], waits[at], self._prices[at]
+            if node.kind != kind:
+                kind, work = node.kind, estimator.work_ns(node, stop)
+            depth = depths[node.slot]
+            least = wait + work + price * work + self._room * (self._num_blocks - depth)
+            if least >= best or depth >= stop or node is source or not can_copy(source, node):
+                continue
+            if not wait and not node.link_in.copies:
+                if (depth, kind, price) in idle:
+                    continue
+                idle.add((depth, kind, price))
+            found.append((least, turn, at))
+        return found
+
+    def _fetch_part(self, at: int, source: NodeView, stop: int) -> int:
+        """The whole fetch would end last: as much as arrives while the rest is computed, and one block more.
+
+        Returns where the two times cross.
+        """
+        estimator = self._estimator
+        node, wait = estimator.nodes[at], estimator.waits[at]
+        low = start = estimator.depths[node.slot]
+        high = stop  # a fetch to `low` ends before the computing, one to `high` after it: by so much
+        late_low = -wait - estimator.work_ns(node, low)
+        late_high = self._transfer(node, source, high)[0] - wait - estimator.work_ns(node, high)
+        while high - low > 1:
+            # Both times are nearly straight lines, so their crossing is nearly where chords say.
+            middle = low + int((high - low) * late_low / (late_low - late_high))
+            middle = min(max(middle, low + 1), high - 1)
+            late = self._transfer(node, source, middle)[0] - wait - estimator.work_ns(node, middle)
+            if late > 0:
+                high, late_high = middle, late
+            else:
+                low, late_low = middle, late
+        for end in (high, low):
+            if start < end < stop:
+                self._offer(at, source, end)
+        return high
+
+    def _transfer(self, node: NodeView, source: NodeView, stop: int) -> tuple[float, float]:
+        """How long a fetch up to `stop` takes, and by how much it delays others, in ns."""
+        estimator = self._estimator
+        out, into = source.link_out, node.link_in
+        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes + self._state_bytes
+        if into.copies or self._across is not None:
+            return expected_ns(out, into, num_bytes, estimator.now, self._across)
+        before = 0.0  # the same as `expected_ns`, with what the source still sends counted once for all nodes
+        for left in self._leaving:
+            before += left if left < num_bytes else num_bytes
+        delay = before * NS_PER_S / out.bytes_per_s
+        own = num_bytes * NS_PER_S / out.bytes_per_s + delay
+        if into.bytes_per_s < out.bytes_per_s:
+            own = max(own, num_bytes * NS_PER_S / into.bytes_per_s)
+        return own * self._stretch * into.stretch(estimator.now), delay
+
+    def _offer(self, at: int, source: NodeView, stop: int) -> float:
+        """Considers one fetch; returns how long its transfer takes, in ns."""
+        estimator = self._estimator
+        node, wait = estimator.nodes[at], estimator.waits[at]
+        transfer, delay = self._transfer(node, source, stop)
+        work = max(estimator.work_ns(node, stop), transfer - wait)
+        room = self._room * (self._num_blocks - estimator.depths[node.slot])
+        score = wait + work + self._prices[at] * work + room + delay
+        if score < self._best_score:
+            self._best, self._best_score = (at, source, stop), score
+        return transfer

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.core.conductor.clusters import Cluster
 from isthmus.core.conductor.events import RequestArrived
-from isthmus.core.conductor.view import NodeView, View
+from isthmus.core.conductor.view import Cluster, NodeView, View
 from isthmus.core.types import BlockName
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from isthmus.core.conductor.estimates import Estimator, can_copy, least_sending
-from isthmus.core.conductor.pricing import isthmus
-from isthmus.core.conductor.rules import Rules
+from isthmus.core.conductor.estimates import Estimator, can_copy, isthmus, least_sending
+from isthmus.core.conductor.events import Rules
 from isthmus.core.conductor.view import Placement
 
 _ttft = attrgetter("ttft_ns")

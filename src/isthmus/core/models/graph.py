@@ -6,6 +6,9 @@ they are one matrix.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
 import msgspec
 
 from isthmus.core.models.spec import Attention, LatentAttention, LayerSpec, ModelSpec
@@ -85,3 +88,170 @@ class _Builder:
         sizes = [numbers * self._item_bytes for numbers in gives.values()]
         self._sizes.update(zip(names, sizes, strict=True))
         return names
+
+
+# A model's layers cut at its attentions: n of them make n + 1 slices (the converter of Lamina, arXiv 2405.01814v2).
+#
+# Attention may be computed elsewhere, so a batch stops there and goes on later, perhaps on another device. What it
+# has to keep meanwhile is the least there can be: a minimum cut between what attention takes and what takes its sums,
+# in the graph without it.
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """`first`: the queries of the attention that follows, and all that they need; these are sent then. `rest`: all else
+    that is computed before it. At their end keys and values are sent. `carried`: values that are taken later. The last
+    slice has no `attention`."""
+
+    first: tuple[Operator, ...]
+    rest: tuple[Operator, ...]
+    attention: Operator | None
+    carried: tuple[str, ...]
+
+
+def slices_of(graph: Graph) -> tuple[Slice, ...]:
+    """In the order of the graph's attentions."""
+    return tuple(_Cutter(graph).slices())
+
+
+class _Cutter:
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._sizes = graph, dict(graph.sizes)
+        self._giver = {value: operator for operator in graph.operators for value in operator.gives}
+        self._takers: dict[str, list[Operator]] = {value: [] for value in self._sizes}
+        for operator in graph.operators:
+            for value in operator.takes:
+                self._takers[value].append(operator)
+        self._done: set[Operator] = set()
+
+    def slices(self) -> Iterator[Slice]:
+        for attention in [each for each in self._graph.operators if each.kind == ATTEND]:
+            here = self._before(attention)
+            queries = self._needed(attention.takes[:1])
+            new = [each for each in self._graph.operators if each in here and each not in self._done]
+            self._done = here
+            carried = tuple([value for value in self._sizes if self._crosses(value, attention)])
+            self._done |= {attention}
+            first, rest = (
+                tuple([each for each in new if (each in queries) is wanted]) for wanted in (True, False)
+            )
+            yield Slice(first, rest, attention, carried)
+        rest = tuple([each for each in self._graph.operators if each not in self._done])
+        yield Slice((), rest, None, self._graph.gives)
+
+    def _before(self, attention: Operator) -> set[Operator]:
+        """All that is computed before this attention, on the near side of the minimum cut."""
+        needed = self._done | self._needed(attention.takes)
+        waits = self._waiting()
+        free = [each for each in self._graph.operators if each not in needed and each not in waits]
+        sides = dict.fromkeys(needed, "near") | dict.fromkeys(waits, "far")
+        edges = self._edges(attention, lambda each: sides.get(each, each))
+        weight, far = min_cut(edges, "near", "far")
+        assert weight < ENDLESS, "what attention takes does not depend on its sums"
+        return needed | {each for each in free if each not in far}
+
+    def _edges(self, attention: Operator, side: Callable[[Operator], Node]) -> Iterator[tuple[Node, Node, int]]:
+        """Of the graph without this attention. A value is kept once, whoever takes it; and nothing is computed before
+        what it needs."""
+        for value, size in self._sizes.items():
+            giver = self._giver.get(value)
+            start: Node = "near" if giver is None else side(giver)
+            stops = {side(taker) for taker in self._takers[value] if taker is not attention} - {start}
+            if value in self._graph.gives:
+                stops.add("far")
+            if start == "far" or not stops - {"near"}:
+                continue
+            yield start, value, size
+            for stop in stops:
+                yield value, stop, ENDLESS
+                if stop != "far" and start != "near":
+                    yield stop, start, ENDLESS
+
+    def _crosses(self, value: str, attention: Operator) -> bool:
+        giver = self._giver.get(value)
+        if giver is not None and giver not in self._done:
+            return False
+        takers = [each for each in self._takers[value] if each is not attention]
+        return value in self._graph.gives or any(each not in self._done for each in takers)
+
+    def _needed(self, values: Iterable[str]) -> set[Operator]:
+        """What must be computed for these values and is not yet."""
+        found, new = set[Operator](), list(values)
+        while new:
+            giver = self._giver.get(new.pop())
+            if giver is not None and giver not in self._done and giver not in found:
+                found.add(giver)
+                new += giver.takes
+        return found
+
+    def _waiting(self) -> set[Operator]:
+        """What needs the sums of an attention that is not computed yet, and these."""
+        found = set[Operator]()
+        for operator in self._graph.operators:
+            waits = operator.kind == ATTEND and operator not in self._done
+            if waits or any(self._giver.get(value) in found for value in operator.takes):
+                found.add(operator)
+        return found
+
+
+# The minimum cut of a small network: what must be severed, at least, between a source and a sink.
+#
+# By the theorem of Ford and Fulkerson (1956) it weighs as much as the largest flow; paths are taken shortest first
+# (Edmonds and Karp, 1972).
+
+
+Node = Hashable
+Capacities = dict[Node, dict[Node, int]]
+"""What each edge can still take, backwards too."""
+
+ENDLESS = 1 << 62
+"""Of an edge that may not be cut."""
+
+
+def min_cut(edges: Iterable[tuple[Node, Node, int]], source: Node, sink: Node) -> tuple[int, frozenset[Node]]:
+    """`edges`: (from, to, weight), weights 0 or more. Returns the weight of what is cut, and all nodes on the sink's
+    side: of several minimum cuts those of the one nearest to the sink. Nodes from which nothing gets there are not
+    among them."""
+    assert source != sink, "nothing can be cut between a node and itself"
+    left: Capacities = defaultdict(dict)
+    for start, stop, weight in edges:
+        assert weight >= 0, "a flow has one direction"
+        left[start][stop] = left[start].get(stop, 0) + weight
+        left[stop].setdefault(start, 0)
+    flow = 0
+    while path := _path(left, source, sink):
+        most = min(left[start][stop] for start, stop in path)
+        for start, stop in path:
+            left[start][stop] -= most
+            left[stop][start] += most
+        flow += most
+    return flow, _reaching(left, sink)
+
+
+def _path(left: Capacities, source: Node, sink: Node) -> list[tuple[Node, Node]]:
+    """The edges of a shortest way on which more can flow; none if there is none."""
+    came: dict[Node, Node] = {source: source}
+    ring = [source]
+    while ring and sink not in came:
+        further = []
+        for start in ring:
+            for stop, most in left[start].items():
+                if most and stop not in came:
+                    came[stop] = start
+                    further.append(stop)
+        ring = further
+    path, at = [], sink
+    while at in came and at != source:
+        path.append((came[at], at))
+        at = came[at]
+    return path[::-1]
+
+
+def _reaching(left: Capacities, sink: Node) -> frozenset[Node]:
+    found, new = {sink}, [sink]
+    while new:
+        at = new.pop()
+        for before in left[at]:  # edges are in there both ways
+            if left[before][at] and before not in found:
+                found.add(before)
+                new.append(before)
+    return frozenset(found)

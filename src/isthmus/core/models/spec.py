@@ -108,7 +108,7 @@ class Dense(msgspec.Struct, frozen=True, tag="dense"):
 class Experts(msgspec.Struct, frozen=True, tag="experts"):
     """A mixture of experts of `width` each, and one of `shared_width` for every token (0: none).
 
-    `scores`, `normalise`, `scale`, `groups`, `top_groups`: see `isthmus.live.engine.experts.Routing`. `shared_gate`:
+    `scores`, `normalise`, `scale`, `groups`, `top_groups`: see `isthmus.live.engine.layers.Routing`. `shared_gate`:
     the shared one is multiplied with a gate. `latent`: the size that routed experts work in, 0 for the hidden size.
     """
 

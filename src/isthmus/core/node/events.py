@@ -16,8 +16,7 @@ from isthmus.core.attempts import Lend as Lend
 from isthmus.core.attempts import Repay as Repay
 from isthmus.core.attempts import Report, Share
 from isthmus.core.attempts import StartAttempt as StartAttempt
-from isthmus.core.node.extent import HandoverSpan
-from isthmus.core.node.letters import Letter
+from isthmus.core.node.letters import HandoverSpan, Letter
 from isthmus.core.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
 from isthmus.core.scheduler import AdoptBlocks as AdoptBlocks
 from isthmus.core.scheduler import Demote as Demote

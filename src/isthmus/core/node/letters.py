@@ -1,17 +1,8 @@
-"""Letters: what one node says to another, one class each. Sessions and links carry them and know none of them.
+"""What of a request's KV is handed over, in token positions.
 
-A node answers `SendLetter(peer, letter)` and hears `LetterReceived(peer, letter)`; a letter about an attempt that its
-reader does not know is void, but for those that may come before the head's word (`HandoverGranted`,
-`PromptComputed`). KV travels apart, as frames of bytes, and a letter never overtakes the KV it speaks of: it is said
-when that has come, by the node to which it came.
-
-    decode  ──HandoverGranted──> prefill  ══KV══> decode   ──HandoverConfirmed──> prefill
-    prefill ──PromptComputed───> decode   ──HandoverConfirmed──> prefill    where engines hand over by themselves
-    fetcher ──FetchRequest─────> source   ══KV══> fetcher  ──FetchDone──> source
-    home    ──ReserveRequest───> holder   ──ReserveReply──> home
-    home    ══KV══>              holder   ──ShipmentConfirmed──> home       then Shrink, when less is to lie there
-    home    ──SendBack─────────> holder   ══KV══> home
-    next    ──ClaimRequest─────> holder   ──ClaimReply──> next              when the home before it is gone
+0          start                        num_tokens   states          stop
+├─ recalled ─┼────── KV of the prompt ───────┤ (pad) ├─ whole blocks ─┤
+                                                     of the recurrent state
 """
 
 from __future__ import annotations
@@ -20,8 +11,56 @@ from typing import Annotated, Any
 
 import msgspec
 
-from isthmus.core.attempts import Share
+from isthmus.core.attempts import Route, Share, num_left_out
 from isthmus.core.types import BlockName, NodeId, RequestId
+
+NONE = "none"
+
+
+class HandoverSpan(msgspec.Struct, frozen=True):
+    """Tokens `[start, num_tokens)`, then whole blocks from `states` on that hold the recurrent state, up to `stop`.
+    `codec`: of the KV."""
+
+    block_size: int
+    start: int
+    num_tokens: int
+    states: int
+    stop: int
+    codec: str = NONE
+
+    def codec_at(self, position: int) -> str:
+        """States are not KV: no codec of numbers fits them."""
+        return self.codec if position < self.states else NONE
+
+    def resumes(self, received: int) -> int:
+        """Where the next frame of a layer starts that has so much."""
+        if received == self.num_tokens < self.stop:
+            return self.states
+        return received // self.block_size * self.block_size
+
+
+def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> HandoverSpan:
+    states = -(-num_tokens // block_size) * block_size
+    stop = states + state_blocks * block_size if state_blocks else num_tokens
+    start = num_left_out(route, num_tokens, block_size) * block_size
+    return HandoverSpan(block_size, start, num_tokens, states, stop, route.codec)
+
+
+# Letters: what one node says to another, one class each. Sessions and links carry them and know none of them.
+#
+# A node answers `SendLetter(peer, letter)` and hears `LetterReceived(peer, letter)`; a letter about an attempt that its
+# reader does not know is void, but for those that may come before the head's word (`HandoverGranted`,
+# `PromptComputed`). KV travels apart, as frames of bytes, and a letter never overtakes the KV it speaks of: it is said
+# when that has come, by the node to which it came.
+#
+# decode  ──HandoverGranted──> prefill  ══KV══> decode   ──HandoverConfirmed──> prefill
+# prefill ──PromptComputed───> decode   ──HandoverConfirmed──> prefill    where engines hand over by themselves
+# fetcher ──FetchRequest─────> source   ══KV══> fetcher  ──FetchDone──> source
+# home    ──ReserveRequest───> holder   ──ReserveReply──> home
+# home    ══KV══>              holder   ──ShipmentConfirmed──> home       then Shrink, when less is to lie there
+# home    ──SendBack─────────> holder   ══KV══> home
+# next    ──ClaimRequest─────> holder   ──ClaimReply──> next              when the home before it is gone
+
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """Checked where a letter is read from a session: a node counts on it."""

@@ -23,14 +23,10 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.blocks import state_names
 from isthmus.core.node import events, letters
-from isthmus.core.node.attempt import Attempt
-from isthmus.core.node.attempts import Attempts
-from isthmus.core.node.away import Away
-from isthmus.core.node.donors import DonorFetches
-from isthmus.core.node.extent import extent_of
-from isthmus.core.node.fetches import Fetches
-from isthmus.core.node.guests import Guests
-from isthmus.core.node.usage import MemoryUsage
+from isthmus.core.node.attempts import Attempt, Attempts, MemoryUsage
+from isthmus.core.node.away import Away, Guests
+from isthmus.core.node.fetches import DonorFetches, Fetches
+from isthmus.core.node.letters import extent_of
 from isthmus.core.scheduler import Saved, Scheduler, SchedulerLimits, Stepped
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role

@@ -17,7 +17,7 @@ from itertools import islice
 
 import msgspec
 
-from isthmus.core.cost.assembly import assembled_weight
+from isthmus.core.cost.node_cost import assembled_weight
 from isthmus.core.scheduler.batch import RunningBatch
 from isthmus.core.scheduler.events import Actions, Piece, SchedulerLimits
 from isthmus.core.scheduler.queues import PromptQueue

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.core.cost import compile_cost
+from isthmus.core.cost import Coefficients, compile_cost
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.records import RequestRecord, RequestStatus, Result
-from isthmus.lab.sim.report.series import Bins, binned, decoding, prefill_nodes_at_work
+from isthmus.lab.sim.report.curves import Bins, binned, decoding, prefill_nodes_at_work
 from isthmus.lab.sim.simulation import Simulation
 from isthmus.lab.sim.summary import Summary, summarize
 from isthmus.lab.sim.workloads import Replay, Workload, load
@@ -151,3 +151,19 @@ def _outcome(result: Result, deployment: Deployment) -> PaperOutcome:
         fetch_s=array("d", (each.fetch_ns / NS_PER_S for each in result.records if each.fetch_ns)),
         loads=loads_of(result),
     )
+
+
+# What systems are taken to reach of their hardware, where a paper does not say: the same for all of them.
+
+
+ROOFLINE = Coefficients(
+    matmul=0.6,
+    weight_read=0.8,
+    kv_read=0.8,
+    link=1.0,
+    layer_s=0.0,
+    sequence_s=0.0,
+    allreduce_s=0.0,
+    step_s=0.0,
+    origin="60 % of the peak, 80 % of the bandwidth, no overhead; chosen once, for all systems",
+)

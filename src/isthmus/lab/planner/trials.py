@@ -20,7 +20,7 @@ from isthmus.facts import clusters_of
 from isthmus.facts.rules import make_known
 from isthmus.lab.planner import answer as say
 from isthmus.lab.planner.demand import Demand
-from isthmus.lab.planner.deployed import deployed
+from isthmus.lab.planner.fleet import deployed
 from isthmus.lab.sim.deployment import Deployment, deployment_of
 from isthmus.lab.sim.records import Result
 from isthmus.lab.sim.simulation import Simulation

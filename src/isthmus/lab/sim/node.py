@@ -19,16 +19,15 @@ from typing import NamedTuple
 
 from isthmus.core.attempts import Holding
 from isthmus.core.cost import NodeCost, Part, Path, Wait, compile_cost, pipeline, slowest
-from isthmus.core.cost.assembly import AssembledChunk, assembled_step_ps, assembled_weight
 from isthmus.core.cost.elsewhere import lines
+from isthmus.core.cost.node_cost import AssembledChunk, assembled_step_ps, assembled_weight
 from isthmus.core.node import Node
 from isthmus.core.scheduler import BlockPool, CountingPool, Piece, Run
 from isthmus.core.types import NodeId, RequestId, Role
 from isthmus.facts import NodeFacts
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.links import NodeLinks, Wiring
-from isthmus.lab.sim.records import NodeRecord
+from isthmus.lab.sim.records import NodeRecord, SimJob
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""

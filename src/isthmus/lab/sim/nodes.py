@@ -26,15 +26,14 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.conductor import Event as ConductorEvent
 from isthmus.core.conductor import FirstToken, RequestEnded
-from isthmus.core.cost.assembly import assembled_weight
+from isthmus.core.cost.node_cost import assembled_weight
 from isthmus.core.node import events
 from isthmus.core.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
 from isthmus.core.types import BlockName, NodeId, RequestId
 from isthmus.lab.sim.clock import PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.node import SimNode, build_node, node_of
-from isthmus.lab.sim.records import RoleConversion
+from isthmus.lab.sim.records import RoleConversion, SimJob
 from isthmus.lab.sim.transfers import Due, KVTransfers
 
 TAKE_NO_TIME = (

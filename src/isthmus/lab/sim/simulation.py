@@ -1,16 +1,13 @@
-"""The simulated world: one conductor, nodes, links, and a clock that jumps from event to event.
+"""No search for cycles of objects while a simulation runs: nothing that ends there is part of one.
 
-What comes first at equal times is fixed (`clock`), nothing is drawn at random and no set is iterated: the same input
-gives the same result.
-
-Each node decides for itself, with the code that decides in a live one (`isthmus.core.node`); this room gives what it
-asks for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request
-again.
+A file of its own, for the command line loads it before it knows that anything is simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -41,10 +38,7 @@ from isthmus.core.conductor import (
 from isthmus.core.conductor.view import WAITING
 from isthmus.core.types import NS_PER_MS, NS_PER_S, RequestId
 from isthmus.lab.sim.clock import OTHERS, TRANSFER_ENDS, Clock
-from isthmus.lab.sim.cycles import no_cycles
 from isthmus.lab.sim.deployment import Deployment
-from isthmus.lab.sim.gaps import set_tbt
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.network import NEVER
 from isthmus.lab.sim.nodes import Nodes
 from isthmus.lab.sim.records import (
@@ -54,9 +48,34 @@ from isthmus.lab.sim.records import (
     LinkSample,
     RequestStatus,
     Result,
+    SimJob,
     ThresholdChange,
 )
+from isthmus.lab.sim.summary import set_tbt
 from isthmus.lab.sim.workloads import Workload
+
+
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """The collector rests meanwhile, if it was at work before."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+# The simulated world: one conductor, nodes, links, and a clock that jumps from event to event.
+#
+# What comes first at equal times is fixed (`clock`), nothing is drawn at random and no set is iterated: the same input
+# gives the same result.
+#
+# Each node decides for itself, with the code that decides in a live one (`isthmus.core.node`); this room gives what it
+# asks for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request
+# again.
+
 
 PATIENCE_NS = 600 * NS_PER_S
 """How long measuring goes on when nothing else happens: only another role for some node can help what is left."""

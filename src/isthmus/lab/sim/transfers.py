@@ -19,10 +19,10 @@ from isthmus.core.types import NS_PER_S, BlockName, NodeId, RequestId
 from isthmus.lab.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.lab.sim.deployment import Deployment
 from isthmus.lab.sim.disks import Disks
-from isthmus.lab.sim.job import SimJob
 from isthmus.lab.sim.links import SimulatedLink, Wiring
 from isthmus.lab.sim.network import Flow
 from isthmus.lab.sim.node import Attending, SimNode
+from isthmus.lab.sim.records import SimJob
 from isthmus.lab.sim.sessions import SimulatedSessions
 
 PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")

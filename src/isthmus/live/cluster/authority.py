@@ -1,29 +1,24 @@
-"""Who is who in a cluster beyond loopback: the private authority of its head, and certificates that it signs.
-
-The authority is an ECDSA P-256 key. Whoever is to join knows that key from the join token, so that no certificate of
-somebody else is believed, whoever signed it. Private keys are made where they are used and never travel. A node asks
-for its certificate over a session on which nothing else is heard, and later again over the session that it then has:
-
-    node, without a certificate                    head
-    believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
-                                  ── greeting ──   both know the cluster's token
-                                     Enrol ──>     a request (PKCS 10): the node made the key and keeps it
-                                 <── Enrolled      a certificate for `isthmus://CLUSTER/node/NAME`
-"""
+"""What a node needs to join a cluster: the token that says where the head is, whom to believe there and the cluster's
+secret; and the address at which others reach this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import hashlib
+import re
 import secrets
+import socket
 import ssl
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -33,11 +28,136 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from isthmus.core.errors import ConfigError, ProtocolError, StartError
 from isthmus.core.types import NodeId
 from isthmus.live.cluster.private import kept
-from isthmus.live.messenger import Identity, Network, Session
-from isthmus.live.messenger.credentials import NAME, bare_context, load_private
+from isthmus.live.messenger import Identity, Network, Session, split_address
+from isthmus.live.messenger.credentials import NAME, SCHEME, bare_context, load_private
 from isthmus.live.messenger.running import running_timeout
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import NoPayloads, disowned
+
+PIN_CHARS = 44
+"""Of an authority's key (`authority.pin_of`)."""
+_PIN = re.compile(rf"[A-Za-z0-9_-]{{{PIN_CHARS}}}")
+FORM = f"{SCHEME}://HOST:PORT#TOKEN"
+RETRY_S = 0.5
+_ELSEWHERE = {4: ("192.0.2.1", 9), 6: ("2001:db8::1", 9)}
+"""Addresses of nobody (RFC 5737, 3849), by the version of IP."""
+
+
+class JoinToken(msgspec.Struct, frozen=True):
+    """`address`: the head's, `host:port`; `pin`: the key of the authority that signed its certificate, "" without TLS;
+    `secret`: the cluster's token, "" where it is told otherwise."""
+
+    address: str
+    pin: str = ""
+    secret: str = ""
+
+    def __str__(self) -> str:
+        secret = base64.urlsafe_b64encode(self.secret.encode()).decode().rstrip("=")
+        return f"{SCHEME}://{self.address}#{self.pin}{secret}"
+
+    @staticmethod
+    def parse(text: str) -> JoinToken:
+        """Of the whole line or of HOST:PORT alone. Raises ValueError, which does not quote the secret."""
+        if not text.startswith(f"{SCHEME}://"):
+            split_address(text)
+            return JoinToken(text)
+        address, _, token = text.removeprefix(f"{SCHEME}://").partition("#")
+        split_address(address)
+        pin, secret = token[:PIN_CHARS], token[PIN_CHARS:]
+        if not _PIN.fullmatch(pin):
+            raise ValueError(
+                f"the token after # is not whole: copy all of {FORM}, as `isthmus serve` printed it"
+            )
+        try:
+            said = base64.b64decode(secret + "=" * (-len(secret) % 4), altchars=b"-_", validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            raise ValueError(
+                f"the token after # is damaged: copy all of {FORM}, as `isthmus serve` printed it"
+            ) from None
+        return JoinToken(address, pin, said)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine reaches it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def outward_host(host: str) -> str:
+    """`host`, or in place of one that names every address of this machine the one from which it reaches others: a
+    guess, where there are several."""
+    try:
+        version = ip_address(host).version if ip_address(host).is_unspecified else 0
+    except ValueError:
+        return host
+    if not version:
+        return host
+    try:
+        return _source_of(*_ELSEWHERE[version])
+    except OSError:
+        return socket.gethostname()
+
+
+def reached_at(host: str | None, join: str, limit_s: float) -> str:
+    """Where other nodes reach this one: at `host`, else at the address from which it reaches the head at `join`, for
+    whose name it waits so long. Raises ConfigError for a `host` that leads nobody here, StartError."""
+    own = _own_host(join, limit_s)
+    if host is None:
+        return own
+    try:
+        found = [ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    instead = f"leave it out for {own}, from where the head is reached"
+    if any(address.is_unspecified for address in found):
+        raise ConfigError(
+            f"--host: other nodes reach this one there, and nobody is reached at {host}; {instead}"
+        )
+    if any(address.is_loopback for address in found) and not is_loopback(own):
+        raise ConfigError(f"--host: no other machine reaches this one at {host}, a loopback address; {instead}")
+    return host
+
+
+def _own_host(join: str, limit_s: float) -> str:
+    host, port = split_address(join)
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            return _source_of(host, port)
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise StartError(f"cannot reach the head at {join}: {error.strerror or error}") from None
+        time.sleep(RETRY_S)
+
+
+def _source_of(host: str, port: int) -> str:
+    """Nothing is sent: the kernel says which of this machine's addresses it would send from. Raises OSError."""
+    failed: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                failed = error
+                continue
+            return str(probe.getsockname()[0])
+    raise failed
+
+
+# Who is who in a cluster beyond loopback: the private authority of its head, and certificates that it signs.
+#
+# The authority is an ECDSA P-256 key. Whoever is to join knows that key from the join token, so that no certificate of
+# somebody else is believed, whoever signed it. Private keys are made where they are used and never travel. A node asks
+# for its certificate over a session on which nothing else is heard, and later again over the session that it then has:
+#
+# node, without a certificate                    head
+# believes the key in its join token ── TLS ──>  shows a certificate of that key's, its own
+# ── greeting ──   both know the cluster's token
+# Enrol ──>     a request (PKCS 10): the node made the key and keeps it
+# <── Enrolled      a certificate for `isthmus://CLUSTER/node/NAME`
+
 
 CERTIFICATE_S = 24 * 3600.0
 """How long a certificate is good; after two thirds of that it is renewed."""

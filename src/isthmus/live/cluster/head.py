@@ -29,8 +29,8 @@ from isthmus.core.attempts import (
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
+from isthmus.live.cluster.authority import is_loopback
 from isthmus.live.cluster.donors import DonorTokens
-from isthmus.live.cluster.joining import is_loopback
 from isthmus.live.cluster.launcher import process_name
 from isthmus.live.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.live.cluster.pipeline import Groups, Stage

@@ -29,7 +29,7 @@ from isthmus.config import Config, child_environment, visible_devices
 from isthmus.core.errors import StartError
 from isthmus.core.types import NodeId, Role
 from isthmus.facts import Place, gpus_of, node_threads, places_of, role_config
-from isthmus.live.cluster.joining import JoinToken, reached_at
+from isthmus.live.cluster.authority import JoinToken, reached_at
 from isthmus.live.cluster.machines import available_bytes, check_memory
 from isthmus.live.cluster.with_ray import with_ray
 

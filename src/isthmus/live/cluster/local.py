@@ -17,8 +17,8 @@ from isthmus.core.conductor.events import RECORDING_FORMAT
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.core.types import ModelCard, Role
 from isthmus.facts import clusters_of, links_of, places_of, rules_of
+from isthmus.live.cluster.authority import JoinToken, is_loopback, outward_host
 from isthmus.live.cluster.head import Head
-from isthmus.live.cluster.joining import JoinToken, is_loopback, outward_host
 from isthmus.live.cluster.launcher import Launcher
 from isthmus.live.cluster.links import AddressBook, LinkProcess
 from isthmus.live.cluster.recorder import LiveRecorder, RecordingHeader, opaque
@@ -152,11 +152,7 @@ def trust_of(config: Config, host: str) -> tuple[str, Authority | None, HeadCred
     `host`, and the head's own, both None where the head signs none. Raises ConfigError."""
     if not signs(config, host):
         return config.token or secrets.token_hex(16), None, None
-    from isthmus.live.cluster.authority import (  # takes a moment to import
-        Authority,
-        HeadCredentials,
-        kept_token,
-    )
+    from isthmus.live.cluster.authority import Authority, HeadCredentials, kept_token
 
     if config.tls.folder is None:
         token, authority = config.token or secrets.token_hex(16), Authority.made()

@@ -14,8 +14,8 @@ from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.engine import EngineOptions, device_of, num_blocks_of
 from isthmus.live.engine.interface import HolderQueries
 from isthmus.live.engine.kv import TORCH_DTYPES, KVMemory
+from isthmus.live.engine.recipe import kv_layout, read_spec
 from isthmus.live.engine.remote import answer_to, queries_of, shapes_of, split_of
-from isthmus.live.engine.spec import kv_layout, read_spec
 from isthmus.live.engine.weights import load_weights
 
 

@@ -16,10 +16,8 @@ from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import ConfigError, ProtocolError, StartError
 from isthmus.core.models import ModelSpec
 from isthmus.live.engine import kernels
-from isthmus.live.engine.alike import directions
-from isthmus.live.engine.assembling import Assembled
+from isthmus.live.engine.assembling import Assembled, directions
 from isthmus.live.engine.batch import BatchTensors, build_batch
-from isthmus.live.engine.choice import Team
 from isthmus.live.engine.constraints import Constraints
 from isthmus.live.engine.interface import (
     BeforeLayer,
@@ -37,11 +35,11 @@ from isthmus.live.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.live.engine.mixers import Pass
 from isthmus.live.engine.model import Model
 from isthmus.live.engine.program import Residual
+from isthmus.live.engine.recipe import kv_layout, read_spec
 from isthmus.live.engine.remote import answer_to, queries_of, shapes_of, split_of
 from isthmus.live.engine.sampling import parts_of, sample, score
-from isthmus.live.engine.spec import kv_layout, read_spec
 from isthmus.live.engine.states import LiveStates
-from isthmus.live.engine.turns import BatchTurns
+from isthmus.live.engine.turns import BatchTurns, Team
 from isthmus.live.engine.weights import Weights, load_weights
 from isthmus.model_files.grammar_limits import GRAMMAR_LIMITS, GrammarLimits
 

@@ -14,8 +14,7 @@ import msgspec
 
 from isthmus.core.blocks import KVLayout
 from isthmus.core.errors import ConfigError
-from isthmus.core.reuse import Packing, Selection
-from isthmus.core.reuse.passages import Passage
+from isthmus.core.reuse import Packing, Passage, Selection
 from isthmus.core.types import Reused, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:

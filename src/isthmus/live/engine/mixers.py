@@ -23,7 +23,6 @@ from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kernels.plain import attend_parts
 from isthmus.live.engine.kv import KVMemory
 from isthmus.live.engine.layers import AttentionWeights, LatentWeights
-from isthmus.live.engine.linear import layer
 from isthmus.live.engine.remote import RemoteAttention
 from isthmus.live.engine.rope import rotate
 
@@ -318,9 +317,9 @@ class RecurrentMixer:
         weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
         assert plan is not None, "a model with recurrent layers plans its batches' states"
         if isinstance(weights, linear.GatedDeltaNet):
-            inputs = layer.inputs_gdn(weights, x_TN, kernels)
+            inputs = linear.inputs_gdn(weights, x_TN, kernels)
         else:
-            inputs = layer.inputs_kda(weights, x_TN, kernels)
+            inputs = linear.inputs_kda(weights, x_TN, kernels)
         state, outs = plan.states.layers[self.index], []
         if plan.num_steps:
             outs.append(linear.step(weights, inputs[: plan.num_steps], state, plan.slots_R, kernels))

@@ -1,7 +1,7 @@
 """The network: one pass of a flat batch through its layers, or through those that one pipeline stage has.
 
 Each layer is a mixer and an MLP, of kinds chosen once when the model is built; what comes in which order, and what is
-kept while attention is elsewhere, is the program's (`isthmus.core.models.slices`). Legend: T flat tokens, N hidden
+kept while attention is elsewhere, is the program's (`isthmus.core.models.graph`). Legend: T flat tokens, N hidden
 size, S sampled tokens, V vocabulary.
 """
 
@@ -15,11 +15,18 @@ from torch import Tensor
 from isthmus.core.models import Attention, LatentAttention, LayerSpec, ModelSpec
 from isthmus.core.models.graph import ATTEND, graph_of
 from isthmus.live.engine.batch import BatchTensors
-from isthmus.live.engine.experts import Mixture, mix
 from isthmus.live.engine.interface import BeforeLayer
 from isthmus.live.engine.kernels import Kernels
 from isthmus.live.engine.kv import KVMemory
-from isthmus.live.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
+from isthmus.live.engine.layers import (
+    AttentionWeights,
+    DenseWeights,
+    LatentWeights,
+    MixerWeights,
+    Mixture,
+    MlpWeights,
+    mix,
+)
 from isthmus.live.engine.mixers import AttentionMixer, LatentMixer, Pass, RecurrentMixer
 from isthmus.live.engine.program import Compute, Program, Residual, through
 from isthmus.live.engine.rope import cos_sin_table, padded

@@ -1,4 +1,4 @@
-"""A model's layers as the engine runs them: slices (`isthmus.core.models.slices`) of operators that have their
+"""A model's layers as the engine runs them: slices (`isthmus.core.models.graph`) of operators that have their
 weights, with an attention between each two. A pass may stop at each of these, for another batch to run meanwhile."""
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from isthmus.core.models.graph import INPUT, Graph
-from isthmus.core.models.slices import Slice, slices_of
+from isthmus.core.models.graph import INPUT, Graph, Slice, slices_of
 from isthmus.live.engine.mixers import AttendingMixer, Pass
 
 Residual = tuple[Tensor, Tensor]

@@ -189,7 +189,7 @@ def load_weights(
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
     if not isinstance(files, GgufFile):
         return _Safetensors(files, stack)
-    from isthmus.live.engine.gguf import GgufTensors
+    from isthmus.live.engine.quantised import GgufTensors
 
     return GgufTensors(files, spec.head_dim)
 

@@ -20,27 +20,20 @@ import isthmus
 from isthmus.core.errors import IsthmusError
 from isthmus.core.types import ModelCard
 from isthmus.live.gateway.backend import Backend
-from isthmus.live.gateway.chat_wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 from isthmus.live.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
 from isthmus.live.gateway.headers import ANY, ApiKeys, Origins, RequestIds
+from isthmus.live.gateway.http import HttpError, problem_headers, problem_json, status_of, unknown_model
 from isthmus.live.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.live.gateway.openapi import Operation, document
 from isthmus.live.gateway.preparing import DetokenizeReply, Preparing, TokenizeReply
-from isthmus.live.gateway.problems import (
-    HttpError,
-    problem_headers,
-    problem_json,
-    status_of,
-    unknown_model,
-)
 from isthmus.live.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.live.gateway.responses.body import ResponsesRequest
 from isthmus.live.gateway.responses.wire import ResponsesDialect, ResponsesReply
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.status import Status, cluster_status
-from isthmus.live.gateway.tenants import Quotas, TenantGate
+from isthmus.live.gateway.tenants import Quotas, TenantGate, Traffic
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
-from isthmus.live.gateway.traffic import Traffic
+from isthmus.live.gateway.wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 
 
 def create_app(

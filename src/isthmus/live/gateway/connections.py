@@ -17,15 +17,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from isthmus.core.errors import IsthmusError, RequestError, UnavailableError
-from isthmus.live.gateway.http import JSON_HEADERS
-from isthmus.live.gateway.problems import (
+from isthmus.live.gateway.http import (
+    JSON_HEADERS,
     STOPPING,
     HttpError,
     problem_headers,
     problem_json,
     status_of,
 )
-from isthmus.live.gateway.traffic import Phase, Traffic
+from isthmus.live.gateway.tenants import Phase, Traffic
 
 log = logging.getLogger(__name__)
 

@@ -25,16 +25,17 @@ from isthmus.live.gateway.headers import hex_id, terms_of
 from isthmus.live.gateway.http import (
     JSON_HEADERS,
     NOTE,
+    STOPPING,
     ClientGoneError,
     EventWriter,
     gone,
     read_body,
     send_body,
+    status_of,
 )
 from isthmus.live.gateway.metrics import ChoiceTimer, Meter
 from isthmus.live.gateway.prepare import PreparedRequest
 from isthmus.live.gateway.preparing import Preparing
-from isthmus.live.gateway.problems import STOPPING, status_of
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.tenants import account_of
 from isthmus.live.gateway.tokenizer import GatewayTokenizer

@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from isthmus.core.errors import RequestError
 from isthmus.core.types import ModelCard, Reuse
-from isthmus.live.gateway.http import NOTE
-from isthmus.live.gateway.problems import HttpError
+from isthmus.live.gateway.http import NOTE, HttpError
 from isthmus.live.gateway.settings import ApiKey, GatewaySettings
 
 _HEX_ID = "isthmus.hex_id"

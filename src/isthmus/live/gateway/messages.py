@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
-from isthmus.live.gateway import fields as f
+from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
 from isthmus.live.gateway.fields import NULL, Checked, Marked, Refused, Unread, label, only, refuse, text
 
@@ -197,9 +197,9 @@ NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
 
 class FunctionDefinition(Marked):
     name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
-    description: str | None = f.text()
+    description: str | None = fields.text()
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
-    strict: bool | None = f.boolean()
+    strict: bool | None = fields.boolean()
     """Where all functions are, calls follow their schemas. Calls that are forced do anyway."""
 
     def for_template(self) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from isthmus.live.gateway.node_metrics import (
 )
 from isthmus.live.gateway.preparing import Preparing
 from isthmus.live.gateway.settings import GatewaySettings
-from isthmus.live.gateway.tenants import TenantMeter
-from isthmus.live.gateway.traffic import Traffic
+from isthmus.live.gateway.tenants import TenantMeter, Traffic
 
 
 class Tally(Collector):

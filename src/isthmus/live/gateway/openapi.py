@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 import isthmus
 from isthmus.core.types import ModelCard, Reuse
 from isthmus.live.gateway.headers import HEADERS, REUSE
-from isthmus.live.gateway.problems import ProblemBody
+from isthmus.live.gateway.http import ProblemBody
 
 REF = "#/components/schemas/"
 JSON = "application/json"

@@ -12,16 +12,14 @@ from typing import Any
 from isthmus.core.errors import RequestError
 from isthmus.core.types import Job, ModelCard, RequestId, Reuse, Sampling
 from isthmus.live.gateway.headers import RequestTerms, reuse_of, salt_of
+from isthmus.live.gateway.http import unknown_model
 from isthmus.live.gateway.messages import left_out
-from isthmus.live.gateway.problems import unknown_model
 from isthmus.live.gateway.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Prompt,
     TemplateFields,
-)
-from isthmus.live.gateway.sampling import (
     answer_tokens,
     check_chars,
     check_prompt,

@@ -20,7 +20,7 @@ from starlette.types import Receive
 
 from isthmus.core.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.core.types import Job, ModelCard
-from isthmus.live.gateway.bodies import parse_body
+from isthmus.live.gateway.fields import parse_body
 from isthmus.live.gateway.headers import RequestTerms
 from isthmus.live.gateway.http import while_connected
 from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
@@ -32,9 +32,9 @@ from isthmus.live.gateway.requests import (
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
+    check_vocabulary,
 )
 from isthmus.live.gateway.responses.body import ResponsesPreparer, ResponsesRequest, renamed
-from isthmus.live.gateway.sampling import check_vocabulary
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.structured import is_constrained
 from isthmus.live.gateway.tokenizer import GatewayTokenizer

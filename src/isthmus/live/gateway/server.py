@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.live.gateway.connections import Connection, Opening
 from isthmus.live.gateway.preparing import Preparing
-from isthmus.live.gateway.traffic import Traffic
+from isthmus.live.gateway.tenants import Traffic
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from isthmus import sandbox
 from isthmus.core.errors import RequestError
 from isthmus.extras import missing
-from isthmus.live.gateway import fields as f
+from isthmus.live.gateway import fields
 from isthmus.live.gateway.fields import Checked, Refused, Strict, only, refuse
 from isthmus.live.gateway.schemas.grammar import FREE, Spacing, lark_as_read, schema_lark
 from isthmus.live.gateway.schemas.reading import SchemaError
@@ -58,9 +58,9 @@ class JsonObjectFormat(Strict):
 
 
 class NamedSchema(Strict):
-    name: str | None = f.label()
-    description: str | None = f.text()
-    strict: bool | None = f.boolean()
+    name: str | None = fields.label()
+    description: str | None = fields.text()
+    strict: bool | None = fields.boolean()
     """Answers always follow the schema, as if it were true."""
     schema_: Annotated[Any, SchemaField] = Field(default=None, alias="schema")
 
@@ -77,11 +77,11 @@ class StructuredOutputs(Strict):
     """vLLM's field: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
 
     json_: Annotated[Any, SchemaField] = Field(default=None, alias="json")
-    json_object: bool | None = f.boolean()
-    regex: str | None = f.regex()
-    choice: Annotated[Any, f.texts(1, MAX_CHOICES, f.MAX_STOP_CHARS)] = None
-    grammar: str | None = f.text()
-    disable_any_whitespace: bool | None = f.boolean()
+    json_object: bool | None = fields.boolean()
+    regex: str | None = fields.regex()
+    choice: Annotated[Any, fields.texts(1, MAX_CHOICES, fields.MAX_STOP_CHARS)] = None
+    grammar: str | None = fields.text()
+    disable_any_whitespace: bool | None = fields.boolean()
     disable_additional_properties: Annotated[Any, only(False)] = None
     whitespace_pattern: Annotated[Any, Refused] = None
     structural_tag: Annotated[Any, Refused] = None

@@ -13,7 +13,7 @@ from functools import partial
 from isthmus.core.blocks import KVLayout, seal
 from isthmus.core.errors import ProtocolError
 from isthmus.core.node import events
-from isthmus.core.node.extent import HandoverSpan
+from isthmus.core.node.letters import HandoverSpan
 from isthmus.core.types import NodeId, RequestId, Span
 from isthmus.live.engine.codecs import EXACT, NONE
 from isthmus.live.engine.interface import KVBytes, runs_of

@@ -24,10 +24,8 @@ from isthmus.live.engine.interface import KVBytes
 from isthmus.live.kv.cache import BlockStaging, EngineCache, Loading, NodeCache
 from isthmus.live.kv.fetches import Fetcher, Fetching
 from isthmus.live.kv.handover import HandoverReceiver, HandoverSender, Outgoing
-from isthmus.live.kv.holding import HolderLines
-from isthmus.live.kv.hosting import Attends, HostedKV
-from isthmus.live.kv.loans import Loans
-from isthmus.live.kv.shipments import Shipments
+from isthmus.live.kv.hosting import Attends, HolderLines, HostedKV
+from isthmus.live.kv.loans import Loans, Shipments
 from isthmus.live.messenger import Session
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import NoPayloads, Peers, Spawn, Tell

@@ -8,8 +8,8 @@ from isthmus.live.store.directory import Pinned
 from isthmus.live.store.files import Files
 from isthmus.live.store.log import Log
 from isthmus.live.store.record import RecordFormat
-from isthmus.live.store.stat import StoreStat, TierStat
 from isthmus.live.store.store import Store
+from isthmus.live.store.writer import StoreStat, TierStat
 
 __all__ = [
     "Arena",

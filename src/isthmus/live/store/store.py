@@ -14,8 +14,7 @@ from isthmus.live.store.directory import BlockDirectory, Pinned, whole_chains
 from isthmus.live.store.log import Log
 from isthmus.live.store.reader import Fault, Reader, Source
 from isthmus.live.store.record import check_name
-from isthmus.live.store.stat import Counters, StoreStat, TierStat
-from isthmus.live.store.writer import Writer
+from isthmus.live.store.writer import Counters, StoreStat, TierStat, Writer
 
 _CLOSE_S = 10.0
 _UNIT_BYTES = 4 << 20

@@ -7,7 +7,7 @@ import pytest
 from isthmus.core.errors import ConfigError
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.sim.records import RequestRecord, RequestStatus
-from isthmus.lab.sim.report.gantt import chosen, describe, phases
+from isthmus.lab.sim.report.charts import chosen, describe, phases
 from tests.lab.sim.report.results import record, replayed, result
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.lab.sim.report import words
+from isthmus.lab.sim.report import page
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from isthmus.lab.sim.report import words
      (120, "2 min"), (4000, "66.7 min"), (7200, "2 h"), (400_000, "111 h")],
 )  # fmt: skip
 def test_durations(value_s: float, text: str) -> None:
-    assert words.seconds(value_s) == text
+    assert page.seconds(value_s) == text
 
 
 @pytest.mark.parametrize(
@@ -28,24 +28,24 @@ def test_durations(value_s: float, text: str) -> None:
     ],
 )
 def test_percentages_do_not_round_to_none_or_all(share: float, text: str) -> None:
-    assert words.percent(share) == text
+    assert page.percent(share) == text
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (7e14, "700 TB")]
 )
 def test_sizes(num_bytes: float, text: str) -> None:
-    assert words.size(num_bytes) == text
+    assert page.size(num_bytes) == text
 
 
 @pytest.mark.parametrize(("span_s", "unit"), [(0, "s"), (100, "s"), (600, "min"), (9000, "h"), (10**6, "d")])
 def test_an_axis_has_one_unit(span_s: float, unit: str) -> None:
-    assert words.clock(span_s)[1] == unit
+    assert page.clock(span_s)[1] == unit
 
 
 @given(st.text(), st.integers(2, 40))
 def test_short_names_keep_their_ends(text: str, length: int) -> None:
-    short = words.shorten(text, length)
+    short = page.shorten(text, length)
     assert len(short) <= length and (
         short == text or (short[0], short[-1]) == (text[0], text[-1]) or length == 2
     )

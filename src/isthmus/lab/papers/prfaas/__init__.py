@@ -1,23 +1,23 @@
 """Prefill-as-a-Service: "KVCache of Next-Generation Models Could Go Cross-Datacenter" (arXiv 2604.15039v2)."""
 
-from isthmus.lab.papers.prfaas import deployments, kv, sensitivity, sizing
+from isthmus.lab.papers.prfaas import case, deployments, sensitivity
 from isthmus.lab.papers.table import Table
 
 TABLES: tuple[Table, ...] = (
-    kv.THROUGHPUT_TABLE,
-    kv.IMPLIED,
-    kv.PROFILE_TABLE,
-    deployments.TABLE,
+    case.THROUGHPUT_TABLE,
+    case.IMPLIED,
+    case.PROFILE_TABLE,
+    deployments.OFFLOADING_TABLE,
     deployments.SPLITS,
     deployments.THRESHOLDS,
-    sizing.SIZING,
-    sizing.PRICE,
+    deployments.SIZING,
+    deployments.PRICE,
     sensitivity.INFERRED_INPUTS,
     sensitivity.INTERPOLATION,
     sensitivity.HELD_OUT,
     sensitivity.BANDWIDTH,
     sensitivity.BEYOND,
-    kv.SIZES,
+    case.SIZES,
 )
 
 __all__ = ["TABLES"]

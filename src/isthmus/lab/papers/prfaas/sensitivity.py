@@ -9,36 +9,36 @@ from functools import cache
 from isthmus.core.cost.offload import RequestWork, Solution, bear, expected, representative
 from isthmus.lab.papers.lab import Lab
 from isthmus.lab.papers.prfaas.case import (
+    AS_IS,
     DEPLOYMENTS,
-    GRID,
-    HOMOGENEOUS_PD,
-    LENGTHS,
-    MEASURED_LENGTHS,
-    NAIVE_PD,
-    OFFLOADING,
-    STATE_BYTES,
-    CaseDeployment,
-    fleet,
-    h200_points,
-    kv_bytes,
-    ttft_s,
-    work,
-)
-from isthmus.lab.papers.prfaas.inferred import AS_IS, Factors, marked
-from isthmus.lab.papers.prfaas.interpolation import RULES, Points, Times, held_out, polynomial
-from isthmus.lab.papers.prfaas.kv import implied_points
-from isthmus.lab.papers.prfaas.published import (
     EGRESS_GBPS,
     GBPS,
+    GRID,
+    HOMOGENEOUS_PD,
+    LENGTHS_CASE,
     LONGEST,
+    MEASURED_LENGTHS,
     NAIVE,
+    NAIVE_PD,
+    OFFLOADING,
     OVER_NAIVE,
     PRFAAS,
     SHORTEST,
+    STATE_BYTES,
     THRESHOLD,
     THROUGHPUT,
+    CaseDeployment,
+    Factors,
+    fleet,
+    h200_points,
+    implied_points,
+    kv_bytes,
+    marked,
+    ttft_s,
+    work,
 )
-from isthmus.lab.papers.prfaas.published import LENGTHS as NOMINAL_LENGTHS
+from isthmus.lab.papers.prfaas.case import LENGTHS_PUBLISHED as NOMINAL_LENGTHS
+from isthmus.lab.papers.prfaas.interpolation import RULES, Points, Times, held_out, polynomial
 from isthmus.lab.papers.table import PaperCell, Table, compare
 
 _UNPUBLISHED = "not published"
@@ -79,7 +79,7 @@ def _measure_inferred(factors: Factors) -> Iterator[PaperCell]:
 
 def _at(threshold: float, factors: Factors) -> Solution:
     """The published split at a threshold."""
-    (classes,) = representative(LENGTHS, factors.work(work()), [threshold])
+    (classes,) = representative(LENGTHS_CASE, factors.work(work()), [threshold])
     return bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
 
 
@@ -222,7 +222,7 @@ def _measure_beyond(factors: Factors) -> Iterator[PaperCell]:
             if name == "PrfaaS-PD":
                 solved = deployment.solved(split, factors=factors)
                 yield _ours(f"{name}, {how}", "threshold (tokens)", solved.classes.threshold)
-    (classes,) = expected(LENGTHS, what, [THRESHOLD])
+    (classes,) = expected(LENGTHS_CASE, what, [THRESHOLD])
     planned = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
     yield _ours("the published plan, distribution", "all (req/s)", planned.rate)
     for gbps in (100, 25, 10):

@@ -18,8 +18,9 @@ import msgspec
 
 from isthmus.core.types import NS_PER_S
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.sarathi import setup
+from isthmus.lab.papers.sarathi import one_node
 from isthmus.lab.papers.sarathi.one_node import (
+    TILE,
     WHOLE,
     BatchLimits,
     Iteration,
@@ -27,9 +28,13 @@ from isthmus.lab.papers.sarathi.one_node import (
     PaperRequest,
     ServedRun,
     StepTime,
+    attention_ms,
+    coefficients,
+    linear_ms,
+    on_a100,
     serve,
+    step_ps,
 )
-from isthmus.lab.papers.sarathi.setup import TILE, attention_ms, coefficients, linear_ms, on_a100, step_ps
 from isthmus.lab.papers.table import Figures, PaperCell, Table, compare
 
 _ROUNDS_GAIN = 8
@@ -221,7 +226,7 @@ def step_33b(matmul: float = MATMUL, weight_read: float = WEIGHT_READ) -> StepTi
 
 
 def _measure_throughput(lab: Lab) -> Iterator[PaperCell]:
-    for rows, step in ((_13B, setup.step_ps), (_33B, step_33b())):
+    for rows, step in ((_13B, one_node.step_ps), (_33B, step_33b())):
         for row in rows:
             yield from compare(
                 row.name,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from isthmus.live.engine.attention import Part, merge, partial
 from isthmus.live.engine.interface import runs_of
-from isthmus.live.engine.linear.layer import convolve, convolve_step
-from isthmus.live.engine.linear.rule import advance_rule, step_rule
+from isthmus.live.engine.linear import advance_rule, convolve, convolve_step, step_rule
 from isthmus.live.engine.rope import rotate
 from isthmus.live.engine.tiles import Weight
 

@@ -12,9 +12,8 @@ import pydantic
 from pydantic import Field
 
 from isthmus.core.errors import RequestError
-from isthmus.live.gateway import fields as f
-from isthmus.live.gateway.bodies import refusal
-from isthmus.live.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
+from isthmus.live.gateway import fields
+from isthmus.live.gateway.fields import NULL, Checked, Refused, Strict, only, refusal, refuse
 from isthmus.live.gateway.headers import RequestTerms
 from isthmus.live.gateway.messages import (
     CHOICE,
@@ -27,7 +26,7 @@ from isthmus.live.gateway.messages import (
     tools,
 )
 from isthmus.live.gateway.prepare import PreparedRequest, RequestPreparer
-from isthmus.live.gateway.requests import MAX_LOGPROBS, ChatRequest, GenerationRequest
+from isthmus.live.gateway.requests import MAX_LOGPROBS, TOO_LONG, ChatRequest, GenerationRequest
 from isthmus.live.gateway.responses.items import (
     Input,
     Item,
@@ -37,7 +36,6 @@ from isthmus.live.gateway.responses.items import (
     messages_of,
     since,
 )
-from isthmus.live.gateway.sampling import TOO_LONG
 from isthmus.live.gateway.structured import JsonObjectFormat, NamedSchema, SchemaField, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
@@ -65,7 +63,7 @@ def _called(name: str) -> Checked:
 
 class SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
-    name: str = Field(max_length=f.MAX_LABEL_CHARS, description="a string of at most 256 characters")
+    name: str = Field(max_length=fields.MAX_LABEL_CHARS, description="a string of at most 256 characters")
     schema_: Annotated[Any, SchemaField] = Field(alias="schema")
 
 
@@ -73,11 +71,11 @@ class TextOptions(Strict):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
         default=None, description="an object with a type"
     )
-    verbosity: str | None = f.label()
+    verbosity: str | None = fields.label()
 
 
 class ReasoningOptions(Strict):
-    effort: str | None = f.label()
+    effort: str | None = fields.label()
     """For the chat template, as it is."""
     summary: Annotated[Any, only("auto", "concise", "detailed")] = None
     generate_summary: Annotated[Any, only("auto", "concise", "detailed")] = None
@@ -88,7 +86,7 @@ class ReasoningOptions(Strict):
 
 class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    output_schema: dict[str, Any] | None = f.free_object()
+    output_schema: dict[str, Any] | None = fields.free_object()
     allowed_callers: Annotated[Any, only(["direct"])] = None
     defer_loading: Annotated[Any, only(False)] = None
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
@@ -99,7 +97,7 @@ class NamespaceTool(Strict):
 
     type: Literal["namespace"]
     name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
-    description: str | None = f.text()
+    description: str | None = fields.text()
     tools: Tools[FunctionTool] = Field(fail_fast=True, description="a list of tools")
 
     @property
@@ -121,28 +119,28 @@ def _check_choice(value: Any) -> Any:
 
 class ResponsesRequest(GenerationRequest):
     input: Input
-    instructions: str | None = f.text()
-    max_output_tokens: int | None = f.num_tokens(1)
+    instructions: str | None = fields.text()
+    max_output_tokens: int | None = fields.num_tokens(1)
     include: list[Annotated[Any, only(*INCLUDABLE)]] | None = Field(
         default=None, fail_fast=True, description="a list of strings"
     )
-    top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
+    top_logprobs: int | None = fields.integer(0, MAX_LOGPROBS)
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
     tools_: Tools[FunctionTool | NamespaceTool] | None = tools()
     tool_choice: Annotated[Any, Checked(_check_choice, CHOICE)] = None
-    parallel_tool_calls: bool | None = f.boolean()
-    chat_template_kwargs: dict[str, Any] | None = f.free_object()
+    parallel_tool_calls: bool | None = fields.boolean()
+    chat_template_kwargs: dict[str, Any] | None = fields.free_object()
     truncation: Annotated[Any, only("disabled", "auto")] = None
     """auto: of a conversation that is too long, turns are dropped from the beginning on."""
 
     # Accepted: no answer would be another without them.
-    max_tool_calls: int | None = f.integer(1, f.MAX_INT)
+    max_tool_calls: int | None = fields.integer(1, fields.MAX_INT)
     """Of tools that the server runs, of which there are none."""
-    client_metadata: dict[str, Any] | None = f.free_object()
+    client_metadata: dict[str, Any] | None = fields.free_object()
     """Codex's word for `metadata`."""
-    include_reasoning: bool | None = f.boolean()
-    mm_payload: str | None = f.label()
+    include_reasoning: bool | None = fields.boolean()
+    mm_payload: str | None = fields.label()
 
     # Accepted as long as they ask for nothing.
     background: Annotated[Any, only(False)] = None

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from isthmus.live.gateway import fields as f
+from isthmus.live.gateway import fields
 from isthmus.live.gateway.contents import MessageContent
 from isthmus.live.gateway.fields import Marked, Unread, only
 from isthmus.live.gateway.messages import WholeContent
@@ -51,7 +51,7 @@ def _content(content: MessageContent) -> MessageContent:
 class _Item(Marked):
     """What items of answers carry besides; they are sent back as they came."""
 
-    id: str | None = f.label()
+    id: str | None = fields.label()
     status: Annotated[Any, only("in_progress", "completed", "incomplete")] = None
 
 
@@ -81,8 +81,8 @@ class FunctionCallItem(_Item):
         description="a string that holds a JSON object, or an object"
     )
     parsed_arguments: Annotated[Any, Unread] = None
-    namespace: str | None = f.label()
-    caller: dict[str, Any] | None = f.free_object()
+    namespace: str | None = fields.label()
+    caller: dict[str, Any] | None = fields.free_object()
     background: Annotated[Any, only(False)] = Field(default=None, alias="async")
     async_: Annotated[Any, only(False)] = None
     """The name that `async` has in OpenAI's client, whose objects some send back as they are."""
@@ -98,16 +98,16 @@ class FunctionCallOutputItem(_Item):
     model_config = ConfigDict(json_schema_extra={"anyOf": [_given("call_id"), _given("name")]})
 
     type: Literal["function_call_output"]
-    call_id: str | None = f.text()
+    call_id: str | None = fields.text()
     output: WholeContent
-    name: str | None = f.label()
-    namespace: str | None = f.label()
-    caller: dict[str, Any] | None = f.free_object()
+    name: str | None = fields.label()
+    namespace: str | None = fields.label()
+    caller: dict[str, Any] | None = fields.free_object()
 
     @model_validator(mode="after")
     def _of_something(self) -> Self:
         if self.call_id is None and self.name is None:
-            raise f.refuse("must have the 'call_id' of the call that this is the result of, a string")
+            raise fields.refuse("must have the 'call_id' of the call that this is the result of, a string")
         return self
 
 

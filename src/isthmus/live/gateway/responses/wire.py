@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from isthmus.core.types import FinishReason
 from isthmus.live.gateway.choice import Choice, Delta, Score
+from isthmus.live.gateway.http import message_of, status_of
 from isthmus.live.gateway.prepare import PreparedRequest
-from isthmus.live.gateway.problems import message_of, status_of
 from isthmus.live.gateway.responses.items import flat_name
 from isthmus.live.gateway.tools.parser import Arguments, CallBegun, Content
 from isthmus.live.gateway.wire import PromptDetails, TokenBytes, TokenLogprob, Usage, encode, event, scored

@@ -1,29 +1,52 @@
-"""TTFT against full recomputation (SemShareKV, evaluation): what fewer rows bring, and what is left of it."""
+"""SemShareKV (arXiv 2509.24832) and its neighbours: prompts assembled from other prompts' KV, by cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from statistics import fmean
 
-from isthmus.core.cost import NodeCost
-from isthmus.core.cost.assembly import assembled_ns
-from isthmus.core.reuse import CACHEBLEND, EPIC, SEMANTIC, Selection, pack, rows_per_layer
-from isthmus.core.reuse.selection import TAIL
+from isthmus.core.cost import Analytic, NodeCost, compile_cost, facts_of, hardware_named
+from isthmus.core.cost.node_cost import assembled_ns
+from isthmus.core.reuse import CACHEBLEND, EPIC, SEMANTIC, TAIL, Selection, pack, rows_per_layer
 from isthmus.lab.papers.lab import Lab
-from isthmus.lab.papers.sarathi.setup import coefficients
-from isthmus.lab.papers.semsharekv.setup import (
-    A100,
-    HIDDEN,
-    LENGTHS,
-    MODEL,
-    MODELS,
-    SCHEDULES,
-    UNPUBLISHED,
-    kv_bytes,
-    load_s,
-    node,
-)
+from isthmus.lab.papers.sarathi.one_node import coefficients, llama
 from isthmus.lab.papers.table import PaperCell, Table
+
+A100 = hardware_named("a100")
+MODELS = {
+    "Mistral-7B": llama(32, 32, 4_096, 14_336, 32_000, 8),
+    "LLaMA-3.1-8B": llama(32, 32, 4_096, 14_336, 128_256, 8),
+}
+MODEL = "Mistral-7B"
+HIDDEN = 4_096
+LENGTHS = (500, 700, 1_000, 2_000, 5_000, 10_000)
+
+SEMBLEND = Selection("semblend", recompute=0.8 * 0.85, decay=0.85, floor=0.01)
+"""Of the re-implementation WorldFlowAI/semblend: layer 1 in full, then 0.8 * 0.85^i of the tokens, at least 0.01."""
+SCHEDULES = {"ours": SEMANTIC, "semblend's": SEMBLEND}
+"""The paper's own factors are not known."""
+
+UNPUBLISHED = "no figure is printed"
+
+
+@cache
+def node(model: str = MODEL) -> NodeCost:
+    """One A100, weights and KV of 16 bits, an engine's shares and overheads as fitted elsewhere."""
+    return compile_cost(Analytic(facts_of(MODELS[model]), A100, coefficients()))
+
+
+def kv_bytes(num_tokens: int) -> int:
+    return num_tokens * node().kv_token_bytes
+
+
+def load_s(num_tokens: int, bytes_per_s: float) -> float:
+    """Until a donor's KV is here."""
+    return kv_bytes(num_tokens) / bytes_per_s
+
+
+# TTFT against full recomputation (SemShareKV, evaluation): what fewer rows bring, and what is left of it.
+
 
 PUBLISHED_TTFT = 6.25
 """The most of all models, data sets and lengths."""
@@ -352,3 +375,5 @@ QUALITY = Table(
     ),
     measure=_measure_quality,
 )
+
+TABLES: tuple[Table, ...] = (TTFT, STEPS, MEMORY, NEIGHBOURS, QUALITY)

@@ -43,7 +43,7 @@ class Guests:
         self._scheduler, self._kv_heads = scheduler, kv_heads
         self._guests: dict[RequestId, _Guest] = {}
 
-    def reserve(self, peer: NodeId, asked: ReserveRequest, actions: Actions) -> None:
+    def reserve(self, peer: NodeId, asked: ReserveRequest, now: int, actions: Actions) -> None:
         """Room that there is, is given at once; no node waits for it. Where a block has all heads there is room for as
         many with a part of them as there are parts."""
         key, share, guest = asked.key, asked.share, self._guests.get(asked.key)
@@ -71,7 +71,7 @@ class Guests:
     def _can_hold(self, share: Share) -> bool:
         return 0 < share.parts <= self._kv_heads and not self._kv_heads % share.parts
 
-    def claim(self, peer: NodeId, claim: ClaimRequest, actions: Actions) -> None:
+    def claim(self, peer: NodeId, claim: ClaimRequest, now: int, actions: Actions) -> None:
         """The attempt before it is over: whoever asked in its name is not heard any more."""
         key, old, share = claim.key, self._guests.get(claim.old), claim.share
         if key not in self._guests and old is not None and self._can_hold(share):
@@ -87,7 +87,7 @@ class Guests:
         found = guest.num_stowed if guest is not None and guest.share == share else 0
         actions.append(events.SendLetter(peer, ClaimReply(key, found)))
 
-    def stowed(self, event: events.ShipmentStored, actions: Actions) -> None:
+    def stowed(self, event: events.ShipmentStored, now: int, actions: Actions) -> None:
         """Bytes came, or are being written anew."""
         guest = self._guests.get(event.key)
         if guest is None or event.peer not in guest.needed:
@@ -97,7 +97,7 @@ class Guests:
         if is_more or event.damaged:
             actions.append(events.SendLetter(event.peer, ShipmentConfirmed(event.key, stop, event.damaged)))
 
-    def send_back(self, peer: NodeId, wanted: SendBack, actions: Actions) -> None:
+    def send_back(self, peer: NodeId, wanted: SendBack, now: int, actions: Actions) -> None:
         """Blocks go home, where they are whole here: who asks was told so, or the session with it ended since."""
         guest, stop = self._guests.get(wanted.key), wanted.first + wanted.num_blocks
         if guest is None or peer not in guest.needed or guest.share.parts > 1:

@@ -60,7 +60,7 @@ class Fetches:
 
     # To other nodes.
 
-    def wanted(self, peer: NodeId, want: FetchRequest, actions: Actions) -> None:
+    def wanted(self, peer: NodeId, want: FetchRequest, now: int, actions: Actions) -> None:
         names, start = want.names, want.start
         found, on_disk = self._tiers.match(names) if self._tiers is not None else (0, 0)
         if found <= start or start < 0 or (want.whole and found < len(names)):
@@ -72,7 +72,7 @@ class Fetches:
         on_disk = min(on_disk, found - start)
         actions.append(events.Give(want.key, peer, names, start, found, on_disk))
 
-    def enough(self, peer: NodeId, said: FetchDone, actions: Actions) -> None:
+    def enough(self, peer: NodeId, said: FetchDone, now: int, actions: Actions) -> None:
         self._let_go(said.key, peer)
         actions.append(events.EndGive(said.key, peer))
 
@@ -81,11 +81,11 @@ class Fetches:
         if self._tiers is not None and names is not None:
             self._tiers.unpin(names)
 
-    def gone(self, peer: NodeId, actions: Actions) -> None:
+    def gone(self, peer: NodeId, now: int, actions: Actions) -> None:
         """Nothing more comes from it, and it needs nothing more."""
         actions += [events.EndFetch(key) for key, fetch in self._fetches.items() if fetch.source == peer]
         for key, _ in [at for at in self._given if at[1] == peer]:
-            self.enough(peer, FetchDone(key), actions)
+            self.enough(peer, FetchDone(key), now, actions)
 
     def check_idle(self) -> None:
         assert not self._fetches, "a fetch never ended"

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from isthmus.core.attempts import Route, Share, num_left_out
-from isthmus.core.types import BlockName, NodeId, RequestId
+from isthmus.core.types import BlockName, RequestId
 
 NONE = "none"
 
@@ -167,7 +167,3 @@ Letter = (
     | FetchRequest | FetchDone
     | ReserveRequest | ReserveReply | ClaimRequest | ClaimReply | ShipmentConfirmed | SendBack | Shrink
 )  # fmt: skip
-
-
-def void(peer: NodeId, letter: Any, now: int, actions: list[Any]) -> None:
-    """Letters for nodes of another kind: whoever writes one has not asked what this node is."""

@@ -10,7 +10,7 @@ Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Generic
 
 import msgspec
 
@@ -23,11 +23,11 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.blocks import state_names
 from isthmus.core.node import events, letters
-from isthmus.core.node.attempts import Attempt, Attempts, MemoryUsage
+from isthmus.core.node.attempts import A, Attempt, Attempts, MemoryUsage
 from isthmus.core.node.away import Away, Guests
 from isthmus.core.node.fetches import DonorFetches, Fetches
 from isthmus.core.node.letters import extent_of
-from isthmus.core.scheduler import Saved, Scheduler, SchedulerLimits, Stepped
+from isthmus.core.scheduler import Actions, Saved, Scheduler, SchedulerLimits, Stepped, TierCache
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
@@ -38,7 +38,58 @@ NOT_RECALLED = "a prefix it counted on is not in its cache any more"
 Names = tuple[BlockName, ...]
 
 
-class Node:
+Handler = Callable[[Any, int, Actions], None]
+
+
+class Decider(Generic[A]):
+    """What nodes of both kinds do: facts and letters go to their handlers; attempts and fetches are held.
+
+    `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    """
+
+    def __init__(self, node: NodeId, tiers: TierCache | None, transfer_ns: int) -> None:
+        self.node, self.tiers = node, tiers
+        self._attempts = Attempts[A](node)
+        self._fetches = Fetches(tiers, transfer_ns)
+        self._handlers: dict[type, Handler] = {events.LetterReceived: self._heard}
+        self._letters: dict[type, Callable[[NodeId, Any, int, Actions], None]] = {
+            letters.FetchRequest: self._fetches.wanted,
+            letters.FetchDone: self._fetches.enough,
+        }
+
+    def on(self, event: events.Event, now: int) -> Actions:
+        """Takes one fact, returns the actions that follow from it, in order. `now`: ns, never goes back."""
+        actions: Actions = []
+        self._handlers[type(event)](event, now, actions)
+        return actions
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    def _heard(self, event: events.LetterReceived, now: int, actions: Actions) -> None:
+        """A letter for nodes of another kind is void: its writer has not asked what this node is."""
+        handler = self._letters.get(type(event.letter))
+        if handler is not None:
+            handler(event.peer, event.letter, now, actions)
+
+    def _of_attempt(self, handle: Callable[[A, Any, int, Actions], None]) -> Handler:
+        """A handler of facts about one attempt; a fact about an unknown attempt is void."""
+
+        def handler(event: Any, now: int, actions: Actions) -> None:
+            attempt = self._attempts.get(event.key)
+            if attempt is not None:
+                handle(attempt, event, now, actions)
+
+        return handler
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless all that attempts took was given back."""
+        assert not self._attempts, "an attempt never ended"
+        self._fetches.check_idle()
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+
+class Node(Decider[Attempt]):
     """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
 
     `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
@@ -57,66 +108,55 @@ class Node:
         transfer_ns: int = TRANSFER_NS,
         report_ns: int = 0,
     ) -> None:
-        self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
+        super().__init__(scheduler.node, scheduler.tiers, transfer_ns)
+        self.scheduler = scheduler
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
-        self._attempts = Attempts[Attempt](self.node)
-        self._fetches = Fetches(self.tiers, transfer_ns)
         self._away = Away(scheduler)
         self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
         self._donors = DonorFetches(scheduler)
         self._usage = MemoryUsage(scheduler, report_ns) if report_ns else None
-        self._forgotten: list[Attempt] = []  # while a run with them is out
+        self._forgotten: list[Attempt] = []  # dropped while a run with them is out
         self._sampled_early: list[events.Sampled] = []  # told while a run with them is out
-        self._distrusted: dict[RequestId, None] = {}
+        self._distrusted: dict[RequestId, None] = {}  # requests that a cached prefix failed
         self._next_role: Role | None = None
         self._is_cut = False
-        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+        self._handlers |= {
             events.StartAttempt: self._begin,
-            events.DropAttempt: self._forget,
-            events.Lend: self._lend,
-            events.Repay: self._repay,
+            events.DropAttempt: self._of_attempt(self._forget),
+            events.Lend: self._of_attempt(self._lend),
+            events.Repay: self._of_attempt(self._repay),
             events.Convert: self._convert,
-            events.LetterReceived: lambda heard, now, actions: self._letters[type(heard.letter)](
-                heard.peer, heard.letter, now, actions
-            ),
             events.Gone: self._gone,
-            events.ShipmentStored: lambda event, now, actions: self._guests.stowed(event, actions),
+            events.ShipmentStored: self._guests.stowed,
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
             Saved: self._saved,
             events.Missing: self._missing,
             events.Sampled: self._sampled,
             events.BlocksFetched: self._fetched,
-            events.Loaded: self._loaded,
-            events.HandoverComplete: self._received,
+            events.Loaded: self._of_attempt(self._loaded),
+            events.HandoverComplete: self._of_attempt(self._received),
             events.Progress: self._moved,
-            events.Broken: self._broken,
+            events.Broken: self._of_attempt(self._broken),
             events.BlocksLost: self._lost,
             events.PrefixesRecovered: self._recovered,
             events.Woken: self._woken,
         }
-        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
-            **dict.fromkeys(get_args(letters.Letter), letters.void),
+        self._letters |= {
             letters.HandoverGranted: self._granted,
             letters.HandoverConfirmed: self._landed,
-            letters.FetchRequest: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
-            letters.FetchDone: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
-            letters.ReserveRequest: lambda peer, wanted, now, actions: self._guests.reserve(
-                peer, wanted, actions
-            ),
+            letters.ReserveRequest: self._guests.reserve,
             letters.ReserveReply: self._reserved,
-            letters.ClaimRequest: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
+            letters.ClaimRequest: self._guests.claim,
             letters.ClaimReply: self._found,
             letters.ShipmentConfirmed: self._shipped,
-            letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
+            letters.SendBack: self._guests.send_back,
             letters.Shrink: self._shrink,
         }
 
-    def on(self, event: events.Event, now: int) -> list[events.Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
-        actions: list[events.Action] = []
-        self._handlers[type(event)](event, now, actions)
+    def on(self, event: events.Event, now: int) -> Actions:
+        actions = super().on(event, now)
         if self._usage is not None:
             self._usage.tell(self._attempts, now, actions)
         return actions
@@ -145,9 +185,6 @@ class Node:
         """Leading blocks of a share of another node's attempt that are whole here."""
         return self._guests.num_stowed(key)
 
-    def __contains__(self, key: RequestId) -> bool:
-        return key in self._attempts
-
     def check(self) -> None:
         """Invariants, for tests and the simulator."""
         self.scheduler.check()
@@ -159,20 +196,18 @@ class Node:
             )
 
     def check_idle(self) -> None:
-        """All that attempts took was given back."""
+        super().check_idle()
         scheduler = self.scheduler
-        assert not self._attempts and not self._forgotten, "an attempt never ended"
-        self._fetches.check_idle()
+        assert not self._forgotten, "a dropped attempt was not forgotten"
         self._away.check_idle()
         self._guests.check_idle()
         self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
-        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
     # An attempt begins and ends.
 
-    def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
+    def _begin(self, event: events.StartAttempt, now: int, actions: Actions) -> None:
         distrusts = event.route.request in self._distrusted
         if distrusts:
             event = self._without_cache(event)
@@ -199,11 +234,11 @@ class Node:
                 self._fetches.begin(fetch, actions)
         self._enter(attempt, now, actions)
 
-    def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+    def _gather(self, attempt: Attempt, now: int, actions: Actions) -> bool:
         """What was fetched for it is here: its donors stay until it has them. Whether it goes on."""
         return self._donors.enter(attempt) or self._disassemble(attempt, now, actions)
 
-    def _disassemble(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+    def _disassemble(self, attempt: Attempt, now: int, actions: Actions) -> bool:
         """A donor is not here, or of no use: all that is not cached is computed. Or it is over, if its decode node has
         room for what is packed, and no more. Whether it goes on."""
         assembly = assembly_of(attempt.begin.route)
@@ -213,7 +248,7 @@ class Node:
         self.scheduler.disassemble(attempt, attempt.begin.names)
         return True
 
-    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _enter(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """It waits for memory from now on."""
         key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
         fetch, scheduler = attempt.fetch, self.scheduler
@@ -240,12 +275,10 @@ class Node:
         if scheduler.run is None:
             self._plan(now, actions)
 
-    def _forget(self, event: events.DropAttempt, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            self._end(attempt, now, actions)
+    def _forget(self, attempt: Attempt, event: events.DropAttempt, now: int, actions: Actions) -> None:
+        self._end(attempt, now, actions)
 
-    def _end(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _end(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
@@ -259,13 +292,13 @@ class Node:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
+    def _release(self, attempt: Attempt, actions: Actions) -> None:
         """Nothing is under way for it any more, here and at holders."""
         actions.append(events.ReleaseResources(attempt.begin.key))
         if attempt.remote.holders:
             self._away.end(attempt, actions)
 
-    def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _free(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """Its blocks are free, and somebody may wait for them."""
         self._cut(actions)
         self.scheduler.forget(attempt)
@@ -277,7 +310,7 @@ class Node:
         attempt: Attempt,
         reason: str,
         now: int,
-        actions: list[events.Action],
+        actions: Actions,
         *,
         final: bool = False,
         no_room: bool = False,
@@ -286,10 +319,7 @@ class Node:
         self._end(attempt, now, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
 
-    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _broken(self, attempt: Attempt, event: events.Broken, now: int, actions: Actions) -> None:
         if event.distrust:
             self._distrusted[attempt.begin.route.request] = None
             if len(self._distrusted) > MAX_DISTRUSTED:
@@ -302,11 +332,11 @@ class Node:
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return msgspec.structs.replace(begin, route=alone, names=())
 
-    def _convert(self, event: events.Convert, now: int, actions: list[events.Action]) -> None:
+    def _convert(self, event: events.Convert, now: int, actions: Actions) -> None:
         self._next_role = event.role
         self._maybe_switch(actions)
 
-    def _maybe_switch(self, actions: list[events.Action]) -> None:
+    def _maybe_switch(self, actions: Actions) -> None:
         if self._next_role is not None and self.scheduler.run is None:
             self.scheduler.change(self._limits[self._next_role])
             actions.append(RoleChanged(self.node, self._next_role))
@@ -314,11 +344,11 @@ class Node:
 
     # What stands still, and what is gone.
 
-    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
+    def _gone(self, event: events.Gone, now: int, actions: Actions) -> None:
         """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
         fetches; those whose KV it holds, and its own that lies here."""
         peer = event.peer
-        self._fetches.gone(peer, actions)
+        self._fetches.gone(peer, now, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
             awaits = begin.part is not MIXED and begin.peer == peer and not attempt.received
@@ -329,9 +359,7 @@ class Node:
         if self._guests.gone(peer, now, actions):
             self._replan(now, actions)
 
-    def _lost_holder(
-        self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
-    ) -> None:
+    def _lost_holder(self, attempt: Attempt, event: events.Gone, now: int, actions: Actions) -> None:
         """A holder that has nothing of it only does not answer."""
         peer, remote = event.peer, attempt.remote
         if remote.claimed.get(peer, 0) is None:
@@ -341,7 +369,7 @@ class Node:
         elif any(peer in holding.holders for holding in remote.planned):
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
-    def _moved(self, event: events.Progress, now: int, actions: list[events.Action]) -> None:
+    def _moved(self, event: events.Progress, now: int, actions: Actions) -> None:
         if not event.fetched:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
@@ -349,7 +377,7 @@ class Node:
         else:
             self._fetches.moved(event.key, now)
 
-    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+    def _woken(self, event: events.Woken, now: int, actions: Actions) -> None:
         for attempt in self._attempts.due(now):
             self._fail(attempt, attempt.reason, now, actions)
         late = now - self._transfer_ns
@@ -362,9 +390,7 @@ class Node:
 
     # Handing over.
 
-    def _granted(
-        self, peer: NodeId, granted: letters.HandoverGranted, now: int, actions: list[events.Action]
-    ) -> None:
+    def _granted(self, peer: NodeId, granted: letters.HandoverGranted, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
             self._attempts.put_early(peer, granted)
@@ -374,29 +400,27 @@ class Node:
                 actions += attempt.admitted()
             self._send(attempt, actions)
 
-    def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
+    def _send(self, attempt: Attempt, actions: Actions) -> None:
         """What was granted is sent from its first chunk on; what is packed, once all of it is."""
         is_due = attempt.is_whole or not attempt.packs
         if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
             actions.append(events.SendHandover(attempt.request, peer, extent, attempt.is_whole))
 
-    def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
+    def _prompt_computed(self, attempt: Attempt, actions: Actions) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         self._donors.end(attempt)
         self._maybe_finish(attempt, actions)
 
-    def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
+    def _maybe_finish(self, attempt: Attempt, actions: Actions) -> None:
         """Its decode node attends to all of its KV: what is handed over follows what holders have."""
         if attempt.packs:
             self._send(attempt, actions)
         elif attempt.granted and attempt.is_whole and not attempt.due_ns:
             actions.append(events.FinishHandover(attempt.begin.key))
 
-    def _landed(
-        self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _landed(self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(landed.key)
         if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
             return  # nobody says so of what was not all sent
@@ -422,7 +446,7 @@ class Node:
             tiers.pin(attempt.pinned)
         return True
 
-    def _check_recalled(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _check_recalled(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """What was fetched for it may be less, or have found no room in the cache: it is over before its prompt is
         computed for nothing."""
         begin, tiers = attempt.begin, self.tiers
@@ -430,10 +454,7 @@ class Node:
         if begin.key in self._attempts and tiers is not None and tiers.match(begin.names[:count])[0] < count:
             self._fail(attempt, NOT_RECALLED, now, actions)
 
-    def _loaded(self, event: events.Loaded, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _loaded(self, attempt: Attempt, event: events.Loaded, now: int, actions: Actions) -> None:
         if event.num_blocks < attempt.begin.route.handover_start:
             self._fail(attempt, NOT_RECALLED, now, actions)
             return
@@ -441,13 +462,11 @@ class Node:
         self.scheduler.unpin(attempt)
         self._maybe_whole(attempt, now, actions)
 
-    def _received(self, event: events.HandoverComplete, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            attempt.received = True
-            self._maybe_whole(attempt, now, actions)
+    def _received(self, attempt: Attempt, event: events.HandoverComplete, now: int, actions: Actions) -> None:
+        attempt.received = True
+        self._maybe_whole(attempt, now, actions)
 
-    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _maybe_whole(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
             actions.append(events.SendLetter(attempt.begin.peer, letters.HandoverConfirmed(attempt.begin.key)))
@@ -458,7 +477,7 @@ class Node:
 
     # Fetching from other nodes, and giving to them.
 
-    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
+    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: Actions) -> None:
         """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
         need: that comes with the hand-over."""
         begin = attempt.begin
@@ -468,7 +487,7 @@ class Node:
         wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
         self._fetches.begin(wanted, actions)
 
-    def _fetched(self, event: events.BlocksFetched, now: int, actions: list[events.Action]) -> None:
+    def _fetched(self, event: events.BlocksFetched, now: int, actions: Actions) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
         came = self._fetches.came(event, actions)
         if came is None:
@@ -494,7 +513,7 @@ class Node:
         self._plan(now, actions)
         self._tell_fetched(attempt, actions)
 
-    def _donors_came(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _donors_came(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """Whatever of them did: no more will."""
         attempt.awaits = False
         self._tell_fetched(attempt, actions)
@@ -502,12 +521,12 @@ class Node:
             self._replan(now, actions)
 
     @staticmethod
-    def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
+    def _tell_fetched(attempt: Attempt, actions: Actions) -> None:
         if attempt.fetch is None and not attempt.awaits:
             route = attempt.begin.route
             actions.append(FetchFinished(route.request, route.attempt))
 
-    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: Actions) -> None:
         """The cache gets a prefix that is here, a part of it from another node."""
         if stop:
             self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
@@ -515,24 +534,16 @@ class Node:
 
     # KV that lies on other nodes, and that of others here.
 
-    def _lend(self, event: events.Lend, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return  # the conductor hears why
+    def _lend(self, attempt: Attempt, event: events.Lend, now: int, actions: Actions) -> None:
         moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
         if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
             actions.append(attempt.spread())
 
-    def _repay(self, event: events.Repay, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _repay(self, attempt: Attempt, event: events.Repay, now: int, actions: Actions) -> None:
         if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
             actions.append(attempt.spread())
 
-    def _reserved(
-        self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: list[events.Action]
-    ) -> None:
+    def _reserved(self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(reserved.key)
         if attempt is None or holder not in attempt.remote.asked:
             return
@@ -547,7 +558,7 @@ class Node:
         self._maybe_whole(attempt, now, actions)
         self._replan(now, actions)
 
-    def _found(self, holder: NodeId, found: letters.ClaimReply, now: int, actions: list[events.Action]) -> None:
+    def _found(self, holder: NodeId, found: letters.ClaimReply, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(found.key)
         if attempt is None:
             return
@@ -556,9 +567,7 @@ class Node:
         if self._away.found(attempt, holder, found.num_blocks):
             self._enter(attempt, now, actions)
 
-    def _shipped(
-        self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _shipped(self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(shipped.key)
         if attempt is None or holder not in attempt.remote.holders:
             return
@@ -568,7 +577,7 @@ class Node:
         attempt.remote.arrived(holder, shipped.stop)
         self._arrived(attempt, now, actions)
 
-    def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
+    def _reclaimed(self, event: events.Reclaimed, now: int, actions: Actions) -> None:
         attempt = self._away.reclaimed(event)
         if attempt is None or not event.whole:  # its blocks are free
             if attempt is not None:
@@ -577,7 +586,7 @@ class Node:
         else:
             self._arrived(attempt, now, actions)
 
-    def _arrived(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _arrived(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """Some of its KV is where it was to go."""
         if self.scheduler.computes(attempt):
             self._cut(actions)
@@ -585,25 +594,25 @@ class Node:
         self._ship(now, actions)
         self._replan(now, actions)
 
-    def _ship(self, now: int, actions: list[events.Action]) -> None:
+    def _ship(self, now: int, actions: Actions) -> None:
         """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
         what has all there is handed over."""
         for attempt in self._away.settle(actions):
             self._maybe_finish(attempt, actions)
         self._away.ship(now, actions)
 
-    def _drop(self, now: int, actions: list[events.Action]) -> None:
+    def _drop(self, now: int, actions: Actions) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
         for attempt in gone:
             if attempt.request in self._attempts:  # else it was forgotten
                 dropped = self._attempts[attempt.request]
                 self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
-    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: list[events.Action]) -> None:
+    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: Actions) -> None:
         if self._guests.shrink(peer, wanted, now, actions):
             self._replan(now, actions)
 
-    def _replan(self, now: int, actions: list[events.Action]) -> None:
+    def _replan(self, now: int, actions: Actions) -> None:
         """Blocks are free for which somebody may wait."""
         self._cut(actions)
         if self.scheduler.run is None:
@@ -611,7 +620,7 @@ class Node:
 
     # Runs.
 
-    def _plan(self, now: int, actions: list[events.Action]) -> None:
+    def _plan(self, now: int, actions: Actions) -> None:
         """Plans the next run, if none is out."""
         run = self.scheduler.plan(actions, now)
         if self.scheduler.dropped:
@@ -624,14 +633,14 @@ class Node:
                 attempt.started = True
                 self._send(attempt, actions)
 
-    def _cut(self, actions: list[events.Action]) -> None:
+    def _cut(self, actions: Actions) -> None:
         """Asks once for the end of the run that is out: somebody waits for the next one."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
             actions.append(events.Cut())
 
-    def _stepped(self, event: Stepped, now: int, actions: list[events.Action]) -> None:
+    def _stepped(self, event: Stepped, now: int, actions: Actions) -> None:
         scheduler, run = self.scheduler, self.scheduler.run
         assert run is not None
         self._is_cut = False
@@ -661,7 +670,7 @@ class Node:
         if self._next_role is not None:
             self._maybe_switch(actions)
 
-    def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
+    def _sampled(self, event: events.Sampled, now: int, actions: Actions) -> None:
         if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
             self._sampled_early.append(event)  # the first stage has not said yet that it is through
             return
@@ -676,7 +685,7 @@ class Node:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
+    def _missing(self, event: events.Missing, now: int, actions: Actions) -> None:
         """What could not be loaded is computed. Without its end a recurrent state is none."""
         attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
         if attempt is not None and attempt.assembly is not None:
@@ -690,7 +699,7 @@ class Node:
 
     # What is kept.
 
-    def _read(self, attempt: Attempt, num_cached: int, actions: list[events.Action]) -> None:
+    def _read(self, attempt: Attempt, num_cached: int, actions: Actions) -> None:
         """Begins with what lies on the SSD while the request waits."""
         tiers, names = self.tiers, attempt.begin.names[:num_cached]
         assert tiers is not None
@@ -700,15 +709,15 @@ class Node:
         if on_disk:
             actions.append(events.Read(attempt.begin.key, names[found - on_disk : found]))
 
-    def _saved(self, event: Saved, now: int, actions: list[events.Action]) -> None:
+    def _saved(self, event: Saved, now: int, actions: Actions) -> None:
         self.scheduler.saved(event.request)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _lost(self, event: events.BlocksLost, now: int, actions: list[events.Action]) -> None:
+    def _lost(self, event: events.BlocksLost, now: int, actions: Actions) -> None:
         if event.names:
             self.scheduler.lose(event.names, actions)
             self._plan(now, actions)
 
-    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: list[events.Action]) -> None:
+    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: Actions) -> None:
         self.scheduler.recover(event.chains, actions)

@@ -1,10 +1,7 @@
-"""One node decides: what becomes of an attempt, from its route to its last token, and of the blocks it keeps.
+"""Decides for one node what becomes of an attempt, from its route to its last token, and of cached blocks.
 
-`on(event, now)` takes one fact and answers with actions; whoever carries them out, the live process or the simulator,
-knows no rule. Facts may come at any time, also while a run is out: what touches the blocks of a request in that run
-waits until the iteration under way is over, and `Cut` asks for that.
-
-Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
+Facts may come while a run is out: changes to blocks of a request in that run wait for the end of the iteration under
+way, for which `Cut` asks. Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
 """
 
 from __future__ import annotations
@@ -90,12 +87,11 @@ class Decider(Generic[A]):
 
 
 class Node(Decider[Attempt]):
-    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+    """The decider of a node with our own engine. Its attempts are the scheduler's sequences.
 
-    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
-    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of
-    a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
-    `report_ns`: how often it says at most what its memory is used for, 0 for never.
+    `limits`: of each role that it may be given. `stages`: of its pipeline group; with several, first tokens come by
+    `Sampled`. `kv_heads`: number of equal parts into which the KV of a token can be cut. `report_ns`: least time
+    between two reports of memory use, 0 for none.
     """
 
     def __init__(
@@ -156,37 +152,38 @@ class Node(Decider[Attempt]):
         }
 
     def on(self, event: events.Event, now: int) -> Actions:
-        actions = super().on(event, now)
+        actions: Actions = []  # not `super().on`: the simulator's time goes by here
+        self._handlers[type(event)](event, now, actions)
         if self._usage is not None:
             self._usage.tell(self._attempts, now, actions)
         return actions
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether it keeps answers: not of models with recurrent states, since nobody takes a snapshot at their end."""
+        """Whether the cache keeps answers: not of hybrid models, since no snapshot is taken at an answer's end."""
         return self.tiers is not None and not self._state_blocks
 
     @property
     def has_holders(self) -> bool:
-        """Whether any attempt here has, or is to have, KV elsewhere."""
+        """Whether an attempt here has, or is to have, KV on other nodes."""
         return bool(self._away.attempts)
 
     def held_elsewhere(self) -> list[Attempt]:
-        """Attempts that decode here with KV elsewhere."""
+        """Attempts that decode here with KV on other nodes."""
         attempts = self._away.attempts.values()
         return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
 
     @property
     def num_hosted(self) -> int:
-        """Blocks for KV of other nodes' requests."""
+        """Blocks of the engine set aside for KV of other nodes' attempts."""
         return self._guests.num_blocks
 
     def num_stowed(self, key: RequestId) -> int:
-        """Leading blocks of a share of another node's attempt that are whole here."""
+        """Leading blocks that are whole here, of a share of another node's attempt."""
         return self._guests.num_stowed(key)
 
     def check(self) -> None:
-        """Invariants, for tests and the simulator."""
+        """Raises AssertionError where an invariant is broken; for tests and the simulator."""
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.check()
@@ -235,12 +232,12 @@ class Node(Decider[Attempt]):
         self._enter(attempt, now, actions)
 
     def _gather(self, attempt: Attempt, now: int, actions: Actions) -> bool:
-        """What was fetched for it is here: its donors stay until it has them. Whether it goes on."""
+        """Pins the donors' blocks of a prompt, or gives up assembling it. Returns whether the attempt goes on."""
         return self._donors.enter(attempt) or self._disassemble(attempt, now, actions)
 
     def _disassemble(self, attempt: Attempt, now: int, actions: Actions) -> bool:
-        """A donor is not here, or of no use: all that is not cached is computed. Or it is over, if its decode node has
-        room for what is packed, and no more. Whether it goes on."""
+        """Has all that is not cached computed, since donors are missing or of no use. Fails an attempt whose decode
+        node has room for the packed prompt only. Returns whether the attempt goes on."""
         assembly = assembly_of(attempt.begin.route)
         if attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None:
             self._fail(attempt, "it cannot be assembled of its donors' KV", now, actions)
@@ -249,7 +246,7 @@ class Node(Decider[Attempt]):
         return True
 
     def _enter(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """It waits for memory from now on."""
+        """Queues an attempt for memory of the engine."""
         key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
         fetch, scheduler = attempt.fetch, self.scheduler
         gathers = attempt.assembly is not None and not attempt.awaits
@@ -279,7 +276,7 @@ class Node(Decider[Attempt]):
         self._end(attempt, now, actions)
 
     def _end(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """The attempt is over, whatever it had come to."""
+        """Ends an attempt in any state; its blocks are free once no run touches them."""
         key = attempt.begin.key
         del self._attempts[key]
         self._away.stop(attempt)
@@ -289,21 +286,19 @@ class Node(Decider[Attempt]):
             self._forgotten.append(attempt)
             self._cut(actions)
         else:
-            self._release(attempt, actions)
             self._free(attempt, now, actions)
 
     def _release(self, attempt: Attempt, actions: Actions) -> None:
-        """Nothing is under way for it any more, here and at holders."""
+        """Ends what is under way for an attempt, here and at holders."""
         actions.append(events.ReleaseResources(attempt.begin.key))
         if attempt.remote.holders:
             self._away.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """Its blocks are free, and somebody may wait for them."""
-        self._cut(actions)
+        """Frees an attempt's blocks, for which others may wait."""
+        self._release(attempt, actions)
         self.scheduler.forget(attempt)
-        if self.scheduler.run is None:
-            self._plan(now, actions)
+        self._replan(now, actions)
 
     def _fail(
         self,
@@ -315,7 +310,7 @@ class Node(Decider[Attempt]):
         final: bool = False,
         no_room: bool = False,
     ) -> None:
-        """Gives it up; the conductor may try again, unless it is `final`."""
+        """Gives an attempt up; the conductor may try again, unless `final`."""
         self._end(attempt, now, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
 
@@ -328,7 +323,7 @@ class Node(Decider[Attempt]):
 
     @staticmethod
     def _without_cache(begin: events.StartAttempt) -> events.StartAttempt:
-        """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
+        """The same attempt without use of caches, which failed it before, and without names for what it computes."""
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return msgspec.structs.replace(begin, route=alone, names=())
 
@@ -345,8 +340,8 @@ class Node(Decider[Attempt]):
     # What stands still, and what is gone.
 
     def _gone(self, event: events.Gone, now: int, actions: Actions) -> None:
-        """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
-        fetches; those whose KV it holds, and its own that lies here."""
+        """A peer's loss concerns hand-overs from it and to it, fetches from it and by it, attempts whose KV it holds,
+        and its attempts whose KV lies here."""
         peer = event.peer
         self._fetches.gone(peer, now, actions)
         for attempt in list(self._attempts.values()):
@@ -360,7 +355,7 @@ class Node(Decider[Attempt]):
             self._replan(now, actions)
 
     def _lost_holder(self, attempt: Attempt, event: events.Gone, now: int, actions: Actions) -> None:
-        """A holder that has nothing of it only does not answer."""
+        """Fails an attempt whose KV a lost holder has; the loss of one that has none counts as its refusal."""
         peer, remote = event.peer, attempt.remote
         if remote.claimed.get(peer, 0) is None:
             self._found(peer, letters.ClaimReply(attempt.request, 0), now, actions)
@@ -401,20 +396,20 @@ class Node(Decider[Attempt]):
             self._send(attempt, actions)
 
     def _send(self, attempt: Attempt, actions: Actions) -> None:
-        """What was granted is sent from its first chunk on; what is packed, once all of it is."""
+        """Has a granted attempt sent from its first chunk on; a prompt to be packed only when it is packed."""
         is_due = attempt.is_whole or not attempt.packs
         if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
             actions.append(events.SendHandover(attempt.request, peer, extent, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: Actions) -> None:
-        """Its prompt is computed and its first token is known."""
+        """Notes that a prompt is computed and its first token known."""
         attempt.sampled = True
         self._donors.end(attempt)
         self._maybe_finish(attempt, actions)
 
     def _maybe_finish(self, attempt: Attempt, actions: Actions) -> None:
-        """Its decode node attends to all of its KV: what is handed over follows what holders have."""
+        """Ends a hand-over once holders have all they are to have, for the decode node attends to all of it."""
         if attempt.packs:
             self._send(attempt, actions)
         elif attempt.granted and attempt.is_whole and not attempt.due_ns:
@@ -423,17 +418,16 @@ class Node(Decider[Attempt]):
     def _landed(self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(landed.key)
         if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
-            return  # nobody says so of what was not all sent
+            return  # not all of it was sent: no such peer says so
         del self._attempts[landed.key]
         route = attempt.begin.route
         actions.append(PrefillFinished(route.request, route.attempt))
-        self._release(attempt, actions)
         self._free(attempt, now, actions)
 
     # Receiving.
 
     def _pin_recalled(self, attempt: Attempt) -> bool:
-        """Keeps what its cache is to give where it is; False: it is not there any more."""
+        """Pins the prefix that this node's own cache is to give. Returns False if it is not there any more."""
         begin, tiers = attempt.begin, self.tiers
         recall = begin.route.recall
         if recall is None:
@@ -447,8 +441,7 @@ class Node(Decider[Attempt]):
         return True
 
     def _check_recalled(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """What was fetched for it may be less, or have found no room in the cache: it is over before its prompt is
-        computed for nothing."""
+        """Fails an attempt whose recalled prefix came short or found no room, before its prompt is computed in vain."""
         begin, tiers = attempt.begin, self.tiers
         count = begin.route.handover_start
         if begin.key in self._attempts and tiers is not None and tiers.match(begin.names[:count])[0] < count:
@@ -467,19 +460,17 @@ class Node(Decider[Attempt]):
         self._maybe_whole(attempt, now, actions)
 
     def _maybe_whole(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        """Lets an attempt join the batch once every KV group is whole: KV of all tokens, and the recurrent state."""
         if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
             actions.append(events.SendLetter(attempt.begin.peer, letters.HandoverConfirmed(attempt.begin.key)))
-            self._cut(actions)
             self.scheduler.imported(attempt)
-            if self.scheduler.run is None:
-                self._plan(now, actions)
+            self._replan(now, actions)
 
     # Fetching from other nodes, and giving to them.
 
     def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: Actions) -> None:
-        """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
-        need: that comes with the hand-over."""
+        """Orders a prefix from another node; for a prefill with the recurrent state at its end, which comes with the
+        hand-over for a decode."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
@@ -488,7 +479,8 @@ class Node(Decider[Attempt]):
         self._fetches.begin(wanted, actions)
 
     def _fetched(self, event: events.BlocksFetched, now: int, actions: Actions) -> None:
-        """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
+        """Adopts fetched blocks into the cache, even if the attempt is over. A snapshot of a hybrid model is adopted
+        only if every block before it arrived."""
         came = self._fetches.came(event, actions)
         if came is None:
             return
@@ -514,7 +506,7 @@ class Node(Decider[Attempt]):
         self._tell_fetched(attempt, actions)
 
     def _donors_came(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """Whatever of them did: no more will."""
+        """Ends a prompt's wait for donors, all of whose fetches have ended."""
         attempt.awaits = False
         self._tell_fetched(attempt, actions)
         if self._gather(attempt, now, actions):
@@ -527,7 +519,7 @@ class Node(Decider[Attempt]):
             actions.append(FetchFinished(route.request, route.attempt))
 
     def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: Actions) -> None:
-        """The cache gets a prefix that is here, a part of it from another node."""
+        """Keeps a prefix in the cache, part of which came from another node."""
         if stop:
             self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
             self._plan(now, actions)
@@ -587,7 +579,7 @@ class Node(Decider[Attempt]):
             self._arrived(attempt, now, actions)
 
     def _arrived(self, attempt: Attempt, now: int, actions: Actions) -> None:
-        """Some of its KV is where it was to go."""
+        """Frees what reached a holder, or what came home, as soon as no run touches the attempt."""
         if self.scheduler.computes(attempt):
             self._cut(actions)
             return
@@ -595,8 +587,7 @@ class Node(Decider[Attempt]):
         self._replan(now, actions)
 
     def _ship(self, now: int, actions: Actions) -> None:
-        """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
-        what has all there is handed over."""
+        """Settles arrived shipments and returns, finishes hand-overs that waited for them, and ships full blocks."""
         for attempt in self._away.settle(actions):
             self._maybe_finish(attempt, actions)
         self._away.ship(now, actions)
@@ -613,7 +604,7 @@ class Node(Decider[Attempt]):
             self._replan(now, actions)
 
     def _replan(self, now: int, actions: Actions) -> None:
-        """Blocks are free for which somebody may wait."""
+        """Plans anew, since blocks became free or a request came."""
         self._cut(actions)
         if self.scheduler.run is None:
             self._plan(now, actions)
@@ -621,7 +612,7 @@ class Node(Decider[Attempt]):
     # Runs.
 
     def _plan(self, now: int, actions: Actions) -> None:
-        """Plans the next run, if none is out."""
+        """Plans the next run, if none is out; hand-overs of prompts that begin in it begin, too."""
         run = self.scheduler.plan(actions, now)
         if self.scheduler.dropped:
             self._drop(now, actions)
@@ -634,7 +625,7 @@ class Node(Decider[Attempt]):
                 self._send(attempt, actions)
 
     def _cut(self, actions: Actions) -> None:
-        """Asks once for the end of the run that is out: somebody waits for the next one."""
+        """Asks once for the end of the run that is out, since somebody waits for the next one."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
@@ -663,7 +654,8 @@ class Node(Decider[Attempt]):
             early, self._sampled_early = self._sampled_early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
-        self._ship(now, actions)
+        if self._away.attempts:
+            self._ship(now, actions)
         self._plan(now, actions)
         for attempt in over:  # when what is saved of it has been taken over
             self._release(attempt, actions)
@@ -682,11 +674,10 @@ class Node(Decider[Attempt]):
                 self._prompt_computed(attempt, actions)
                 continue
             del self._attempts[key]
-            self._release(attempt, actions)
             self._free(attempt, now, actions)
 
     def _missing(self, event: events.Missing, now: int, actions: Actions) -> None:
-        """What could not be loaded is computed. Without its end a recurrent state is none."""
+        """Shortens the cached prefix of an attempt to what could be loaded; to none with a recurrent state."""
         attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
         if attempt is not None and attempt.assembly is not None:
             if not self._disassemble(attempt, now, actions):
@@ -700,7 +691,7 @@ class Node(Decider[Attempt]):
     # What is kept.
 
     def _read(self, attempt: Attempt, num_cached: int, actions: Actions) -> None:
-        """Begins with what lies on the SSD while the request waits."""
+        """Begins reading cached blocks from the SSD while the request waits."""
         tiers, names = self.tiers, attempt.begin.names[:num_cached]
         assert tiers is not None
         if self._state_blocks and names:

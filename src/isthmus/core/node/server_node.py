@@ -1,13 +1,9 @@
 """Decides for a node whose engine plans its own batches and keeps its own KV memory: vLLM.
 
-What is left to decide: when an attempt goes to the engine, which is when all is here that it was sent here for; what of
-the cache stays until the engine has it; what the cache keeps of what the engine computed; and how a prompt that is
-computed here gets to where it decodes. As `Node`, it takes one fact and answers with actions.
-
-KV goes from one engine to another in one of two ways. Through the cache (`tiers`): the prefill node keeps all full
-blocks of the prompt, the decode node fetches those that it has not, as it would fetch any prefix, and computes the
-tail. Or the engines do it themselves (no `tiers`): what the first one says of where its KV lies, `params`, goes to the
-second, once.
+It decides when an attempt is submitted (when all blocks that its route counts on are here), which cached blocks stay
+until the engine has them, which computed blocks the cache keeps, and how a prompt's KV gets to its decode node: through
+the caches (`tiers`: the decode node fetches the blocks that it lacks, and computes the tail), or from engine to engine
+(no `tiers`: `params`, by which the first engine says where its KV lies, go to the second once).
 """
 
 from __future__ import annotations
@@ -29,16 +25,16 @@ from isthmus.core.scheduler import Actions, TierCache, TierKeeper
 from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
 SETTLE_NS = 2 * NS_PER_S
-"""So long a prompt that is computed may wait for its last blocks to be saved."""
+"""Longest wait of a computed prompt for its last blocks to be saved."""
 MAX_REFUSED = 1024
 
 Names = tuple[BlockName, ...]
 
 
 class ServerAttemptState(Enum):
-    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
-    on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
-    it over."""
+    """GATHERING: fetches blocks as its route says. AWAITING: its prefill node computes. FETCHING: fetches what that
+    computed. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes it
+    over."""
 
     GATHERING = auto()
     AWAITING = auto()
@@ -50,7 +46,7 @@ class ServerAttemptState(Enum):
 
 GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = ServerAttemptState
 
-# What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
+# Each step of an attempt, from where to where; from elsewhere is a bug of ours. An attempt may end in any state.
 AWAITS = {GATHERING: AWAITING}
 FETCHES = {AWAITING: FETCHING}
 SUBMITS = {GATHERING: SUBMITTED, AWAITING: SUBMITTED, FETCHING: SUBMITTED}
@@ -59,13 +55,14 @@ PASSES = {ANSWERED: PASSED}
 
 
 def handover_key(key: RequestId) -> RequestId:
-    """Of the fetch of what an attempt's prefill node computed. Its route may ask for another one before."""
+    """Key of the fetch of a prompt's KV from its prefill node; the attempt's own key is of the fetch that its route
+    orders."""
     return RequestId(f"{key}/handover")
 
 
 class _ServerAttempt:
-    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
-    `awaited`: its prefill node waits for word that nothing more is needed of it."""
+    """`pinned`: its blocks that stay in the cache; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
+    `awaited`: its prefill node keeps KV for it until it confirms; `settled`: nothing more of it is to be saved."""
 
     __slots__ = (
         "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
@@ -80,7 +77,7 @@ class _ServerAttempt:
         self.cached_tokens: int | None = None
         self.due_ns = 0
         self.reason = ""
-        self.settled = False  # all of it that is to be saved is told
+        self.settled = False
 
 
 class ServerNode(Decider[_ServerAttempt]):
@@ -93,13 +90,12 @@ class ServerNode(Decider[_ServerAttempt]):
         self.role = role
         self._keeper = TierKeeper(tiers, node) if tiers is not None else None
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
-        """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
+        """The last attempts that ended here before their prefill node passed them on, with that node."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
-        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile,
-        even of an attempt that is forgotten here: an engine that reads what this one has let go of goes on with
-        somebody else's."""
+        """Decode nodes that were told `params` and have not confirmed, even of attempts that are over here: were the
+        KV freed before, their engines would read another request's."""
         self._engine: Counter[BlockName] = Counter()
-        """Copies in the engine's own memory."""
+        """Copies of each block in the engine's own memory."""
         self._handlers |= {
             events.StartAttempt: self._begin,
             events.DropAttempt: self._of_attempt(self._forget),
@@ -129,7 +125,7 @@ class ServerNode(Decider[_ServerAttempt]):
 
     @property
     def num_running(self) -> int:
-        """Attempts that the engine has."""
+        """Attempts in the engine."""
         return sum([attempt.state is SUBMITTED for attempt in self._attempts.values()])
 
     @property
@@ -159,12 +155,12 @@ class ServerNode(Decider[_ServerAttempt]):
             self.tiers.pin(event.names)
         fetch = event.fetch
         if fetch is not None and self.tiers is not None:
-            self._fetch(event.key, fetch, event, actions)
+            self._fetches.begin(events.fetch_of(event.key, fetch, event.names, event.tenant), actions)
         else:
             self._gathered(attempt, now, actions)
 
     def _gathered(self, attempt: _ServerAttempt, now: int, actions: Actions) -> None:
-        """What its route fetches is here, or will not be."""
+        """Goes on after the fetch that the route orders, whatever it brought."""
         begin = attempt.begin
         if begin.fetch is not None and begin.part is not DECODE:
             actions.append(FetchFinished(begin.route.request, begin.route.attempt))
@@ -181,7 +177,7 @@ class ServerNode(Decider[_ServerAttempt]):
         attempt.state = SUBMITS[attempt.state]
         if self.tiers is not None:
             num_blocks = self.tiers.match(names)[0]
-            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
+            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # counts as a use
         actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
 
     def _answered(
@@ -207,7 +203,7 @@ class ServerNode(Decider[_ServerAttempt]):
             self._pass(attempt, now, actions)
 
     def _pass(self, attempt: _ServerAttempt, now: int, actions: Actions) -> None:
-        """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
+        """Passes a prompt to its decode node, without a time-out: its session and the head tell when that is gone."""
         begin, params = attempt.begin, attempt.params
         attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
         self._given[begin.key] = begin.peer, params
@@ -239,13 +235,13 @@ class ServerNode(Decider[_ServerAttempt]):
         self._fail(attempt, event.reason, actions, final=event.final)
 
     def _fail(self, attempt: _ServerAttempt, reason: str, actions: Actions, *, final: bool = False) -> None:
-        """Gives it up; the conductor may try again, unless it is `final`."""
+        """Gives an attempt up; the conductor may try again, unless `final`."""
         self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final))
 
     def _end(self, attempt: _ServerAttempt, actions: Actions) -> None:
-        """The attempt is over, whatever it had come to."""
+        """Ends an attempt in any state."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
         if self._attempts.take_early(begin.peer, key) is not None:
@@ -262,8 +258,8 @@ class ServerNode(Decider[_ServerAttempt]):
         actions.append(events.ReleaseResources(key))
 
     def _land(self, attempt: _ServerAttempt, actions: Actions, *, unread: bool = False) -> None:
-        """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
-        tells the other one itself when it has done with its KV."""
+        """Confirms a hand-over to the prefill node: its KV is here, or was read, or is not needed (`unread`). An engine
+        that drops a request tells the other engine itself when it has done with its KV."""
         if attempt.awaited:
             attempt.awaited, attempt.params = False, b""
             landed = letters.HandoverConfirmed(attempt.begin.key, unread)
@@ -303,18 +299,19 @@ class ServerNode(Decider[_ServerAttempt]):
         if present < len(begin.names):
             attempt.state = FETCHES[attempt.state]
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
-            self._fetch(handover_key(key), order, begin, actions)
+            fetch = events.fetch_of(handover_key(key), order, begin.names, begin.tenant)
+            self._fetches.begin(fetch, actions)
         else:
             self._take_over(attempt, actions)
 
     def _take_over(self, attempt: _ServerAttempt, actions: Actions) -> None:
-        """What its prefill node gives is here. What is not is computed."""
+        """Submits a handed-over prompt; blocks that did not come are computed."""
         if self.tiers is not None:
             self._land(attempt, actions)
         self._submit(attempt, actions)
 
     def _gone(self, event: events.Gone, now: int, actions: Actions) -> None:
-        """Nothing more comes from the peer, and it takes nothing of what it was told."""
+        """Gives up attempts that were passed to a lost peer, and frees KV given to it."""
         self._fetches.gone(event.peer, now, actions)
         for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
             attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
@@ -325,7 +322,7 @@ class ServerNode(Decider[_ServerAttempt]):
             self._attempts.give_up(attempt, event.peer, event.reason, now, actions)
         for attempt in self._attempts.values():
             if attempt.awaited and attempt.begin.peer == event.peer:
-                attempt.awaited = False  # nobody waits for word of it
+                attempt.awaited = False  # there is nobody to confirm to
 
     def _refuse_room(self, peer: NodeId, asked: letters.ReserveRequest, now: int, actions: Actions) -> None:
         """No other node's KV lies in this engine's memory."""
@@ -336,17 +333,12 @@ class ServerNode(Decider[_ServerAttempt]):
 
     # Fetching from other nodes.
 
-    def _fetch(self, key: RequestId, order: FetchOrder, begin: events.StartAttempt, actions: Actions) -> None:
-        names = begin.names[: order.stop]
-        wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
-        self._fetches.begin(wanted, actions)
-
     def _moved(self, event: events.Progress, now: int, actions: Actions) -> None:
         if event.fetched:
             self._fetches.moved(event.key, now)
 
     def _fetched(self, event: events.BlocksFetched, now: int, actions: Actions) -> None:
-        """What came is kept, whoever asked for it."""
+        """Adopts fetched blocks into the cache, even if the attempt is over."""
         came = self._fetches.came(event, actions)
         if came is None:
             return
@@ -383,7 +375,7 @@ class ServerNode(Decider[_ServerAttempt]):
             self._keeper.recover(event.chains, actions)
 
     def _engine_blocks(self, event: events.EngineBlocks, now: int, actions: Actions) -> None:
-        """Of several copies of a block the last one counts."""
+        """Counts copies; reports a block with its first copy, and its eviction with its last."""
         new = tuple([name for name in event.stored if not self._engine[name]])
         self._engine.update(event.stored)
         unknown = tuple([name for name in dict.fromkeys(new) if not self._is_kept(name)])
@@ -404,7 +396,7 @@ class ServerNode(Decider[_ServerAttempt]):
         return self.tiers is not None and self.tiers.holds(name)
 
     def _seen(self, action: events.Action) -> events.Action | None:
-        """What left the cache is still here while the engine has it."""
+        """An action as the conductor is to hear it: a block that left the cache stays while the engine has it."""
         if not isinstance(action, BlocksEvicted) or not self._engine:
             return action
         gone = tuple([name for name in action.names if name not in self._engine])

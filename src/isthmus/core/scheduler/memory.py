@@ -35,16 +35,18 @@ class Memory:
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states
         positions = states.positions(sequence, prefix)
-        needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
+        num_scratch = sequence.num_scratch
+        needed = self.at_home(sequence) - len(prefix.blocks)
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
         state_blocks = (len(positions) + prefix.loads) * states.num_blocks
-        if needed + state_blocks + idle + headroom > pool.available:
+        if needed + num_scratch + state_blocks + idle + headroom > pool.available:
             return False
         if cached:
             pool.acquire(cached)
-        sequence.scratch = pool.allocate(sequence.num_scratch)
-        sequence.blocks = prefix.blocks + pool.allocate(needed - sequence.num_scratch)
+        if num_scratch:
+            sequence.scratch = pool.allocate(num_scratch)
+        sequence.blocks = prefix.blocks + pool.allocate(needed)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
         sequence.named = max(len(prefix.blocks), sequence.num_absent)

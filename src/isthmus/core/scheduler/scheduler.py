@@ -316,7 +316,8 @@ class Scheduler:
             # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
             # computed, who wait for this node.
             incoming.reserve(actions, in_order=bool(waiting))
-        self._tell_evicted(actions)
+        if self.pool.evicted:
+            self._tell_evicted(actions)
         if decoding.sequences:
             run = decoding.run(chunks)
         elif chunks:

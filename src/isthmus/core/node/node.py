@@ -21,7 +21,7 @@ from isthmus.core.attempts import (
 from isthmus.core.blocks import state_names
 from isthmus.core.node import events, letters
 from isthmus.core.node.attempts import A, Attempt, Attempts, MemoryUsage
-from isthmus.core.node.away import Away, Guests
+from isthmus.core.node.away import HolderSide, HomeSide
 from isthmus.core.node.fetches import DonorFetches, Fetches
 from isthmus.core.node.letters import extent_of
 from isthmus.core.scheduler import Actions, Saved, Scheduler, SchedulerLimits, Stepped, TierCache
@@ -108,8 +108,8 @@ class Node(Decider[Attempt]):
         self.scheduler = scheduler
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
-        self._away = Away(scheduler)
-        self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
+        self._home = HomeSide(scheduler)
+        self._holder = HolderSide(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
         self._donors = DonorFetches(scheduler)
         self._usage = MemoryUsage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # dropped while a run with them is out
@@ -124,7 +124,7 @@ class Node(Decider[Attempt]):
             events.Repay: self._of_attempt(self._repay),
             events.Convert: self._convert,
             events.Gone: self._gone,
-            events.ShipmentStored: self._guests.stowed,
+            events.ShipmentStored: self._holder.stowed,
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
             Saved: self._saved,
@@ -142,12 +142,12 @@ class Node(Decider[Attempt]):
         self._letters |= {
             letters.HandoverGranted: self._granted,
             letters.HandoverConfirmed: self._landed,
-            letters.ReserveRequest: self._guests.reserve,
+            letters.ReserveRequest: self._holder.reserve,
             letters.ReserveReply: self._reserved,
-            letters.ClaimRequest: self._guests.claim,
+            letters.ClaimRequest: self._holder.claim,
             letters.ClaimReply: self._found,
             letters.ShipmentConfirmed: self._shipped,
-            letters.SendBack: self._guests.send_back,
+            letters.SendBack: self._holder.send_back,
             letters.Shrink: self._shrink,
         }
 
@@ -166,21 +166,21 @@ class Node(Decider[Attempt]):
     @property
     def has_holders(self) -> bool:
         """Whether an attempt here has, or is to have, KV on other nodes."""
-        return bool(self._away.attempts)
+        return bool(self._home.attempts)
 
     def held_elsewhere(self) -> list[Attempt]:
         """Attempts that decode here with KV on other nodes."""
-        attempts = self._away.attempts.values()
+        attempts = self._home.attempts.values()
         return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
 
     @property
     def num_hosted(self) -> int:
         """Blocks of the engine set aside for KV of other nodes' attempts."""
-        return self._guests.num_blocks
+        return self._holder.num_blocks
 
     def num_stowed(self, key: RequestId) -> int:
         """Leading blocks that are whole here, of a share of another node's attempt."""
-        return self._guests.num_stowed(key)
+        return self._holder.num_stowed(key)
 
     def check(self) -> None:
         """Raises AssertionError where an invariant is broken; for tests and the simulator."""
@@ -196,8 +196,8 @@ class Node(Decider[Attempt]):
         super().check_idle()
         scheduler = self.scheduler
         assert not self._forgotten, "a dropped attempt was not forgotten"
-        self._away.check_idle()
-        self._guests.check_idle()
+        self._home.check_idle()
+        self._holder.check_idle()
         self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
@@ -214,12 +214,12 @@ class Node(Decider[Attempt]):
         self._attempts.add(attempt)
         reason = ""
         if route.holdings or route.growth:
-            reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
+            reason = self._home.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
         if reason:
             self._fail(attempt, reason, now, actions)
             return
         if route.taken and attempt.remote.planned and not self._state_blocks:
-            actions += self._away.claim(attempt)
+            actions += self._home.claim(attempt)
             return
         if attempt.assembly is not None:
             can = self.tiers is not None and self._stages == 1 and not self._state_blocks and not distrusts
@@ -279,7 +279,7 @@ class Node(Decider[Attempt]):
         """Ends an attempt in any state; its blocks are free once no run touches them."""
         key = attempt.begin.key
         del self._attempts[key]
-        self._away.stop(attempt)
+        self._home.stop(attempt)
         actions += self._donors.end(attempt)
         self._fetches.end(key, actions)
         if self.scheduler.computes(attempt):
@@ -292,7 +292,7 @@ class Node(Decider[Attempt]):
         """Ends what is under way for an attempt, here and at holders."""
         actions.append(events.ReleaseResources(attempt.begin.key))
         if attempt.remote.holders:
-            self._away.end(attempt, actions)
+            self._home.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: Actions) -> None:
         """Frees an attempt's blocks, for which others may wait."""
@@ -351,7 +351,7 @@ class Node(Decider[Attempt]):
                 self._attempts.give_up(attempt, peer, event.reason, now, actions)
             if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)
-        if self._guests.gone(peer, now, actions):
+        if self._holder.gone(peer, now, actions):
             self._replan(now, actions)
 
     def _lost_holder(self, attempt: Attempt, event: events.Gone, now: int, actions: Actions) -> None:
@@ -380,7 +380,7 @@ class Node(Decider[Attempt]):
             if 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
         self._fetches.end_late(now, actions)
-        if self._guests.expire(now, actions):
+        if self._holder.expire(now, actions):
             self._replan(now, actions)
 
     # Handing over.
@@ -528,11 +528,11 @@ class Node(Decider[Attempt]):
 
     def _lend(self, attempt: Attempt, event: events.Lend, now: int, actions: Actions) -> None:
         moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
-        if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
+        if not (moves and self._home.move(attempt, (event.holder,), event.num_blocks, actions)):
             actions.append(attempt.spread())
 
     def _repay(self, attempt: Attempt, event: events.Repay, now: int, actions: Actions) -> None:
-        if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
+        if not (attempt.state is DECODING and self._home.take_back(attempt, event, actions)):
             actions.append(attempt.spread())
 
     def _reserved(self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: Actions) -> None:
@@ -540,7 +540,7 @@ class Node(Decider[Attempt]):
         if attempt is None or holder not in attempt.remote.asked:
             return
         is_ordered = attempt.remote.more is not None and not attempt.remote.growing
-        if not self._away.reserved(attempt, holder, reserved.granted, now):
+        if not self._home.reserved(attempt, holder, reserved.granted, now):
             self._fail(attempt, f"{holder} has no room for its KV", now, actions, no_room=True)
             return
         if reserved.granted:
@@ -556,7 +556,7 @@ class Node(Decider[Attempt]):
             return
         if found.num_blocks:
             actions.append(events.OpenLine(holder))
-        if self._away.found(attempt, holder, found.num_blocks):
+        if self._home.found(attempt, holder, found.num_blocks):
             self._enter(attempt, now, actions)
 
     def _shipped(self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: Actions) -> None:
@@ -570,7 +570,7 @@ class Node(Decider[Attempt]):
         self._arrived(attempt, now, actions)
 
     def _reclaimed(self, event: events.Reclaimed, now: int, actions: Actions) -> None:
-        attempt = self._away.reclaimed(event)
+        attempt = self._home.reclaimed(event)
         if attempt is None or not event.whole:  # its blocks are free
             if attempt is not None:
                 actions.append(attempt.spread())
@@ -588,9 +588,9 @@ class Node(Decider[Attempt]):
 
     def _ship(self, now: int, actions: Actions) -> None:
         """Settles arrived shipments and returns, finishes hand-overs that waited for them, and ships full blocks."""
-        for attempt in self._away.settle(actions):
+        for attempt in self._home.settle(actions):
             self._maybe_finish(attempt, actions)
-        self._away.ship(now, actions)
+        self._home.ship(now, actions)
 
     def _drop(self, now: int, actions: Actions) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
@@ -600,7 +600,7 @@ class Node(Decider[Attempt]):
                 self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
     def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: Actions) -> None:
-        if self._guests.shrink(peer, wanted, now, actions):
+        if self._holder.shrink(peer, wanted, now, actions):
             self._replan(now, actions)
 
     def _replan(self, now: int, actions: Actions) -> None:
@@ -642,7 +642,7 @@ class Node(Decider[Attempt]):
             self._forgotten.clear()
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
-            self._away.stop(attempt)
+            self._home.stop(attempt)
             self._donors.end(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
@@ -654,7 +654,7 @@ class Node(Decider[Attempt]):
             early, self._sampled_early = self._sampled_early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
-        if self._away.attempts:
+        if self._home.attempts:
             self._ship(now, actions)
         self._plan(now, actions)
         for attempt in over:  # when what is saved of it has been taken over

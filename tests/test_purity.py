@@ -79,9 +79,8 @@ def test_core_imports_no_clock_chance_or_io() -> None:
         assert not calls & IMPURE_CALLS, path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SRC)))
-def test_no_file_executes_data(path: Path) -> None:
-    assert list(dangers_of(tree_of(path))) == []
+def test_no_file_executes_data() -> None:
+    assert [(path, danger) for path in SOURCES for danger in dangers_of(tree_of(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -99,16 +98,13 @@ def test_the_import_check_would_find(code: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["eval(x)", "def f():\n    exec(x)", "import pickle", "from marshal import loads", "torch.load(f)",
-     "yaml.load(f)", "from yaml import load"],
+    ("code", "count"),
+    [("eval(x)", 1), ("def f():\n    exec(x)", 1), ("import pickle", 1), ("from marshal import loads", 1),
+     ("torch.load(f)", 1), ("yaml.load(f)", 1), ("from yaml import load", 1),
+     ("model.eval()\nyaml.safe_load(f)\njson.load(f)\n'eval(x)'", 0)],
 )  # fmt: skip
-def test_the_danger_check_would_find(code: str) -> None:
-    assert len(list(dangers_of(ast.parse(code)))) == 1
-
-
-def test_words_that_only_look_dangerous_are_allowed() -> None:
-    assert list(dangers_of(ast.parse("model.eval()\nyaml.safe_load(f)\njson.load(f)\n'eval(x)'"))) == []
+def test_the_danger_check_would_find(code: str, count: int) -> None:
+    assert len(list(dangers_of(ast.parse(code)))) == count
 
 
 def test_one_module_imports_ray() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import pytest_collection_modifyitems
 from tests.pace import PACE, paced
 from tests.scratch import ROOT
-from tests.steady import CONDITIONS, Run, command_of, table
+from tests.steady import Run, table
 
 DRAWS = """
 import os
@@ -71,20 +71,6 @@ def test_the_pace_is_that_of_emulated_engines_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(PACE, "4")
     assert paced(emulated) == emulated | {"cost": cost | {"decode_fixed_s": 2.0}}
     assert paced(real) == real and paced({"kind": "emulated", "cost": "file.yaml"})["cost"] == "file.yaml"
-
-
-def test_a_condition_is_a_command_and_an_order() -> None:
-    first = str(min(os.sched_getaffinity(0)))
-    start = ["-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
-    assert command_of(CONDITIONS["one-core"], 3, 2, ["x"]) == [
-        "taskset",
-        "-c",
-        first,
-        sys.executable,
-        *start,
-        "x",
-    ]
-    assert command_of(CONDITIONS["shuffle"], 3, 2, []) == [sys.executable, *start, "--shuffle", "3"]
 
 
 def test_threads_are_late_where_that_is_asked_for() -> None:

@@ -124,8 +124,10 @@ def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding
 
 
 def num_left_out(route: Route, num_tokens: int, block_size: int) -> int:
-    """Blocks that the hand-over of an attempt leaves out: recalled ones, those of holders, and those dropped by packing
-    the prompt."""
+    """Leading blocks that the hand-over of an attempt leaves out: those that the decode node gets in its own cluster,
+    that lie with holders, or that are dropped when the prompt is packed."""
+    if not (route.holdings or route.growth or route.assembly):
+        return route.handover_start
     away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
     assembly = assembly_of(route)
     packing = assembly.packing if assembly is not None else None

@@ -13,19 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from isthmus.core.attempts import Assembly, MemoryEntry, MemoryUsed, RequestFailed, key_of
-from isthmus.core.node.events import (
-    BlocksFetched,
-    Cut,
-    EndFetch,
-    LoadBlocks,
-    Missing,
-    OfferHandover,
-    ReceiveHandover,
-    SaveBlocks,
-    Shorten,
-    StartAttempt,
-    Wake,
-)
+from isthmus.core.node import events
 from isthmus.core.node.letters import HandoverSpan
 from isthmus.core.reuse import Packing
 from isthmus.core.scheduler import Admitted, Piece, Preempted, Stepped
@@ -56,7 +44,7 @@ class Book:
         self.fate = Fate.COMING
         self.kept: set[BlockName] = set()
         self.cached = self.exact = 0
-        self.load: LoadBlocks | None = None
+        self.load: events.LoadBlocks | None = None
         self.blocks: tuple[int, ...] = ()
         self.scratch: tuple[int, ...] = ()
 
@@ -94,13 +82,13 @@ class AssembledWorld(World):
     # What is told.
 
     def tell(self, place: Place, fact: Any) -> None:
-        if isinstance(fact, StartAttempt) and fact.part is not Role.DECODE:
+        if isinstance(fact, events.StartAttempt) and fact.part is not Role.DECODE:
             self._begin(place, fact)
         super().tell(place, fact)
         self._gather(place, fact)
         self._check(place)
 
-    def _begin(self, place: Place, begin: StartAttempt) -> None:
+    def _begin(self, place: Place, begin: events.StartAttempt) -> None:
         assembly = self._assembly(self.asked[begin.key])
         if assembly is not None:
             book = self.books[place.name, begin.key] = Book(self.asked[begin.key], assembly)
@@ -135,7 +123,7 @@ class AssembledWorld(World):
 
     def _gather(self, place: Place, fact: Any) -> None:
         """After a fetch: what is here now is what counts, since nothing of what came was dropped within the fact."""
-        if not isinstance(fact, BlocksFetched):
+        if not isinstance(fact, events.BlocksFetched):
             return
         owner = RequestId(fact.key.partition("~")[0])
         book = self.books.get((place.name, owner))
@@ -156,7 +144,7 @@ class AssembledWorld(World):
         super().lose(name, block)
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
-        if isinstance(fact, StartAttempt):
+        if isinstance(fact, events.StartAttempt):
             book = self.books.get((place.name, fact.key))
             if book is not None and book.fate is Fate.AS_EVER and book.is_sent_packed:
                 return []  # it is over at once
@@ -166,17 +154,20 @@ class AssembledWorld(World):
 
     def _carry_out(self, place: Place, action: Any) -> None:
         match action:
-            case OfferHandover() | ReceiveHandover():
+            case events.OfferHandover() | events.ReceiveHandover():
                 self._extent(action.key, action.extent)
-                if isinstance(action, ReceiveHandover):
+                if isinstance(action, events.ReceiveHandover):
                     self._receives(action)
             case Admitted():
                 book = self.books.get((place.name, action.request))
                 if book is not None:
                     self._admitted(place, book, action)
-            case LoadBlocks():
+            case events.LoadBlocks():
                 self._load(place, action)
-            case SaveBlocks():
+            case events.Fetch() if "~" in action.key:
+                book = self.books[place.name, RequestId(action.key.partition("~")[0])]
+                assert book.fate is Fate.COMING, "donors are fetched that are of no use"
+            case events.SaveBlocks():
                 self._save(place, action)
             case Preempted():
                 self._preempted(place, action.request)
@@ -196,7 +187,7 @@ class AssembledWorld(World):
         assert (extent.start, extent.num_tokens) == (start * SIZE, asked.num_tokens)
         assert self.extents.setdefault(key, extent) == extent, "its nodes do not mean the same"
 
-    def _receives(self, receive: ReceiveHandover) -> None:
+    def _receives(self, receive: events.ReceiveHandover) -> None:
         assembly = self._assembly(self.asked[receive.key])
         dropped = assembly.packing.num_dropped if assembly is not None and assembly.packing is not None else 0
         real = receive.blocks[dropped:]
@@ -212,7 +203,7 @@ class AssembledWorld(World):
         computed = book.asked.num_tokens if book.fate is Fate.ASSEMBLED else book.cached  # pre-empted since
         book.exact = computed // SIZE
 
-    def _load(self, place: Place, load: LoadBlocks) -> None:
+    def _load(self, place: Place, load: events.LoadBlocks) -> None:
         book = self.books.get((place.name, load.key))
         if book is None or load.told or place.made[2]:
             return  # with recurrent states nothing is assembled
@@ -226,7 +217,7 @@ class AssembledWorld(World):
             book.load, book.scratch = load, load.blocks[count:]
             assert not set(book.scratch) & set(book.blocks) and len(set(book.scratch)) == len(donated)
 
-    def _save(self, place: Place, save: SaveBlocks) -> None:
+    def _save(self, place: Place, save: events.SaveBlocks) -> None:
         """What does not follow from its tokens alone has no name."""
         asked = self.asked.get(save.request)
         if asked is None or self._assembly(asked) is None:
@@ -320,7 +311,7 @@ class AssembledWorld(World):
         if packing is not None:
             assert not piece.remote and piece.num_absent == packing.num_dropped
 
-    def tell_missing(self, place: Place, missing: Missing) -> None:
+    def tell_missing(self, place: Place, missing: events.Missing) -> None:
         book = self.books.get((place.name, missing.key))
         if book is None or book.fate is Fate.AS_EVER or missing.key not in place.node:
             super().tell_missing(place, missing)
@@ -331,13 +322,15 @@ class AssembledWorld(World):
             self.seen["missing"] += 1
             if book.is_sent_packed:
                 assert any(isinstance(action, RequestFailed) for action in actions)
-                assert not any(isinstance(action, Shorten) for action in actions)
+                assert not any(isinstance(action, events.Shorten) for action in actions)
             num_blocks = min(num_blocks, book.cached // SIZE)
-        shortens = [action for action in actions if isinstance(action, Shorten)]
-        assert all(action == Shorten(missing.key, num_blocks * SIZE) for action in shortens)
+        shortens = [action for action in actions if isinstance(action, events.Shorten)]
+        assert all(action == events.Shorten(missing.key, num_blocks * SIZE) for action in shortens)
         assert len(shortens) + sum(isinstance(action, RequestFailed) for action in actions) == 1
         for action in actions:
-            assert isinstance(action, Shorten | RequestFailed | EndFetch | Cut | MemoryUsed | Wake)
+            assert isinstance(
+                action, events.Shorten | RequestFailed | events.EndFetch | events.Cut | MemoryUsed | events.Wake
+            )
             self._carry_out(place, action)
         if book.fate is Fate.HERE:
             book.fate, book.kept = Fate.AS_EVER, set()

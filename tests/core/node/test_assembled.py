@@ -8,13 +8,24 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.attempts import Assembly, Donor, FetchOrder
+from isthmus.core.attempts import (
+    Assembly,
+    Donor,
+    FetchOrder,
+    HoldingsChanged,
+    MemoryEntry,
+    MemoryUsed,
+    RequestFailed,
+)
+from isthmus.core.node import Node, events
 from isthmus.core.reuse import CACHEBLEND, EPIC, SEMANTIC, pack
-from isthmus.core.types import NodeId, RequestId
+from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
+from isthmus.core.types import NodeId, RequestId, Role
 
-from .assembled import AssembledWorld
+from .assembled import CANNOT, AssembledWorld
 from .test_node import D0, P0, P1, Drawn, fetch_of, names_of
-from .world import SIZE, Asked, Place, route_of
+from .test_steps import HERE, KEY, PEER
+from .world import SIZE, Asked, Place, limits_of, route_of
 
 LAYERS = 3
 SEEDS = 3
@@ -94,7 +105,7 @@ def play(
     return world.seen
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(0, 1 << 32),
     st.sampled_from([22, 28, 60]),
@@ -116,3 +127,48 @@ def test_the_world_sees_all_that_may_become_of_them() -> None:
     for what in ("assembled", "packed", "handed over", "here", "came", "missing", "failed", "lost", "dropped"):
         assert seen[what], f"{what}: never"
     assert seen["assembled"] + seen["packed"] > seen["missing"] + seen["failed"]
+
+
+DONOR = tuple(range(100, 108))
+PACKING = pack(SEMANTIC, 60, LAYERS, SIZE)
+
+
+def begin(part: Role, attempt: int = 1) -> events.StartAttempt:
+    """A prompt of 60 tokens whose donor is here; computed as ever, it would begin with 16."""
+    ends = (HERE, PEER) if part is Role.PREFILL else (HERE, HERE)
+    assembly = Assembly(SEMANTIC, (Donor(RequestId("x"), DONOR, 2),), (), 20, LAYERS, PACKING)
+    route = route_of("r", *ends, assembly=assembly)
+    return events.StartAttempt(RequestId(f"r#{attempt}"), part, route, 60, 90, tuple(range(15)))
+
+
+def with_donor(**about: int) -> Node:
+    made = limits_of(60, 0)
+    tiers = TierCache(80)
+    tiers.put(DONOR)
+    return Node(dict.fromkeys(Role, made), Scheduler(made, tiers, BlockPool(60), node=HERE), **about)
+
+
+def test_who_distrusts_its_cache_does_not_send_whole_what_is_expected_packed() -> None:
+    node = with_donor()
+    [run] = [action for action in node.on(begin(Role.MIXED), 1) if isinstance(action, Run)]
+    assert run.chunks[0].assembly is not None
+    node.on(events.Broken(KEY, "x", distrust=True), 2)
+    node.on(Stepped(1), 3)
+    actions = node.on(begin(Role.PREFILL, 2), 4)
+    assert [each.reason for each in actions if isinstance(each, RequestFailed)] == [f"here: {CANNOT}"]
+    [run] = [action for action in node.on(begin(Role.MIXED, 3), 5) if isinstance(action, Run)]
+    assert [(piece.assembly, piece.count) for piece in run.chunks] == [(None, 16)]
+
+
+def test_what_is_packed_is_never_lent_and_nobody_hears_of_what_was_dropped() -> None:
+    node = with_donor(report_ns=1)
+    node.on(begin(Role.MIXED), 1)
+    [used] = [action for action in node.on(Stepped(1), 2) if isinstance(action, MemoryUsed)]
+    assert PACKING is not None and used.num_available == 60 - 16 + PACKING.num_dropped
+    assert used.entries == (MemoryEntry(RequestId("r"), 1, 16 - PACKING.num_dropped),)
+    for order in (
+        events.Lend(RequestId("r"), 1, HERE, PEER, 2),
+        events.Repay(RequestId("r"), 1, HERE, PEER, 1),
+    ):
+        told = [each for each in node.on(order, 3) if isinstance(each, HoldingsChanged)]
+        assert told == [HoldingsChanged(RequestId("r"), 1, ())]

@@ -22,12 +22,11 @@ from isthmus.core.node.letters import (
 )
 from isthmus.core.types import Role
 
-from .test_away import A0, A1, KEY, OLD, decoding, lent
-from .test_away import begin as begin_at
-from .test_away import node as node_named
-from .test_guests import hosting
-from .test_refusals import NAMES, PEER, begin, node_of
+from .test_holders import A0, A1, KEY, OLD, decoding, hosting, lent
+from .test_holders import begin as begin_at
+from .test_holders import node as node_named
 from .test_server_node import node_of as server_node
+from .test_steps import NAMES, PEER, begin, node_of
 from .world import SIZE
 
 COUNTS = st.integers(0, 9)

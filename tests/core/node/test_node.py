@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.core.attempts import Holding, HoldingsChanged, RequestFailed, RoleChanged, Route
-from isthmus.core.node import Node
-from isthmus.core.node.events import (
-    BlocksFetched,
-    Broken,
-    Convert,
-    DropAttempt,
-    EndFetch,
-    EndGive,
-    Give,
-    Gone,
-    HandoverComplete,
-    Lend,
-    LetterReceived,
-    Loaded,
-    PrefixesRecovered,
-    Progress,
-    Reclaimed,
-    ReleaseResources,
-    Repay,
-    Sampled,
-    ShipmentStored,
-    StartAttempt,
-    Woken,
-)
-from isthmus.core.node.letters import (
-    ClaimReply,
-    FetchDone,
-    FetchRequest,
-    HandoverConfirmed,
-    HandoverGranted,
-    ReserveReply,
-    SendBack,
-    ShipmentConfirmed,
-    Shrink,
-)
-from isthmus.core.scheduler import BlockPool, Run, Scheduler, Stepped, TierCache
-from isthmus.core.types import NOBODY, NodeId, RequestId, Role, Tenant
+from isthmus.core.attempts import Holding, Route
+from isthmus.core.node import events
+from isthmus.core.types import NOBODY, NodeId, Tenant
 
-from .world import SIZE, Asked, Place, World, fetch_of, limits_of, route_of
+from .world import SIZE, Asked, Place, World, fetch_of, route_of
 
 P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
 
@@ -187,7 +151,7 @@ def ask_again(world: World, draw: Drawn, lost: Asked) -> None:
     world.ask(Asked(again, lost.num_tokens + known, lost.answer - known, lost.names))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 8)]), st.sampled_from([0, 0, 2]))
 def test_blocks_go_and_come_back_at_any_step(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
     """Among many that decode: none is lost, had twice, or attended to where it is not; a refusal changes nothing."""
@@ -242,36 +206,6 @@ def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) 
     world.ask(Asked(route_of(f"r{number}", prefill, decode, **fields), num_tokens, 1 + draw(12), names))
 
 
-def node_of(**limits: int) -> Node:
-    made = limits_of(40, 0)
-    scheduler = Scheduler(made, TierCache(30), BlockPool(40), node=D0)
-    return Node(dict.fromkeys(Role, made), scheduler, transfer_ns=1000, **limits)
-
-
-def test_a_hand_over_beside_a_fetch_has_a_time_out_of_its_own() -> None:
-    """What comes of one of them says nothing of the other, though both are of one attempt."""
-    node = node_of()
-    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
-    key = RequestId("r#1")
-    node.on(StartAttempt(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
-    node.on(Progress(key), 10)
-    assert node.on(Woken(), 900) == []
-    node.on(Progress(key, fetched=True), 1000)
-    failed = [action for action in node.on(Woken(), 1100) if isinstance(action, RequestFailed)]
-    assert [action.reason for action in failed] == ["d0: no KV came for 1e-06 s"]
-    assert node.on(BlocksFetched(key, 2), 1200)[-1:], "what came is kept all the same"
-    node.check_idle()
-
-
-def test_a_fetch_that_stands_still_is_ended_though_the_hand_over_goes_on() -> None:
-    node, key = node_of(), RequestId("r#1")
-    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
-    node.on(StartAttempt(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
-    node.on(Progress(key, fetched=True), 10)
-    node.on(Progress(key), 1100)
-    assert node.on(Woken(), 1101) == [EndFetch(key)]
-
-
 @settings(max_examples=50)
 @given(st.integers(0, 1 << 32), st.integers(1, 12))
 def test_what_lies_on_the_ssd_at_the_start_is_kept_as_far_as_there_is_room(seed: int, room: int) -> None:
@@ -281,86 +215,6 @@ def test_what_lies_on_the_ssd_at_the_start_is_kept_as_far_as_there_is_room(seed:
     chains = tuple([names_of(draw(3), 1 + draw(6)) for _ in range(4)])
     place.disk |= {name for chain in chains for name in chain}
     found = len(place.disk)
-    world.tell(place, PrefixesRecovered(chains))
+    world.tell(place, events.PrefixesRecovered(chains))
     assert node.tiers is not None and len(node.tiers.ssd.held) == min(found, room)
     world.drain()
-
-
-@pytest.mark.parametrize(
-    ("tiers", "state_blocks", "keeps"), [(None, 0, 0), (None, 2, 0), ((9, 0), 2, 0), ((9, 0), 0, 1)]
-)
-def test_answers_are_kept_where_there_is_room_and_no_state(
-    tiers: tuple[int, int] | None, state_blocks: int, keeps: int
-) -> None:
-    assert Place(P0, 40, tiers, state_blocks).node.keeps_answers == bool(keeps)
-
-
-def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
-    limits = {role: limits_of(40, 0) for role in Role}
-    node = Node(limits, Scheduler(limits[Role.MIXED], TierCache(30), BlockPool(40), node=P0))
-    key = RequestId("r#1")
-    mixed = StartAttempt(key, Role.MIXED, route_of("r", P0, P0), 9, 20, names_of(1, 2))
-    node.on(mixed, 1)
-    assert node.on(Convert(P0, Role.DECODE), 2) == []
-    node.on(DropAttempt(key), 3)
-    assert node.scheduler.limits is limits[Role.MIXED], "what runs is of the old role"
-    assert node.on(Stepped(1), 4) == [ReleaseResources(key), RoleChanged(P0, Role.DECODE)]
-    assert node.scheduler.limits is limits[Role.DECODE]
-    assert node.on(Convert(P0, Role.MIXED), 5) == [RoleChanged(P0, Role.MIXED)]
-    node.on(mixed, 6)
-    assert RoleChanged not in map(type, node.on(Stepped(1), 7))
-
-
-def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
-    node, key = node_of(), RequestId("gone#1")
-    for fact in (BlocksFetched(key, 3, ended=False),
-                 BlocksFetched(key, 3), Loaded(key, 1), HandoverComplete(key), Broken(key, "x"), Gone(P0, "x"),
-                 DropAttempt(key), Progress(key), ShipmentStored(key, P0, 3), ShipmentStored(key, P0, 0, damaged=True),
-                 Reclaimed(key, whole=True)):  # fmt: skip
-        assert node.on(fact, 1) == []
-    for letter in (HandoverGranted(key), HandoverConfirmed(key), ReserveReply(key, True), ClaimReply(key, 3),
-                   ShipmentConfirmed(key, 3), ShipmentConfirmed(key, 0, damaged=True), SendBack(key, 0, 1),
-                   Shrink(key, 1), Shrink(key, 0)):  # fmt: skip
-        assert node.on(LetterReceived(P0, letter), 1) == []
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("held", [None, 0, 2, 3, 5])
-def test_of_what_is_wanted_as_much_is_given_as_is_here(held: int | None, whole: bool) -> None:
-    """Without tiers nothing is; and all or nothing where it is of no use in parts."""
-    place = Place(P0, 40, (30, 30) if held is not None else None)
-    node, names = place.node, names_of(0, 5)
-    if held:
-        node.on(PrefixesRecovered((names[:held],)), 1)
-    stop = 2 if held is None or held <= 2 or (whole and held < 5) else held
-    on_disk = stop - 2
-    key = RequestId("f")
-    assert node.on(LetterReceived(P1, FetchRequest(key, names, 2, whole)), 2) == [
-        Give(key, P1, names, 2, stop, on_disk)
-    ]
-    assert node.on(LetterReceived(P1, FetchDone(key)), 3) == [EndGive(key, P1)]
-    node.check_idle()
-
-
-def test_of_first_tokens_of_several_those_of_requests_that_are_gone_are_passed_over() -> None:
-    made = limits_of(40, 0)
-    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
-    key = RequestId("r#1")
-    node.on(StartAttempt(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names_of(1, 2)), 1)
-    node.on(Stepped(1), 2)
-    assert ReleaseResources(key) in node.on(Sampled((RequestId("gone#1"), key), (key,)), 3)
-
-
-def test_a_move_or_a_return_that_cannot_be_is_answered_with_what_lies_where() -> None:
-    node, key = node_of(), RequestId("r#1")
-    node.on(StartAttempt(key, Role.MIXED, route_of("r", D0, D0), 9, 20), 0)
-    node.on(Stepped(1), 1)
-    before = node.scheduler.pool.available
-    for order in (Repay(RequestId("r"), 1, D0, H0, 1), Lend(RequestId("r"), 1, D0, H0, 0)):
-        assert [each for each in node.on(order, 2) if not isinstance(each, Run)] == [
-            HoldingsChanged(RequestId("r"), 1, ())
-        ]
-    for unknown in (Repay(RequestId("s"), 1, D0, H0, 1), Lend(RequestId("s"), 1, D0, H0, 1)):
-        assert node.on(unknown, 3) == []
-    node.on(Reclaimed(RequestId("s#1"), whole=True), 4)
-    assert node.scheduler.pool.available == before

@@ -21,7 +21,6 @@ from isthmus.core.attempts import (
     RoleChanged,
     Share,
 )
-from isthmus.core.node import attempts
 from isthmus.core.node import server_node as module
 from isthmus.core.node.attempts import SEVERED_NS
 from isthmus.core.node.events import (
@@ -64,7 +63,6 @@ from isthmus.core.node.letters import (
     PromptComputed,
     ReserveReply,
     ReserveRequest,
-    Shrink,
 )
 from isthmus.core.node.server_node import SETTLE_NS, ServerNode, handover_key
 from isthmus.core.scheduler import TierCache
@@ -124,17 +122,22 @@ def test_what_both_prefills_and_decodes_here_goes_to_the_engine_at_once(tiers: t
 
 
 def test_a_prompt_waits_for_what_its_route_fetches_and_uses_what_came() -> None:
-    node = node_of(P0)
+    node = node_of(P0, transfer_ns=1000)
     kept(node, NAMES[:1])
     order = fetch_of(P1, 1, 4)
-    fetch = Fetch(KEY, P1, NAMES, 1)
-    assert node.on(begin(Role.MIXED, P0, P0, fetch=order), 1) == asks(fetch)
+    assert node.on(begin(Role.MIXED, P0, P0, fetch=order), 1) == asks(Fetch(KEY, P1, NAMES, 1))
     assert (node.num_running, node.num_waiting) == (0, 1)
     assert AdoptBlocks(KEY, NAMES[1:2]) in node.on(BlocksFetched(KEY, 2, ended=False), 2)
-    ended = node.on(BlocksFetched(KEY, 3), 3)
+    assert node.on(Woken(), 5000) == [], "it has not begun: its source may be busy"
+    node.on(Progress(KEY), 5000)
+    assert node.on(Woken(), 9000) == [], "that was of something else"
+    node.on(Progress(KEY, fetched=True), 9000)
+    assert node.on(Woken(), 10000) == []
+    assert node.on(Woken(), 10001) == [EndFetch(KEY)]
+    ended = node.on(BlocksFetched(KEY, 3), 10002)
     assert ended[:2] == [SendLetter(P1, FetchDone(KEY)), AdoptBlocks(KEY, NAMES[2:3])]
     assert ended[-2:] == [FetchFinished(RequestId("r"), 1), Submit(KEY, 3)]
-    node.on(AnswerComplete(KEY), 4)
+    node.on(AnswerComplete(KEY), 10003)
     node.check_idle()
 
 
@@ -150,26 +153,7 @@ def test_what_comes_is_kept_in_the_share_of_who_asked_for_it_though_it_is_gone()
     assert node.tiers is not None and node.tiers.sizes() == {"acme": 3, "globex": 2}
 
 
-def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> None:
-    node = node_of(P0, transfer_ns=1000)
-    node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 0, 4)), 1)
-    assert node.on(Woken(), 5000) == [], "it has not begun: its source may be busy"
-    node.on(Progress(KEY), 5000)
-    assert node.on(Woken(), 9000) == [], "that was of something else"
-    node.on(Progress(KEY, fetched=True), 9000)
-    assert node.on(Woken(), 10000) == []
-    assert node.on(Woken(), 10001) == [EndFetch(KEY)]
-    assert node.on(BlocksFetched(KEY, 0), 10002)[-1] == Submit(KEY, 0)
-
-
 # A prompt that decodes elsewhere.
-
-
-def test_a_prompt_whose_blocks_are_saved_before_its_answer_comes_waits_for_nothing() -> None:
-    node = node_of(P0)
-    node.on(begin(Role.PREFILL), 1)
-    assert node.on(SavesDone(KEY), 2) == []
-    assert node.on(EnginePrefilled(KEY, 3), 3) == [SendLetter(D0, PromptComputed(KEY, 3))]
 
 
 def test_engines_hand_over_themselves_without_a_cache() -> None:
@@ -184,30 +168,29 @@ def test_engines_hand_over_themselves_without_a_cache() -> None:
     node.check_idle()
 
 
-def test_its_last_blocks_are_saved_before_it_is_passed() -> None:
-    node = node_of(P0)
+@pytest.mark.parametrize("saved", ["before", "after", "too late"])
+def test_its_last_blocks_are_saved_before_it_is_passed_unless_they_take_too_long(saved: str) -> None:
+    node, passed = node_of(P0), [SendLetter(D0, PromptComputed(KEY, 5))]
     node.on(begin(Role.PREFILL), 1)
     assert told(node, D0, HandoverConfirmed(KEY), 2) == [], "it was not passed"
-    assert node.on(EnginePrefilled(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
-    assert node.num_running == 0
-    assert node.on(SlotsFilled(RequestId("fill"), NAMES), 4)[0] == AdoptBlocks(RequestId("fill"), NAMES)
-    assert node.on(SavesDone(KEY), 5) == [SendLetter(D0, PromptComputed(KEY, 5))]
-    assert node.on(SavesDone(KEY), 6) == []
-    assert node.on(Woken(), 4 + SETTLE_NS) == [], "it is not passed twice"
-    assert sorted(kinds(told(node, D0, HandoverConfirmed(KEY), 7 + SETTLE_NS))) == [
-        "PrefillFinished",
-        "ReleaseResources",
+    if saved == "before":
+        assert node.on(SavesDone(KEY), 2) == []
+        assert node.on(EnginePrefilled(KEY, 5), 3) == passed
+    else:
+        assert node.on(EnginePrefilled(KEY, 5), 3) == [Wake(3 + SETTLE_NS)]
+        assert node.num_running == 0
+        fill = RequestId("fill")
+        assert node.on(SlotsFilled(fill, NAMES), 4)[0] == AdoptBlocks(fill, NAMES)
+        assert node.on(Woken(), 2 + SETTLE_NS) == []
+        last = SavesDone(KEY) if saved == "after" else Woken()
+        assert node.on(last, 3 + SETTLE_NS) == passed
+    for again in (SavesDone(KEY), Woken()):
+        assert node.on(again, 4 + SETTLE_NS) == [], "it is not passed twice"
+    assert told(node, D0, HandoverConfirmed(KEY), 7 + SETTLE_NS) == [
+        PrefillFinished(RequestId("r"), 1),
+        ReleaseResources(KEY),
     ]
     node.check_idle()
-
-
-def test_it_is_passed_without_its_last_blocks_when_they_take_too_long() -> None:
-    node = node_of(P0)
-    node.on(begin(Role.PREFILL), 1)
-    node.on(EnginePrefilled(KEY, 5), 3)
-    assert node.on(Woken(), 2 + SETTLE_NS) == []
-    assert node.on(Woken(), 3 + SETTLE_NS) == [SendLetter(D0, PromptComputed(KEY, 5))]
-    assert node.on(SavesDone(KEY), 4 + SETTLE_NS) == []
 
 
 @pytest.mark.parametrize("unread", [False, True])
@@ -261,7 +244,10 @@ def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[in
 @pytest.mark.parametrize("early", [False, True])
 def test_what_engines_hand_over_goes_to_the_engine_as_it_comes(early: bool) -> None:
     """The word of it may come before the head's."""
-    node, facts = node_of(D0, None), [begin(Role.DECODE), LetterReceived(P0, PromptComputed(KEY, 7, PARAMS))]
+    node, facts = (
+        node_of(D0, None),
+        [begin(Role.DECODE), LetterReceived(P0, PromptComputed(KEY, 7, PARAMS))],
+    )
     first, second = reversed(facts) if early else facts
     assert node.on(first, 1) == []
     assert node.on(second, 2) == [Submit(KEY, 0, PARAMS, 7)]
@@ -382,14 +368,6 @@ def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() ->
     ]
 
 
-def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
-    node = node_of(D0, None)
-    told(node, P0, PromptComputed(KEY, 1, PARAMS), 1)
-    for number in range(attempts.MAX_EARLY):
-        told(node, P0, PromptComputed(RequestId(f"s{number}#1"), 1, PARAMS), 2)
-    assert node.on(begin(Role.DECODE), 3) == [], "the oldest is gone"
-
-
 @pytest.mark.parametrize("final", [False, True])
 def test_what_the_engine_refuses_fails_and_for_good_if_it_is_final(final: bool) -> None:
     node = brought_to(SUBMITTED, (30, 0))
@@ -418,26 +396,10 @@ def test_what_the_engine_never_answered_was_not_read() -> None:
         assert node.on(Broken(KEY, "why"), 11) == [ReleaseResources(KEY), failed]
 
 
-@pytest.mark.parametrize("field", [{"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}])
-def test_what_its_engine_cannot_do_is_refused(field: dict[str, object]) -> None:
-    node = node_of(P0)
-    assert kinds(node.on(begin(Role.MIXED, P0, P0, **field), 1)) == ["ReleaseResources", "RequestFailed"]
-    node.check_idle()
-
-
-def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
-    node, key = node_of(D0), RequestId("gone#1")
-    for fact in (BlocksFetched(key, 3, ended=False),
-                 BlocksFetched(key, 3), LetterReceived(P0, HandoverConfirmed(key)), Broken(key, "x"), Gone(P0, "x"),
-                 DropAttempt(key), Progress(key, fetched=True), EnginePrefilled(key), SavesDone(key),
-                 AnswerComplete(key),
-                 LetterReceived(P0, Shrink(key, 1))):  # fmt: skip
-        assert node.on(fact, 1) == []
-    node.check_idle()
-
-
-def test_nobody_has_kv_in_its_engines_memory() -> None:
+def test_nobody_has_kv_in_its_engines_memory_nor_its_attempts_elsewhere() -> None:
     node = node_of(D0)
+    for fields in ({"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}):
+        assert kinds(node.on(begin(Role.MIXED, D0, D0, **fields), 0)) == ["ReleaseResources", "RequestFailed"]
     assert told(node, P0, ReserveRequest(KEY, 1), 1) == [SendLetter(P0, ReserveReply(KEY, False))]
     assert told(node, P0, ClaimRequest(KEY, RequestId("r#0"), Share()), 2) == [
         SendLetter(P0, ClaimReply(KEY, 0))
@@ -461,67 +423,31 @@ def test_only_the_other_node_of_an_attempt_is_believed(tiers: tuple[int, int] | 
     assert told(node, P1, PromptComputed(KEY, 7), 3) == [], "it is nobody's to give back"
 
 
-def test_a_lost_peer_takes_its_fetches_and_what_it_fetched_with_it() -> None:
-    node = node_of(P0)
-    kept(node, NAMES[:2])
-    node.on(begin(Role.MIXED, P0, P0, fetch=fetch_of(P1, 2, 4)), 1)
-    told(node, P1, FetchRequest(RequestId("f"), NAMES, 0), 2)
-    assert node.on(Gone(D0, "cut"), 3) == []
-    assert node.on(Gone(P1, "cut"), 4) == [EndFetch(KEY), EndGive(RequestId("f"), P1)]
-    node.on(BlocksFetched(KEY, 0), 5)
-    node.on(AnswerComplete(KEY), 6)
-    node.check_idle()
-
-
-def test_a_role_is_taken_at_once() -> None:
-    node = node_of(P0)
-    assert node.on(Convert(P0, Role.DECODE), 1) == [RoleChanged(P0, Role.DECODE)]
-    assert node.role is Role.DECODE
-
-
 # What it has.
 
 
-def test_of_several_copies_in_the_engine_the_last_one_counts() -> None:
-    node = node_of(P0, None)
-    assert node.on(EngineBlocks((1, 2)), 1) == [BlocksStored(P0, (1, 2))]
-    assert node.on(EngineBlocks((2, 3, 3)), 2) == [BlocksStored(P0, (3,))]
-    assert node.num_held == 3
-    assert node.on(EngineBlocks(removed=(2, 3)), 3) == []
-    assert node.on(EngineBlocks(removed=(2, 9)), 4) == [BlocksEvicted(P0, (2,))]
-    assert node.on(EngineBlocks(cleared=True), 5) == [BlocksEvicted(P0, (1, 3))]
-    assert node.on(EngineBlocks(cleared=True), 6) == [] and node.num_held == 0
-
-
-def test_what_the_cache_has_too_is_there_until_both_let_go_of_it() -> None:
-    node = node_of(P0, (2, 0))
-    kept(node, (1, 2))
-    assert node.on(EngineBlocks((1, 2)), 1) == []
-    assert node.on(EngineBlocks(removed=(2,)), 2) == []
-    assert BlocksEvicted(P0, (2,)) in node.on(SlotsFilled(RequestId("f"), (7, 8)), 3), (
-        "the engine has the other"
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_another_node_wants_stays_until_it_has_enough_or_is_gone(gone: bool) -> None:
+    key = RequestId("f")
+    node, end = (
+        node_of(P0),
+        Gone(P1, "cut") if gone else LetterReceived(P1, FetchDone(key)),
     )
-    assert node.on(EngineBlocks(removed=(1,)), 4) == [BlocksEvicted(P0, (1,))]
-    assert BlocksEvicted(P0, (8,)) in node.on(BlocksLost((8,)), 5)
-
-
-def test_what_another_node_wants_stays_until_it_has_enough() -> None:
-    node = node_of(P0)
     kept(node, NAMES[:3])
-    assert told(node, D0, FetchRequest(RequestId("f"), NAMES, 1), 1) == [
-        Give(RequestId("f"), D0, NAMES, 1, 3, 0)
-    ]
+    assert told(node, P1, FetchRequest(key, NAMES, 1), 1) == [Give(key, P1, NAMES, 1, 3, 0)]
+    assert node.on(Gone(D0, "cut"), 2) == []
     with pytest.raises(AssertionError):
         node.check_idle()
-    assert told(node, D0, FetchDone(RequestId("f")), 2) == [EndGive(RequestId("f"), D0)]
+    assert node.on(end, 2) == [EndGive(key, P1)]
     node.check_idle()
-    assert told(node_of(P0, None), D0, FetchRequest(RequestId("f"), NAMES, 1), 1) == [
-        Give(RequestId("f"), D0, NAMES, 1, 1, 0)
-    ]
+    assert told(node_of(P0, None), P1, FetchRequest(key, NAMES, 1), 1) == [Give(key, P1, NAMES, 1, 1, 0)]
 
 
-def test_what_lies_on_the_ssd_at_the_start_is_known() -> None:
-    assert BlocksStored in map(type, node_of(P0, (2, 4)).on(PrefixesRecovered((NAMES,)), 1))
+def test_what_lies_on_the_ssd_at_the_start_is_known_and_a_role_taken_at_once() -> None:
+    node = node_of(P0, (2, 4))
+    assert BlocksStored in map(type, node.on(PrefixesRecovered((NAMES,)), 1))
+    assert node.on(Convert(P0, Role.DECODE), 2) == [RoleChanged(P0, Role.DECODE)]
+    assert node.role is Role.DECODE
     assert node_of(P0, None).on(PrefixesRecovered((NAMES,)), 1) == []
 
 

@@ -28,61 +28,7 @@ from isthmus.core.attempts import (
     key_of,
 )
 from isthmus.core.blocks import state_names
-from isthmus.core.node import Node
-from isthmus.core.node.events import (
-    AdoptBlocks,
-    BlocksFetched,
-    BlocksLost,
-    Broken,
-    Cut,
-    Demote,
-    DropAttempt,
-    DropBlocks,
-    EndFetch,
-    EndGive,
-    Fetch,
-    FinishHandover,
-    Give,
-    Gone,
-    HandoverComplete,
-    Host,
-    Lend,
-    LetterReceived,
-    LoadBlocks,
-    Loaded,
-    Missing,
-    OfferHandover,
-    OpenLine,
-    Promote,
-    Read,
-    ReceiveHandover,
-    Reclaim,
-    Reclaimed,
-    Rekey,
-    ReleaseResources,
-    Repay,
-    Sampled,
-    SaveBlocks,
-    SendHandover,
-    SendLetter,
-    Ship,
-    ShipmentStored,
-    Shorten,
-    StartAttempt,
-    Trim,
-    Unhost,
-    Wake,
-    Woken,
-)
-from isthmus.core.node.letters import (
-    ClaimRequest,
-    HandoverConfirmed,
-    Letter,
-    ReserveReply,
-    ReserveRequest,
-    ShipmentConfirmed,
-    Shrink,
-)
+from isthmus.core.node import Node, events, letters
 from isthmus.core.scheduler import (
     Admitted,
     BlockPool,
@@ -133,9 +79,9 @@ class Place:
         self.offered: set[RequestId] = set()
         self.sending: dict[RequestId, bool] = {}  # whether all is computed
         self.receiving: set[RequestId] = set()
-        self.loading: dict[RequestId, LoadBlocks] = {}
+        self.loading: dict[RequestId, events.LoadBlocks] = {}
         self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
-        self.fetching: dict[RequestId, Fetch] = {}
+        self.fetching: dict[RequestId, events.Fetch] = {}
         self.ordered: set[RequestId] = set()  # fetches that are not over
         self.hosted: dict[RequestId, tuple[int, ...]] = {}
         self.stowed: dict[RequestId, list[Part]] = {}  # of those that are hosted: what is whole
@@ -143,7 +89,7 @@ class Place:
         self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
         self.lines: set[NodeId] = set()
         self.shipping: dict[RequestId, Shipping] = {}
-        self.coming: dict[RequestId, Reclaim] = {}  # what is written there comes back
+        self.coming: dict[RequestId, events.Reclaim] = {}  # what is written there comes back
         self.spread: dict[RequestId, tuple[Holding, ...]] = {}  # as the conductor was told
         self.usage: dict[RequestId, MemoryEntry] = {}  # and what it was told of memory
         self.shares: dict[RequestId, Share] = {}  # of those that are hosted
@@ -200,7 +146,7 @@ class Asked:
 class Came(NamedTuple):
     """Blocks of a fetch on their way, up to `stop`."""
 
-    fetch: Fetch
+    fetch: events.Fetch
     stop: int
 
 
@@ -254,7 +200,7 @@ class World:
         for name, part in parts.items():
             stop = asked.num_tokens + asked.answer
             tenant = self.tenants[crc32(route.request.encode()) % len(self.tenants)]
-            begin = StartAttempt(asked.key, part, route, asked.num_tokens, stop, asked.names, tenant)
+            begin = events.StartAttempt(asked.key, part, route, asked.num_tokens, stop, asked.names, tenant)
             self.tell(self.places[name], begin)
 
     def forget(self, asked: Asked) -> None:
@@ -266,7 +212,7 @@ class World:
         self.pending = [each for each in self.pending if each[0] not in ways]
         for name, peer in ways:
             self.cut.add((name, peer))
-            self._later(name, Gone(peer, "cut"), peer)
+            self._later(name, events.Gone(peer, "cut"), peer)
 
     def lose(self, name: NodeId, block: BlockName) -> None:
         """The bytes of a block are gone."""
@@ -274,15 +220,17 @@ class World:
         if block in place.dram | place.disk:
             place.dram.discard(block)
             place.disk.discard(block)
-            self.tell(place, BlocksLost((block,)))
+            self.tell(place, events.BlocksLost((block,)))
 
     def move(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
-        self._order(Lend, asked, holder, num_blocks)
+        self._order(events.Lend, asked, holder, num_blocks)
 
     def take_back(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
-        self._order(Repay, asked, holder, num_blocks)
+        self._order(events.Repay, asked, holder, num_blocks)
 
-    def _order(self, kind: type[Lend | Repay], asked: Asked, holder: NodeId, num_blocks: int) -> None:
+    def _order(
+        self, kind: type[events.Lend | events.Repay], asked: Asked, holder: NodeId, num_blocks: int
+    ) -> None:
         route = asked.route
         self.tell(
             self.places[route.decode], kind(route.request, route.attempt, route.decode, holder, num_blocks)
@@ -327,7 +275,7 @@ class World:
             first = next(at for at, (other, _, _) in enumerate(self.pending) if other == channel)
             _, place, fact = self.pending.pop(first)
             if isinstance(fact, Came):
-                fact = BlocksFetched(fact.fetch.key, self._take_in(place, fact))
+                fact = events.BlocksFetched(fact.fetch.key, self._take_in(place, fact))
             match fact:
                 case Freight():
                     self._arrives(place, fact)
@@ -335,9 +283,9 @@ class World:
                 case Homeward():
                     self._comes_home(place, fact)
                     return True
-                case Gone(peer):
+                case events.Gone(peer):
                     self._lost(place, peer)
-                case LetterReceived(peer, letter):
+                case events.LetterReceived(peer, letter):
                     self._read(place, peer, letter)
             self.tell(place, fact)
         return True
@@ -355,15 +303,15 @@ class World:
                     self.broken.add((place.name, key, reason))
                 self.broken.add((place.name, key, f"{peer} has no room for its KV"))
 
-    def _read(self, place: Place, peer: NodeId, letter: Letter) -> None:
+    def _read(self, place: Place, peer: NodeId, letter: letters.Letter) -> None:
         """What follows from a letter for the books of who gets it."""
         room = place.holds.get(letter.key, {}).get(peer)
         match letter:
-            case ReserveReply(key, granted) if room is not None:
+            case letters.ReserveReply(key, granted) if room is not None:
                 room.given |= granted
                 if not granted:
                     self.broken.add((place.name, key, f"{peer} has no room for its KV"))
-            case ShipmentConfirmed(key, _, damaged) if key in place.shipping and not damaged:
+            case letters.ShipmentConfirmed(key, _, damaged) if key in place.shipping and not damaged:
                 place.shipping[key].left.discard(peer)
                 if not place.shipping[key].left:
                     del place.shipping[key]
@@ -377,7 +325,7 @@ class World:
         for _ in range(2):
             self.now += 10**12  # every time-out is over
             for place in self.places.values():
-                self.tell(place, Woken())
+                self.tell(place, events.Woken())
             while self.step():
                 pass
         assert all(asked.over for asked in self.asked.values()), "a request never ended"
@@ -398,15 +346,15 @@ class World:
 
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
-        frees = isinstance(fact, DropAttempt) and fact.key in place.node
+        frees = isinstance(fact, events.DropAttempt) and fact.key in place.node
         landed = (
-            isinstance(fact, LetterReceived)
-            and isinstance(fact.letter, HandoverConfirmed)
+            isinstance(fact, events.LetterReceived)
+            and isinstance(fact.letter, letters.HandoverConfirmed)
             and fact.letter.key in place.node
         )
-        ends = isinstance(fact, BlocksFetched) and self._ends_fetches(place, fact.key)
+        ends = isinstance(fact, events.BlocksFetched) and self._ends_fetches(place, fact.key)
         actions = place.node.on(fact, self.now)
-        assert [action.names for action in actions if isinstance(action, Read)] == read
+        assert [action.names for action in actions if isinstance(action, events.Read)] == read
         assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
         told = any(isinstance(action, FetchFinished) for action in actions)
         assert told == ends, "whose fetch ended?"
@@ -416,12 +364,16 @@ class World:
         assert place.node.num_hosted == sum(map(len, place.hosted.values())), "room that nobody has"
         for key, stowed in place.stowed.items():
             assert place.node.num_stowed(key) <= len(stowed), "KV counts that is not there"
-        said = {type(action.letter) for action in actions if isinstance(action, SendLetter)}
-        waits = isinstance(fact, StartAttempt) and fact.part is not Role.DECODE and fact.key in place.node
+        said = {type(action.letter) for action in actions if isinstance(action, events.SendLetter)}
+        waits = (
+            isinstance(fact, events.StartAttempt) and fact.part is not Role.DECODE and fact.key in place.node
+        )
         ends = any(isinstance(action, (RequestFailed, PrefillFinished)) for action in actions)
-        letter = fact.letter if isinstance(fact, LetterReceived) else None
-        frees |= isinstance(letter, Shrink) and any(isinstance(each, Trim | Unhost) for each in actions)
-        if (waits and ClaimRequest not in said) or frees or HandoverConfirmed in said or ends:
+        letter = fact.letter if isinstance(fact, events.LetterReceived) else None
+        frees |= isinstance(letter, letters.Shrink) and any(
+            isinstance(each, events.Trim | events.Unhost) for each in actions
+        )
+        if (waits and letters.ClaimRequest not in said) or frees or letters.HandoverConfirmed in said or ends:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"
             )
@@ -437,7 +389,11 @@ class World:
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
         """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
-        if not isinstance(fact, StartAttempt) or fact.part is Role.DECODE or fact.route.fetch is not None:
+        if (
+            not isinstance(fact, events.StartAttempt)
+            or fact.part is Role.DECODE
+            or fact.route.fetch is not None
+        ):
             return []
         names = fact.names[: fact.route.num_cached]
         states = place.node.scheduler.limits.state_blocks
@@ -469,93 +425,93 @@ class World:
                 assert place.run is None, "a second run"
                 place.run, place.is_cut = action, False
                 _ = action.pieces
-            case Cut():
+            case events.Cut():
                 assert place.run is not None and place.run.steps > 1 and not place.is_cut, "nothing to cut"
                 place.is_cut = True
-            case OfferHandover():
+            case events.OfferHandover():
                 place.offered.add(action.key)
-            case ReceiveHandover():
+            case events.ReceiveHandover():
                 assert action.key not in place.receiving
                 place.receiving.add(action.key)
                 place.content[action.key] = {block: number for number, block in enumerate(action.blocks)}
-            case SendHandover():
+            case events.SendHandover():
                 assert action.key in place.offered, "what was not offered is sent"
                 place.offered.discard(action.key)
                 place.sending[action.key] = action.computed
                 if action.computed:
                     self._arrive(place, action.key)
-            case FinishHandover():
+            case events.FinishHandover():
                 assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
                 self._arrive(place, action.key)
-            case SendLetter():
+            case events.SendLetter():
                 self._say(place, action.peer, action.letter)
-            case LoadBlocks():
+            case events.LoadBlocks():
                 place.loading[action.key] = action
                 if action.told:
                     self.loaded[action.key] = self._found(place, action)
-                    self._later(place.name, Loaded(action.key, self.loaded[action.key]))
-            case Read():
+                    self._later(place.name, events.Loaded(action.key, self.loaded[action.key]))
+            case events.Read():
                 assert set(action.names) <= place.disk, "what is not on the SSD is read there"
-            case SaveBlocks():
+            case events.SaveBlocks():
                 stays = len(action.names) - action.num_sunk
                 place.dram |= set(action.names[:stays])
                 place.disk |= set(action.names[stays:])
                 self._later(place.name, Saved(action.request))
-            case AdoptBlocks():
+            case events.AdoptBlocks():
                 assert set(action.names) <= place.came, "what did not come is adopted"
                 place.dram |= set(action.names)
-            case Promote():
+            case events.Promote():
                 assert set(action.names) <= place.disk
                 place.disk -= set(action.names)
                 place.dram |= set(action.names)
-            case Demote():
+            case events.Demote():
                 assert set(action.names) <= place.dram | place.disk, "what is not here is demoted"
                 place.dram -= set(action.names)
                 place.disk |= set(action.names)
-            case DropBlocks():
+            case events.DropBlocks():
                 place.dram -= set(action.names)
                 place.disk -= set(action.names)
-            case Fetch():
+            case events.Fetch():
                 asked, states = self.asked.get(action.key), place.node.scheduler.limits.state_blocks
                 prompt = asked is not None and place.name == asked.route.prefill
                 assert action.whole == bool(prompt and states), "a state is of no use in parts"
                 place.fetching[action.key] = action
                 place.ordered.add(action.key)
-            case EndFetch():
+            case events.EndFetch():
                 self._end_fetch(place, action.key)
-            case Give():
+            case events.Give():
                 self._give(place, action)
-            case Host(key, peer, share, blocks):
+            case events.Host(key, peer, share, blocks):
                 known = place.hosted.get(key, ())
                 assert blocks[: len(known)] == known, "what lies here is elsewhere now"
                 assert place.shares.setdefault(key, share) == share
                 place.hosted[key] = blocks
                 place.stowed.setdefault(key, [])
                 place.homes.setdefault(key, set()).add(peer)
-            case Rekey():
+            case events.Rekey():
                 self._rekey(place, action)
-            case OpenLine():
+            case events.OpenLine():
                 place.lines.add(action.peer)
-            case Ship():
+            case events.Ship():
                 self._ship(place, action)
-            case Reclaim():
+            case events.Reclaim():
                 assert place.holds[action.key][action.holder].given and action.key not in place.coming
                 place.coming[action.key] = action
-            case Trim(key, num_blocks):
+            case events.Trim(key, num_blocks):
                 place.hosted[key] = place.hosted[key][:num_blocks]
                 del place.stowed[key][num_blocks:]
-            case Unhost(key, None):
+            case events.Unhost(key, None):
                 del place.hosted[key], place.stowed[key], place.homes[key], place.shares[key]
-            case Unhost(key, peer):
+            case events.Unhost(key, peer):
                 place.homes[key].remove(peer)
-            case Shorten():
+            case events.Shorten():
                 pass
             case Preempted():
                 place.loading.pop(action.request, None)
-            case ReleaseResources():
+            case events.ReleaseResources():
                 self._release(place, action.key)
-            case Wake():
-                self._later(place.name, Woken())
+            case events.Wake():
+                self._later(place.name, events.Woken())
             case BlocksStored():
                 self.index[place.name] |= dict.fromkeys(action.names, action.tier)
                 self.log.append(action)
@@ -571,7 +527,7 @@ class World:
                 place.spread[key_of(action.request, action.attempt)] = action.holdings
             case MemoryUsed():
                 self._used(place, action)
-            case Admitted() | Joined() | EndGive():
+            case Admitted() | Joined() | events.EndGive():
                 pass
             case _:
                 raise AssertionError(f"what is {action}?")
@@ -582,23 +538,27 @@ class World:
         damaged = not self._choose(8)
         if damaged:
             self.broken.add((asked.route.decode, key, "damaged"))
-        self._over(place, asked.route.decode, Broken(key, "damaged") if damaged else HandoverComplete(key))
+        self._over(
+            place,
+            asked.route.decode,
+            events.Broken(key, "damaged") if damaged else events.HandoverComplete(key),
+        )
 
-    def _say(self, place: Place, peer: NodeId, letter: Letter) -> None:
+    def _say(self, place: Place, peer: NodeId, letter: letters.Letter) -> None:
         key, rooms = letter.key, place.holds
         match letter:
-            case HandoverConfirmed():
+            case letters.HandoverConfirmed():
                 place.receiving.remove(key)
                 place.whole.add(key)
-            case ReserveRequest(share=share):
+            case letters.ReserveRequest(share=share):
                 room = rooms.setdefault(key, {}).setdefault(peer, Room(share))
                 assert room.share == share, "it has something else there"
                 self.spread.add(key)
-            case ClaimRequest(share=share):
+            case letters.ClaimRequest(share=share):
                 rooms.setdefault(key, {})[peer] = Room(share)
-            case Shrink(num_blocks=0):
+            case letters.Shrink(num_blocks=0):
                 self._leave(place, key, peer)
-        self._over(place, peer, LetterReceived(place.name, letter))
+        self._over(place, peer, events.LetterReceived(place.name, letter))
 
     @staticmethod
     def _leave(place: Place, key: RequestId, holder: NodeId) -> None:
@@ -606,7 +566,7 @@ class World:
         if not place.holds.get(key):
             place.holds.pop(key, None)
 
-    def _ship(self, place: Place, ship: Ship) -> None:
+    def _ship(self, place: Place, ship: events.Ship) -> None:
         """Home ships to a holder, or a holder home."""
         key, peer = ship.key, ship.peer
         if key in place.hosted:
@@ -645,13 +605,13 @@ class World:
                 self.broken.add((home.name, key, reason))
             else:
                 stowed += parts
-            self.tell(place, ShipmentStored(key, home.name, len(stowed), damaged))
+            self.tell(place, events.ShipmentStored(key, home.name, len(stowed), damaged))
             return
         assert first <= len(stowed), "it has a gap"
         self.pending.insert(0, ((home.name, place.name), place, freight._replace(begun=True)))
         if first < len(stowed):
             del stowed[first:]
-            self.tell(place, ShipmentStored(key, home.name, first))
+            self.tell(place, events.ShipmentStored(key, home.name, first))
 
     def _comes_home(self, home: Place, freight: Homeward) -> None:
         """The holder may have let go of it meanwhile, and home of what it is for."""
@@ -665,9 +625,9 @@ class World:
         del home.coming[key]
         if whole:
             home.content[key] |= dict(zip(reclaim.blocks, numbers, strict=True))
-        self.tell(home, Reclaimed(key, whole))
+        self.tell(home, events.Reclaimed(key, whole))
 
-    def _rekey(self, place: Place, rekey: Rekey) -> None:
+    def _rekey(self, place: Place, rekey: events.Rekey) -> None:
         """It does not know of what tokens it has KV; here that is known."""
         key, old = rekey.key, rekey.old
         place.hosted[key], place.homes[key] = place.hosted.pop(old), {rekey.peer}
@@ -715,7 +675,7 @@ class World:
         coming = place.coming.get(piece.request)
         assert coming is None or not set(coming.blocks) & set(piece.blocks), "what is not back is attended to"
 
-    def _give(self, place: Place, give: Give) -> None:
+    def _give(self, place: Place, give: events.Give) -> None:
         if (place.name, give.peer) in self.cut:
             return
         target = self.places[give.peer]
@@ -735,7 +695,7 @@ class World:
         place.receiving.discard(key)
         place.shipping.pop(key, None)
         if place.coming.pop(key, None) is not None:  # nothing more is written there
-            self._later(place.name, Reclaimed(key, whole=False))
+            self._later(place.name, events.Reclaimed(key, whole=False))
         self._end_fetch(place, key)
 
     def _failed(self, place: Place, report: RequestFailed) -> None:
@@ -767,11 +727,11 @@ class World:
             return
         asked.over = how
         for name in dict.fromkeys((asked.route.prefill, asked.route.decode)):
-            self._later(name, DropAttempt(asked.key))
+            self._later(name, events.DropAttempt(asked.key))
 
     # Runs.
 
-    def _found(self, place: Place, load: LoadBlocks) -> int:
+    def _found(self, place: Place, load: events.LoadBlocks) -> int:
         """Of the blocks of a load, how many lie here."""
         here = place.dram | place.disk
         return next((at for at, name in enumerate(load.names) if name not in here), len(load.names))
@@ -789,7 +749,7 @@ class World:
             load = place.loading.get(piece.request)
             if load is not None and (found := self._found(place, load)) < len(load.names):
                 place.run = None
-                self.tell_missing(place, Missing(piece.request, found))
+                self.tell_missing(place, events.Missing(piece.request, found))
                 return
         ended: list[Asked] = []
         if place.stages > 1:
@@ -825,7 +785,7 @@ class World:
         for piece in run.chunks:
             place.loading.pop(piece.request, None)
         ended = [asked for asked in sampled if asked.answer == 1 or not self._choose(12)]
-        fact = Sampled(tuple([asked.key for asked in sampled]), tuple([asked.key for asked in ended]))
+        fact = events.Sampled(tuple([asked.key for asked in sampled]), tuple([asked.key for asked in ended]))
         early = self._choose(2)
         if early:
             self.tell(place, fact)
@@ -835,14 +795,14 @@ class World:
         for asked in ended:
             self._end(asked, "finished")
 
-    def tell_missing(self, place: Place, missing: Missing) -> None:
+    def tell_missing(self, place: Place, missing: events.Missing) -> None:
         place.loading.pop(missing.key, None)
         states = place.node.scheduler.limits.state_blocks
-        expected = [Shorten(missing.key, 0 if states else missing.num_blocks * SIZE)]
+        expected = [events.Shorten(missing.key, 0 if states else missing.num_blocks * SIZE)]
         shorten, *reports = place.node.on(missing, self.now)
         assert [shorten] == expected
         for report in reports:
-            assert isinstance(report, MemoryUsed | Wake)
+            assert isinstance(report, MemoryUsed | events.Wake)
             self._carry_out(place, report)
         self.tell(place, Stepped(0))
 

@@ -12,7 +12,8 @@ was admitted: until then nobody else may have them, and what a prompt counts on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -23,6 +24,7 @@ import msgspec
 from isthmus.core.attempts import BlocksEvicted, BlocksStored, FetchOrder
 from isthmus.core.blocks import MAX_SNAPSHOTS, BlockNamer, KVLayout, state_names
 from isthmus.core.scheduler import (
+    Actions,
     Admitted,
     AdoptBlocks,
     BlockPool,
@@ -35,14 +37,93 @@ from isthmus.core.scheduler import (
     Promote,
     Run,
     SaveBlocks,
+    Scheduler,
     SchedulerLimits,
+    Sequence,
     Stepped,
     TbtTarget,
     TierCache,
 )
 from isthmus.core.types import NOBODY, BlockName, NodeId, RequestId, Tenant, Tier
 
-from .told import Fact, Reserved, Told, arrived, expected, fetched, forgotten, imported, lost, missing, offered
+Fact = Callable[["Told", Actions], None] | Stepped
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """An expected request may be received into `blocks`, its recurrent state into `state`."""
+
+    request: RequestId
+    blocks: tuple[int, ...]
+    state: tuple[int, ...] = ()
+
+
+class Expected(Sequence):
+    def reserved(self) -> Actions:
+        return [Reserved(self.request, self.blocks, self.restore)]
+
+
+class Told(Scheduler):
+    """Is told one fact at a time, and answers with what follows and the next run."""
+
+    def on(self, fact: Fact, now: int = 0) -> list[Any]:
+        actions: list[Any] = []
+        if isinstance(fact, Stepped):
+            self.step(fact, actions)
+        else:
+            fact(self, actions)
+        self.plan(actions, now)
+        return actions
+
+    def of(self, request: RequestId) -> Sequence:
+        """Who nobody knows any more is nobody."""
+        return self._sequences.get(request) or Sequence(request, 1, 2)
+
+
+def arrived(
+    request: RequestId, num_tokens: int, stop_length: int, names: tuple[BlockName, ...] = (), **about: Any
+) -> Fact:
+    sequence = _with(Sequence(request, num_tokens, stop_length, names), about)
+    return lambda scheduler, actions: scheduler.arrive(sequence)
+
+
+def expected(request: RequestId, num_tokens: int, stop_length: int, **about: Any) -> Fact:
+    sequence = _with(Expected(request, num_tokens, stop_length), about)
+    return lambda scheduler, actions: scheduler.expect(sequence, actions)
+
+
+def _with(sequence: Sequence, about: dict[str, Any]) -> Sequence:
+    for name, value in about.items():
+        setattr(sequence, name, value)
+    return sequence
+
+
+def imported(request: RequestId) -> Fact:
+    return lambda scheduler, actions: scheduler.imported(scheduler.of(request))
+
+
+def fetched(request: RequestId, stop: int) -> Fact:
+    return lambda scheduler, actions: scheduler.fetched(scheduler.of(request), stop, actions)
+
+
+def offered(names: tuple[BlockName, ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.keep(names, actions, RequestId("fetched"))
+
+
+def missing(request: RequestId, num_blocks: int) -> Fact:
+    return lambda scheduler, actions: scheduler.missing(scheduler.of(request), num_blocks)
+
+
+def lost(names: tuple[BlockName, ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.lose(names, actions)
+
+
+def recovered(chains: tuple[tuple[BlockName, ...], ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.recover(chains, actions)
+
+
+def forgotten(request: RequestId) -> Fact:
+    return lambda scheduler, actions: scheduler.forget(scheduler.of(request))
+
 
 TENANTS = (Tenant("acme"), Tenant("globex", 2.0), NOBODY)
 
@@ -132,7 +213,7 @@ class Node:
     # What happens to a node.
 
     def arrive(
-        self, tokens: Sequence[int], max_tokens: int, *, hands_over: bool = False, sent: int = 0, **about: Any
+        self, tokens: Tokens[int], max_tokens: int, *, hands_over: bool = False, sent: int = 0, **about: Any
     ) -> RequestId:
         """`sent`: chooses for what of its prompt it was sent here."""
         guest = self._add(tokens, max_tokens, State.WAITING)
@@ -151,7 +232,7 @@ class Node:
         self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, **about))
         return guest.request
 
-    def expect(self, tokens: Sequence[int], max_tokens: int, **about: Any) -> RequestId:
+    def expect(self, tokens: Tokens[int], max_tokens: int, **about: Any) -> RequestId:
         guest = self._add(tokens, max_tokens, State.EXPECTED)
         self._tell(expected(guest.request, len(tokens), guest.stop_length, **about))
         return guest.request
@@ -169,7 +250,7 @@ class Node:
         lead = next((at for at, name in enumerate(guest.names[:stop]) if name not in here), stop)
         self._tell(fetched(request, lead))
 
-    def offer(self, tokens: Sequence[int]) -> None:
+    def offer(self, tokens: Tokens[int]) -> None:
         """Another node gave the blocks of this prompt."""
         guest = Guest(RequestId("offered"), list(tokens), 0, State.WAITING, tuple(self.namer.names(tokens)))
         self._learn(guest)
@@ -223,7 +304,7 @@ class Node:
         else:
             self._tell(forgotten(request))
 
-    def step(self, limit: int = 1 << 30, stopping: Sequence[RequestId] = ()) -> None:
+    def step(self, limit: int = 1 << 30, stopping: Tokens[RequestId] = ()) -> None:
         """Executes the run as a node does: until its steps are done, `limit` are, or a request ends.
 
         `stopping` meet a stop token when they next sample.
@@ -286,7 +367,7 @@ class Node:
 
     # The node's own books.
 
-    def _add(self, tokens: Sequence[int], max_tokens: int, state: State) -> Guest:
+    def _add(self, tokens: Tokens[int], max_tokens: int, state: State) -> Guest:
         stop_length = len(tokens) + max_tokens
         assert stop_length <= self.limits.capacity_tokens, "the conductor refuses such"
         guest = Guest(RequestId(f"r{self.num_arrived}"), list(tokens), stop_length, state)
@@ -304,7 +385,7 @@ class Node:
                 self.owner[its] = tenant
                 self.meaning[its] = [bytes([part]) + guest.fingerprint(stop - 1)]
 
-    def _num_here(self, names: Sequence[BlockName]) -> int:
+    def _num_here(self, names: Tokens[BlockName]) -> int:
         return next((at for at, name in enumerate(names) if name not in self.cached), len(names))
 
     def _answer(self, guest: Guest) -> tuple[BlockName, ...]:
@@ -386,20 +467,20 @@ class Node:
             if position == len(guest.tokens) and guest.hands_over:
                 guest.final = blocks
 
-    def _write_state(self, guest: Guest, position: int, blocks: Sequence[int]) -> None:
+    def _write_state(self, guest: Guest, position: int, blocks: Tokens[int]) -> None:
         assert len(set(blocks)) == self.limits.state_blocks
         for other in self.guests.values():
             assert not set(blocks) & set(other.blocks), "a snapshot is written over KV"
         for part, block in enumerate(blocks):
             self.memory[block * self.limits.block_size] = bytes([part]) + guest.fingerprint(position - 1)
 
-    def _state_in(self, blocks: Sequence[int]) -> bytes | None:
+    def _state_in(self, blocks: Tokens[int]) -> bytes | None:
         """Of which position the snapshot in these blocks is."""
         found = [self.memory.get(block * self.limits.block_size, b"?") for block in blocks]
         whole = all(part[0] == index and part[1:] == found[0][1:] for index, part in enumerate(found))
         return found[0][1:] if len(found) == self.limits.state_blocks and whole else None
 
-    def _slot(self, blocks: Sequence[int], position: int) -> int:
+    def _slot(self, blocks: Tokens[int], position: int) -> int:
         return blocks[position // self.limits.block_size] * self.limits.block_size + (
             position % self.limits.block_size
         )
@@ -570,7 +651,7 @@ class Node:
         assert len(action.state) == self.limits.state_blocks
         self._check_exclusive(guest, action.blocks)
 
-    def _check_exclusive(self, guest: Guest, blocks: Sequence[int]) -> None:
+    def _check_exclusive(self, guest: Guest, blocks: Tokens[int]) -> None:
         """New blocks are nobody else's; what other requests may share is only what is cached by name."""
         assert len(set(guest.blocks)) == len(guest.blocks)
         for other in self.guests.values():

@@ -14,7 +14,7 @@ from isthmus.core.reuse import CACHEBLEND, SEMANTIC, Packing, Selection, pack
 from isthmus.core.scheduler import LoadBlocks, Run, SaveBlocks, SchedulerLimits, Sequence, Stepped, TierCache
 from isthmus.core.types import RequestId
 
-from .told import Told, arrived
+from .driver import Told, arrived
 
 SIZE, LAYERS = 4, 3
 A, B, C, D = (RequestId(name) for name in "abcd")
@@ -178,44 +178,32 @@ def test_of_a_prefix_that_is_not_all_there_only_what_is_keeps_its_name() -> None
 # The budget.
 
 
-def test_it_is_computed_in_one_piece_however_long() -> None:
-    """Beside decodes, too, and alone where it takes all of the budget."""
-    scheduler = Told(limits(100, token_budget=16))
-    scheduler.on(arrived(A, 4, 40))
-    scheduler.on(arrived(B, 100, 101, assembly=assembly(5)))
-    scheduler.on(arrived(C, 8, 9))
-    run = run_of(scheduler.on(Stepped(1)))
-    assert run.num_decodes == 1 and pieces(run) == [(B, 0, 100)] and run.chunks[0].samples
-    assert pieces(run_of(scheduler.on(Stepped(1, (B,))))) == [(C, 0, 8)]
-
-
-@pytest.mark.parametrize(("budget", "others"), [(46, 1), (45, 0)])
-def test_it_takes_of_the_budget_what_it_computes(budget: int, others: int) -> None:
-    """Of 100 tokens 68 have a donor's KV and are not computed: 32 weigh 32."""
-    scheduler = Told(limits(100, token_budget=budget))
-    scheduler.on(arrived(D, 1, 40))
-    scheduler.on(arrived(A, 13, 14))
-    scheduler.on(arrived(B, 100, 101, assembly=assembly(5, 100, NOTHING)))
-    run = run_of(scheduler.on(Stepped(1)))
-    assert [each[0] for each in pieces(run)] == [A, B][: 1 + others]
-    run = run_of(scheduler.on(Stepped(1)))
-    assert [each[0] for each in pieces(run)] == [B][others:]
-
-
-def test_shorter_prompts_do_not_keep_it_waiting() -> None:
-    """It is not cut, so what they would get of its iteration it could not do without."""
-    scheduler = Told(limits(200, token_budget=32, partial_prefills=3))
-    scheduler.on(arrived(A, 8, 9))
-    scheduler.on(arrived(B, 100, 101, assembly=assembly(5)))
-    for number in range(4):
-        scheduler.on(arrived(RequestId(f"c{number}"), 4, 5))
-    run = run_of(scheduler.on(Stepped(1, (A,))))
-    assert pieces(run) == [(B, 0, 100)]
-
-
-def test_it_overtakes_nobody() -> None:
-    scheduler = Told(limits(400, token_budget=32, partial_prefills=3))
-    scheduler.on(arrived(A, 500, 501))
-    scheduler.on(arrived(B, 100, 101, assembly=assembly(5)))
-    for _ in range(3):
-        assert [each[0] for each in pieces(run_of(scheduler.on(Stepped(1))))] == [A]
+@pytest.mark.parametrize(
+    ("about", "prompts", "chunks"),
+    [
+        # In one piece however long, beside decodes, and alone where it takes all of the budget.
+        ({"token_budget": 16}, [(B, 100, 5), (C, 8, 0)], [[(B, 0, 100)], [(C, 0, 8)]]),
+        # It takes of the budget what it computes: of 100 tokens 68 have a donor's KV, so 32 weigh 32.
+        ({"token_budget": 46}, [(C, 13, 0), (B, 100, -5)], [[(C, 0, 13), (B, 0, 100)]]),
+        ({"token_budget": 45}, [(C, 13, 0), (B, 100, -5)], [[(C, 0, 13)], [(B, 0, 100)]]),
+        # Not cut, it has no use for what shorter ones would leave it of an iteration.
+        ({"token_budget": 32, "partial_prefills": 3}, [(B, 100, 5), (C, 4, 0), (D, 4, 0)], [[(B, 0, 100)]]),
+        # It overtakes nobody.
+        (
+            {"token_budget": 32, "partial_prefills": 3},
+            [(C, 500, 0), (B, 100, 5)],
+            [[(C, 0, 31)], [(C, 31, 31)]],
+        ),
+    ],
+)
+def test_what_is_assembled_is_computed_in_one_piece_beside_decodes(
+    about: dict[str, int], prompts: list[tuple[RequestId, int, int]], chunks: list[list[tuple]]
+) -> None:
+    scheduler = Told(limits(400, **about))
+    scheduler.on(arrived(A, 1, 40))
+    for request, num_tokens, num_scratch in prompts:
+        made = assembly(num_scratch) if num_scratch > 0 else assembly(5, 100, NOTHING) if num_scratch else None
+        scheduler.on(arrived(request, num_tokens, num_tokens + 1, assembly=made))
+    for expected in chunks:
+        run = run_of(scheduler.on(Stepped(1)))
+        assert pieces(run) == expected

@@ -105,7 +105,7 @@ class Debts(Simulation):
             if request.state is not WAITING
         }
         for name, node in view.nodes.items():
-            guests = named[name].decider._guests._guests
+            guests = named[name].decider._holder._guests
             held = {key: sum([each.room for each in live[key].lent if node in each.holders]) for key in live}
             assert {key: len(guest.blocks) for key, guest in guests.items() if key in live} == {
                 key: count for key, count in held.items() if count

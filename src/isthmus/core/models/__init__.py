@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says of a model: the one reader for what work costs and for the engine. Pure."""
+"""The reader of a model's Hugging Face `config.json`, for costs and for the engine. Pure."""
 
 from isthmus.core.models.families import read_model
 from isthmus.core.models.fields import Fields

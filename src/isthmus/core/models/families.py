@@ -1,7 +1,7 @@
-"""How each known family of models writes its `config.json`: one function a family.
+"""Readers of the `config.json` of each known family of models, one function each.
 
-Fields absent from the file have the value that the family's Hugging Face class assumes. Of a family that the engine
-does not run, only what its costs need is read.
+Absent fields have the value that the family's Hugging Face class assumes. Of families that the engine does not run,
+only the fields that costs need are read.
 """
 
 from __future__ import annotations
@@ -51,11 +51,8 @@ def read_model(
     known: Collection[str] | None = None,
     otherwise: str = "",
 ) -> ModelSpec:
-    """The model of a parsed `config.json`; `where` is how messages name the file.
-
-    Raises ModelError naming a field that is wrong, or the architecture when it is not one of `known` (all of FAMILIES
-    by default), with what to do `otherwise`.
-    """
+    """The model of a parsed `config.json`, which messages call `where`. Raises ModelError naming a wrong field, or an
+    architecture that is not one of `known` (by default all of FAMILIES), with the advice `otherwise`."""
     fields, known = Fields(where, config), known or FAMILIES
     names = fields.architectures()
     name = next((name for name in names if name in known), None)
@@ -151,8 +148,8 @@ def _deepseek_v3(fields: Fields) -> ModelSpec:
 
 
 def _yarn_correction(rope: RopeSpec) -> float:
-    """What DeepSeek multiplies the scores with beside YaRN's factor on cosines and sines: the square of the latter
-    as it were with `mscale_all_dim` alone."""
+    """DeepSeek's factor on attention scores beside YaRN's own on cosines and sines: the square of YaRN's with
+    `mscale_all_dim` alone."""
     weight = rope.options.get("mscale_all_dim")
     factor = rope.options.get("factor", 1.0)
     if rope.kind == "default" or rope.kind not in ROPE_TYPES or not weight or factor <= 1:
@@ -161,11 +158,8 @@ def _yarn_correction(rope: RopeSpec) -> float:
 
 
 def _kimi_linear(fields: Fields) -> ModelSpec:
-    """Kimi Linear and Kimi K3; the latter gates its latent attention and routes in a smaller latent space.
-
-    Published configurations say what is recurrent in `linear_attn_config`; those that transformers saves, beside the
-    rest.
-    """
+    """Kimi Linear, and Kimi K3 with gated latent attention and experts of a smaller latent space. Published files have
+    the recurrent layers' fields in `linear_attn_config`, those saved by transformers beside the others."""
     nested = fields.nested("linear_attn_config")
     size = nested.count("head_dim", fields.count("linear_head_dim", 128))
     heads = nested.count("num_heads", fields.count("linear_num_heads", 32))
@@ -192,7 +186,7 @@ def _kimi_linear(fields: Fields) -> ModelSpec:
 
 
 def _kimi_types(fields: Fields, nested: Fields) -> Sequence[str]:
-    """The published files number the layers of each kind from 1."""
+    """The kind of each layer; published files list the numbers of each kind's layers, from 1."""
     num_layers = num_layers_of(fields)
     full = nested.layer_numbers("full_attn_layers", 1, num_layers)
     linear = nested.layer_numbers("kda_layers", 1, num_layers)
@@ -276,7 +270,7 @@ def _bailing(fields: Fields) -> ModelSpec:
 
 
 def _priced_model(fields: Fields, mixer: Mixer, mlp: Mlp) -> ModelSpec:
-    """All layers alike."""
+    """A model whose layers are all alike."""
     num_layers = num_layers_of(fields)
     return model_of(fields, [mixer] * num_layers, [mlp] * num_layers)
 

@@ -1,4 +1,4 @@
-"""Fields of a `config.json`: what is missing or of the wrong kind is refused by name."""
+"""Fields of a `config.json`; a missing or wrong one is refused by its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROPE_TYPES = tuple(_ROPE_FIELDS)
 class Fields:
     """Reads one object of a config file. A null field counts as absent. Every reader raises ModelError.
 
-    `where`: how messages name the file. `architecture`: which of the file's the fields are read as.
+    `where`: name of the file in messages. `architecture`: the one of the file's as which it is read.
     """
 
     def __init__(self, where: str, values: Mapping[str, Any], architecture: str = "") -> None:
@@ -31,16 +31,15 @@ class Fields:
         return self._values.get(name)
 
     def states(self, name: str, default: bool) -> bool:
-        """Whether a field has a value; `default` where the file does not name it at all. Only for fields whose null
-        says something."""
+        """Whether a field is not null; `default` where it is absent. For fields whose null has a meaning."""
         return self._values[name] is not None if name in self._values else default
 
     def nested(self, name: str) -> Fields:
-        """The fields of an object, none when absent."""
+        """The fields of an object, none if it is absent."""
         return Fields(self.where, self.object(name), self.architecture)
 
     def of_text(self, architecture: str) -> Fields:
-        """Those of the language model, which files of several modes keep apart."""
+        """The language model's fields, which multimodal files keep apart."""
         return Fields(self.where, {**self._values, **self.object("text_config")}, architecture)
 
     def refuse(self, reason: str) -> NoReturn:
@@ -91,32 +90,29 @@ class Fields:
         return value
 
     def only(self, name: str, supported: Any) -> None:
-        """A field that may be absent or have one value."""
+        """Refuses any value of a field but the supported one."""
         value = self.get(name)
         if value is not None and value != supported:
             self.refuse(f"{name} {value!r} is not supported; supported: {supported!r}")
 
     def architectures(self) -> list[str]:
-        """Names of the classes that the file is for; its `model_type` without any."""
+        """Names of the file's model classes, else its `model_type`."""
         names = self.get("architectures") or [str(self.get("model_type"))]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             self.refuse(f"'architectures' must be a list of names, not {names!r}")
         return names
 
     def max_length(self, default: int) -> int:
-        """Tokens that the model can read. Kimi-Linear's name for it comes second."""
+        """Tokens that the model can read, also under Kimi Linear's name."""
         return self.count("max_position_embeddings", self.count("model_max_length", default))
 
     def dtype(self, default: str) -> str:
-        """Of the weights, in both spellings."""
+        """Type of the weights, in both spellings."""
         return str(self.get("dtype") or self.get("torch_dtype") or default)
 
     def rope(self, dim: int, max_length: int) -> RopeSpec:
-        """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`. Of a type in
-        ROPE_TYPES all numbers are there.
-
-        `dim`: of what is rotated; the share `partial_rotary_factor` of a head is the caller's to read.
-        """
+        """Rotary embedding of `dim` numbers a head, in both spellings: `rope_parameters`, and the older `rope_theta`
+        with `rope_scaling`. A type in ROPE_TYPES has all its numbers."""
         options = dict(self.object("rope_parameters") or self.object("rope_scaling"))
         if any(isinstance(value, dict) for value in options.values()):
             self.refuse("rope_parameters by layer type are not supported")
@@ -137,7 +133,7 @@ class Fields:
         return RopeSpec(dim=dim, theta=theta, kind=kind, options=options)
 
     def rotary_share(self, default: float) -> float:
-        """`partial_rotary_factor`, wherever it stands: the share of each head that is rotated."""
+        """`partial_rotary_factor`, in either place: the rotated share of each head."""
         nested = self.object("rope_parameters") or self.object("rope_scaling")
         value = nested.get("partial_rotary_factor")
         value = self._default("partial_rotary_factor", default) if value is None else value

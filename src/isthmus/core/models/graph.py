@@ -1,7 +1,12 @@
-"""A model's layers as a graph of operators: what each takes, what it gives, and how much that is.
+"""A model's layers as a graph of operators, and the graph cut into slices at its attentions.
 
-Operators are those that the engine computes in one go: queries, keys and values of one attention are one product where
-they are one matrix.
+An operator is what the engine computes in one go: queries, keys and values of an attention are one product where they
+are one matrix.
+
+n attentions cut the layers into n + 1 slices (the converter of Lamina, arXiv 2405.01814v2), since attention may be
+computed elsewhere: a batch stops there and goes on later, perhaps on another device. It keeps as little as possible
+meanwhile: a minimum cut, in the graph without the attention, between the values that it takes and the takers of its
+sums.
 """
 
 from __future__ import annotations
@@ -90,17 +95,10 @@ class _Builder:
         return names
 
 
-# A model's layers cut at its attentions: n of them make n + 1 slices (the converter of Lamina, arXiv 2405.01814v2).
-#
-# Attention may be computed elsewhere, so a batch stops there and goes on later, perhaps on another device. What it
-# has to keep meanwhile is the least there can be: a minimum cut between what attention takes and what takes its sums,
-# in the graph without it.
-
-
 class Slice(msgspec.Struct, frozen=True):
-    """`first`: the queries of the attention that follows, and all that they need; these are sent then. `rest`: all else
-    that is computed before it. At their end keys and values are sent. `carried`: values that are taken later. The last
-    slice has no `attention`."""
+    """Operators before an `attention`, of which the last slice has none. `first`: those that its queries need, which
+    are sent then; `rest`: all others, after which keys and values are sent. `carried`: values that are taken
+    later."""
 
     first: tuple[Operator, ...]
     rest: tuple[Operator, ...]
@@ -109,7 +107,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 def slices_of(graph: Graph) -> tuple[Slice, ...]:
-    """In the order of the graph's attentions."""
+    """The slices of a graph, in the order of its attentions."""
     return tuple(_Cutter(graph).slices())
 
 
@@ -139,7 +137,7 @@ class _Cutter:
         yield Slice((), rest, None, self._graph.gives)
 
     def _before(self, attention: Operator) -> set[Operator]:
-        """All that is computed before this attention, on the near side of the minimum cut."""
+        """Operators computed before this attention, on the near side of the minimum cut."""
         needed = self._done | self._needed(attention.takes)
         waits = self._waiting()
         free = [each for each in self._graph.operators if each not in needed and each not in waits]
@@ -150,8 +148,8 @@ class _Cutter:
         return needed | {each for each in free if each not in far}
 
     def _edges(self, attention: Operator, side: Callable[[Operator], Node]) -> Iterator[tuple[Node, Node, int]]:
-        """Of the graph without this attention. A value is kept once, whoever takes it; and nothing is computed before
-        what it needs."""
+        """Edges of the graph without this attention. A value is kept once for all its takers, and nothing is computed
+        before the values that it takes."""
         for value, size in self._sizes.items():
             giver = self._giver.get(value)
             start: Node = "near" if giver is None else side(giver)
@@ -174,7 +172,7 @@ class _Cutter:
         return value in self._graph.gives or any(each not in self._done for each in takers)
 
     def _needed(self, values: Iterable[str]) -> set[Operator]:
-        """What must be computed for these values and is not yet."""
+        """Operators that these values need and that are not computed yet."""
         found, new = set[Operator](), list(values)
         while new:
             giver = self._giver.get(new.pop())
@@ -184,7 +182,7 @@ class _Cutter:
         return found
 
     def _waiting(self) -> set[Operator]:
-        """What needs the sums of an attention that is not computed yet, and these."""
+        """Attentions that are not computed yet, and operators that need their sums."""
         found = set[Operator]()
         for operator in self._graph.operators:
             waits = operator.kind == ATTEND and operator not in self._done
@@ -193,11 +191,8 @@ class _Cutter:
         return found
 
 
-# The minimum cut of a small network: what must be severed, at least, between a source and a sink.
-#
-# By the theorem of Ford and Fulkerson (1956) it weighs as much as the largest flow; paths are taken shortest first
+# The minimum cut of a small network weighs as much as its largest flow (Ford and Fulkerson, 1956); shortest paths first
 # (Edmonds and Karp, 1972).
-
 
 Node = Hashable
 Capacities = dict[Node, dict[Node, int]]

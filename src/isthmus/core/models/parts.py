@@ -1,4 +1,4 @@
-"""What several families of models write alike in their `config.json`."""
+"""Parts of a `config.json` that several families of models have in common."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_of(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
 ) -> ModelSpec:
-    """`max_length` and `norm_eps`: where the file has none."""
+    """A model of these layers. `max_length` and `norm_eps`: used where the file has none."""
     return ModelSpec(
         architecture=fields.architecture,
         vocab_size=fields.count("vocab_size"),
@@ -72,7 +72,7 @@ def attention_of(
     qk_norm: bool = False,
     gated: bool = False,
 ) -> Attention:
-    """`head_dim`: where the file has none; hidden size over heads without it."""
+    """Attention of the file's heads. `head_dim`: used where the file has none; else hidden size over heads."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
     size = fields.count("head_dim", head_dim or max(1, hidden // heads))
@@ -97,7 +97,7 @@ def qwen3_attention(fields: Fields, head_dim: int | None, *, gated: bool = False
 
 
 def latent_of(fields: Fields, *, query_rank: int) -> LatentAttention:
-    """`query_rank`: where the file does not name it; a null there means none."""
+    """Latent attention (MLA). `query_rank`: used where the field is absent; null means none."""
     heads = fields.count("num_attention_heads")
     if fields.count("num_key_value_heads", heads) != heads:
         fields.refuse("latent attention with fewer KV heads than heads is not supported")
@@ -124,7 +124,7 @@ def dense_of(fields: Fields, *, bias: bool = False) -> Dense:
 def experts_of(
     fields: Fields, total: str, scores: str, width: str = "moe_intermediate_size", *, shared_width: int = 0
 ) -> Experts:
-    """`total`, `width`: the family's names for how many there are, and of what width."""
+    """A mixture of experts. `total`, `width`: the family's field names of their number and width."""
     return Experts(
         num_experts=fields.count(total),
         top_k=fields.count("num_experts_per_tok"),
@@ -147,7 +147,7 @@ def grouped_experts(
     top_groups: int,
     latent: int = 0,
 ) -> Experts:
-    """DeepSeek-V3's choice of experts (`noaux_tc`)."""
+    """A mixture of experts with DeepSeek-V3's choice by groups (`noaux_tc`)."""
     width = fields.count("moe_intermediate_size")
     per_group = num_experts // groups
     if num_experts % groups or top_groups > groups or top_k > top_groups * per_group or per_group < 2:
@@ -167,7 +167,7 @@ def grouped_experts(
 
 
 def mlps_of(fields: Fields, sparse: Sequence[bool], experts: Experts) -> list[Mlp]:
-    """`sparse`: which layers have experts."""
+    """The MLP of each layer. `sparse`: which layers have experts."""
     if any(sparse) and experts.top_k > experts.num_experts:
         fields.refuse(f"{experts.top_k} of {experts.num_experts} experts cannot be chosen")
     dense = None if all(sparse) else dense_of(fields)
@@ -175,7 +175,7 @@ def mlps_of(fields: Fields, sparse: Sequence[bool], experts: Experts) -> list[Ml
 
 
 def sparse_layers(fields: Fields, num_dense: int) -> list[bool]:
-    """Which layers have experts; `num_dense`: so many first layers have none where the file does not say."""
+    """Which layers have experts. `num_dense`: number of first layers without, if the file does not say."""
     num_layers = num_layers_of(fields)
     kinds = fields.each_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
     first = fields.count("first_k_dense_replace", num_dense, least=0)
@@ -200,12 +200,12 @@ def hybrid_mixers(
 
 
 def window_of(fields: Fields) -> int:
-    """A null means none."""
+    """The sliding window; null means none."""
     return fields.count("sliding_window", _DEFAULT_WINDOW) if fields.states("sliding_window", True) else 0
 
 
 def qwen_windows(fields: Fields) -> list[int]:
-    """Only where `use_sliding_window` says so, from layer `max_window_layers` on."""
+    """The sliding window of each layer: with `use_sliding_window`, of those from `max_window_layers` on."""
     num_layers, window = num_layers_of(fields), window_of(fields)
     if not fields.flag("use_sliding_window", False) or not window:
         return [0] * num_layers

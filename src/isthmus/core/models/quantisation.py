@@ -1,9 +1,7 @@
-"""How the matrices of a model are quantised, as its `config.json` says. What a reader would take for something else is
-refused.
+"""The quantisation of a model's matrices, as its `config.json` says. Unknown schemes are refused.
 
-What these files say of activations and of KV is not read: the engine computes both in its own types, so scales for
-them (`input_scale`, `k_scale`) have nothing to scale. Nor are the lists of what was left out (`ignore`,
-`modules_to_not_convert`): a tensor that lies there unquantised is taken as it is.
+Fields about activations and KV (`input_scale`, `k_scale`) are not read, since the engine computes both in its own
+types; nor are lists of exceptions (`ignore`, `modules_to_not_convert`): an unquantised tensor is taken as it is.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ Block = tuple[int, int]
 
 
 class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
-    """Floats of 8 bits, with a scale for the matrix, for each row, or for each `block`, if there is a size of them."""
+    """Floats of 8 bits, with a scale for the matrix, for each row, or for each `block` if it has a size."""
 
     block: Block | None
 
 
 class Compressed(msgspec.Struct, frozen=True, tag="compressed"):
-    """What compressed-tensors writes: as Scaled, whole numbers of 8 bits so, or whole numbers of any of these `bits`
-    packed in words. `groups`: so many columns of a row may have a scale of their own. `symmetric`: whether there may be
-    matrices without zero points."""
+    """Weights of compressed-tensors: scaled floats or integers of 8 bits, or integers of these `bits` packed in words.
+    `groups`: sizes of groups of columns with a scale of their own. `symmetric`: some matrices may have no zero
+    points."""
 
     block: Block | None
     groups: tuple[int, ...]
@@ -38,8 +36,8 @@ class Compressed(msgspec.Struct, frozen=True, tag="compressed"):
 
 
 class Gptq(msgspec.Struct, frozen=True, tag="gptq"):
-    """Words along the columns of a matrix, and groups of `group_size` columns, 0 for a single one. `ordered`: it is
-    stored which column is of which group; else they follow each other. `lowered`: zero points are stored less one."""
+    """Words along the columns of a matrix, and groups of `group_size` columns, 0 for a single one. `ordered`: each
+    column's group is stored; else groups follow each other. `lowered`: zero points are stored less one."""
 
     bits: int
     group_size: int
@@ -57,7 +55,7 @@ Quantisation = Scaled | Compressed | Gptq | Awq
 
 
 def read_quantisation(fields: Fields) -> Quantisation | None:
-    """Of a whole `config.json`; None where nothing is quantised. Raises ModelError naming what is not supported."""
+    """Quantisation of a whole `config.json`, None without any. Raises ModelError naming what is not supported."""
     name = "compression_config" if fields.object("compression_config") else "quantization_config"
     own = fields.nested(name)
     if not fields.object(name):
@@ -96,7 +94,7 @@ def _awq(fields: Fields) -> Quantisation:
 
 
 def _compressed(fields: Fields) -> Quantisation:
-    """Every matrix says itself by its tensors which of the groups' schemes it has, but for the size of blocks."""
+    """The schemes of all groups together: each matrix's tensors tell which it has, but for the size of blocks."""
     if fields.nested("sparsity_config").get("format") not in (None, "dense"):
         fields.refuse("sparse weights of compressed-tensors are not supported")
     if fields.object("transform_config"):
@@ -116,7 +114,7 @@ def _compressed(fields: Fields) -> Quantisation:
 
 
 def _groups(fields: Fields) -> list[Fields]:
-    """Those that quantise weights."""
+    """The groups that quantise weights."""
     groups = fields.nested("config_groups")
     found = [groups.nested(name) for name in fields.object("config_groups")]
     found = [each for each in found if each.object("weights")]
@@ -126,7 +124,7 @@ def _groups(fields: Fields) -> list[Fields]:
 
 
 def _scheme(fields: Fields, group: Fields) -> Fields:
-    """Of a group's weights, checked."""
+    """The checked scheme of a group's weights."""
     kind = _one_of(fields, str(group.get("format") or fields.get("format")), "format", tuple(_FORMATS))
     weights = group.nested("weights")
     stated = (weights.get("type") or "int", weights.count("num_bits", 8))
@@ -146,7 +144,7 @@ _FORMATS = {
     "naive-quantized": (("float", 8), ("int", 8)),
     "pack-quantized": (("int", 4), ("int", 8)),
 }
-"""Of compressed-tensors, with types and bits."""
+"""Formats of compressed-tensors, with types and bits."""
 _READERS: dict[str, Callable[[Fields], Quantisation]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,

@@ -1,4 +1,4 @@
-"""What a model is made of, in numbers: the one description that costs, weights, network and KV layout are built from.
+"""The description of a model in numbers, from which costs, weights, network and KV layout are built.
 
 A model is a list of layers; a layer is a mixer (what tokens exchange) and an MLP, each of one of a few kinds.
 """
@@ -76,17 +76,17 @@ class DeltaRule(msgspec.Struct, frozen=True, tag="delta"):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries and keys, which are of one size, and values."""
+        """Channels of the convolution: queries and keys, of one size, and values."""
         return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
 
     @property
     def matrix_numbers(self) -> int:
-        """Of one sequence's state: a matrix for each value head."""
+        """Numbers in the matrices of one sequence's state, one for each value head."""
         return self.num_values * self.key_dim * self.value_dim
 
     @property
     def state_numbers(self) -> int:
-        """Of one sequence's state, with the window of the convolution before the matrices."""
+        """Numbers in one sequence's state: the window of the convolution, then the matrices."""
         return (self.taps - 1) * self.channels + self.matrix_numbers
 
 
@@ -133,8 +133,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """One decoder-only transformer. `norm_offset`: what is added to the weights of the norms as stored. `dtype`: of the
-    weights, as the file names it. `rope`: None where nothing is rotated, and for models that are only priced."""
+    """One decoder-only transformer. `norm_offset`: added to the stored weights of norms. `dtype`: of the weights, as
+    the file names it. `rope`: None where nothing is rotated, and for models that are only priced."""
 
     architecture: str
     vocab_size: int
@@ -153,18 +153,18 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_mixer(self) -> Attention | LatentAttention:
-        """The kind of its layers that keep KV of every token: in models of the engine they are all of one size."""
+        """The first mixer that keeps KV of every token; all are of one size in models that the engine runs."""
         mixers = (layer.mixer for layer in self.layers)
         return next(mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
 
     @property
     def recurrent(self) -> tuple[DeltaRule, ...]:
-        """Its layers that keep the state of a delta rule instead, in order."""
+        """Its mixers that keep the state of a delta rule, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaRule))
 
     @property
     def no_reuse(self) -> str:
-        """Why KV of its prompts cannot be moved to other positions, "" if it can."""
+        """Why KV of its prompts cannot be moved to other positions; "" if it can."""
         if self.recurrent:
             return f"{self.architecture} has recurrent layers, whose states hold at one position only"
         if not isinstance(self.kv_mixer, Attention) or self.rope is None:
@@ -180,6 +180,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        """Of what is kept of a token: of K and of V for each KV head, or of the latent vector."""
+        """Numbers kept of a token: in K and in V of each KV head, or in the latent vector."""
         mixer = self.kv_mixer
         return mixer.head_dim if isinstance(mixer, Attention) else mixer.kept_dim

@@ -1,4 +1,4 @@
-"""One attempt on one node: what is to be done beside computing it."""
+"""The attempts of one node, what each waits for beside its scheduler, and what the node reports of its memory."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from isthmus.core.types import DECODE, MIXED, NS_PER_MS, NodeId, RequestId
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt(Sequence):
-    """A sequence for the scheduler; and what it waits for. `pinned` is, of what is received, all that its node has or
-    gets itself, until that is in the engine."""
+    """A sequence for the scheduler, and what the node knows of its hand-over. `pinned` of a decode part: the recalled
+    prefix, until it is in the engine."""
 
     begin: StartAttempt  # what the node was told
-    extent: HandoverSpan  # what is handed over
+    extent: HandoverSpan  # tokens whose KV is handed over
     started: bool = False  # its first chunk was in a run
     granted: bool = False  # its decode node has room
     sampled: bool = False  # its first token is known
-    received: bool = False  # what is handed over is in the engine
-    recalled: bool = False  # what of the prompt is not handed over is, too
-    moved_ns: int = 0  # when bytes of it were last handed over, 0 before any
-    due_ns: int = 0  # when it is given up, for `reason`; 0: not at all
+    received: bool = False  # all of the hand-over is in the engine
+    recalled: bool = False  # the prefix that the hand-over leaves out is in the engine
+    moved_ns: int = 0  # when bytes of the hand-over last came, 0 before any
+    due_ns: int = 0  # when it is given up, for `reason`; 0: never
     reason: str = ""
 
     @classmethod
     def of(cls, begin: StartAttempt, extent: HandoverSpan, hands_over: bool) -> Attempt:
-        """`hands_over`: it leaves the batch when its prompt is computed."""
+        """An attempt as its route says. `hands_over`: it leaves the batch when its prompt is computed."""
         route, assembly = begin.route, assembly_of(begin.route)
         attempt = cls(begin.key, begin.num_tokens, begin.stop_length, begin=begin, extent=extent)
         attempt.tenant, attempt.is_exact = begin.tenant, assembly is None
         attempt.recalled = not route.handover_start
         if route.fetch is not None or route.recall is not None:
             attempt.fetch = begin.fetch
-        if begin.part is DECODE:  # what it has cached is loaded as it is received
+        if begin.part is DECODE:  # its cached prefix is loaded as it is received, not by the scheduler
             if assembly is not None and assembly.packing is not None:
                 attempt.pack(assembly.packing)
             return attempt
         names = begin.names
-        if assembly is not None:  # what is assembled is not what its tokens are in the cache, so it has no name
+        if assembly is not None:  # assembled KV is not exactly that of its tokens, so it gets no names
             attempt.assembly, names = assembly, names[: route.num_cached]
         attempt.names, attempt.hands_over = names, hands_over
         attempt.work_ns, attempt.deadline_ns = route.work_ns, route.deadline_ns
-        # Of a later attempt fewer blocks may have a name than the route, which is about the prompt alone, counts on.
+        # A later attempt may have fewer names than its route, which is about the prompt alone, counts on.
         attempt.num_cached = min(route.num_cached, len(names))
         if attempt.fetch is not None and attempt.fetch.stop > len(names):
             attempt.fetch = msgspec.structs.replace(attempt.fetch, stop=len(names))
@@ -60,26 +60,26 @@ class Attempt(Sequence):
 
     @property
     def packs(self) -> bool:
-        """Its prompt is packed when all of it is computed, and not before."""
+        """Whether its prompt is still to be packed, after all of it is computed."""
         return self.assembly is not None and self.assembly.packing is not None
 
     @property
     def is_whole(self) -> bool:
-        """Its prompt is computed, and all of it that is to lie elsewhere does."""
+        """Whether its prompt is computed, and all KV planned for holders lies there."""
         return self.sampled and self.remote.is_there
 
     def reserve(self, asked: Iterable[tuple[NodeId, int, Share]]) -> Actions:
-        """Asks these holders for room for so many blocks."""
+        """Letters that ask holders for room, for so many blocks each."""
         return [
             SendLetter(holder, ReserveRequest(self.request, count, share)) for holder, count, share in asked
         ]
 
     def admitted(self) -> Actions:
-        """Where it decodes there may be no memory yet."""
+        """Asks holders for room, once its decode node has memory for the rest."""
         return self.reserve(self.remote.ask()) if self.granted or self.begin.part is MIXED else []
 
     def reserved(self) -> Actions:
-        """Its KV may be sent, and what is cached of its prompt is loaded."""
+        """Receives the hand-over into its blocks, grants it, and loads the recalled prefix."""
         begin, extent, blocks = self.begin, self.extent, self.table
         if self.restore:
             blocks = blocks[: extent.states // extent.block_size] + self.restore
@@ -93,22 +93,19 @@ class Attempt(Sequence):
         return actions
 
     def spread(self) -> HoldingsChanged:
-        """Where the conductor is to believe its KV."""
+        """Tells the conductor where its KV lies, or is to lie."""
         return HoldingsChanged(self.begin.route.request, self.begin.route.attempt, self.remote.planned)
-
-
-# The attempts of one node, by key: each begins once, may be given up, and fails with one report.
 
 
 SEVERED_NS = 250 * NS_PER_MS
 """Grace period before a node reports a lost peer. The head usually notices first; without the period one node's death
 would use up two attempts."""
 MAX_EARLY = 4096
-"""Letters of attempts that have not begun; more are of attempts that never will."""
+"""Most letters kept of attempts that have not begun; more would be of attempts that never will."""
 
 
 class Begun(Protocol):
-    """What every attempt knows. `due_ns`: when it is given up for `reason`, or goes on; 0 for never."""
+    """An attempt on a node of either kind. `due_ns`: when it is given up for `reason`, or goes on; 0 for never."""
 
     begin: StartAttempt
     due_ns: int
@@ -119,7 +116,7 @@ A = TypeVar("A", bound=Begun)
 
 
 class Attempts(dict[RequestId, A], Generic[A]):
-    """Of the node that is called `node`."""
+    """The attempts of the node called `node`, by key: each begins once, and fails with one report."""
 
     def __init__(self, node: NodeId) -> None:
         super().__init__()
@@ -132,7 +129,7 @@ class Attempts(dict[RequestId, A], Generic[A]):
         self[key] = attempt
 
     def give_up(self, attempt: A, peer: NodeId, reason: str, now: int, actions: Actions) -> None:
-        """Its peer is gone: it fails after a while, unless the head has decided otherwise."""
+        """Lets an attempt whose peer is gone fail after SEVERED_NS, unless the head ends it before."""
         attempt.due_ns, attempt.reason = now + SEVERED_NS, f"the session with {peer} ended: {reason}"
         actions.append(Wake(attempt.due_ns))
 
@@ -140,12 +137,12 @@ class Attempts(dict[RequestId, A], Generic[A]):
         return [attempt for attempt in self.values() if 0 < attempt.due_ns <= now]
 
     def failure(self, attempt: A, reason: str, *, final: bool = False, no_room: bool = False) -> RequestFailed:
-        """What the conductor hears, who may try again. `final`: the reason lies in the request, not in this node."""
+        """A report to the conductor, which may try again unless `final`: then the request is at fault, not the node."""
         route = attempt.begin.route
         reason = reason if final else f"{self._node}: {reason}"
         return RequestFailed(route.request, route.attempt, reason, final=final, no_room=no_room)
 
-    # Letters that came before the head's word of their attempt: two sessions have no common order.
+    # Letters that came before the head's `StartAttempt`: two sessions have no common order.
 
     def put_early(self, peer: NodeId, letter: Any) -> None:
         self._early[peer, letter.key] = letter
@@ -153,27 +150,24 @@ class Attempts(dict[RequestId, A], Generic[A]):
             self._early.popitem(last=False)
 
     def take_early(self, peer: NodeId, key: RequestId) -> Any | None:
-        """What `peer` said of an attempt that begins or ends now."""
+        """Removes and returns a letter of `peer` about an attempt that begins or ends now."""
         return self._early.pop((peer, key), None)
 
 
-# What a node says of its memory while memory is lent: what changed, once in a while (Infinite-LLM, heartbeats).
-#
-# The next report is due a period after the one before, and then comes by itself if anything happened since. Where
-# nothing happens there is none.
-
-
 class MemoryUsage:
-    """What was said, and when the next is due."""
+    """Reports of what a node's memory is used for, while memory is lent (the heartbeats of Infinite-LLM).
+
+    A report has what changed since the last one, and comes `period_ns` after it at the earliest; none without a change.
+    """
 
     def __init__(self, scheduler: Scheduler, period_ns: int) -> None:
         self._scheduler, self._period_ns = scheduler, period_ns
         self._due_ns, self._is_due = 0, False
         self._told: dict[RequestId, MemoryEntry] = {}
-        self._told_node = self._node()  # which follows from its capacity
+        self._told_node = self._node()  # an idle node: follows from its capacity
 
     def tell(self, attempts: Mapping[RequestId, Attempt], now: int, actions: Actions) -> None:
-        """After each event."""
+        """Reports, or asks to be woken when the next report is due. Called after each event."""
         if now < self._due_ns:
             if not self._is_due:
                 self._is_due = True

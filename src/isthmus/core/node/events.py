@@ -1,9 +1,8 @@
-"""What a node is told, and what it answers: facts in, actions out, both values that may be sent and written down.
+"""Facts that a node is told, and actions that it answers: values that may be sent and written down.
 
-Actions name whole spans of blocks, never single layers: whoever carries them out moves bytes as it likes, layer by
-layer live, as flows in virtual time. Reports are the conductor's events and are passed on as they are.
-
-`key` is that of an attempt (`attempts.key_of`); what comes for a key that a node does not know is void.
+Actions name whole spans of blocks, never single layers: their executor moves bytes layer by layer live, as flows in
+virtual time. Reports are events of the conductor. `key` is that of an attempt (`attempts.key_of`); a fact about an
+unknown key is void.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import msgspec
 
 from isthmus.core.attempts import Convert as Convert
 from isthmus.core.attempts import DropAttempt as DropAttempt
+from isthmus.core.attempts import FetchOrder, Report, Share
 from isthmus.core.attempts import Lend as Lend
 from isthmus.core.attempts import Repay as Repay
-from isthmus.core.attempts import Report, Share
 from isthmus.core.attempts import StartAttempt as StartAttempt
 from isthmus.core.node.letters import HandoverSpan, Letter
 from isthmus.core.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
@@ -30,24 +29,22 @@ from isthmus.core.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 
 class LetterReceived(msgspec.Struct, frozen=True, tag=True):
-    """Another node says this."""
-
     peer: NodeId
     letter: Letter
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
-    """Another node cannot be reached, or the session with it ended, and with it what was on its way over it."""
+    """Another node cannot be reached, or the session with it ended and lost what was on its way."""
 
     peer: NodeId
     reason: str
 
 
-# From who carries the actions out. `Stepped` and `Saved` are the scheduler's.
+# From the executor of the actions. `Stepped` and `Saved` are the scheduler's.
 
 
 class Missing(msgspec.Struct, frozen=True, tag=True):
-    """Of a cached prefix in the run only the first `num_blocks` blocks could be loaded. Comes just before a `Stepped`
+    """Only the first `num_blocks` blocks of a cached prefix in the run could be loaded. Comes just before a `Stepped`
     of no steps."""
 
     key: RequestId
@@ -55,15 +52,15 @@ class Missing(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag=True):
-    """The last stage of a pipeline group has the first tokens of these; `ended`: of them, those that are over."""
+    """The last stage of a pipeline group has sampled the first tokens of `keys`, of which `ended` are over."""
 
     keys: tuple[RequestId, ...]
     ended: tuple[RequestId, ...] = ()
 
 
 class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
-    """Of a prefix that is being fetched all up to `stop` came. Not `ended`: more may. Ended with less than it starts
-    with: that much is still here."""
+    """All blocks of a fetched prefix up to `stop` are here. Until it `ended`, more may come. It may end with a `stop`
+    below its start, if blocks before that were evicted."""
 
     key: RequestId
     stop: int
@@ -71,21 +68,21 @@ class BlocksFetched(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """What a DECODE part does not get handed over is in the engine: `num_blocks` of it."""
+    """The decode node has loaded `num_blocks` prefix blocks that the hand-over leaves out (its own cache had them)."""
 
     key: RequestId
     num_blocks: int
 
 
 class HandoverComplete(msgspec.Struct, frozen=True, tag=True):
-    """All that is handed over of an attempt is in the engine, its seals matched, and its first token is known."""
+    """All KV of a hand-over is in the engine, its seals matched, and the first token is known."""
 
     key: RequestId
 
 
 class ShipmentStored(msgspec.Struct, frozen=True, tag=True):
-    """Of what `peer` ships of an attempt that is hosted here the first `stop` blocks are in the engine, in all layers,
-    and their seals matched; or, if `damaged`, one did not. Fewer than before: what follows is being written anew."""
+    """The first `stop` blocks of an attempt that `peer` ships here are in the engine, in all layers, and their seals
+    matched; or, if `damaged`, one did not. A lower `stop` than before: the rest is being written anew."""
 
     key: RequestId
     peer: NodeId
@@ -94,22 +91,21 @@ class ShipmentStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reclaimed(msgspec.Struct, frozen=True, tag=True):
-    """A `Reclaim` is over: all is in the engine and its seals matched, or not `whole`. Nothing is written there any
-    more."""
+    """A `Reclaim` is over and writes nothing more. `whole`: all blocks are in the engine and their seals matched."""
 
     key: RequestId
     whole: bool
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Some bytes came of what is handed over; or, with `fetched`, is fetched, or that was asked for."""
+    """Bytes of a hand-over came; or, with `fetched`, of a fetch, or its source was asked for them."""
 
     key: RequestId
     fetched: bool = False
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why; `final`: nor on another."""
+    """An attempt cannot go on here, nor anywhere if `final`. `distrust`: blocks it took from the cache may be why."""
 
     key: RequestId
     reason: str
@@ -118,7 +114,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksLost(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of these cached blocks are gone or damaged, in whichever tier they were."""
+    """The bytes of cached blocks are gone or damaged, in any tier."""
 
     names: tuple[BlockName, ...]
 
@@ -129,12 +125,11 @@ class PrefixesRecovered(msgspec.Struct, frozen=True, tag=True):
     chains: tuple[tuple[BlockName, ...], ...]
 
 
-# Of a node whose engine plans its own batches (`server_node.py`).
+# To a node whose engine plans its own batches (`server_node.py`).
 
 
 class EnginePrefilled(msgspec.Struct, frozen=True, tag=True):
-    """The engine has computed a prompt that was submitted, as `PromptComputed` says; the rest of its answer follows,
-    but of a PREFILL part there is none."""
+    """The engine has computed a submitted prompt; fields as in `PromptComputed`. A PREFILL part ends with it."""
 
     key: RequestId
     cached_tokens: int = 0
@@ -142,28 +137,25 @@ class EnginePrefilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class SavesDone(msgspec.Struct, frozen=True, tag=True):
-    """All that is to be saved of an attempt's KV was told as `SlotsFilled`, or will not be."""
+    """No more `SlotsFilled` comes of an attempt."""
 
     key: RequestId
 
 
 class AnswerComplete(msgspec.Struct, frozen=True, tag=True):
-    """An attempt's answer is complete."""
-
     key: RequestId
 
 
 class SlotsFilled(msgspec.Struct, frozen=True, tag=True):
-    """The engine has put what is new of this prefix into the store's slots: an `AdoptBlocks` for `key` keeps some of
-    it."""
+    """The engine has put the new blocks of a prefix into slots of the store: an `AdoptBlocks` for `key` keeps some."""
 
     key: RequestId
     names: tuple[BlockName, ...]
 
 
 class EngineBlocks(msgspec.Struct, frozen=True, tag=True):
-    """The engine's own memory has one more copy of each of `stored`, and one less of each of `removed`; `cleared`: it
-    has nothing any more."""
+    """The engine's own memory has one more copy of each block in `stored`, one less of each in `removed`; or, if
+    `cleared`, none of any."""
 
     stored: tuple[BlockName, ...] = ()
     removed: tuple[BlockName, ...] = ()
@@ -171,7 +163,7 @@ class EngineBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Woken(msgspec.Struct, frozen=True, tag=True):
-    """Some time has passed: a `Wake` is due, or it is time to look at what stands still."""
+    """Time has passed: a `Wake` is due, or it is time to look for transfers that stand still."""
 
 
 Event = (
@@ -183,25 +175,24 @@ Event = (
     | Woken
 )  # fmt: skip
 
-# Actions. What is to be done for a run and for the cache, the scheduler says; of a `LoadBlocks` that is `told`, say
-# `Loaded`.
+# Actions, beside those of the scheduler for runs and the cache. A `LoadBlocks` that is `told` is followed by `Loaded`.
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
-    """End the run with the iteration under way."""
+    """End the run that is out with the iteration under way."""
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Begin to read these blocks from the SSD: a load will need them."""
+    """Begin to read blocks from the SSD that a load will need."""
 
     key: RequestId
     names: tuple[BlockName, ...]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `BlocksFetched`, and once
-    that it `ended`, even after `ReleaseResources`. An `AdoptBlocks` may follow each at once. `whole`: as in
-    `FetchRequest`; `tenant`: in whose share what comes is kept."""
+    """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; answer with `BlocksFetched`, the last
+    of which `ended`, even after `ReleaseResources`. An `AdoptBlocks` may follow each at once. `whole`: as in
+    `FetchRequest`; `tenant`: in whose share fetched blocks are kept."""
 
     key: RequestId
     source: NodeId
@@ -212,8 +203,13 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     tenant: Tenant = NOBODY
 
 
+def fetch_of(key: RequestId, order: FetchOrder, names: tuple[BlockName, ...], tenant: Tenant) -> Fetch:
+    """The fetch that a route orders, of a prefix of `names`."""
+    return Fetch(key, order.source, names[: order.stop], order.start, codec=order.codec, tenant=tenant)
+
+
 class EndFetch(msgspec.Struct, frozen=True, tag=True):
-    """It brought nothing for too long, or nobody waits for it."""
+    """End a fetch that brought nothing for too long, or for which nobody waits."""
 
     key: RequestId
 
@@ -230,22 +226,21 @@ class Give(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendLetter(msgspec.Struct, frozen=True, tag=True):
-    """Say this to another node, after all that was said to it before; or, if it cannot be said, say `Gone`."""
+    """Send a letter to another node, after all letters before it; answer with `Gone` if it cannot be sent."""
 
     peer: NodeId
     letter: Letter
 
 
 class EndGive(msgspec.Struct, frozen=True, tag=True):
-    """It needs nothing more of that."""
+    """Stop giving: `peer` has the blocks, or needs none."""
 
     key: RequestId
     peer: NodeId
 
 
 class OfferHandover(msgspec.Struct, frozen=True, tag=True):
-    """KV of an attempt will go from here to `peer`: what is computed of it is noted, and sent from `SendHandover`
-    on."""
+    """Note which KV of an attempt is computed: it goes to `peer` from `SendHandover` on."""
 
     key: RequestId
     peer: NodeId
@@ -253,7 +248,7 @@ class OfferHandover(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReceiveHandover(msgspec.Struct, frozen=True, tag=True):
-    """Take an attempt's KV that comes from `peer` into these blocks of the engine; say `HandoverComplete`."""
+    """Receive an attempt's KV from `peer` into these blocks of the engine; answer with `HandoverComplete`."""
 
     key: RequestId
     peer: NodeId
@@ -262,7 +257,7 @@ class ReceiveHandover(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendHandover(msgspec.Struct, frozen=True, tag=True):
-    """Send what was offered to `peer`, as it is computed. `computed`: all of it is."""
+    """Send offered KV to `peer` as it is computed. `computed`: all of it is already."""
 
     key: RequestId
     peer: NodeId
@@ -271,14 +266,14 @@ class SendHandover(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishHandover(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an attempt that is being sent is computed: send the rest, and say so."""
+    """Send the rest of a hand-over, all of which is computed now."""
 
     key: RequestId
 
 
 class Ship(msgspec.Struct, frozen=True, tag=True):
-    """Copy these blocks of the engine to `peer`, of the share's heads, where they are numbers `first` and following of
-    what lies there of the attempt. Their KV is in place, and stays until `peer` has it or until `ReleaseResources`."""
+    """Copy computed blocks of the engine, the share's heads of them, to `peer`: there they are block `first` of the
+    attempt, and following ones. They stay until `peer` has them or until `ReleaseResources`."""
 
     key: RequestId
     peer: NodeId
@@ -288,14 +283,14 @@ class Ship(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenLine(msgspec.Struct, frozen=True, tag=True):
-    """Runs will ask `peer` for attention to what lies there: the first question waits for a line."""
+    """Open a line to `peer`, which runs will ask for attention to KV that lies there."""
 
     peer: NodeId
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
-    """Take what `holder` sends back of an attempt into these blocks of the engine; say `Reclaimed` once in any case,
-    even after `ReleaseResources`."""
+    """Take blocks of an attempt that `holder` sends back into these blocks of the engine; answer with one `Reclaimed`
+    in any case, even after `ReleaseResources`."""
 
     key: RequestId
     holder: NodeId
@@ -303,8 +298,8 @@ class Reclaim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Host(msgspec.Struct, frozen=True, tag=True):
-    """A share of an attempt's KV may lie in these blocks of the engine: `peer` ships it, for which say
-    `ShipmentStored`, and others attend to it."""
+    """Hold a share of an attempt's KV in these blocks of the engine: `peer` ships it, answered with `ShipmentStored`,
+    and other nodes ask for attention to it."""
 
     key: RequestId
     peer: NodeId
@@ -313,8 +308,8 @@ class Host(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rekey(msgspec.Struct, frozen=True, tag=True):
-    """What lies here of `old` is of `key` from now on, and `peer` alone ships more. `num_blocks` of it are whole:
-    nothing where it is another share."""
+    """Hold the KV of `old` for `key` from now on, to which `peer` alone ships more. `num_blocks` of it are whole: 0 if
+    `share` is another one than before."""
 
     old: RequestId
     key: RequestId
@@ -324,37 +319,36 @@ class Rekey(msgspec.Struct, frozen=True, tag=True):
 
 
 class Trim(msgspec.Struct, frozen=True, tag=True):
-    """Of the blocks of an attempt that is hosted only the first `num_blocks` are for it any more."""
+    """Keep only the first `num_blocks` blocks of a hosted attempt."""
 
     key: RequestId
     num_blocks: int
 
 
 class Unhost(msgspec.Struct, frozen=True, tag=True):
-    """`peer` writes nothing more to the blocks of an attempt that is hosted when this is done; without one nobody does,
-    or reads from them."""
+    """Let `peer` write no more to the blocks of a hosted attempt; without a peer, let nobody write or read them."""
 
     key: RequestId
     peer: NodeId | None = None
 
 
 class Shorten(msgspec.Struct, frozen=True, tag=True):
-    """Of a cached prefix only the first `num_tokens` tokens are used: what follows is computed."""
+    """Use only the first `num_tokens` tokens of a cached prefix, and compute the rest."""
 
     key: RequestId
     num_tokens: int
 
 
 class ReleaseResources(msgspec.Struct, frozen=True, tag=True):
-    """Let go of all that is under way for an attempt. Nothing is written into its blocks any more when this is done.
-    The other node of its hand-over hears from the head."""
+    """End all that is under way for an attempt, so that nothing is written into its blocks any more. The other node of
+    its hand-over hears from the head."""
 
     key: RequestId
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Hand an attempt to the engine, which may count on the first `num_blocks` blocks of the cache, and on what lies
-    where `params` say; say `EnginePrefilled`, then `AnswerComplete`, or `Broken`."""
+    """Submit an attempt to the engine, which may use its first `num_blocks` blocks of the cache, and KV that lies where
+    `params` say; answer with `EnginePrefilled` and `AnswerComplete`, or with `Broken`."""
 
     key: RequestId
     num_blocks: int
@@ -363,13 +357,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True):
-    """Nobody takes what lies where `params` say: its engine may let go of it."""
+    """Free KV that lies where `params` say in the engine, since no node takes it."""
 
     params: bytes
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
-    """Say `Woken` then."""
+    """Tell the node `Woken` at this time."""
 
     at_ns: int
 

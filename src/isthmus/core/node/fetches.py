@@ -1,7 +1,4 @@
-"""Prefixes that a node fetches from other nodes' caches, and what other nodes fetch from its own.
-
-What another node gets stays where it is until that has it; what a fetch brought is kept, whoever asked for it.
-"""
+"""Prefixes that a node fetches from other nodes' caches, prefixes that it gives, and donors of assembled prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from isthmus.core.types import BlockName, NodeId, RequestId
 
 
 class Fetches:
-    """`tiers`: None where nothing is kept, so no other node gets anything. `transfer_ns`: how long a fetch that began
-    may bring nothing."""
+    """Fetches in progress. A given prefix stays pinned until its reader has it, or is gone.
+
+    `tiers`: the node's cache, None without one. `transfer_ns`: how long a fetch that began may bring nothing.
+    """
 
     def __init__(self, tiers: TierCache | None, transfer_ns: int) -> None:
         self._tiers, self._transfer_ns = tiers, transfer_ns
@@ -34,8 +33,8 @@ class Fetches:
             self._moved_ns[key] = now
 
     def came(self, event: events.BlocksFetched, actions: Actions) -> tuple[events.Fetch, int] | None:
-        """The fetch, and how many leading blocks are here, now that `[start, stop)` of it came: what it was to follow
-        may have gone. None for one of a node of this name that is gone."""
+        """The fetch, and how many of its leading blocks are here now that `[start, stop)` came: blocks before `start`
+        may have been evicted. None for an unknown fetch, of a node that had this name before."""
         key, stop = event.key, event.stop
         fetch = self._fetches.get(key)
         if fetch is None:
@@ -49,18 +48,18 @@ class Fetches:
         return fetch, held if held < start else stop
 
     def end(self, key: RequestId, actions: Actions) -> None:
-        """Nobody waits for it. A run may wait for its end."""
+        """Ends a fetch that nobody waits for, though a run may wait for its end."""
         if key in self._fetches:
             actions.append(events.EndFetch(key))
 
     def end_late(self, now: int, actions: Actions) -> None:
-        """Ends those that stand still for too long."""
+        """Ends fetches that brought nothing for `transfer_ns`."""
         late = now - self._transfer_ns
         actions += [events.EndFetch(key) for key, moved_ns in self._moved_ns.items() if moved_ns < late]
 
     # To other nodes.
 
-    def wanted(self, peer: NodeId, want: FetchRequest, actions: Actions) -> None:
+    def wanted(self, peer: NodeId, want: FetchRequest, now: int, actions: Actions) -> None:
         names, start = want.names, want.start
         found, on_disk = self._tiers.match(names) if self._tiers is not None else (0, 0)
         if found <= start or start < 0 or (want.whole and found < len(names)):
@@ -68,13 +67,13 @@ class Fetches:
         elif self._tiers is not None:
             if not self._tiers.is_chain(names[:found]):
                 return  # void: pins are counted along chains
-            self._let_go(want.key, peer)  # in place of what it had
+            self._let_go(want.key, peer)  # a second request replaces the first
             self._given[want.key, peer] = names[:found]
             self._tiers.pin(names[:found])
         on_disk = min(on_disk, found - start)
         actions.append(events.Give(want.key, peer, names, start, found, on_disk))
 
-    def enough(self, peer: NodeId, said: FetchDone, actions: Actions) -> None:
+    def enough(self, peer: NodeId, said: FetchDone, now: int, actions: Actions) -> None:
         self._let_go(said.key, peer)
         actions.append(events.EndGive(said.key, peer))
 
@@ -83,25 +82,23 @@ class Fetches:
         if self._tiers is not None and names is not None:
             self._tiers.unpin(names)
 
-    def gone(self, peer: NodeId, actions: Actions) -> None:
-        """Nothing more comes from it, and it needs nothing more."""
+    def gone(self, peer: NodeId, now: int, actions: Actions) -> None:
+        """Ends fetches from a lost peer, and unpins what it fetched."""
         actions += [events.EndFetch(key) for key, fetch in self._fetches.items() if fetch.source == peer]
         for key, _ in [at for at in self._given if at[1] == peer]:
-            self.enough(peer, FetchDone(key), actions)
+            self.enough(peer, FetchDone(key), now, actions)
 
     def check_idle(self) -> None:
         assert not self._fetches, "a fetch never ended"
         assert not self._given, "another node never had enough"
 
 
-# Prompts that are assembled from other prompts' KV: what a node needs of these before, and keeps until it is through.
-#
-# Donors' blocks come into the node's cache first, fetched under keys of their own, while the prompt keeps its place in
-# the queue; what it needs of them is then loaded into blocks of the engine beside its own (`Sequence.scratch`).
-
-
 class DonorFetches:
-    """Of the attempts of one node."""
+    """Donors of prompts that are assembled from other prompts' KV: fetched before, pinned until the prompt is computed.
+
+    Donors' blocks come into the node's cache under keys of their own while the prompt keeps its place in the queue; the
+    needed ones are then loaded into `Sequence.scratch`, blocks of the engine beside the prompt's.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -109,28 +106,22 @@ class DonorFetches:
         self._pinned: dict[RequestId, list[tuple[BlockName, ...]]] = {}
 
     def begin(self, attempt: Attempt) -> list[events.Fetch]:
-        """What is fetched of its donors first."""
+        """The fetches that bring its donors' blocks."""
         assembly, found = attempt.assembly, list[events.Fetch]()
         for number, donor in enumerate(assembly.donors if assembly is not None else ()):
             if donor.fetch is not None:
                 key = RequestId(f"{attempt.request}~{number}")
-                order = donor.fetch
-                names = donor.names[: order.stop]
-                found.append(
-                    events.Fetch(
-                        key, order.source, names, order.start, codec=order.codec, tenant=attempt.tenant
-                    )
-                )
+                found.append(events.fetch_of(key, donor.fetch, donor.names, attempt.tenant))
                 self._fetches[key] = attempt
         return found
 
     def fetched(self, key: RequestId) -> Attempt | None:
-        """A fetch is over. Returns the attempt that waited for it last."""
+        """Removes a fetch that is over. Returns its attempt if that waits for no other fetch."""
         attempt = self._fetches.pop(key, None)
         return None if attempt is None or attempt in self._fetches.values() else attempt
 
     def enter(self, attempt: Attempt) -> bool:
-        """Its donors stay from now on. False: not all of them are here."""
+        """Pins its donors' blocks. Returns False, and pins nothing, if not all of them are here."""
         assembly, tiers = attempt.assembly, self._scheduler.tiers
         assert assembly is not None and tiers is not None
         chains = [donor.names for donor in assembly.donors]
@@ -142,7 +133,9 @@ class DonorFetches:
         return True
 
     def end(self, attempt: Attempt) -> list[events.EndFetch]:
-        """It needs none of them any more. Idempotent."""
+        """Unpins its donors' blocks, and ends their fetches. Idempotent."""
+        if not self._fetches and not self._pinned:
+            return []
         tiers = self._scheduler.tiers
         for names in self._pinned.pop(attempt.request, ()):
             assert tiers is not None

@@ -1,25 +1,35 @@
-"""What of a request's KV is handed over, in token positions.
+"""Letters between nodes, one class each, and the span of a hand-over. Sessions carry letters and know none of them.
 
-0          start                        num_tokens   states          stop
-├─ recalled ─┼────── KV of the prompt ───────┤ (pad) ├─ whole blocks ─┤
-                                                     of the recurrent state
+A node answers `SendLetter(peer, letter)` and is told `LetterReceived(peer, letter)`; a letter about an unknown attempt
+is void, except those that may come before the head's `StartAttempt` (`HandoverGranted`, `PromptComputed`). KV travels
+apart, as frames of bytes; the node that received it writes the letter about it, so no letter overtakes its KV.
+
+    decode  ──HandoverGranted──> prefill  ══KV══> decode   ──HandoverConfirmed──> prefill
+    prefill ──PromptComputed───> decode   ──HandoverConfirmed──> prefill    where engines hand over by themselves
+    fetcher ──FetchRequest─────> source   ══KV══> fetcher  ──FetchDone──> source
+
+and those of homes and holders: `away.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from isthmus.core.attempts import Route, Share, num_left_out
-from isthmus.core.types import BlockName, NodeId, RequestId
+from isthmus.core.types import BlockName, RequestId
 
 NONE = "none"
 
 
 class HandoverSpan(msgspec.Struct, frozen=True):
-    """Tokens `[start, num_tokens)`, then whole blocks from `states` on that hold the recurrent state, up to `stop`.
-    `codec`: of the KV."""
+    """Token positions whose KV is handed over, coded as `codec`; whole blocks of the recurrent state follow.
+
+    0          start                        num_tokens   states          stop
+    ├─ recalled ─┼────── KV of the prompt ───────┤ (pad) ├─ whole blocks ─┤
+                                                         of the recurrent state
+    """
 
     block_size: int
     start: int
@@ -29,11 +39,11 @@ class HandoverSpan(msgspec.Struct, frozen=True):
     codec: str = NONE
 
     def codec_at(self, position: int) -> str:
-        """States are not KV: no codec of numbers fits them."""
+        """Codec of the frame at a position; recurrent states are sent as they are."""
         return self.codec if position < self.states else NONE
 
     def resumes(self, received: int) -> int:
-        """Where the next frame of a layer starts that has so much."""
+        """Position at which the next frame of a layer starts, after `received` tokens."""
         if received == self.num_tokens < self.stop:
             return self.states
         return received // self.block_size * self.block_size
@@ -46,24 +56,8 @@ def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int)
     return HandoverSpan(block_size, start, num_tokens, states, stop, route.codec)
 
 
-# Letters: what one node says to another, one class each. Sessions and links carry them and know none of them.
-#
-# A node answers `SendLetter(peer, letter)` and hears `LetterReceived(peer, letter)`; a letter about an attempt that its
-# reader does not know is void, but for those that may come before the head's word (`HandoverGranted`,
-# `PromptComputed`). KV travels apart, as frames of bytes, and a letter never overtakes the KV it speaks of: it is said
-# when that has come, by the node to which it came.
-#
-# decode  ──HandoverGranted──> prefill  ══KV══> decode   ──HandoverConfirmed──> prefill
-# prefill ──PromptComputed───> decode   ──HandoverConfirmed──> prefill    where engines hand over by themselves
-# fetcher ──FetchRequest─────> source   ══KV══> fetcher  ──FetchDone──> source
-# home    ──ReserveRequest───> holder   ──ReserveReply──> home
-# home    ══KV══>              holder   ──ShipmentConfirmed──> home       then Shrink, when less is to lie there
-# home    ──SendBack─────────> holder   ══KV══> home
-# next    ──ClaimRequest─────> holder   ──ClaimReply──> next              when the home before it is gone
-
-
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""Checked where a letter is read from a session: a node counts on it."""
+"""Checked when a letter is decoded, since nodes rely on it."""
 
 
 class HandoverGranted(msgspec.Struct, frozen=True, tag=True):
@@ -73,16 +67,16 @@ class HandoverGranted(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoverConfirmed(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an attempt is at its decode node, whole: the prefill node may let go of it. `unread`: the decode node
-    has taken nothing and will take nothing."""
+    """The decode node has all KV of an attempt, whole, and the prefill node may free it. `unread`: the decode node has
+    read none of it and will read none."""
 
     key: RequestId
     unread: bool = False
 
 
 class PromptComputed(msgspec.Struct, frozen=True, tag=True):
-    """The prompt of an attempt is computed at its prefill node, of whose tokens `cached_tokens` needed no computing.
-    `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
+    """The prefill node has computed an attempt's prompt, of which `cached_tokens` tokens were cached. `params`: where
+    its KV lies, in the engine's own format, to be used once; empty where the cache has it."""
 
     key: RequestId
     cached_tokens: Count
@@ -90,7 +84,7 @@ class PromptComputed(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of this prefix from `start` on are wanted. `whole`: all of them or none."""
+    """Asks for the blocks of a prefix from `start` on. `whole`: for all of them or none."""
 
     key: RequestId
     names: tuple[BlockName, ...]
@@ -99,13 +93,13 @@ class FetchRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchDone(msgspec.Struct, frozen=True, tag=True):
-    """What was wanted is there, or is not wanted any more. Unknown ones are no error."""
+    """A fetch has ended, and its source may unpin the blocks. An unknown key is no error."""
 
     key: RequestId
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, tag=True):
-    """Keep room for the first `num_blocks` blocks of a share of an attempt's KV, or go on keeping it for this node
+    """Asks for room for the first `num_blocks` blocks of a share of an attempt's KV, or to keep it for this node,
     too."""
 
     key: RequestId
@@ -114,15 +108,14 @@ class ReserveRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReserveReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ReserveRequest`. Not `granted`: there is no room."""
+    """Answers `ReserveRequest`. Not `granted`: there is no room."""
 
     key: RequestId
     granted: bool
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, tag=True):
-    """What lies here of the attempt `old`, whose home is gone, is of the attempt `key` from now on, if it is this
-    share."""
+    """Asks for the KV of the attempt `old`, whose home is gone, for the attempt `key`, if it is the same share."""
 
     key: RequestId
     old: RequestId
@@ -130,7 +123,7 @@ class ClaimRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClaimReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ClaimRequest`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
+    """Answers `ClaimRequest`: the first `num_blocks` blocks are there, in all layers, and their seals matched."""
 
     key: RequestId
     num_blocks: Count
@@ -146,8 +139,7 @@ class ShipmentConfirmed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendBack(msgspec.Struct, frozen=True, tag=True):
-    """Blocks `[first, first + num_blocks)` of an attempt's share are wanted at home. They stay with the holder until
-    `Shrink`."""
+    """Asks for blocks `[first, first + num_blocks)` of an attempt's share. The holder keeps them until `Shrink`."""
 
     key: RequestId
     first: Count
@@ -155,8 +147,8 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Of the room for an attempt's KV the node that says so needs only that for the first `num_blocks` blocks; 0: none.
-    Unknown ones are no error."""
+    """The sender needs room for only the first `num_blocks` blocks of an attempt; 0: for none. An unknown key is no
+    error."""
 
     key: RequestId
     num_blocks: Count
@@ -167,7 +159,3 @@ Letter = (
     | FetchRequest | FetchDone
     | ReserveRequest | ReserveReply | ClaimRequest | ClaimReply | ShipmentConfirmed | SendBack | Shrink
 )  # fmt: skip
-
-
-def void(peer: NodeId, letter: Any, now: int, actions: list[Any]) -> None:
-    """Letters for nodes of another kind: whoever writes one has not asked what this node is."""

@@ -1,16 +1,13 @@
-"""One node decides: what becomes of an attempt, from its route to its last token, and of the blocks it keeps.
+"""Decides for one node what becomes of an attempt, from its route to its last token, and of cached blocks.
 
-`on(event, now)` takes one fact and answers with actions; whoever carries them out, the live process or the simulator,
-knows no rule. Facts may come at any time, also while a run is out: what touches the blocks of a request in that run
-waits until the iteration under way is over, and `Cut` asks for that.
-
-Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
+Facts may come while a run is out: changes to blocks of a request in that run wait for the end of the iteration under
+way, for which `Cut` asks. Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Generic
 
 import msgspec
 
@@ -23,11 +20,11 @@ from isthmus.core.attempts import (
 )
 from isthmus.core.blocks import state_names
 from isthmus.core.node import events, letters
-from isthmus.core.node.attempts import Attempt, Attempts, MemoryUsage
-from isthmus.core.node.away import Away, Guests
+from isthmus.core.node.attempts import A, Attempt, Attempts, MemoryUsage
+from isthmus.core.node.away import HolderSide, HomeSide
 from isthmus.core.node.fetches import DonorFetches, Fetches
 from isthmus.core.node.letters import extent_of
-from isthmus.core.scheduler import Saved, Scheduler, SchedulerLimits, Stepped
+from isthmus.core.scheduler import Actions, Saved, Scheduler, SchedulerLimits, Stepped, TierCache
 from isthmus.core.scheduler.sequence import COMPUTING, DECODING, DEPARTING, RECEIVING
 from isthmus.core.types import DECODE, MIXED, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
@@ -38,13 +35,63 @@ NOT_RECALLED = "a prefix it counted on is not in its cache any more"
 Names = tuple[BlockName, ...]
 
 
-class Node:
-    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+Handler = Callable[[Any, int, Actions], None]
 
-    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
-    tokens of prompts come by `Sampled`. `kv_heads`: into so many equal parts the KV of
-    a token can be cut. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
-    `report_ns`: how often it says at most what its memory is used for, 0 for never.
+
+class Decider(Generic[A]):
+    """What nodes of both kinds do: facts and letters go to their handlers; attempts and fetches are held.
+
+    `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    """
+
+    def __init__(self, node: NodeId, tiers: TierCache | None, transfer_ns: int) -> None:
+        self.node, self.tiers = node, tiers
+        self._attempts = Attempts[A](node)
+        self._fetches = Fetches(tiers, transfer_ns)
+        self._handlers: dict[type, Handler] = {events.LetterReceived: self._heard}
+        self._letters: dict[type, Callable[[NodeId, Any, int, Actions], None]] = {
+            letters.FetchRequest: self._fetches.wanted,
+            letters.FetchDone: self._fetches.enough,
+        }
+
+    def on(self, event: events.Event, now: int) -> Actions:
+        """Takes one fact, returns the actions that follow from it, in order. `now`: ns, never goes back."""
+        actions: Actions = []
+        self._handlers[type(event)](event, now, actions)
+        return actions
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    def _heard(self, event: events.LetterReceived, now: int, actions: Actions) -> None:
+        """A letter for nodes of another kind is void: its writer has not asked what this node is."""
+        handler = self._letters.get(type(event.letter))
+        if handler is not None:
+            handler(event.peer, event.letter, now, actions)
+
+    def _of_attempt(self, handle: Callable[[A, Any, int, Actions], None]) -> Handler:
+        """A handler of facts about one attempt; a fact about an unknown attempt is void."""
+
+        def handler(event: Any, now: int, actions: Actions) -> None:
+            attempt = self._attempts.get(event.key)
+            if attempt is not None:
+                handle(attempt, event, now, actions)
+
+        return handler
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless all that attempts took was given back."""
+        assert not self._attempts, "an attempt never ended"
+        self._fetches.check_idle()
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+
+class Node(Decider[Attempt]):
+    """The decider of a node with our own engine. Its attempts are the scheduler's sequences.
+
+    `limits`: of each role that it may be given. `stages`: of its pipeline group; with several, first tokens come by
+    `Sampled`. `kv_heads`: number of equal parts into which the KV of a token can be cut. `report_ns`: least time
+    between two reports of memory use, 0 for none.
     """
 
     def __init__(
@@ -57,65 +104,55 @@ class Node:
         transfer_ns: int = TRANSFER_NS,
         report_ns: int = 0,
     ) -> None:
-        self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
+        super().__init__(scheduler.node, scheduler.tiers, transfer_ns)
+        self.scheduler = scheduler
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
-        self._attempts = Attempts[Attempt](self.node)
-        self._fetches = Fetches(self.tiers, transfer_ns)
-        self._away = Away(scheduler)
-        self._guests = Guests(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
+        self._home = HomeSide(scheduler)
+        self._holder = HolderSide(scheduler, kv_heads if stages == 1 else 0)  # a stage has some of the layers
         self._donors = DonorFetches(scheduler)
         self._usage = MemoryUsage(scheduler, report_ns) if report_ns else None
-        self._forgotten: list[Attempt] = []  # while a run with them is out
+        self._forgotten: list[Attempt] = []  # dropped while a run with them is out
         self._sampled_early: list[events.Sampled] = []  # told while a run with them is out
-        self._distrusted: dict[RequestId, None] = {}
+        self._distrusted: dict[RequestId, None] = {}  # requests that a cached prefix failed
         self._next_role: Role | None = None
         self._is_cut = False
-        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+        self._handlers |= {
             events.StartAttempt: self._begin,
-            events.DropAttempt: self._forget,
-            events.Lend: self._lend,
-            events.Repay: self._repay,
+            events.DropAttempt: self._of_attempt(self._forget),
+            events.Lend: self._of_attempt(self._lend),
+            events.Repay: self._of_attempt(self._repay),
             events.Convert: self._convert,
-            events.LetterReceived: lambda heard, now, actions: self._letters[type(heard.letter)](
-                heard.peer, heard.letter, now, actions
-            ),
             events.Gone: self._gone,
-            events.ShipmentStored: lambda event, now, actions: self._guests.stowed(event, actions),
+            events.ShipmentStored: self._holder.stowed,
             events.Reclaimed: self._reclaimed,
             Stepped: self._stepped,
             Saved: self._saved,
             events.Missing: self._missing,
             events.Sampled: self._sampled,
             events.BlocksFetched: self._fetched,
-            events.Loaded: self._loaded,
-            events.HandoverComplete: self._received,
+            events.Loaded: self._of_attempt(self._loaded),
+            events.HandoverComplete: self._of_attempt(self._received),
             events.Progress: self._moved,
-            events.Broken: self._broken,
+            events.Broken: self._of_attempt(self._broken),
             events.BlocksLost: self._lost,
             events.PrefixesRecovered: self._recovered,
             events.Woken: self._woken,
         }
-        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
-            **dict.fromkeys(get_args(letters.Letter), letters.void),
+        self._letters |= {
             letters.HandoverGranted: self._granted,
             letters.HandoverConfirmed: self._landed,
-            letters.FetchRequest: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
-            letters.FetchDone: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
-            letters.ReserveRequest: lambda peer, wanted, now, actions: self._guests.reserve(
-                peer, wanted, actions
-            ),
+            letters.ReserveRequest: self._holder.reserve,
             letters.ReserveReply: self._reserved,
-            letters.ClaimRequest: lambda peer, claim, now, actions: self._guests.claim(peer, claim, actions),
+            letters.ClaimRequest: self._holder.claim,
             letters.ClaimReply: self._found,
             letters.ShipmentConfirmed: self._shipped,
-            letters.SendBack: lambda peer, wanted, now, actions: self._guests.send_back(peer, wanted, actions),
+            letters.SendBack: self._holder.send_back,
             letters.Shrink: self._shrink,
         }
 
-    def on(self, event: events.Event, now: int) -> list[events.Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
-        actions: list[events.Action] = []
+    def on(self, event: events.Event, now: int) -> Actions:
+        actions: Actions = []  # not `super().on`: the simulator's time goes by here
         self._handlers[type(event)](event, now, actions)
         if self._usage is not None:
             self._usage.tell(self._attempts, now, actions)
@@ -123,33 +160,30 @@ class Node:
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether it keeps answers: not of models with recurrent states, since nobody takes a snapshot at their end."""
+        """Whether the cache keeps answers: not of hybrid models, since no snapshot is taken at an answer's end."""
         return self.tiers is not None and not self._state_blocks
 
     @property
     def has_holders(self) -> bool:
-        """Whether any attempt here has, or is to have, KV elsewhere."""
-        return bool(self._away.attempts)
+        """Whether an attempt here has, or is to have, KV on other nodes."""
+        return bool(self._home.attempts)
 
     def held_elsewhere(self) -> list[Attempt]:
-        """Attempts that decode here with KV elsewhere."""
-        attempts = self._away.attempts.values()
+        """Attempts that decode here with KV on other nodes."""
+        attempts = self._home.attempts.values()
         return [attempt for attempt in attempts if attempt.state is DECODING and attempt.remote.there]
 
     @property
     def num_hosted(self) -> int:
-        """Blocks for KV of other nodes' requests."""
-        return self._guests.num_blocks
+        """Blocks of the engine set aside for KV of other nodes' attempts."""
+        return self._holder.num_blocks
 
     def num_stowed(self, key: RequestId) -> int:
-        """Leading blocks of a share of another node's attempt that are whole here."""
-        return self._guests.num_stowed(key)
-
-    def __contains__(self, key: RequestId) -> bool:
-        return key in self._attempts
+        """Leading blocks that are whole here, of a share of another node's attempt."""
+        return self._holder.num_stowed(key)
 
     def check(self) -> None:
-        """Invariants, for tests and the simulator."""
+        """Raises AssertionError where an invariant is broken; for tests and the simulator."""
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.check()
@@ -159,20 +193,18 @@ class Node:
             )
 
     def check_idle(self) -> None:
-        """All that attempts took was given back."""
+        super().check_idle()
         scheduler = self.scheduler
-        assert not self._attempts and not self._forgotten, "an attempt never ended"
-        self._fetches.check_idle()
-        self._away.check_idle()
-        self._guests.check_idle()
+        assert not self._forgotten, "a dropped attempt was not forgotten"
+        self._home.check_idle()
+        self._holder.check_idle()
         self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
-        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
     # An attempt begins and ends.
 
-    def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
+    def _begin(self, event: events.StartAttempt, now: int, actions: Actions) -> None:
         distrusts = event.route.request in self._distrusted
         if distrusts:
             event = self._without_cache(event)
@@ -182,12 +214,12 @@ class Node:
         self._attempts.add(attempt)
         reason = ""
         if route.holdings or route.growth:
-            reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
+            reason = self._home.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
         if reason:
             self._fail(attempt, reason, now, actions)
             return
         if route.taken and attempt.remote.planned and not self._state_blocks:
-            actions += self._away.claim(attempt)
+            actions += self._home.claim(attempt)
             return
         if attempt.assembly is not None:
             can = self.tiers is not None and self._stages == 1 and not self._state_blocks and not distrusts
@@ -199,13 +231,13 @@ class Node:
                 self._fetches.begin(fetch, actions)
         self._enter(attempt, now, actions)
 
-    def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
-        """What was fetched for it is here: its donors stay until it has them. Whether it goes on."""
+    def _gather(self, attempt: Attempt, now: int, actions: Actions) -> bool:
+        """Pins the donors' blocks of a prompt, or gives up assembling it. Returns whether the attempt goes on."""
         return self._donors.enter(attempt) or self._disassemble(attempt, now, actions)
 
-    def _disassemble(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
-        """A donor is not here, or of no use: all that is not cached is computed. Or it is over, if its decode node has
-        room for what is packed, and no more. Whether it goes on."""
+    def _disassemble(self, attempt: Attempt, now: int, actions: Actions) -> bool:
+        """Has all that is not cached computed, since donors are missing or of no use. Fails an attempt whose decode
+        node has room for the packed prompt only. Returns whether the attempt goes on."""
         assembly = assembly_of(attempt.begin.route)
         if attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None:
             self._fail(attempt, "it cannot be assembled of its donors' KV", now, actions)
@@ -213,8 +245,8 @@ class Node:
         self.scheduler.disassemble(attempt, attempt.begin.names)
         return True
 
-    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """It waits for memory from now on."""
+    def _enter(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Queues an attempt for memory of the engine."""
         key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
         fetch, scheduler = attempt.fetch, self.scheduler
         gathers = attempt.assembly is not None and not attempt.awaits
@@ -240,56 +272,49 @@ class Node:
         if scheduler.run is None:
             self._plan(now, actions)
 
-    def _forget(self, event: events.DropAttempt, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            self._end(attempt, now, actions)
+    def _forget(self, attempt: Attempt, event: events.DropAttempt, now: int, actions: Actions) -> None:
+        self._end(attempt, now, actions)
 
-    def _end(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """The attempt is over, whatever it had come to."""
+    def _end(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Ends an attempt in any state; its blocks are free once no run touches them."""
         key = attempt.begin.key
         del self._attempts[key]
-        self._away.stop(attempt)
+        self._home.stop(attempt)
         actions += self._donors.end(attempt)
         self._fetches.end(key, actions)
         if self.scheduler.computes(attempt):
             self._forgotten.append(attempt)
             self._cut(actions)
         else:
-            self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
-        """Nothing is under way for it any more, here and at holders."""
+    def _release(self, attempt: Attempt, actions: Actions) -> None:
+        """Ends what is under way for an attempt, here and at holders."""
         actions.append(events.ReleaseResources(attempt.begin.key))
         if attempt.remote.holders:
-            self._away.end(attempt, actions)
+            self._home.end(attempt, actions)
 
-    def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """Its blocks are free, and somebody may wait for them."""
-        self._cut(actions)
+    def _free(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Frees an attempt's blocks, for which others may wait."""
+        self._release(attempt, actions)
         self.scheduler.forget(attempt)
-        if self.scheduler.run is None:
-            self._plan(now, actions)
+        self._replan(now, actions)
 
     def _fail(
         self,
         attempt: Attempt,
         reason: str,
         now: int,
-        actions: list[events.Action],
+        actions: Actions,
         *,
         final: bool = False,
         no_room: bool = False,
     ) -> None:
-        """Gives it up; the conductor may try again, unless it is `final`."""
+        """Gives an attempt up; the conductor may try again, unless `final`."""
         self._end(attempt, now, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final, no_room=no_room))
 
-    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _broken(self, attempt: Attempt, event: events.Broken, now: int, actions: Actions) -> None:
         if event.distrust:
             self._distrusted[attempt.begin.route.request] = None
             if len(self._distrusted) > MAX_DISTRUSTED:
@@ -298,15 +323,15 @@ class Node:
 
     @staticmethod
     def _without_cache(begin: events.StartAttempt) -> events.StartAttempt:
-        """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
+        """The same attempt without use of caches, which failed it before, and without names for what it computes."""
         alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return msgspec.structs.replace(begin, route=alone, names=())
 
-    def _convert(self, event: events.Convert, now: int, actions: list[events.Action]) -> None:
+    def _convert(self, event: events.Convert, now: int, actions: Actions) -> None:
         self._next_role = event.role
         self._maybe_switch(actions)
 
-    def _maybe_switch(self, actions: list[events.Action]) -> None:
+    def _maybe_switch(self, actions: Actions) -> None:
         if self._next_role is not None and self.scheduler.run is None:
             self.scheduler.change(self._limits[self._next_role])
             actions.append(RoleChanged(self.node, self._next_role))
@@ -314,11 +339,11 @@ class Node:
 
     # What stands still, and what is gone.
 
-    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
-        """Whom that concerns: those who wait for the peer's KV, or for it to take theirs; fetches from it and what it
-        fetches; those whose KV it holds, and its own that lies here."""
+    def _gone(self, event: events.Gone, now: int, actions: Actions) -> None:
+        """A peer's loss concerns hand-overs from it and to it, fetches from it and by it, attempts whose KV it holds,
+        and its attempts whose KV lies here."""
         peer = event.peer
-        self._fetches.gone(peer, actions)
+        self._fetches.gone(peer, now, actions)
         for attempt in list(self._attempts.values()):
             begin = attempt.begin
             awaits = begin.part is not MIXED and begin.peer == peer and not attempt.received
@@ -326,13 +351,11 @@ class Node:
                 self._attempts.give_up(attempt, peer, event.reason, now, actions)
             if peer in attempt.remote.holders:
                 self._lost_holder(attempt, event, now, actions)
-        if self._guests.gone(peer, now, actions):
+        if self._holder.gone(peer, now, actions):
             self._replan(now, actions)
 
-    def _lost_holder(
-        self, attempt: Attempt, event: events.Gone, now: int, actions: list[events.Action]
-    ) -> None:
-        """A holder that has nothing of it only does not answer."""
+    def _lost_holder(self, attempt: Attempt, event: events.Gone, now: int, actions: Actions) -> None:
+        """Fails an attempt whose KV a lost holder has; the loss of one that has none counts as its refusal."""
         peer, remote = event.peer, attempt.remote
         if remote.claimed.get(peer, 0) is None:
             self._found(peer, letters.ClaimReply(attempt.request, 0), now, actions)
@@ -341,7 +364,7 @@ class Node:
         elif any(peer in holding.holders for holding in remote.planned):
             self._fail(attempt, f"{peer}, which has its KV, is gone: {event.reason}", now, actions)
 
-    def _moved(self, event: events.Progress, now: int, actions: list[events.Action]) -> None:
+    def _moved(self, event: events.Progress, now: int, actions: Actions) -> None:
         if not event.fetched:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
@@ -349,7 +372,7 @@ class Node:
         else:
             self._fetches.moved(event.key, now)
 
-    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+    def _woken(self, event: events.Woken, now: int, actions: Actions) -> None:
         for attempt in self._attempts.due(now):
             self._fail(attempt, attempt.reason, now, actions)
         late = now - self._transfer_ns
@@ -357,14 +380,12 @@ class Node:
             if 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
         self._fetches.end_late(now, actions)
-        if self._guests.expire(now, actions):
+        if self._holder.expire(now, actions):
             self._replan(now, actions)
 
     # Handing over.
 
-    def _granted(
-        self, peer: NodeId, granted: letters.HandoverGranted, now: int, actions: list[events.Action]
-    ) -> None:
+    def _granted(self, peer: NodeId, granted: letters.HandoverGranted, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(granted.key)
         if attempt is None:
             self._attempts.put_early(peer, granted)
@@ -374,42 +395,39 @@ class Node:
                 actions += attempt.admitted()
             self._send(attempt, actions)
 
-    def _send(self, attempt: Attempt, actions: list[events.Action]) -> None:
-        """What was granted is sent from its first chunk on; what is packed, once all of it is."""
+    def _send(self, attempt: Attempt, actions: Actions) -> None:
+        """Has a granted attempt sent from its first chunk on; a prompt to be packed only when it is packed."""
         is_due = attempt.is_whole or not attempt.packs
         if attempt.granted and attempt.started and is_due and not attempt.due_ns:
             peer, extent = attempt.begin.peer, attempt.extent
             actions.append(events.SendHandover(attempt.request, peer, extent, attempt.is_whole))
 
-    def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
-        """Its prompt is computed and its first token is known."""
+    def _prompt_computed(self, attempt: Attempt, actions: Actions) -> None:
+        """Notes that a prompt is computed and its first token known."""
         attempt.sampled = True
         self._donors.end(attempt)
         self._maybe_finish(attempt, actions)
 
-    def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
-        """Its decode node attends to all of its KV: what is handed over follows what holders have."""
+    def _maybe_finish(self, attempt: Attempt, actions: Actions) -> None:
+        """Ends a hand-over once holders have all they are to have, for the decode node attends to all of it."""
         if attempt.packs:
             self._send(attempt, actions)
         elif attempt.granted and attempt.is_whole and not attempt.due_ns:
             actions.append(events.FinishHandover(attempt.begin.key))
 
-    def _landed(
-        self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _landed(self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(landed.key)
         if attempt is None or attempt.begin.peer != peer or attempt.state is not DEPARTING:
-            return  # nobody says so of what was not all sent
+            return  # not all of it was sent: no such peer says so
         del self._attempts[landed.key]
         route = attempt.begin.route
         actions.append(PrefillFinished(route.request, route.attempt))
-        self._release(attempt, actions)
         self._free(attempt, now, actions)
 
     # Receiving.
 
     def _pin_recalled(self, attempt: Attempt) -> bool:
-        """Keeps what its cache is to give where it is; False: it is not there any more."""
+        """Pins the prefix that this node's own cache is to give. Returns False if it is not there any more."""
         begin, tiers = attempt.begin, self.tiers
         recall = begin.route.recall
         if recall is None:
@@ -422,18 +440,14 @@ class Node:
             tiers.pin(attempt.pinned)
         return True
 
-    def _check_recalled(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """What was fetched for it may be less, or have found no room in the cache: it is over before its prompt is
-        computed for nothing."""
+    def _check_recalled(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Fails an attempt whose recalled prefix came short or found no room, before its prompt is computed in vain."""
         begin, tiers = attempt.begin, self.tiers
         count = begin.route.handover_start
         if begin.key in self._attempts and tiers is not None and tiers.match(begin.names[:count])[0] < count:
             self._fail(attempt, NOT_RECALLED, now, actions)
 
-    def _loaded(self, event: events.Loaded, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _loaded(self, attempt: Attempt, event: events.Loaded, now: int, actions: Actions) -> None:
         if event.num_blocks < attempt.begin.route.handover_start:
             self._fail(attempt, NOT_RECALLED, now, actions)
             return
@@ -441,26 +455,22 @@ class Node:
         self.scheduler.unpin(attempt)
         self._maybe_whole(attempt, now, actions)
 
-    def _received(self, event: events.HandoverComplete, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            attempt.received = True
-            self._maybe_whole(attempt, now, actions)
+    def _received(self, attempt: Attempt, event: events.HandoverComplete, now: int, actions: Actions) -> None:
+        attempt.received = True
+        self._maybe_whole(attempt, now, actions)
 
-    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+    def _maybe_whole(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Lets an attempt join the batch once every KV group is whole: KV of all tokens, and the recurrent state."""
         if attempt.received and attempt.recalled and not attempt.remote.asked and attempt.state is RECEIVING:
             actions.append(events.SendLetter(attempt.begin.peer, letters.HandoverConfirmed(attempt.begin.key)))
-            self._cut(actions)
             self.scheduler.imported(attempt)
-            if self.scheduler.run is None:
-                self._plan(now, actions)
+            self._replan(now, actions)
 
     # Fetching from other nodes, and giving to them.
 
-    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
-        """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
-        need: that comes with the hand-over."""
+    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: Actions) -> None:
+        """Orders a prefix from another node; for a prefill with the recurrent state at its end, which comes with the
+        hand-over for a decode."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
@@ -468,8 +478,9 @@ class Node:
         wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec, begin.tenant)
         self._fetches.begin(wanted, actions)
 
-    def _fetched(self, event: events.BlocksFetched, now: int, actions: list[events.Action]) -> None:
-        """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
+    def _fetched(self, event: events.BlocksFetched, now: int, actions: Actions) -> None:
+        """Adopts fetched blocks into the cache, even if the attempt is over. A snapshot of a hybrid model is adopted
+        only if every block before it arrived."""
         came = self._fetches.came(event, actions)
         if came is None:
             return
@@ -494,50 +505,42 @@ class Node:
         self._plan(now, actions)
         self._tell_fetched(attempt, actions)
 
-    def _donors_came(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """Whatever of them did: no more will."""
+    def _donors_came(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Ends a prompt's wait for donors, all of whose fetches have ended."""
         attempt.awaits = False
         self._tell_fetched(attempt, actions)
         if self._gather(attempt, now, actions):
             self._replan(now, actions)
 
     @staticmethod
-    def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
+    def _tell_fetched(attempt: Attempt, actions: Actions) -> None:
         if attempt.fetch is None and not attempt.awaits:
             route = attempt.begin.route
             actions.append(FetchFinished(route.request, route.attempt))
 
-    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
-        """The cache gets a prefix that is here, a part of it from another node."""
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: Actions) -> None:
+        """Keeps a prefix in the cache, part of which came from another node."""
         if stop:
             self.scheduler.keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
             self._plan(now, actions)
 
     # KV that lies on other nodes, and that of others here.
 
-    def _lend(self, event: events.Lend, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return  # the conductor hears why
+    def _lend(self, attempt: Attempt, event: events.Lend, now: int, actions: Actions) -> None:
         moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
-        if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
+        if not (moves and self._home.move(attempt, (event.holder,), event.num_blocks, actions)):
             actions.append(attempt.spread())
 
-    def _repay(self, event: events.Repay, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
-        if not (attempt.state is DECODING and self._away.take_back(attempt, event, actions)):
+    def _repay(self, attempt: Attempt, event: events.Repay, now: int, actions: Actions) -> None:
+        if not (attempt.state is DECODING and self._home.take_back(attempt, event, actions)):
             actions.append(attempt.spread())
 
-    def _reserved(
-        self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: list[events.Action]
-    ) -> None:
+    def _reserved(self, holder: NodeId, reserved: letters.ReserveReply, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(reserved.key)
         if attempt is None or holder not in attempt.remote.asked:
             return
         is_ordered = attempt.remote.more is not None and not attempt.remote.growing
-        if not self._away.reserved(attempt, holder, reserved.granted, now):
+        if not self._home.reserved(attempt, holder, reserved.granted, now):
             self._fail(attempt, f"{holder} has no room for its KV", now, actions, no_room=True)
             return
         if reserved.granted:
@@ -547,18 +550,16 @@ class Node:
         self._maybe_whole(attempt, now, actions)
         self._replan(now, actions)
 
-    def _found(self, holder: NodeId, found: letters.ClaimReply, now: int, actions: list[events.Action]) -> None:
+    def _found(self, holder: NodeId, found: letters.ClaimReply, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(found.key)
         if attempt is None:
             return
         if found.num_blocks:
             actions.append(events.OpenLine(holder))
-        if self._away.found(attempt, holder, found.num_blocks):
+        if self._home.found(attempt, holder, found.num_blocks):
             self._enter(attempt, now, actions)
 
-    def _shipped(
-        self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _shipped(self, holder: NodeId, shipped: letters.ShipmentConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(shipped.key)
         if attempt is None or holder not in attempt.remote.holders:
             return
@@ -568,8 +569,8 @@ class Node:
         attempt.remote.arrived(holder, shipped.stop)
         self._arrived(attempt, now, actions)
 
-    def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
-        attempt = self._away.reclaimed(event)
+    def _reclaimed(self, event: events.Reclaimed, now: int, actions: Actions) -> None:
+        attempt = self._home.reclaimed(event)
         if attempt is None or not event.whole:  # its blocks are free
             if attempt is not None:
                 actions.append(attempt.spread())
@@ -577,42 +578,41 @@ class Node:
         else:
             self._arrived(attempt, now, actions)
 
-    def _arrived(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """Some of its KV is where it was to go."""
+    def _arrived(self, attempt: Attempt, now: int, actions: Actions) -> None:
+        """Frees what reached a holder, or what came home, as soon as no run touches the attempt."""
         if self.scheduler.computes(attempt):
             self._cut(actions)
             return
         self._ship(now, actions)
         self._replan(now, actions)
 
-    def _ship(self, now: int, actions: list[events.Action]) -> None:
-        """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
-        what has all there is handed over."""
-        for attempt in self._away.settle(actions):
+    def _ship(self, now: int, actions: Actions) -> None:
+        """Settles arrived shipments and returns, finishes hand-overs that waited for them, and ships full blocks."""
+        for attempt in self._home.settle(actions):
             self._maybe_finish(attempt, actions)
-        self._away.ship(now, actions)
+        self._home.ship(now, actions)
 
-    def _drop(self, now: int, actions: list[events.Action]) -> None:
+    def _drop(self, now: int, actions: Actions) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
         for attempt in gone:
             if attempt.request in self._attempts:  # else it was forgotten
                 dropped = self._attempts[attempt.request]
                 self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
-    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: list[events.Action]) -> None:
-        if self._guests.shrink(peer, wanted, now, actions):
+    def _shrink(self, peer: NodeId, wanted: letters.Shrink, now: int, actions: Actions) -> None:
+        if self._holder.shrink(peer, wanted, now, actions):
             self._replan(now, actions)
 
-    def _replan(self, now: int, actions: list[events.Action]) -> None:
-        """Blocks are free for which somebody may wait."""
+    def _replan(self, now: int, actions: Actions) -> None:
+        """Plans anew, since blocks became free or a request came."""
         self._cut(actions)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
     # Runs.
 
-    def _plan(self, now: int, actions: list[events.Action]) -> None:
-        """Plans the next run, if none is out."""
+    def _plan(self, now: int, actions: Actions) -> None:
+        """Plans the next run, if none is out; hand-overs of prompts that begin in it begin, too."""
         run = self.scheduler.plan(actions, now)
         if self.scheduler.dropped:
             self._drop(now, actions)
@@ -624,14 +624,14 @@ class Node:
                 attempt.started = True
                 self._send(attempt, actions)
 
-    def _cut(self, actions: list[events.Action]) -> None:
-        """Asks once for the end of the run that is out: somebody waits for the next one."""
+    def _cut(self, actions: Actions) -> None:
+        """Asks once for the end of the run that is out, since somebody waits for the next one."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
             actions.append(events.Cut())
 
-    def _stepped(self, event: Stepped, now: int, actions: list[events.Action]) -> None:
+    def _stepped(self, event: Stepped, now: int, actions: Actions) -> None:
         scheduler, run = self.scheduler, self.scheduler.run
         assert run is not None
         self._is_cut = False
@@ -642,7 +642,7 @@ class Node:
             self._forgotten.clear()
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
-            self._away.stop(attempt)
+            self._home.stop(attempt)
             self._donors.end(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
@@ -654,14 +654,15 @@ class Node:
             early, self._sampled_early = self._sampled_early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
-        self._ship(now, actions)
+        if self._home.attempts:
+            self._ship(now, actions)
         self._plan(now, actions)
         for attempt in over:  # when what is saved of it has been taken over
             self._release(attempt, actions)
         if self._next_role is not None:
             self._maybe_switch(actions)
 
-    def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
+    def _sampled(self, event: events.Sampled, now: int, actions: Actions) -> None:
         if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
             self._sampled_early.append(event)  # the first stage has not said yet that it is through
             return
@@ -673,11 +674,10 @@ class Node:
                 self._prompt_computed(attempt, actions)
                 continue
             del self._attempts[key]
-            self._release(attempt, actions)
             self._free(attempt, now, actions)
 
-    def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
-        """What could not be loaded is computed. Without its end a recurrent state is none."""
+    def _missing(self, event: events.Missing, now: int, actions: Actions) -> None:
+        """Shortens the cached prefix of an attempt to what could be loaded; to none with a recurrent state."""
         attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
         if attempt is not None and attempt.assembly is not None:
             if not self._disassemble(attempt, now, actions):
@@ -690,8 +690,8 @@ class Node:
 
     # What is kept.
 
-    def _read(self, attempt: Attempt, num_cached: int, actions: list[events.Action]) -> None:
-        """Begins with what lies on the SSD while the request waits."""
+    def _read(self, attempt: Attempt, num_cached: int, actions: Actions) -> None:
+        """Begins reading cached blocks from the SSD while the request waits."""
         tiers, names = self.tiers, attempt.begin.names[:num_cached]
         assert tiers is not None
         if self._state_blocks and names:
@@ -700,15 +700,15 @@ class Node:
         if on_disk:
             actions.append(events.Read(attempt.begin.key, names[found - on_disk : found]))
 
-    def _saved(self, event: Saved, now: int, actions: list[events.Action]) -> None:
+    def _saved(self, event: Saved, now: int, actions: Actions) -> None:
         self.scheduler.saved(event.request)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _lost(self, event: events.BlocksLost, now: int, actions: list[events.Action]) -> None:
+    def _lost(self, event: events.BlocksLost, now: int, actions: Actions) -> None:
         if event.names:
             self.scheduler.lose(event.names, actions)
             self._plan(now, actions)
 
-    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: list[events.Action]) -> None:
+    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: Actions) -> None:
         self.scheduler.recover(event.chains, actions)

@@ -1,21 +1,15 @@
 """Decides for a node whose engine plans its own batches and keeps its own KV memory: vLLM.
 
-What is left to decide: when an attempt goes to the engine, which is when all is here that it was sent here for; what of
-the cache stays until the engine has it; what the cache keeps of what the engine computed; and how a prompt that is
-computed here gets to where it decodes. As `Node`, it takes one fact and answers with actions.
-
-KV goes from one engine to another in one of two ways. Through the cache (`tiers`): the prefill node keeps all full
-blocks of the prompt, the decode node fetches those that it has not, as it would fetch any prefix, and computes the
-tail. Or the engines do it themselves (no `tiers`): what the first one says of where its KV lies, `params`, goes to the
-second, once.
+It decides when an attempt is submitted (when all blocks that its route counts on are here), which cached blocks stay
+until the engine has them, which computed blocks the cache keeps, and how a prompt's KV gets to its decode node: through
+the caches (`tiers`: the decode node fetches the blocks that it lacks, and computes the tail), or from engine to engine
+(no `tiers`: `params`, by which the first engine says where its KV lies, go to the second once).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, get_args
 
 from isthmus.core.attempts import (
     BlocksEvicted,
@@ -26,24 +20,21 @@ from isthmus.core.attempts import (
     RoleChanged,
 )
 from isthmus.core.node import events, letters
-from isthmus.core.node.attempts import Attempts
-from isthmus.core.node.fetches import Fetches
-from isthmus.core.node.node import TRANSFER_NS
-from isthmus.core.scheduler import TierCache, TierKeeper
+from isthmus.core.node.node import TRANSFER_NS, Decider
+from isthmus.core.scheduler import Actions, TierCache, TierKeeper
 from isthmus.core.types import DECODE, NOBODY, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role, Tenant
 
 SETTLE_NS = 2 * NS_PER_S
-"""So long a prompt that is computed may wait for its last blocks to be saved."""
+"""Longest wait of a computed prompt for its last blocks to be saved."""
 MAX_REFUSED = 1024
-OF_HOLDERS = (letters.ReserveRequest, letters.ClaimRequest, letters.SendBack, letters.Shrink)
 
 Names = tuple[BlockName, ...]
 
 
 class ServerAttemptState(Enum):
-    """GATHERING: what its route fetches is on its way. AWAITING: its prefill node computes. FETCHING: what that has is
-    on its way. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes
-    it over."""
+    """GATHERING: fetches blocks as its route says. AWAITING: its prefill node computes. FETCHING: fetches what that
+    computed. SUBMITTED: the engine has it. ANSWERED: its last blocks are being saved. PASSED: its decode node takes it
+    over."""
 
     GATHERING = auto()
     AWAITING = auto()
@@ -55,7 +46,7 @@ class ServerAttemptState(Enum):
 
 GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = ServerAttemptState
 
-# What moves an attempt on, from where to where; from elsewhere is a bug of ours. It may end from everywhere.
+# Each step of an attempt, from where to where; from elsewhere is a bug of ours. An attempt may end in any state.
 AWAITS = {GATHERING: AWAITING}
 FETCHES = {AWAITING: FETCHING}
 SUBMITS = {GATHERING: SUBMITTED, AWAITING: SUBMITTED, FETCHING: SUBMITTED}
@@ -64,13 +55,14 @@ PASSES = {ANSWERED: PASSED}
 
 
 def handover_key(key: RequestId) -> RequestId:
-    """Of the fetch of what an attempt's prefill node computed. Its route may ask for another one before."""
+    """Key of the fetch of a prompt's KV from its prefill node; the attempt's own key is of the fetch that its route
+    orders."""
     return RequestId(f"{key}/handover")
 
 
 class _ServerAttempt:
-    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
-    `awaited`: its prefill node waits for word that nothing more is needed of it."""
+    """`pinned`: its blocks that stay in the cache; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
+    `awaited`: its prefill node keeps KV for it until it confirms; `settled`: nothing more of it is to be saved."""
 
     __slots__ = (
         "awaited", "begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state",
@@ -85,40 +77,34 @@ class _ServerAttempt:
         self.cached_tokens: int | None = None
         self.due_ns = 0
         self.reason = ""
-        self.settled = False  # all of it that is to be saved is told
+        self.settled = False
 
 
-class ServerNode:
-    """`tiers`: its cache, None where engines hand KV over themselves. `transfer_ns`: how long a fetch that began may
-    bring nothing."""
+class ServerNode(Decider[_ServerAttempt]):
+    """`tiers`: its cache, None where engines hand KV over themselves."""
 
     def __init__(
         self, node: NodeId, role: Role, tiers: TierCache | None, *, transfer_ns: int = TRANSFER_NS
     ) -> None:
-        self.node, self.role, self.tiers = node, role, tiers
+        super().__init__(node, tiers, transfer_ns)
+        self.role = role
         self._keeper = TierKeeper(tiers, node) if tiers is not None else None
-        self._fetches = Fetches(tiers, transfer_ns)
-        self._attempts = Attempts[_ServerAttempt](node)
         self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
-        """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
+        """The last attempts that ended here before their prefill node passed them on, with that node."""
         self._given: dict[RequestId, tuple[NodeId, bytes]] = {}
-        """Params that decode nodes, which are these, were told and have not answered for. The KV is theirs meanwhile,
-        even of an attempt that is forgotten here: an engine that reads what this one has let go of goes on with
-        somebody else's."""
+        """Decode nodes that were told `params` and have not confirmed, even of attempts that are over here: were the
+        KV freed before, their engines would read another request's."""
         self._engine: Counter[BlockName] = Counter()
-        """Copies in the engine's own memory."""
-        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+        """Copies of each block in the engine's own memory."""
+        self._handlers |= {
             events.StartAttempt: self._begin,
-            events.DropAttempt: self._forget,
+            events.DropAttempt: self._of_attempt(self._forget),
             events.Convert: self._convert,
-            events.LetterReceived: lambda heard, now, actions: self._letters[type(heard.letter)](
-                heard.peer, heard.letter, now, actions
-            ),
             events.Gone: self._gone,
-            events.EnginePrefilled: self._answered,
-            events.SavesDone: self._settled,
-            events.AnswerComplete: self._over,
-            events.Broken: self._broken,
+            events.EnginePrefilled: self._of_attempt(self._answered),
+            events.SavesDone: self._of_attempt(self._settled),
+            events.AnswerComplete: self._of_attempt(self._over),
+            events.Broken: self._of_attempt(self._broken),
             events.BlocksFetched: self._fetched,
             events.Progress: self._moved,
             events.SlotsFilled: self._filled,
@@ -127,27 +113,19 @@ class ServerNode:
             events.EngineBlocks: self._engine_blocks,
             events.Woken: self._woken,
         }
-        self._letters: dict[type, Callable[[NodeId, Any, int, list[events.Action]], None]] = {
-            **dict.fromkeys(get_args(letters.Letter), letters.void),
+        self._letters |= {
             letters.PromptComputed: self._passed,
             letters.HandoverConfirmed: self._landed,
-            letters.FetchRequest: lambda peer, want, now, actions: self._fetches.wanted(peer, want, actions),
-            letters.FetchDone: lambda peer, said, now, actions: self._fetches.enough(peer, said, actions),
-            **dict.fromkeys(OF_HOLDERS, self._refuses),
+            letters.ReserveRequest: self._refuse_room,
+            letters.ClaimRequest: self._refuse_claim,
         }
 
-    def on(self, event: events.Event, now: int) -> list[events.Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
-        actions: list[events.Action] = []
-        self._handlers[type(event)](event, now, actions)
-        return [each for action in actions if (each := self._seen(action)) is not None]
-
-    def __contains__(self, key: RequestId) -> bool:
-        return key in self._attempts
+    def on(self, event: events.Event, now: int) -> Actions:
+        return [each for action in super().on(event, now) if (each := self._seen(action)) is not None]
 
     @property
     def num_running(self) -> int:
-        """Attempts that the engine has."""
+        """Attempts in the engine."""
         return sum([attempt.state is SUBMITTED for attempt in self._attempts.values()])
 
     @property
@@ -160,32 +138,29 @@ class ServerNode:
         return len(self._engine)
 
     def check_idle(self) -> None:
-        """All that attempts took was given back."""
-        assert not self._attempts, "an attempt never ended"
+        super().check_idle()
         assert not self._given, "a decode node never answered for what it was given"
-        self._fetches.check_idle()
-        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
     # An attempt begins and ends.
 
-    def _begin(self, event: events.StartAttempt, now: int, actions: list[events.Action]) -> None:
+    def _begin(self, event: events.StartAttempt, now: int, actions: Actions) -> None:
         attempt = _ServerAttempt(event)
         self._attempts.add(attempt)
         route = event.route
         if route.holdings or route.growth or route.assembly is not None:
-            self._fail(attempt, "its engine computes with the KV of its own prefix alone", now, actions)
+            self._fail(attempt, "its engine computes with the KV of its own prefix alone", actions)
             return
         if self.tiers is not None:
             attempt.pinned = event.names
             self.tiers.pin(event.names)
         fetch = event.fetch
         if fetch is not None and self.tiers is not None:
-            self._fetch(event.key, fetch, event, actions)
+            self._fetches.begin(events.fetch_of(event.key, fetch, event.names, event.tenant), actions)
         else:
             self._gathered(attempt, now, actions)
 
-    def _gathered(self, attempt: _ServerAttempt, now: int, actions: list[events.Action]) -> None:
-        """What its route fetches is here, or will not be."""
+    def _gathered(self, attempt: _ServerAttempt, now: int, actions: Actions) -> None:
+        """Goes on after the fetch that the route orders, whatever it brought."""
         begin = attempt.begin
         if begin.fetch is not None and begin.part is not DECODE:
             actions.append(FetchFinished(begin.route.request, begin.route.attempt))
@@ -197,20 +172,20 @@ class ServerNode:
         if early is not None:
             self._passed(begin.peer, early, now, actions)
 
-    def _submit(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
+    def _submit(self, attempt: _ServerAttempt, actions: Actions) -> None:
         key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
         attempt.state = SUBMITS[attempt.state]
         if self.tiers is not None:
             num_blocks = self.tiers.match(names)[0]
-            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # it is used
+            self._keep(names[:num_blocks], actions, key, attempt.begin.tenant)  # counts as a use
         actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
 
-    def _answered(self, event: events.EnginePrefilled, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None or attempt.state is not SUBMITTED:
+    def _answered(
+        self, attempt: _ServerAttempt, event: events.EnginePrefilled, now: int, actions: Actions
+    ) -> None:
+        if attempt.state is not SUBMITTED:
             return
-        part = attempt.begin.part
-        if part is not PREFILL:
+        if attempt.begin.part is not PREFILL:
             self._unpin(attempt)  # it is in the engine's memory
             self._land(attempt, actions)
             return
@@ -222,25 +197,20 @@ class ServerNode:
             attempt.due_ns = now + SETTLE_NS
             actions.append(events.Wake(attempt.due_ns))
 
-    def _settled(self, event: events.SavesDone, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
+    def _settled(self, attempt: _ServerAttempt, event: events.SavesDone, now: int, actions: Actions) -> None:
         attempt.settled = True  # the engine's answer may come later
         if attempt.state is ANSWERED:
             self._pass(attempt, now, actions)
 
-    def _pass(self, attempt: _ServerAttempt, now: int, actions: list[events.Action]) -> None:
-        """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
+    def _pass(self, attempt: _ServerAttempt, now: int, actions: Actions) -> None:
+        """Passes a prompt to its decode node, without a time-out: its session and the head tell when that is gone."""
         begin, params = attempt.begin, attempt.params
         attempt.state, attempt.due_ns, attempt.params = PASSES[attempt.state], 0, b""
         self._given[begin.key] = begin.peer, params
         passed = letters.PromptComputed(begin.key, attempt.cached_tokens or 0, params)
         actions.append(events.SendLetter(begin.peer, passed))
 
-    def _landed(
-        self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _landed(self, peer: NodeId, landed: letters.HandoverConfirmed, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(landed.key)
         reader, params = self._given.get(landed.key, (None, b""))
         if reader != peer:
@@ -253,40 +223,25 @@ class ServerNode:
             actions.append(PrefillFinished(route.request, route.attempt))
             self._end(attempt, actions)
 
-    def _over(self, event: events.AnswerComplete, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            self._end(attempt, actions)
+    def _over(self, attempt: _ServerAttempt, event: events.AnswerComplete, now: int, actions: Actions) -> None:
+        self._end(attempt, actions)
 
-    def _forget(self, event: events.DropAttempt, now: int, actions: list[events.Action]) -> None:
-        """The head, which says so, heeds nothing any more that comes of it."""
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            if attempt.state is PASSED:
-                self._discard(attempt.params, actions)  # its decode node is gone
-            self._end(attempt, actions)
+    def _forget(self, attempt: _ServerAttempt, event: events.DropAttempt, now: int, actions: Actions) -> None:
+        if attempt.state is PASSED:
+            self._discard(attempt.params, actions)  # its decode node is gone
+        self._end(attempt, actions)
 
-    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
-        attempt = self._attempts.get(event.key)
-        if attempt is not None:
-            self._fail(attempt, event.reason, now, actions, final=event.final)
+    def _broken(self, attempt: _ServerAttempt, event: events.Broken, now: int, actions: Actions) -> None:
+        self._fail(attempt, event.reason, actions, final=event.final)
 
-    def _fail(
-        self,
-        attempt: _ServerAttempt,
-        reason: str,
-        now: int,
-        actions: list[events.Action],
-        *,
-        final: bool = False,
-    ) -> None:
-        """Gives it up; the conductor may try again, unless it is `final`."""
+    def _fail(self, attempt: _ServerAttempt, reason: str, actions: Actions, *, final: bool = False) -> None:
+        """Gives an attempt up; the conductor may try again, unless `final`."""
         self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
         actions.append(self._attempts.failure(attempt, reason, final=final))
 
-    def _end(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
-        """The attempt is over, whatever it had come to."""
+    def _end(self, attempt: _ServerAttempt, actions: Actions) -> None:
+        """Ends an attempt in any state."""
         begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
         if self._attempts.take_early(begin.peer, key) is not None:
@@ -302,15 +257,15 @@ class ServerNode:
         self._unpin(attempt)
         actions.append(events.ReleaseResources(key))
 
-    def _land(self, attempt: _ServerAttempt, actions: list[events.Action], *, unread: bool = False) -> None:
-        """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
-        tells the other one itself when it has done with its KV."""
+    def _land(self, attempt: _ServerAttempt, actions: Actions, *, unread: bool = False) -> None:
+        """Confirms a hand-over to the prefill node: its KV is here, or was read, or is not needed (`unread`). An engine
+        that drops a request tells the other engine itself when it has done with its KV."""
         if attempt.awaited:
             attempt.awaited, attempt.params = False, b""
             landed = letters.HandoverConfirmed(attempt.begin.key, unread)
             actions.append(events.SendLetter(attempt.begin.peer, landed))
 
-    def _discard(self, params: bytes, actions: list[events.Action]) -> None:
+    def _discard(self, params: bytes, actions: Actions) -> None:
         if params:
             actions.append(events.Discard(params))
 
@@ -319,15 +274,13 @@ class ServerNode:
             self.tiers.unpin(attempt.pinned)
             attempt.pinned = ()
 
-    def _convert(self, event: events.Convert, now: int, actions: list[events.Action]) -> None:
+    def _convert(self, event: events.Convert, now: int, actions: Actions) -> None:
         self.role = event.role
         actions.append(RoleChanged(self.node, event.role))
 
     # Handing over.
 
-    def _passed(
-        self, peer: NodeId, passed: letters.PromptComputed, now: int, actions: list[events.Action]
-    ) -> None:
+    def _passed(self, peer: NodeId, passed: letters.PromptComputed, now: int, actions: Actions) -> None:
         key = passed.key
         attempt = self._attempts.get(key)
         if self._refused.get(key) == peer:
@@ -346,19 +299,20 @@ class ServerNode:
         if present < len(begin.names):
             attempt.state = FETCHES[attempt.state]
             order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
-            self._fetch(handover_key(key), order, begin, actions)
+            fetch = events.fetch_of(handover_key(key), order, begin.names, begin.tenant)
+            self._fetches.begin(fetch, actions)
         else:
             self._take_over(attempt, actions)
 
-    def _take_over(self, attempt: _ServerAttempt, actions: list[events.Action]) -> None:
-        """What its prefill node gives is here. What is not is computed."""
+    def _take_over(self, attempt: _ServerAttempt, actions: Actions) -> None:
+        """Submits a handed-over prompt; blocks that did not come are computed."""
         if self.tiers is not None:
             self._land(attempt, actions)
         self._submit(attempt, actions)
 
-    def _gone(self, event: events.Gone, now: int, actions: list[events.Action]) -> None:
-        """Nothing more comes from the peer, and it takes nothing of what it was told."""
-        self._fetches.gone(event.peer, actions)
+    def _gone(self, event: events.Gone, now: int, actions: Actions) -> None:
+        """Gives up attempts that were passed to a lost peer, and frees KV given to it."""
+        self._fetches.gone(event.peer, now, actions)
         for key in [key for key, (reader, _) in self._given.items() if reader == event.peer]:
             attempt, (_, params) = self._attempts.get(key), self._given.pop(key)
             if attempt is None:
@@ -368,34 +322,28 @@ class ServerNode:
             self._attempts.give_up(attempt, event.peer, event.reason, now, actions)
         for attempt in self._attempts.values():
             if attempt.awaited and attempt.begin.peer == event.peer:
-                attempt.awaited = False  # nobody waits for word of it
+                attempt.awaited = False  # there is nobody to confirm to
 
-    def _refuses(self, peer: NodeId, wanted: Any, now: int, actions: list[events.Action]) -> None:
+    def _refuse_room(self, peer: NodeId, asked: letters.ReserveRequest, now: int, actions: Actions) -> None:
         """No other node's KV lies in this engine's memory."""
-        if isinstance(wanted, letters.ReserveRequest):
-            actions.append(events.SendLetter(peer, letters.ReserveReply(wanted.key, False)))
-        elif isinstance(wanted, letters.ClaimRequest):
-            actions.append(events.SendLetter(peer, letters.ClaimReply(wanted.key, 0)))
+        actions.append(events.SendLetter(peer, letters.ReserveReply(asked.key, False)))
+
+    def _refuse_claim(self, peer: NodeId, claim: letters.ClaimRequest, now: int, actions: Actions) -> None:
+        actions.append(events.SendLetter(peer, letters.ClaimReply(claim.key, 0)))
 
     # Fetching from other nodes.
 
-    def _fetch(
-        self, key: RequestId, order: FetchOrder, begin: events.StartAttempt, actions: list[events.Action]
-    ) -> None:
-        names = begin.names[: order.stop]
-        wanted = events.Fetch(key, order.source, names, order.start, codec=order.codec, tenant=begin.tenant)
-        self._fetches.begin(wanted, actions)
-
-    def _moved(self, event: events.Progress, now: int, actions: list[events.Action]) -> None:
+    def _moved(self, event: events.Progress, now: int, actions: Actions) -> None:
         if event.fetched:
             self._fetches.moved(event.key, now)
 
-    def _fetched(self, event: events.BlocksFetched, now: int, actions: list[events.Action]) -> None:
-        """What came is kept, whoever asked for it."""
+    def _fetched(self, event: events.BlocksFetched, now: int, actions: Actions) -> None:
+        """Adopts fetched blocks into the cache, even if the attempt is over."""
         came = self._fetches.came(event, actions)
         if came is None:
             return
-        self._keep_fetched(*came, actions)
+        fetch, stop = came
+        self._keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
         if not event.ended:
             return
         attempt = self._attempts.get(event.key)
@@ -409,28 +357,25 @@ class ServerNode:
 
     # What is kept.
 
-    def _filled(self, event: events.SlotsFilled, now: int, actions: list[events.Action]) -> None:
+    def _filled(self, event: events.SlotsFilled, now: int, actions: Actions) -> None:
         attempt = self._attempts.get(event.key)
         tenant = attempt.begin.tenant if attempt is not None else NOBODY
         self._keep(event.names, actions, event.key, tenant)
 
-    def _keep_fetched(self, fetch: events.Fetch, stop: int, actions: list[events.Action]) -> None:
-        self._keep(fetch.names[:stop], actions, fetch.key, fetch.tenant)
-
-    def _keep(self, names: Names, actions: list[events.Action], key: RequestId, tenant: Tenant) -> None:
+    def _keep(self, names: Names, actions: Actions, key: RequestId, tenant: Tenant) -> None:
         if self._keeper is not None:
             self._keeper.keep(names, actions, key, tenant=tenant)
 
-    def _lost(self, event: events.BlocksLost, now: int, actions: list[events.Action]) -> None:
+    def _lost(self, event: events.BlocksLost, now: int, actions: Actions) -> None:
         if self._keeper is not None and event.names:
             self._keeper.lose(event.names, actions)
 
-    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: list[events.Action]) -> None:
+    def _recovered(self, event: events.PrefixesRecovered, now: int, actions: Actions) -> None:
         if self._keeper is not None:
             self._keeper.recover(event.chains, actions)
 
-    def _engine_blocks(self, event: events.EngineBlocks, now: int, actions: list[events.Action]) -> None:
-        """Of several copies of a block the last one counts."""
+    def _engine_blocks(self, event: events.EngineBlocks, now: int, actions: Actions) -> None:
+        """Counts copies; reports a block with its first copy, and its eviction with its last."""
         new = tuple([name for name in event.stored if not self._engine[name]])
         self._engine.update(event.stored)
         unknown = tuple([name for name in dict.fromkeys(new) if not self._is_kept(name)])
@@ -451,7 +396,7 @@ class ServerNode:
         return self.tiers is not None and self.tiers.holds(name)
 
     def _seen(self, action: events.Action) -> events.Action | None:
-        """What left the cache is still here while the engine has it."""
+        """An action as the conductor is to hear it: a block that left the cache stays while the engine has it."""
         if not isinstance(action, BlocksEvicted) or not self._engine:
             return action
         gone = tuple([name for name in action.names if name not in self._engine])
@@ -459,10 +404,10 @@ class ServerNode:
 
     # Time.
 
-    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+    def _woken(self, event: events.Woken, now: int, actions: Actions) -> None:
         for attempt in self._attempts.due(now):
             if attempt.state is ANSWERED:
                 self._pass(attempt, now, actions)
             elif attempt.state is PASSED:
-                self._fail(attempt, attempt.reason, now, actions)
+                self._fail(attempt, attempt.reason, actions)
         self._fetches.end_late(now, actions)

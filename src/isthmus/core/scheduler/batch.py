@@ -1,8 +1,8 @@
-"""Who has a place on the node: each request that computes its prompt, decodes, or leaves with what it has computed.
+"""The running batch of a node: sequences that compute their prompt, decode, or are being handed over.
 
-Requests that decode advance together, so an iteration touches none of them: a clock counts iterations. Each request
-keeps its distance to it, and two heaps know when the first has its last token and when the first has filled its blocks.
-Entries of those who stopped, or got blocks since, stay until they come first.
+Decoding sequences advance together, so an iteration touches none of them: `DecodeClock` counts iterations, each
+sequence keeps its offset to that count, and two heaps know who reaches its last token first, and who fills its blocks
+first. Stale heap entries stay until they come first.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from isthmus.core.scheduler.turns import Turns
 
 PLACED = (COMPUTING, DECODING, DEPARTING)
 Entry = tuple[int, int, Sequence]
-"""When, by the clock; the age it had; who."""
+"""Iteration at which it is due, the age that its sequence had, the sequence."""
 
 
 class DecodeClock:
-    """All that decode on one node, and the iteration they are at."""
+    """All sequences that decode on one node, and their iteration."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.now = 0  # iterations so far
-        self.sequences: dict[Sequence, None] = {}  # in the order in which they began
+        self.sequences: dict[Sequence, None] = {}  # in the order in which they began to decode
         self._limits = limits
-        self._offsets = 0  # sum over `sequences`, less what was dropped of those that were packed
-        self._ends: list[Entry] = []  # at its last token
-        self.fills: list[Entry] = []  # with its blocks full; only of who needs more blocks to reach its end
+        self._offsets = 0  # sum over `sequences`, less tokens that packing dropped
+        self._ends: list[Entry] = []  # due when a sequence has its last token
+        self.fills: list[Entry] = []  # due when its blocks are full; only of sequences that will need more
 
     @property
     def context(self) -> int:
-        """Tokens that the next iteration attends to, all requests together: of packed ones those that were kept."""
+        """Tokens that the next iteration attends to, over all sequences; of packed prompts the kept ones."""
         return self._offsets + len(self.sequences) * (self.now + 1)
 
     def start(self, sequence: Sequence) -> None:
-        """Its prompt is computed and its next token is known."""
+        """Begins decoding a sequence whose prompt is computed and whose next token is known."""
         sequence.offset = offset = sequence.computed - self.now
         self._offsets += offset if sequence.packing is None else offset - self._dropped(sequence)
         self.sequences[sequence] = None
@@ -45,7 +45,7 @@ class DecodeClock:
         self._note_full(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Whether it is at its end or not. What it has come to is settled."""
+        """Stops decoding a sequence, at its end or before, and settles `computed` and `length`."""
         sequence.computed = self.now + sequence.offset
         sequence.length = sequence.computed + 1
         self._offsets -= (
@@ -57,12 +57,12 @@ class DecodeClock:
         return sequence.packing.num_dropped * self._limits.block_size if sequence.packing is not None else 0
 
     def run(self, chunks: list[Piece]) -> Run:
-        """Of all that decode, beside these chunks. Needs somebody who decodes."""
+        """The run of all decoding sequences, at least one, beside these chunks."""
         steps = 1 if chunks else self._steps()
         return Run(tuple(chunks), len(self.sequences), self.context, steps, self._pieces)
 
     def _steps(self) -> int:
-        """Iterations for which nobody needs a block or passes its end."""
+        """Iterations until a sequence needs a block or reaches its end."""
         ends, sequences = self._ends, self.sequences
         until, age, sequence = ends[0]
         while age != sequence.age or sequence not in sequences:
@@ -75,14 +75,14 @@ class DecodeClock:
         return 1 if steps < 1 else steps if steps < most else most
 
     def _pieces(self) -> list[Piece]:
-        """One token of each, oldest admission first."""
+        """One token of each sequence, oldest admission first."""
         oldest_first = sorted(self.sequences, key=lambda sequence: sequence.age)
         return [sequence.piece(self.now + sequence.offset, 1, True) for sequence in oldest_first]
 
     def make_room(self, pool: Pool) -> bool:
-        """A block for each that needs one now; while half the pool is left, also those of the next `max_steps`
-        iterations, but for who gives full ones away. False: the pool is empty, and somebody has to give blocks back
-        first."""
+        """Allocates a block for each sequence that needs one now; while half the pool is free, also those of the next
+        `max_steps` iterations, unless its full blocks go to holders. Returns False if the pool is empty: then a
+        sequence has to be pre-empted."""
         limits, first = self._limits, self._first_full()
         while first is not None and first.full_at <= self.now:
             if not self._grow(first, 1, pool):
@@ -99,7 +99,7 @@ class DecodeClock:
         return True
 
     def _grow(self, sequence: Sequence, steps: int, pool: Pool) -> bool:
-        """Blocks for `steps` more tokens after the computed ones; False when the pool is empty."""
+        """Allocates blocks for `steps` more tokens. Returns False if the pool is empty."""
         wanted = -(-(self.now + sequence.offset + steps) // self._limits.block_size)
         needed = wanted - sequence.num_absent - len(sequence.blocks)
         if needed > pool.available:
@@ -110,7 +110,7 @@ class DecodeClock:
         return True
 
     def _note_full(self, sequence: Sequence) -> None:
-        """Only who has too few blocks for all its tokens will ever need one."""
+        """Notes when its blocks are full, if it has too few for all its tokens."""
         kept = (sequence.num_absent + len(sequence.blocks)) * self._limits.block_size
         offset = sequence.offset
         sequence.full_at = kept - offset
@@ -118,7 +118,7 @@ class DecodeClock:
             heappush(self.fills, (kept - offset, sequence.age, sequence))
 
     def _first_full(self) -> Sequence | None:
-        """Whose blocks are full first, of those that will need more."""
+        """The sequence whose blocks are full first, of those that will need more."""
         fills, sequences = self.fills, self.sequences
         while fills:
             full_at, age, sequence = fills[0]
@@ -128,7 +128,7 @@ class DecodeClock:
         return None
 
     def check(self) -> None:
-        """Each that decodes is in the sum and in the heaps, with blocks for what it has computed."""
+        """Checks that each decoding sequence is in the sum and in the heaps, with blocks for its computed tokens."""
         assert self._offsets == sum([each.offset - self._dropped(each) for each in self.sequences])
         ends = {(at, sequence) for at, age, sequence in self._ends if age == sequence.age}
         fills = {(at, sequence) for at, age, sequence in self.fills if age == sequence.age}
@@ -143,8 +143,8 @@ class DecodeClock:
 
 
 class RunningBatch:
-    """`prompts` that are computed, oldest first; `decoding`; and `num_placed`, with those that leave, of at most
-    `max_sequences`. `turns`: who comes next of those that have none."""
+    """`prompts` being computed, oldest admission first; `decoding`; `num_placed`, those that are handed over included,
+    of at most `max_sequences`. `turns`: the tenants' counters of service."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.prompts: list[Sequence] = []
@@ -156,18 +156,18 @@ class RunningBatch:
 
     @property
     def headroom(self) -> int:
-        """One spare block for each running request, so that admitting does not pre-empt at once."""
+        """Blocks kept free: one for each running sequence, so that admitting does not pre-empt at once."""
         running, most = len(self.decoding.sequences) + len(self.prompts), self._max_headroom
         return running if running < most else most
 
     def place(self, sequence: Sequence) -> None:
-        """Gives it a place, of which there is one."""
+        """Gives a sequence a free place."""
         self.num_placed += 1
         self._admissions += 1
         sequence.age = self._admissions
 
     def remove(self, sequence: Sequence) -> None:
-        """Its place is free, whatever it had come to."""
+        """Frees a sequence's place, in any state."""
         self.num_placed -= 1
         self.turns.gone(sequence)
         if sequence.state is DECODING:
@@ -178,13 +178,12 @@ class RunningBatch:
             self.prompts.remove(sequence)
 
     def youngest(self) -> Sequence:
-        """Admitted last of all that compute, prompts included; who cannot be computed anew only if there is nobody
-        else."""
+        """The sequence to pre-empt: the one admitted last, of those that can be computed anew if there is any."""
         everybody = [*self.decoding.sequences, *self.prompts]
         return max(everybody, key=lambda sequence: (not sequence.is_bound, sequence.age))
 
     def check(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Of all `sequences`, those placed are where they belong, and no more than there are places."""
+        """Checks that those of `sequences` that have a place are where they belong."""
         self.decoding.check()
         assert self.num_placed <= self._max_placed, "more requests than places"
         states = [each.state for each in sequences]

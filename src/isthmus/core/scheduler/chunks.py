@@ -1,12 +1,9 @@
-"""How prompts are cut into pieces of iterations: how many tokens fit into one, whose first, and who may overtake whom.
+"""Cuts prompts into chunks: how many tokens an iteration takes, of which prompts, and who may overtake whom.
 
-The budget of an iteration is fixed, or as many prompt tokens as keep the time between tokens. Sarathi-Serve profiles a
-deployment once and fixes the budget for the worst iteration it may meet. Here the cost model is asked in every
-iteration, with the decodes, their contexts and what is cached before each chunk: the chunk is long while little
-decodes, and short far into a long prompt, whose attention takes longer.
-
-Decodes are not cut and never wait, so the target cannot be kept when they alone exceed it. Prompts then still get the
-minimum, for a prompt that waits until fewer requests decode may wait for ever.
+The token budget of an iteration is fixed, or as large as the time between tokens allows. Sarathi-Serve fixes it for the
+worst iteration of a profiled deployment. Here the cost model predicts every iteration from its decodes, their contexts
+and the cached tokens before each chunk, so chunks are long beside few decodes and short far into a long prompt. Decodes
+never wait; where they alone exceed the target, prompts still get a minimum, or they might wait for ever.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from isthmus.core.scheduler.sequence import QUEUED, Sequence
 from isthmus.core.types import NS_PER_MS
 
 _LOOKAHEAD = 64
-"""Of longer queues only so many are looked through for who may overtake: that is done in every iteration."""
+"""Most waiting prompts considered for overtaking, since that is done in every iteration."""
 TILE = 128
-"""Rows that a matrix multiplication on GPUs computes at once (SARATHI, on tile quantisation): one more begins a tile,
-which takes as long as all of its rows."""
+"""Rows that a matrix multiplication on GPUs computes at once (SARATHI, on tile quantisation): a tile takes as long as
+all of its rows."""
 CPU_TILE = 16
-"""The same on a CPU, whose kernels work on a few rows at a time."""
+"""The same for kernels on a CPU."""
 
 
 StepTime = abc.Callable[[abc.Sequence[tuple[int, int]], int, int], int]
@@ -38,7 +35,7 @@ StepTime = abc.Callable[[abc.Sequence[tuple[int, int]], int, int], int]
 
 
 class TokenBudget:
-    """What prompts may take of one iteration: `limit` tokens, of which the `chunks` have `taken` so many."""
+    """The prompt tokens of one iteration: `limit`, of which `chunks` have `taken` some."""
 
     __slots__ = ("chunks", "limit", "taken")
 
@@ -47,36 +44,34 @@ class TokenBudget:
         self.chunks: list[Piece] = []
 
     def fit(self, start: int, left: int) -> int:
-        """The most tokens from position `start` on of a prompt that has `left`; 0 for none. Does not mutate."""
+        """The most tokens that fit, from position `start` on of a prompt that has `left`. Does not mutate."""
         rest = self.limit - self.taken
         return left if left < rest else rest
 
     def take(self, chunk: Piece, weight: int = 0) -> None:
-        """Adds a chunk, of at most `fit` tokens; or one that comes to `weight` tokens."""
+        """Adds a chunk of at most `fit` tokens; or one that counts as `weight` tokens."""
         self.chunks.append(chunk)
         self.taken += weight or chunk.count
 
 
 class TbtTarget(msgspec.Struct, frozen=True):
-    """No iteration with decodes is to take longer than `limit_ps`, as `step_ps` predicts; chunks end with a `tile`."""
+    """Longest predicted time of an iteration with decodes, in ps; chunks end with a `tile` of rows."""
 
     step_ps: StepTime
     limit_ps: int
     tile: int = TILE
 
     def minimum(self, num_decodes: int) -> int:
-        """Prompt tokens that are taken in any case: to the end of a tile, and at least half of one.
-
-        The tile that the decodes begin is computed whole anyway, and weights are read whether few rows use them or
-        many, so this delays the decodes by little.
+        """Prompt tokens taken in any case: up to the end of a tile, at least half of one. They delay decodes by little,
+        since the tile that decodes begin is computed whole, and weights are read for few rows as for many.
         """
         half = self.tile // 2
         return max(1, half + -(num_decodes + half) % self.tile)
 
 
 class Chunking(msgspec.Struct, frozen=True):
-    """How a node cuts prompts. `partial_prefills`: as in `SchedulerLimits`; `tbt_ms`: what an iteration with decodes
-    may take, None: the token budget alone counts; `tile`: as in `TbtTarget`."""
+    """How a node cuts prompts. `partial_prefills`: as in `SchedulerLimits`; `tbt_ms`: longest iteration with decodes,
+    None: the token budget alone counts; `tile`: as in `TbtTarget`."""
 
     partial_prefills: int = 1
     tbt_ms: int | None = None
@@ -87,10 +82,8 @@ class Chunking(msgspec.Struct, frozen=True):
 
 
 class TimedBudget(TokenBudget):
-    """As many tokens as the iteration meets its target with, and `minimum` even if it does not.
-
-    In it `num_decodes` requests decode, whose contexts sum to `context`.
-    """
+    """As many prompt tokens as let an iteration meet its target, and `minimum` in any case. `context`: sum over its
+    `num_decodes` decodes."""
 
     __slots__ = ("_context", "_num_decodes", "_sizes", "_target", "minimum")
 
@@ -106,7 +99,7 @@ class TimedBudget(TokenBudget):
         fitting = most if most <= least or self._meets(most, start) else self._largest(least, most, start)
         if fitting == left:
             return fitting
-        # A cut chunk ends with a tile. If none ends in it, its tile has been begun, and the rest of it is free.
+        # A cut chunk ends with a tile; a chunk within one tile, which is begun already, need not.
         surplus = (self._num_decodes + self.taken + fitting) % self._target.tile
         return fitting - surplus if fitting > surplus else fitting
 
@@ -115,7 +108,7 @@ class TimedBudget(TokenBudget):
         self._sizes.append((weight or chunk.count, chunk.start))
 
     def _largest(self, low: int, high: int, start: int) -> int:
-        """The largest count that meets the target, from `low`, which need not, to below `high`, which does not."""
+        """The largest count below `high` that meets the target, else `low`."""
         return low + bisect_left(range(low + 1, high), 1, key=lambda count: not self._meets(count, start))
 
     def _meets(self, count: int, start: int) -> bool:
@@ -124,7 +117,7 @@ class TimedBudget(TokenBudget):
 
 
 class Chunks:
-    """Takes prompts from the batch, and further ones by `admission`. Has no state of its own."""
+    """Cuts prompts of the batch, and of the queue by way of `admission`. Has no state of its own."""
 
     def __init__(
         self, limits: SchedulerLimits, target: TbtTarget | None, batch: RunningBatch, admission: PromptQueue
@@ -132,10 +125,10 @@ class Chunks:
         self._limits, self._target, self._batch, self._admission = limits, target, batch, admission
 
     def cut(self, actions: Actions, now: int) -> list[Piece]:
-        """The prompts' pieces of the next iteration; who is admitted for it is in the batch afterwards."""
+        """The prompts' chunks of the next iteration; admits requests to the batch for it."""
         decoding, limits = self._batch.decoding, self._limits
         num_decodes = len(decoding.sequences)
-        # One token at least, so that prompts go on however many requests decode.
+        # At least one token, so that prompts go on beside any number of decodes.
         rest = limits.token_budget - num_decodes
         budget = TokenBudget(rest if rest > 0 else 1)
         if num_decodes and self._target is not None:
@@ -144,7 +137,7 @@ class Chunks:
             self._share(budget, actions, now)
             return budget.chunks
         prompts, admission = self._batch.prompts, self._admission
-        for sequence in prompts:  # each waits until the one before it is through
+        for sequence in prompts:  # each waits until the one before it is computed
             if not self._append(sequence, budget):
                 return budget.chunks
         most = min(budget.limit, limits.prompt_batch)
@@ -155,25 +148,19 @@ class Chunks:
 
     def steps(self, chunks: list[Piece]) -> int:
         """How often a prompt's chunk may repeat while it fills the budget alone. Its last chunk is a run of its own,
-        and so is one that follows a cached prefix: only that may have to wait for it."""
+        and so is the one after a cached prefix, which may have to wait for loads."""
         limits, piece = self._limits, chunks[0]
         if limits.max_chunks == 1 or limits.partial_prefills > 1 or piece.samples:
             return 1
         sequence = self._batch.prompts[0]
-        if (
-            sequence.request != piece.request
-        ):  # which goes on as soon as there is room elsewhere for what it has here
-            assert sequence.remote.num_planned
-            return 1
-        if sequence.remote.num_planned or (piece.start and piece.start == sequence.cached):
+        passed = sequence.request != piece.request  # one that waits for room with holders
+        if passed or sequence.remote.num_planned or (piece.start and piece.start == sequence.cached):
             return 1
         return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)
 
     def _share(self, budget: TokenBudget, actions: Actions, now: int) -> None:
-        """Prompts in order of arrival; but of what the first that does not fit whole would get, shorter ones get half.
-
-        So a prompt is through when at most twice as many tokens are computed as in order of arrival, and a short one
-        does not wait for a long one to end.
+        """Takes prompts in order of arrival; but shorter ones get half of what the first that does not fit whole would.
+        So short prompts do not wait for long ones, and a prompt is computed before twice the tokens of arrival order.
         """
         prompts = deque(sorted(self._batch.prompts, key=lambda sequence: sequence.arrival))
         while budget.taken < budget.limit:
@@ -184,7 +171,7 @@ class Chunks:
                 continue  # it passed one that waits for room with holders
             left = oldest.length - oldest.computed
             count = budget.fit(oldest.computed, left)
-            if count < left and oldest.assembly is None:  # else it would never fit
+            if count < left and oldest.assembly is None:  # an assembled one would never fit
                 self._overtake(oldest, count // 2, budget, actions, now)
             if not self._append(oldest, budget):
                 return
@@ -192,7 +179,7 @@ class Chunks:
     def _next_in_order(
         self, prompts: deque[Sequence], budget: TokenBudget, actions: Actions, now: int
     ) -> Sequence | None:
-        """The first of `prompts`, which it takes, or a request that arrived before it and is admitted now."""
+        """Takes the first of `prompts`, or admits a request that arrived before it."""
         waiting = self._admission.waiting
         if (
             waiting
@@ -218,9 +205,9 @@ class Chunks:
             if left >= longest or not spare:
                 return
             if sequence.request in served or sequence.assembly is not None:
-                continue  # what is assembled is not cut
+                continue  # an assembled prompt is not cut
             if sequence.remote.num_planned:
-                continue  # it may wait for a decode node, which waits for those that it would pass
+                continue  # its decode node may wait for those that it would pass
             if sequence.state is QUEUED:
                 has_place = left <= spare or self._num_partial(budget) < limits.partial_prefills
                 if not has_place or not self._admission.overtake(sequence, actions, now):
@@ -230,14 +217,14 @@ class Chunks:
             spare -= budget.taken - before
 
     def _num_partial(self, budget: TokenBudget) -> int:
-        """Prompts that will be left unfinished by an iteration with these chunks; but for those that wait for room
-        elsewhere: their decode nodes may wait for prompts that would find no place here then."""
+        """Prompts left unfinished by an iteration with these chunks. Prompts that wait for room with holders do not
+        count: their decode nodes may wait for prompts that would find no place here then."""
         unfinished = [prompt for prompt in self._batch.prompts if not prompt.remote.waits]
         return len(unfinished) - sum([piece.samples for piece in budget.chunks])
 
     def _append(self, sequence: Sequence, budget: TokenBudget, most: int = 1 << 30) -> bool:
-        """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether others may follow: it is
-        the last, or has to wait until some of its blocks are elsewhere."""
+        """Takes the next chunk of a prompt, at most `most` tokens, if any fit. Returns whether others may follow: the
+        prompt is through, or waits until holders have some of its blocks."""
         start, left = sequence.computed, sequence.length - sequence.computed
         if sequence.assembly is not None:
             return self._append_whole(sequence, budget)
@@ -251,8 +238,8 @@ class Chunks:
         return count == has_blocks
 
     def _append_whole(self, sequence: Sequence, budget: TokenBudget) -> bool:
-        """What is assembled is computed in one piece, alone if need be, for which tokens are computed is chosen among
-        all of them. It takes as much of the budget as it computes."""
+        """Takes an assembled prompt in one piece, alone if need be, since its computed tokens are chosen among all. It
+        uses as much of the budget as it computes."""
         assembly, start = sequence.assembly, sequence.computed
         assert assembly is not None
         count = sequence.length - start

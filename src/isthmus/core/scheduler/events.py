@@ -1,6 +1,6 @@
-"""What a scheduler may use, what it is told of runs, and what it answers. Token positions are 0-based, half-open.
+"""Limits of a scheduler, facts about runs, and its actions. Token positions are 0-based, half-open.
 
-`request`, and `key`: what the node calls it, which is the key of the attempt.
+`request`, and `key`: the key of the attempt, by which the node knows a request.
 """
 
 from __future__ import annotations
@@ -17,34 +17,28 @@ from isthmus.core.types import BlockName, RequestId
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True):
-    """What one node may use of its engine in the role that it has."""
+    """Limits of one node's engine, in the node's role."""
 
     num_blocks: int
     block_size: int
-    token_budget: int = (
-        512  # of one iteration: decodes are never cut, prompts get what is left, at least one token
-    )
-    max_sequences: int = 64  # that compute or are handed over, and as many again that come
+    token_budget: int = 512  # tokens of an iteration; prompts get what decodes leave, at least one token
+    max_sequences: int = 64  # that compute or are handed over, and as many again that are received
     max_steps: int = 16  # iterations of one run of decodes
-    max_chunks: int = 1  # of one prompt in one run
-    prompt_batch: int = 1 << 30  # no further prompt joins an iteration that has so many prompt tokens already
-    partial_prefills: int = (
-        1  # computed in parts at the same time; 1: each waits until the one before it is through
-    )
+    max_chunks: int = 1  # chunks of one prompt in one run
+    prompt_batch: int = 1 << 30  # no further prompt joins an iteration with so many prompt tokens
+    partial_prefills: int = 1  # prompts computed in parts at the same time; 1: one after the other
     order: str = "fcfs"  # of waiting requests; or `promise`
-    state_blocks: int = 0  # that a snapshot of the model's recurrent state fills, 0 for models without
+    state_blocks: int = 0  # blocks that a snapshot of the model's recurrent state fills, 0 for models without
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
+        """Longest request, prompt and answer, that fits alone with all snapshots it may need at once."""
         return (self.num_blocks - MAX_SNAPSHOTS * self.state_blocks) * self.block_size
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """`steps` iterations of the current run were executed; the requests in `ended` are over.
-
-    `answers`: of each of these, the names of all full blocks of prompt and answer, to be kept; () to keep none.
-    """
+    """`steps` iterations of the run were executed; the requests in `ended` are over. `answers`: for each of these, the
+    names of all full blocks of prompt and answer, which the cache keeps; () to keep none."""
 
     steps: int
     ended: tuple[RequestId, ...] = ()
@@ -52,26 +46,23 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
-    """What one `SaveBlocks` wanted saved of the engine's blocks of a request is, or cannot be: they may hold something
-    else from now on."""
+    """The blocks of one `SaveBlocks` are saved, or cannot be, and may be written over."""
 
     request: RequestId
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Compute tokens `[start, start + count)` of one request, whose KV lies in `blocks`.
+    """Compute tokens `[start, start + count)` of one request, whose KV lies in `blocks`. A piece that `samples` reaches
+    the end of the known tokens and yields the next one.
 
-    When `samples`, this piece reaches the end of the known tokens and yields the next one.
+    `remote`: holders of its leading blocks, in their order, before `blocks`. `packing`: of a packed prompt, whose
+    `blocks` begin with those that packing keeps.
 
-    `remote`: where its leading blocks lie if not here, in their order; `blocks` are those that follow. Of a prompt that
-    was packed they begin with what `packing` keeps; what it drops lies nowhere.
+    `assembly`: the prompt is assembled from its donors' KV, which lies in the blocks `scratch`, in their order, and
+    then packed into the first of these.
 
-    `assembly`: it is put together from its donors' KV, whose blocks lie in `scratch`, in their order, and then packed
-    into the first of these.
-
-    Of a model with recurrent layers: the live state is in `slot`. At `start` 0 it is zero; else it is what the blocks
-    `restore` hold, if there are any; else it goes on. `snapshots`: (position, blocks to write the state after so many
-    tokens to), those that this piece reaches.
+    With recurrent layers the live state is in `slot`: zero at `start` 0, else read from the blocks `restore` if there
+    are any, else it goes on. `snapshots`: (position, blocks) to write the state after so many tokens to.
     """
 
     request: RequestId
@@ -89,13 +80,13 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def num_absent(self) -> int:
-        """Leading blocks that are not in `blocks`: they lie elsewhere, or were dropped."""
+        """Leading blocks that are not in `blocks`: with holders, or dropped by packing."""
         num_remote = sum([holding.num_blocks for holding in self.remote])
         return num_remote if self.packing is None else num_remote + self.packing.num_dropped
 
     @property
     def table(self) -> tuple[int, ...]:
-        """`blocks` by the number of the block in the request; what stands for those absent means nothing."""
+        """`blocks` by the number of the block in the request, 0 for absent ones."""
         return (0,) * self.num_absent + self.blocks
 
 
@@ -120,20 +111,17 @@ class Run:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Every piece of the first iteration. Made when first asked for, which must be before the next event:
-        a simulator never asks, since times need only the sums."""
+        """Every piece of the first iteration. Made when first asked for, which must be before the next event; a
+        simulator never asks, since times need only the sums."""
         if self._pieces is None:
             self._pieces = (*self._expand(), *self.chunks)
         return self._pieces
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request got its blocks; its first `cached_tokens` tokens need no computing.
-
-    They are in `blocks` already, or, on a node with a tiered cache, are to be loaded from there, `disk_blocks`
-    of them from SSD, and a fetch may be under way. `state`: blocks that hold the recurrent state after these tokens,
-    or that it is to be loaded to.
-    """
+    """A request got its blocks; its first `cached_tokens` tokens need no computing. With tiers they are loaded into
+    `blocks`, `disk_blocks` of them from the SSD, perhaps after a fetch. `state`: blocks with the recurrent state after
+    these tokens, or into which it is loaded."""
 
     request: RequestId
     cached_tokens: int
@@ -143,21 +131,21 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """A request that was imported decodes from the next run on: there is a place for it."""
+    """A received request got a place, and decodes from the next run on."""
 
     request: RequestId
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """A request lost its blocks to an older one; it is queued again and computed anew."""
+    """A request lost its blocks to an older one, and is queued again."""
 
     request: RequestId
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Bring cached blocks, the first of a prompt and perhaps the recurrent state after them, into these blocks of the
-    engine; of them the fetch of this key brings some if `arriving`. A run that needs them waits. `num_tokens`: that
-    need no computing. `told`: say so when they are there. Blocks of donors may follow those of the prompt."""
+    """Load a cached prefix, perhaps with the recurrent state after it and blocks of donors, into these blocks of the
+    engine; a run that needs them waits. `arriving`: the fetch of this key brings some. `num_tokens`: tokens that need
+    no computing. `told`: answer with `Loaded`."""
 
     key: RequestId
     names: tuple[BlockName, ...]
@@ -168,9 +156,10 @@ class LoadBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks of the engine into DRAM, and from there, as time allows, to the SSD; then say `Saved`, and which of
-    them found no room. Nobody else gets `blocks` before that. `head`: the block that the first follows. The last
-    `num_sunk` are for the SSD only: DRAM holds each no longer than it takes to write it."""
+    """Copy blocks of the engine into DRAM, and later to the SSD; answer with `Saved`, and `BlocksLost`
+    of those that found no room. Before that nobody else gets
+    `blocks`. `head`: the block before the first one. The last `num_sunk` are for the SSD only: each is in DRAM no
+    longer than writing it takes."""
 
     request: RequestId
     names: tuple[BlockName, ...]
@@ -180,30 +169,30 @@ class SaveBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdoptBlocks(msgspec.Struct, frozen=True, tag=True):
-    """These blocks, which the fetch for a request brought into DRAM, are the cache's from now on; say which of them
-    could not be."""
+    """Keep blocks in the cache that the fetch for a request brought into DRAM; answer with `BlocksLost` of those that
+    cannot be kept."""
 
     request: RequestId
     names: tuple[BlockName, ...]
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):
-    """Bring these blocks from the SSD to DRAM."""
+    """Move blocks from the SSD to DRAM."""
 
     names: tuple[BlockName, ...]
 
 
 class Demote(msgspec.Struct, frozen=True, tag=True):
-    """Only on the SSD from now on."""
+    """Move blocks from DRAM to the SSD."""
 
     names: tuple[BlockName, ...]
 
 
 class DropBlocks(msgspec.Struct, frozen=True, tag=True):
-    """In no tier any more."""
+    """Drop blocks from all tiers."""
 
     names: tuple[BlockName, ...]
 
 
 Actions = list[Any]
-"""What follows, in order: the values above and reports to the conductor, between which a node puts its own."""
+"""Actions in order: those above, reports to the conductor, and those of the node."""

@@ -1,7 +1,4 @@
-"""The engine's memory: which of its blocks a request gets, and when they are free again.
-
-Blocks that are being saved are nobody's until that is done, whatever became of their request.
-"""
+"""The engine's memory: which blocks a sequence gets, and when they are free again. Blocks being saved are not free."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from isthmus.core.types import RequestId
 
 
 class Memory:
-    """Gives a request blocks for what it has and will have: KV, and snapshots of recurrent states."""
+    """Blocks of sequences, for KV and for snapshots of recurrent states."""
 
     def __init__(self, limits: SchedulerLimits, pool: Pool) -> None:
         self.pool = pool
@@ -23,60 +20,61 @@ class Memory:
         if limits.state_blocks:
             self.states = States(limits.state_blocks, limits.block_size, pool)
         self._size = limits.block_size
-        # A prompt whose blocks go elsewhere fills some while others are on their way.
+        # A prompt whose blocks go to holders fills some blocks while others are on their way.
         window = -(-limits.token_budget // limits.block_size) * 2
         self._window = max(1, min(window, limits.num_blocks // 4))
         self.num_aside = 0  # blocks for KV of no sequence here: of other nodes' requests, or on its way home
-        self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
-        self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
+        self._saving: dict[RequestId, int] = {}  # number of `SaveBlocks` in progress
+        self._unsaved: dict[RequestId, list[int]] = {}  # blocks given back meanwhile
 
     def admit(self, sequence: Sequence, prefix: CachedPrefix, headroom: int) -> bool:
-        """Gives it blocks for its known tokens, and for the snapshots to be taken of them. False, and nothing, if then
-        fewer than `headroom` were left."""
+        """Allocates blocks for its known tokens, scratch and snapshots. Returns False, and allocates nothing, if fewer
+        than `headroom` would be left."""
         pool, states = self.pool, self.states
         positions = states.positions(sequence, prefix)
-        needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
+        num_scratch = sequence.num_scratch
+        needed = self.at_home(sequence) - len(prefix.blocks)
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
         state_blocks = (len(positions) + prefix.loads) * states.num_blocks
-        if needed + state_blocks + idle + headroom > pool.available:
+        if needed + num_scratch + state_blocks + idle + headroom > pool.available:
             return False
         if cached:
             pool.acquire(cached)
-        sequence.scratch = pool.allocate(sequence.num_scratch)
-        sequence.blocks = prefix.blocks + pool.allocate(needed - sequence.num_scratch)
+        if num_scratch:
+            sequence.scratch = pool.allocate(num_scratch)
+        sequence.blocks = prefix.blocks + pool.allocate(needed)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
         sequence.named = max(len(prefix.blocks), sequence.num_absent)
         return True
 
     def at_home(self, sequence: Sequence) -> int:
-        """Blocks with which it can compute its known tokens: all, or those that stay here and some for those that are
-        filled and go."""
+        """Blocks with which it can compute its known tokens: of those that go to holders a window is enough."""
         whole, remote = -(-sequence.length // self._size), sequence.remote
         go = remote.num_planned
         return whole - go + min(go - remote.num_there, self._window) if go else whole
 
     def extend(self, sequence: Sequence) -> None:
-        """More blocks for a prompt in place of those that went, as far as there are any."""
+        """Allocates blocks for a prompt in place of shipped ones, as far as there are any."""
         wanted = self.at_home(sequence) - len(sequence.blocks)
         if wanted > 0:
             sequence.blocks += self.pool.allocate(min(wanted, self.pool.available))
 
     def set_aside(self, num_blocks: int, headroom: int) -> Blocks:
-        """Blocks for KV of no sequence here; none if then fewer than `headroom` were left."""
+        """Allocates blocks for KV of no sequence here; none if fewer than `headroom` would be left."""
         if num_blocks + headroom > self.pool.available:
             return ()
         self.num_aside += num_blocks
         return self.pool.allocate(num_blocks)
 
     def put_back(self, blocks: Blocks) -> None:
-        """Undoes `set_aside` for these."""
+        """Undoes `set_aside` for these blocks."""
         self.num_aside -= len(blocks)
         self.pool.release(blocks)
 
     def reserve(self, sequence: Sequence, headroom: int) -> bool:
-        """Gives it blocks for the KV that is sent to it, its next token included; False as above."""
+        """Allocates blocks for the KV that is sent to it; returns False as `admit` does."""
         needed = self.to_receive(sequence)
         if needed + self.states.num_blocks + headroom > self.pool.available:
             return False
@@ -89,7 +87,7 @@ class Memory:
         return -(-(sequence.length + 1) // self._size) - sequence.num_absent
 
     def assembled(self, sequence: Sequence) -> None:
-        """Its prompt is computed; what it had for donors is free."""
+        """Frees its scratch, and what packing drops, now that its prompt is computed."""
         gone, sequence.scratch = sequence.scratch, ()
         if sequence.assembly is not None:
             sequence.scratch = gone
@@ -97,31 +95,31 @@ class Memory:
         self.give_back(sequence.request, gone)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back all that it holds."""
+        """Gives back all blocks that it holds."""
         self.give_back(sequence.request, sequence.blocks + sequence.scratch)
         for snapshot in self.states.release(sequence):
             self.give_back(sequence.request, snapshot.blocks)
 
     def give_back(self, request: RequestId, blocks: Blocks) -> None:
-        """At once, or when they are saved."""
+        """Frees blocks, at once or when they are saved."""
         if request in self._saving:
             self._unsaved.setdefault(request, []).extend(blocks)
         else:
             self.pool.release(blocks)
 
     def saving(self, request: RequestId) -> None:
-        """Some of its blocks are about to be saved: one `saved` is to come."""
+        """Notes a `SaveBlocks` of its blocks: one `saved` is to come."""
         self._saving[request] = self._saving.get(request, 0) + 1
 
     def saved(self, request: RequestId) -> None:
-        """What one `SaveBlocks` wanted is done."""
+        """Notes the end of one `SaveBlocks`."""
         self._saving[request] -= 1
         if not self._saving[request]:
             del self._saving[request]
             self.pool.release(self._unsaved.pop(request, ()))
 
     def check(self, sequences: abc.Collection[Sequence]) -> None:
-        """What requests hold, with what is in saving, is what is held: blocks add up."""
+        """Checks that blocks held by sequences, set aside, or being saved add up to those held in the pool."""
         self.pool.check()
         self.states.check(sequences)
         assert self._unsaved.keys() <= self._saving.keys() and all(self._saving.values())

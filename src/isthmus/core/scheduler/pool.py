@@ -6,10 +6,10 @@
                         ▼ │
                        idle ──evict (least recently used, of the tenant most above its share)──> free
 
-Two categories of held blocks (Prefill-as-a-Service, hybrid prefix cache pool): *prefix-cache* blocks are full, may get
-a name, and stay in the cluster; *transfer-cache* blocks hold what a prefill produced at its end (the unfinished
-block, the recurrent state) on its way to another node, never get a name, and are free when the transfer is over
-(`Scheduler.num_transfer` counts them).
+Two categories of held blocks (Prefill-as-a-Service, hybrid prefix cache pool): *prefix-cache* blocks are full, may
+get a name, and stay in the cluster; *transfer-cache* blocks (the unfinished block and the recurrent state at a
+prompt's end, on their way to another node) never get a name, and are free after the transfer
+(`Scheduler.num_transfer`).
 
 Owns block numbers and reference counts; knows nothing of requests or tensors.
 """
@@ -23,13 +23,13 @@ from collections.abc import Iterable, Sequence
 from isthmus.core.types import NOBODY, BlockName, Tenant
 
 Blocks = tuple[int, ...]
-"""Numbers of blocks, in the order in which they hold something."""
+"""Numbers of blocks, in the order of the tokens whose KV they hold."""
 MAX_INSERTIONS = 16
-"""Into the list of free blocks one after the other; what is left then is sorted in, which costs as much as some."""
+"""Most single insertions into the list of free blocks; more blocks are sorted in, which costs as much as some."""
 
 
 class _Share:
-    """One tenant's named blocks: how many, and which are idle, oldest use first."""
+    """One tenant's named blocks: how many, and the idle ones, least recently used first."""
 
     __slots__ = ("idle", "num_named", "weight")
 
@@ -95,10 +95,8 @@ class BlockPool:
             self._references[block] = self._references.get(block, 0) + 1
 
     def allocate(self, count: int, *, after: int | None = None) -> Blocks:
-        """`count` blocks with one reference each, in one run of consecutive numbers when there is one.
-
-        `after` asks for the block that follows it, when free. Needs `count <= available`.
-        """
+        """Allocates `count` blocks with one reference each, of consecutive numbers if there are such; one block `after`
+        another if that is free. Needs `count <= available`."""
         assert 0 <= count <= self.available, "callers check `available` first"
         self._make_free(count)
         if after is not None and count == 1:
@@ -108,7 +106,7 @@ class BlockPool:
         return self._take(self._find_run(count), count)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference each. The tail becomes evictable before the head: a prefix outlives its ends."""
+        """Drops one reference each. The tail becomes evictable before the head."""
         unnamed = []
         for block in reversed(blocks):
             left = self._references[block] - 1
@@ -164,8 +162,8 @@ class BlockPool:
         assert not free & set(self._name_of), "a free block has a name"
 
     def _put_back(self, blocks: list[int]) -> None:
-        """Makes these free. Each insertion moves what lies behind it, in a large pool megabytes: those that go between
-        the same two are inserted at once, and many that do not are sorted in."""
+        """Makes blocks free. Each insertion moves the rest of the list, megabytes in a large pool: blocks that go
+        between the same two are inserted at once, and many others sorted in."""
         free, done = self._free, 0
         blocks.sort()
         for _ in range(MAX_INSERTIONS):
@@ -195,7 +193,7 @@ class BlockPool:
         self._put_back(evicted)
 
     def _find_run(self, count: int) -> int:
-        """Index in the free list where `count` consecutive numbers start, else where the longest run does."""
+        """Index in the free list where `count` consecutive numbers start, else the longest run."""
         free, best, best_length, start = self._free, 0, 0, 0
         for at in range(1, len(free) + 1):
             if at < len(free) and free[at] == free[at - 1] + 1:
@@ -222,7 +220,7 @@ def _level(share: _Share) -> float:
 
 
 class CountingPool:
-    """A `BlockPool` without block numbers or names, for nodes whose memory is imagined: it only counts."""
+    """A `BlockPool` that only counts, without block numbers or names: for simulated memory."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.available = num_blocks
@@ -243,7 +241,7 @@ class CountingPool:
         return 0
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Nothing is ever matched, so there is nothing to acquire."""
+        """Does nothing, since nothing is ever matched."""
 
     def allocate(self, count: int, *, after: int | None = None) -> Blocks:
         assert 0 <= count <= self.available, "callers check `available` first"

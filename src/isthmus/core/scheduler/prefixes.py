@@ -1,7 +1,6 @@
-"""Which prefixes are computed once and used again: those still in the engine's memory, or those in a cache beside it.
+"""Reuse of computed prefixes: from the engine's memory (`PoolPrefixes`), or from tiers beside it (`TierPrefixes`).
 
-`PoolPrefixes` and `TierPrefixes` answer the same questions. What follows, for the node's store and the conductor, is
-added to `actions`.
+Both have the same methods, which add actions for the node's store and reports for the conductor to `actions`.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ Names = tuple[BlockName, ...]
 
 
 def _num_full(sequence: Sequence, size: int) -> int:
-    """Leading blocks that are what their names say: full, and of an assembled prompt those that were cached."""
+    """Leading blocks whose KV is that of their names: full ones, and of an assembled prompt the cached ones."""
     exact = sequence.computed if sequence.assembly is None else sequence.cached
     return min(exact // size, len(sequence.names))
 
 
 class PoolPrefixes:
-    """A block keeps its name in the pool until somebody else needs it. There is no cache to tell anything."""
+    """Prefixes in the pool: a block keeps its name until it is evicted for another sequence."""
 
     def __init__(self, memory: Memory, block_size: int) -> None:
         self._memory, self._size = memory, block_size
 
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> CachedPrefix | None:
-        """What it need not compute; never all of it, for the last token yields the logits. None: it is to wait for one
-        of `prompts`, which are being computed."""
+        """The cached prefix of a sequence, at least one token short, since the last one yields the logits. None: it is
+        to wait for one of `prompts`, which are being computed."""
         memory = self._memory
         found = memory.pool.match(sequence.names[: memory.at_home(sequence) - 1])
         blocks, state = memory.states.in_pool(sequence.names, found)
         return CachedPrefix(len(blocks) * self._size, len(found), blocks, state)
 
     def is_here(self, sequence: Sequence) -> bool:
-        """Whether what it was sent here for is."""
+        """Whether the prefix for which it was routed here is."""
         return True
 
     def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
-        """A chunk was, the last one if it `samples`. Returns what got a name: full blocks, at the end snapshots."""
+        """Names full blocks after a chunk, and snapshots after the last one, which `samples`. Returns new names."""
         memory, pool, names, stored = self._memory, self._memory.pool, sequence.names, []
         if sequence.named < len(names):
             full = _num_full(sequence, self._size)
@@ -72,7 +71,7 @@ class PoolPrefixes:
 
 
 class TierKeeper:
-    """What changes in a node's tiers, as actions for its store and reports for the conductor."""
+    """Turns changes of a node's tiers into actions for its store and reports for the conductor."""
 
     def __init__(self, tiers: TierCache, node: NodeId) -> None:
         self._tiers, self._node = tiers, node
@@ -80,9 +79,8 @@ class TierKeeper:
     def keep(
         self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = (), tenant: Tenant = NOBODY
     ) -> bool:
-        """A prefix for the cache to keep, in the tenant's share. `blocks` of the engine hold it, computed for
-        `request`; without, what is new of it lies in the store already, put there for that. Whether blocks of the
-        engine are to be saved."""
+        """Keeps a prefix in the tenant's share. `blocks`: of the engine, which hold it, computed for `request`; without
+        them its new blocks were fetched into the store for that. Returns whether blocks of the engine are saved."""
         if not names:
             return False
         change = self._tiers.put(names, tenant)
@@ -98,12 +96,11 @@ class TierKeeper:
         return isinstance(new, events.SaveBlocks)
 
     def lose(self, names: Names, actions: Actions) -> None:
-        """Their bytes are gone or damaged, in whichever tier they were."""
+        """Drops blocks whose bytes are gone or damaged, in any tier, and all that follow them."""
         self._tell(self._tiers.remove(names), actions)
 
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
-        """They were found whole on the SSD when the node started. What is not kept, for want of room or of the block it
-        follows, goes."""
+        """Keeps chains found whole on the SSD when the node started, and drops what has no room or no head."""
         for chain in chains:
             self._tell(self._tiers.restore(chain), actions)
         useless = [name for chain in chains for name in chain if not self._tiers.holds(name)]
@@ -113,8 +110,8 @@ class TierKeeper:
     def _tell(
         self, change: Change, actions: Actions, new: events.SaveBlocks | events.AdoptBlocks | None = None
     ) -> None:
-        """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
-        takes its place there. `new`: how all comes that is."""
+        """Adds actions in the order in which they can be done: room is made first, and what moves from the SSD to DRAM
+        comes before what takes its place. `new`: the action for all new blocks."""
         node = self._node
         if change.evicted:
             actions += (events.DropBlocks(change.evicted), BlocksEvicted(node, change.evicted))
@@ -135,23 +132,23 @@ class TierKeeper:
 
 
 class TierPrefixes(TierKeeper):
-    """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
+    """Prefixes in tiers: loaded into the engine before use, and saved when their prompt is computed."""
 
     def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:
         super().__init__(tiers, node)
         self._memory, self._size = memory, block_size
 
     def arrive(self, sequence: Sequence) -> None:
-        """What it was sent here for stays until it has it."""
+        """Pins the prefix for which it was routed here, until it is loaded."""
         present, wanted = self._tiers.match(sequence.names)[0], sequence.num_cached
         expected = present if present < wanted else wanted
         fetched = sequence.fetch.stop if sequence.fetch is not None else 0
         self._pin(sequence, expected if expected > fetched else fetched)
 
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> CachedPrefix | None:
-        """As above; what a fetch under way will bring counts as here."""
+        """As `PoolPrefixes.find`; blocks that a fetch will bring count as here."""
         states, names, size = self._memory.states, sequence.names, self._size
-        if sequence.remote.num_planned:  # it is loaded into blocks of the engine
+        if sequence.remote.num_planned:  # only a window of its blocks is in the engine
             names = names[: self._memory.at_home(sequence) - 1]
         present, on_disk = self._tiers.match(names)
         fetch = sequence.fetch
@@ -171,13 +168,13 @@ class TierPrefixes(TierKeeper):
         return CachedPrefix(tokens, found, loads=tokens > 0, num_on_disk=on_disk)
 
     def is_here(self, sequence: Sequence) -> bool:
-        """Whether what it was sent here for is; else it would compute what a request before it is about to leave."""
+        """Whether the prefix for which it was routed here is; else it would compute what a request before it leaves."""
         wanted = sequence.num_cached
         return sequence.num_pinned >= wanted or self._tiers.match(sequence.names)[0] >= wanted
 
     def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
-        """A chunk was. When it was the last one, the cache gets the prompt and its snapshots; what goes elsewhere is
-        kept before."""
+        """Keeps the prompt and its snapshots after the last chunk; of a prompt whose blocks go to holders, full blocks
+        after each chunk."""
         request, blocks, memory, here = sequence.request, sequence.table, self._memory, sequence.num_absent
         if samples or sequence.remote.num_planned:
             full = _num_full(sequence, self._size)
@@ -196,12 +193,12 @@ class TierPrefixes(TierKeeper):
         return ()
 
     def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None:
-        """Its answer is complete: `names` are of all full blocks."""
+        """Keeps the full blocks, which have these names, of prompt and complete answer."""
         if self._holds(names[: sequence.num_absent]):
             self.keep(names, actions, sequence.request, sequence.table, sequence.tenant)
 
     def _holds(self, names: Names) -> bool:
-        """Whether the cache has these, which are not here to be saved any more."""
+        """Whether the cache has these blocks, which are with holders and cannot be saved."""
         return not names or self._tiers.match(names)[0] == len(names)
 
     def keep(
@@ -213,13 +210,13 @@ class TierPrefixes(TierKeeper):
         return saves
 
     def unpin(self, sequence: Sequence) -> None:
-        """What it needed of the tiers is in the engine, or not needed any more."""
+        """Unpins its prefix, which is in the engine, or needed no more."""
         if sequence.pinned:
             self._tiers.unpin(sequence.pinned)
             sequence.pinned, sequence.num_pinned = (), 0
 
     def _pin(self, sequence: Sequence, num_blocks: int) -> None:
-        """Instead of what it had pinned: so many leading blocks, and the state after them."""
+        """Pins so many leading blocks and the state after them, in place of what it had pinned."""
         names = self._memory.states.chain(sequence.names, num_blocks)
         self._tiers.pin(names)
         if sequence.pinned:

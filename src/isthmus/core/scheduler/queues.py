@@ -1,8 +1,6 @@
-"""Who waits for memory and a place, and who gets them next.
-
-`PromptQueue`: prompts to compute here. `Incoming`: requests whose prompt another node computes, from the time they are
-expected until they decode here; they get memory as soon as there is some, since the other node waits for it, and a
-place when their KV is here.
+"""Queues for memory and a place in the batch: `PromptQueue` of prompts to compute here, and `Incoming` of requests
+whose prompt another node computes. The latter get memory as soon as there is some, since the other node waits for it,
+and a place when their KV is here.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ _NOTHING = CachedPrefix()
 def promise_order(queue: abc.Sequence[Sequence], now: int, ready: abc.Callable[[Sequence], bool]) -> int:
     """Index of the request to start at `now`. `queue` is in order of arrival.
 
-    Whoever was admitted in order of arrival has slack: its deadline less the time it would end in that order.
-    The shortest request goes first that fits into the least slack of those before it, and whose KV will be here
-    by the time it has computed the rest. No constant; with admission nobody starves.
+    A request's slack is its deadline less the time at which it would end in that order. The shortest request goes first
+    that fits into the least slack of those before it and is `ready`. With admission control nobody starves.
     """
     end, least_slack, choice = now, math.inf, 0
     shortest = queue[0].work_ns
@@ -56,19 +53,19 @@ def promise_order(queue: abc.Sequence[Sequence], now: int, ready: abc.Callable[[
 
 
 class PromptQueue:
-    """The queue of prompts to compute here, and its door."""
+    """Prompts to compute here that wait for memory and a place."""
 
     def __init__(
         self, limits: SchedulerLimits, memory: Memory, prefixes: Prefixes, batch: RunningBatch
     ) -> None:
-        self.waiting: deque[Sequence] = deque()  # in order of arrival; who was pre-empted comes first
+        self.waiting: deque[Sequence] = deque()  # in order of arrival; pre-empted ones come first
         self._turns = batch.turns
         self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
         self._in_order = limits.order == "fcfs"
 
     def admit(self, actions: Actions, now: int, index: int | None = None) -> bool:
-        """Gives the next waiting request, or that at `index`, a place and all blocks of its known tokens; False when it
-        must wait on."""
+        """Gives the next request, or that at `index`, a place and blocks for its known tokens. Returns False if it must
+        wait on."""
         batch = self._batch
         if batch.num_placed >= self._limits.max_sequences:
             return False
@@ -80,14 +77,14 @@ class PromptQueue:
             return False
         sequence = self.waiting[index]
         prefix: CachedPrefix | None = _NOTHING
-        if sequence.num_absent:  # it lies with those who had it of an attempt before
+        if sequence.num_absent:  # holders have it of an earlier attempt
             prefix = CachedPrefix(sequence.num_absent * self._limits.block_size)
         elif sequence.names:
             prefix = self._prefixes.find(sequence, batch.prompts)
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
             return False
         del self.waiting[index]
-        # What is computed anew since others needed its blocks was had already.
+        # Tokens computed anew after a pre-emption were counted before.
         self._turns.take(sequence, 0 if sequence.age else sequence.length - prefix.num_tokens)
         if index and sequence.hands_over:
             self._turns.passed(sequence, self._blocks(sequence))
@@ -107,7 +104,7 @@ class PromptQueue:
         return True
 
     def overtake(self, sequence: Sequence, actions: Actions, now: int) -> bool:
-        """Admits a request out of order if that takes no memory which those before it wait for."""
+        """Admits a request out of order, unless that takes memory for which those before it wait."""
         index = self.waiting.index(sequence)
         if sequence.awaits:
             return False
@@ -118,13 +115,13 @@ class PromptQueue:
         return self.admit(actions, now, index)
 
     def put_back(self, sequence: Sequence) -> None:
-        """It lost its blocks, and is computed anew: before all others."""
+        """Queues a pre-empted sequence before all others."""
         sequence.start_over()
         sequence.state = PREEMPTED[sequence.state]
         self.waiting.appendleft(sequence)
 
     def _next(self, now: int) -> int:
-        """Of those whose tenant's turn it is, who comes first in the order of the limits."""
+        """Index of the request that comes first in the limits' order, of the tenant whose turn it is."""
         if len(self.waiting) == 1:
             return 0
         if not self._turns.is_shared:
@@ -134,27 +131,27 @@ class PromptQueue:
         return index if not index or self._may_pass(index) else 0
 
     def _choose(self, queue: abc.Sequence[Sequence], indexes: abc.Sequence[int], now: int) -> int:
-        """In promise order. `indexes`: of those in `queue` among all that wait."""
+        """Index of the first of `queue` in promise order. `indexes`: of its requests among all that wait."""
         index = indexes[promise_order(queue, now, lambda request: self._is_ready(request, now))]
-        # A request that is handed over holds its blocks until its decode node takes it. That takes requests in the
-        # order of their routes, so it may first wait for one that was overtaken here: they would wait for each other.
+        # A request that is handed over holds its blocks until its decode node takes it, in the order of routes: that
+        # node may wait for one overtaken here, and both would wait for each other.
         waits = index != indexes[0] and self.waiting[index].hands_over and not self._leaves_enough(index)
         return indexes[0] if waits else index
 
     def _may_pass(self, index: int) -> bool:
-        """Among tenants."""
+        """Whether a request may pass those of other tenants before it."""
         hands_over = self.waiting[index].hands_over
         return self._turns.may_pass(self.waiting, index, self._blocks, holds=hands_over)
 
     def _pass_by(self) -> int | None:
-        """The next whose donors are here, if that takes no memory which those before it wait for."""
+        """Index of the first whose donors are here, unless it takes memory for which those before it wait."""
         ready = [at for at, each in enumerate(self.waiting) if not each.awaits]
         if ready and self._turns.is_shared and ready[0] and not self._may_pass(ready[0]):
             return None
         return ready[0] if ready and (not ready[0] or self._leaves_enough(ready[0])) else None
 
     def _is_ready(self, sequence: Sequence, now: int) -> bool:
-        """Its fetch ends while it computes, and what it was sent here for is here."""
+        """Whether its fetch will end while it computes, and the prefix for which it was routed here is here."""
         if sequence.awaits:
             return False
         if sequence.fetch is not None and sequence.fetch.stop:
@@ -162,19 +159,19 @@ class PromptQueue:
         return not sequence.num_cached or self._prefixes.is_here(sequence)
 
     def _leaves_enough(self, index: int) -> bool:
-        """When this waiting request is admitted, any single one of those before it still could be."""
+        """Whether any single one of those before it could still be admitted after this one."""
         batch = self._batch
         needed = [self._blocks(each) for each in islice(self.waiting, index + 1)]
         fits = needed.pop() + max(needed) + batch.headroom <= self._memory.pool.available
         return fits and batch.num_placed + 1 < self._limits.max_sequences
 
     def _blocks(self, sequence: Sequence) -> int:
-        """That a request may need here for its known tokens."""
+        """Most blocks that a request may need for its known tokens."""
         whole = -(-sequence.length // self._limits.block_size) + sequence.num_scratch
         return whole + MAX_SNAPSHOTS * self._limits.state_blocks
 
     def check(self) -> None:
-        """Who waits for blocks holds none."""
+        """Checks that waiting requests hold no blocks."""
         for each in self.waiting:
             assert each.state is QUEUED
             held = each.blocks or each.scratch or each.restore or each.snapshots
@@ -182,12 +179,12 @@ class PromptQueue:
 
 
 class Incoming:
-    """Who comes from another node, in the order of the routes."""
+    """Requests that come from other nodes, in the order of their routes."""
 
     def __init__(self, limits: SchedulerLimits, memory: Memory, batch: RunningBatch) -> None:
         self.expected: deque[Sequence] = deque()  # wait for blocks
-        self.joining: deque[Sequence] = deque()  # are here, and wait for a place
-        self._num_reserved = 0  # RECEIVING and JOINING: they hold blocks and no place yet
+        self.joining: deque[Sequence] = deque()  # received, and wait for a place
+        self._num_reserved = 0  # RECEIVING and JOINING: hold blocks and no place yet
         self._max_sequences, self._memory, self._batch = limits.max_sequences, memory, batch
 
     def expect(self, sequence: Sequence) -> None:
@@ -195,7 +192,7 @@ class Incoming:
         self.expected.append(sequence)
 
     def reserve(self, actions: Actions, *, in_order: bool = False) -> None:
-        """Blocks for all for whom there are some; `in_order`: of their routes, whoever's turn it is."""
+        """Allocates blocks for as many as possible; `in_order` of routes, whichever tenant's turn it is."""
         while self.expected and self._num_reserved < self._max_sequences:
             index = 0 if in_order else self._next()
             sequence = self.expected[index]
@@ -210,7 +207,7 @@ class Incoming:
             actions += sequence.reserved()
 
     def _next(self) -> int:
-        """The first, or the first of the tenant whose turn it is."""
+        """Index of the first request of the tenant whose turn it is."""
         turns = self._batch.turns
         index = turns.indexes(self.expected)[0] if turns.is_shared else 0
         return index if not index or turns.may_pass(self.expected, index, self._blocks, holds=True) else 0
@@ -219,13 +216,13 @@ class Incoming:
         return self._memory.to_receive(sequence) + self._memory.states.num_blocks
 
     def imported(self, sequence: Sequence) -> None:
-        """All its KV is here and checked; its first new token is known."""
+        """Queues a received sequence for a place: its KV is here and checked, its first new token known."""
         sequence.state = WHOLE[sequence.state]
         sequence.computed = sequence.length
         self.joining.append(sequence)
 
     def join(self, actions: Actions) -> None:
-        """Those that are here decode, as far as there are places."""
+        """Lets received sequences decode, as far as there are places."""
         batch = self._batch
         while self.joining and batch.num_placed < self._max_sequences:
             sequence = self.joining.popleft()
@@ -238,7 +235,7 @@ class Incoming:
             actions.append(events.Joined(sequence.request))
 
     def remove(self, sequence: Sequence) -> None:
-        """It does not come, or not on."""
+        """Removes a sequence in any state of its way here."""
         if sequence.state is EXPECTED:
             self.expected.remove(sequence)
             return

@@ -1,9 +1,9 @@
-"""KV elsewhere: which leading blocks of one sequence lie, or are to lie, with other nodes, and what is under way.
+"""Books of one sequence's KV on other nodes: which leading blocks lie, are planned to lie, or are on their way there.
 
     0            num_there      + shipment.num_blocks      num_planned
     ├──── there ─────┼──── on their way there ───┼─── planned ───┼─── stay here ───
 
-Keeps books alone: the node writes to holders, and the memory gives blocks.
+The node writes to holders, and `Memory` gives blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Holders = tuple[NodeId, ...]
 
 
 def shares(holdings: Iterable[Holding]) -> Iterator[tuple[NodeId, int, Share]]:
-    """Each holder, how many blocks it is to have, and which share that is."""
+    """Each holder, its number of blocks, and its share."""
     first = 0
     for holding in holdings:
         for part, holder in enumerate(holding.holders):
@@ -45,7 +45,7 @@ def leading(holdings: Holdings, left: int) -> Holdings:
 
 
 def extended(holdings: Holdings, more: Holding) -> Holdings:
-    """With more at the end, of the same holders or of others."""
+    """The holdings with `more` at the end, merged if the holders are the same."""
     if not holdings or holdings[-1].holders != more.holders:
         return (*holdings, more)
     return (*holdings[:-1], Holding(more.holders, holdings[-1].num_blocks + more.num_blocks))
@@ -53,7 +53,7 @@ def extended(holdings: Holdings, more: Holding) -> Holdings:
 
 @dataclass(slots=True)
 class Shipment:
-    """Blocks on their way."""
+    """Blocks on their way to holders."""
 
     num_blocks: int
     to: dict[NodeId, None]  # holders that have not confirmed them
@@ -61,31 +61,27 @@ class Shipment:
 
 @dataclass(slots=True)
 class Return:
-    """KV that comes home from the last holder, into `blocks`."""
+    """KV on its way home from the last holder, into `blocks`."""
 
     blocks: Blocks
-    is_here: bool = False  # all of it, and a run may still use what lies at the holder
+    is_here: bool = False  # all of it, while a run may still use that at the holder
 
 
 @dataclass(slots=True, eq=False)
 class RemoteKV:
-    """The books of one sequence."""
-
-    planned: Holdings = ()  # where its leading blocks are to lie
-    growing: Holders = ()  # with whom blocks that fill while it decodes are to lie, too
+    planned: Holdings = ()  # where its leading `num_planned` blocks are to lie
+    growing: Holders = ()  # holders of blocks that fill while it decodes
     num_planned: int = field(init=False)
-    there: Holdings = ()  # where the first `num_there` blocks lie
+    there: Holdings = ()  # where its leading `num_there` blocks lie
     num_there: int = 0
-    holders: dict[NodeId, None] = field(
-        default_factory=dict
-    )  # all that were asked: each is told when it is over
+    holders: dict[NodeId, None] = field(default_factory=dict)  # all ever asked: told when it is over
     waits: bool = field(init=False)  # for the room that it begins with
-    asked: dict[NodeId, None] = field(default_factory=dict)  # for room, and have not answered
-    more: Holding | None = None  # the room they were asked for, if it is beside what is planned
-    ask_again_ns: int = 0  # not before this for more, after somebody had none
+    asked: dict[NodeId, None] = field(default_factory=dict)  # asked for room, without a reply yet
+    more: Holding | None = None  # room that was asked for beside the planned one
+    ask_again_ns: int = 0  # earliest time to ask for more, after a refusal
     claimed: dict[NodeId, int | None] = field(
         default_factory=dict
-    )  # what each keeps of the attempt before, if it said
+    )  # blocks kept of the attempt before, None: no reply
     shipment: Shipment | None = None
     returning: Return | None = None
 
@@ -94,26 +90,23 @@ class RemoteKV:
 
     @property
     def is_there(self) -> bool:
-        """Whether all that is to lie elsewhere does."""
+        """Whether all planned blocks lie with their holders."""
         return self.num_there == self.num_planned
 
     @property
     def is_under_way(self) -> bool:
-        """Whether any of it moves, or will without being told to."""
+        """Whether any of its KV moves, or will by itself."""
         return not self.is_there or self.returning is not None or bool(self.growing)
 
     def claim(self) -> list[tuple[NodeId, Share]]:
-        """Asks its holders what they keep of the attempt before: whom, and which share is meant."""
+        """Whom to ask how much it keeps of the attempt before, and of which share."""
         found = [(holder, share) for holder, _, share in shares(self.planned)]
-        self.claimed, self.holders = (
-            {holder: None for holder, _ in found},
-            {holder: None for holder, _ in found},
-        )
+        self.claimed = {holder: None for holder, _ in found}
+        self.holders = {holder: None for holder, _ in found}
         return found
 
     def found(self, holder: NodeId, num_blocks: int) -> int | None:
-        """One of them said so. Once all have: how many leading blocks are whole, up to the first that somebody does not
-        have. All are of tokens that are known, since no more are to lie there."""
+        """Notes a reply. Returns, with the last one, the number of leading blocks that all their holders have."""
         if self.claimed.get(holder, 0) is not None:
             return None
         self.claimed[holder] = num_blocks
@@ -128,8 +121,8 @@ class RemoteKV:
         return count
 
     def ask(self, more: Holding | None = None) -> list[tuple[NodeId, int, Share]]:
-        """Asks for the room that it begins with, once, or for `more`. Returns whom, and for how many blocks in all. For
-        more it has to be free: nobody asked, nothing coming back, and what lies with one holder follows each other."""
+        """Whom to ask for the planned room, once, or for `more`, and for how many blocks in all. Nobody, while a
+        reply or a return is under way, or if a holder's blocks would not follow each other."""
         if self.asked or self.returning is not None or (more is None and not self.waits):
             return []
         holdings = self.planned if more is None else extended(self.planned, more)
@@ -143,8 +136,8 @@ class RemoteKV:
         return [each for each in shares(holdings) if each[0] in self.asked]
 
     def answered(self, holder: NodeId, granted: bool, again_ns: int) -> bool:
-        """One of those asked has room or not; whether the attempt goes on. Without room for more it does as it was, and
-        asks again at `again_ns`."""
+        """Notes a reply of one that was asked. Returns whether the attempt goes on: not without its planned room. It
+        may ask for `more` again at `again_ns`."""
         del self.asked[holder]
         if not granted:
             if self.more is None:
@@ -158,12 +151,12 @@ class RemoteKV:
         return True
 
     def has_some(self, holder: NodeId) -> bool:
-        """Whether some of it lies with this holder, or, when more is asked for, is planned to."""
+        """Whether this holder has some of its KV, or, while more is asked for, is planned to."""
         holdings = self.there if self.more is None else self.planned
         return any(holder in holding.holders for holding in holdings)
 
     def next_span(self) -> tuple[Holders, int, int]:
-        """Holders of the next block, how many blocks of it they have, and the first block that is not for them."""
+        """Holders of the next block, the number of blocks that they have, and the first block that is not for them."""
         stop = 0
         for holding in self.planned:
             start, stop = stop, stop + holding.num_blocks
@@ -172,7 +165,7 @@ class RemoteKV:
         raise AssertionError("all that is to lie elsewhere does")
 
     def arrived(self, holder: NodeId, stop: int) -> None:
-        """A holder has its first `stop` blocks; perhaps all of the shipment."""
+        """Notes that a holder has its first `stop` blocks."""
         shipment = self.shipment
         if shipment is not None and holder in shipment.to:
             _, first, _ = self.next_span()
@@ -180,20 +173,20 @@ class RemoteKV:
                 del shipment.to[holder]
 
     def moved(self, num_blocks: int) -> None:
-        """So many more lie where they are to lie; nothing is on its way."""
+        """Counts a shipment as arrived."""
         self.shipment = None
         self.num_there += num_blocks
         self.there = leading(self.planned, self.num_there)
 
     def returned(self, num_blocks: int) -> None:
-        """The last so many are at home again. Nothing was on its way there."""
+        """Counts the last remote blocks as returned."""
         assert self.is_there and self.shipment is None
         self.returning = None
         self.num_there = self.num_planned = self.num_there - num_blocks
         self.planned = self.there = leading(self.planned, self.num_there)
 
     def check(self) -> None:
-        """Counts follow from holdings; nothing is shipped before there is room, or while something comes back."""
+        """Checks counts, and that nothing is shipped before there is room, or while KV comes back."""
         shipping = self.shipment.num_blocks if self.shipment is not None else 0
         assert self.num_planned == num_blocks(self.planned)
         assert self.there == leading(self.planned, self.num_there), "KV lies where it was not to lie"
@@ -204,4 +197,4 @@ class RemoteKV:
 
 
 ALL_HERE = RemoteKV()
-"""Of sequences that never had KV elsewhere; nobody writes to it."""
+"""Shared by sequences that never had KV elsewhere; never written to."""

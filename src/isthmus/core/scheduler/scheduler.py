@@ -1,16 +1,13 @@
 """The node's scheduler: stall-free batches within a token budget (Sarathi-Serve, section 4).
 
-Every iteration takes, in this order: one token of each request that decodes, the unfinished prompts, then
-new requests, until the token budget is spent. A prompt therefore never stalls the decodes.
-
-A request's way here, and who knows of it:
+Every iteration takes one token of each request that decodes, then unfinished prompts, then new requests, until the
+token budget is spent. A prompt therefore never stalls the decodes. A request's way:
 
     arrive ──> `PromptQueue` ──> `Batch.prompts`, cut by `Chunks` ──> `Batch.decoding`, the `DecodeClock` ──> over
                                                               └──> leaves for another node ──────────────> over
     expect ──> `Incoming` ─────────────────────────────────────> `Batch.decoding`
 
-`Memory` gives blocks of the engine and takes them back; `Prefixes` know what is computed already. None of them knows
-the scheduler: each gets those it needs when it is made.
+`Memory` gives blocks of the engine and takes them back; `Prefixes` know what is computed already.
 """
 
 from __future__ import annotations
@@ -43,10 +40,10 @@ Names = tuple[BlockName, ...]
 
 
 class Scheduler:
-    """Is told facts, then asked to `plan`. It has at most one run out at a time: the next comes after `step`.
+    """Is told facts, then asked to `plan`. At most one run is out at a time: the next comes after `step`.
 
-    Prefixes are reused from the pool itself; or, with `tiers`, from a cache beside it, and the pool only counts.
-    With a `target`, iterations with decodes take as many prompt tokens as meet it, within the token budget.
+    Prefixes are reused from the pool; with `tiers`, from a cache beside it. With a `target`, iterations with decodes
+    take as many prompt tokens as meet it, within the token budget.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Scheduler:
         self._prefixes: Prefixes = (
             PoolPrefixes(memory, size) if tiers is None else TierPrefixes(tiers, memory, size, node)
         )
-        # Facts that concern one part alone go there at once.
+        # Facts for one part alone.
         self.lose, self.recover, self.unpin = self._prefixes.lose, self._prefixes.recover, self._prefixes.unpin
         self.saved, self.put_back = memory.saved, memory.put_back
         self._sequences: dict[RequestId, Sequence] = {}
@@ -73,12 +70,11 @@ class Scheduler:
         self.run: Run | None = None
         """The run that is out."""
         self.dropped: list[Sequence] = []
-        """Pre-empted, and cannot be computed anew: they are here no more, and whoever knows them takes them from
-        here."""
+        """Pre-empted sequences that cannot be computed anew and were forgotten; the node takes them from here."""
         self.change(limits)
 
     def change(self, limits: SchedulerLimits) -> None:
-        """Another role, with the same memory and caches. Nothing of the old one is under way."""
+        """Takes another role, with the same memory and caches. Needs a scheduler without sequences."""
         assert not self._sequences, "somebody needs a node that was given another role"
         self.limits = limits
         self._batch = batch = RunningBatch(limits)
@@ -100,7 +96,7 @@ class Scheduler:
 
     @property
     def num_transfer(self) -> int:
-        """Blocks without a name of requests that leave or come, and of states that came and are not in use yet."""
+        """Blocks without a name of sequences that are handed over, and of recurrent states not in use yet."""
         num_blocks = 0
         for each in self._sequences.values():
             if each.state is not COMPUTING:
@@ -110,7 +106,7 @@ class Scheduler:
         return num_blocks
 
     def check(self) -> None:
-        """Invariants, for tests and the simulator: each request is in one place, and holds what it needs there."""
+        """Checks invariants, for tests and the simulator: each sequence is in one place, with the blocks it needs."""
         assert self.run is not None or not self._states.restoring, (
             "who went on from a snapshot is through with it"
         )
@@ -125,20 +121,20 @@ class Scheduler:
             room = (each.num_absent + len(each.blocks)) * self.limits.block_size
             assert each.state is DECODING or room >= each.computed, "computed tokens without a block"
 
-    # Facts. What follows at once is added to `actions`; each may change what `plan` gives.
+    # Facts. Each may add to `actions`, and change the next plan.
 
     def arrive(self, sequence: Sequence) -> None:
-        """A request to compute here."""
+        """Queues a request to compute here."""
         self._enter(sequence)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
-        """A request whose KV another node will send."""
+        """Queues a request whose KV another node will send."""
         self._enter(sequence)
         self._incoming.expect(sequence)
-        # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
+        # The run has its blocks. A waiting prompt comes first: newer requests would starve pre-empted ones.
         if self.run is not None and not self._admission.waiting:
             self._incoming.reserve(actions)
             self._tell_evicted(actions)
@@ -150,7 +146,7 @@ class Scheduler:
         self._batch.turns.arrive(sequence.tenant)
 
     def shipped(self, sequence: Sequence) -> None:
-        """What was on its way to holders is there; the blocks that it had here are free. No run touches it."""
+        """Frees the blocks of an arrived shipment. No run touches the sequence."""
         shipment = sequence.remote.shipment
         assert not self.computes(sequence) and shipment is not None
         self._memory.give_back(sequence.request, sequence.moved(shipment.num_blocks))
@@ -162,30 +158,30 @@ class Scheduler:
         return sequence.computed
 
     def set_aside(self, num_blocks: int, actions: Actions, spare: int = 0) -> Blocks:
-        """Blocks for KV of no sequence here: of another node's request, or on its way home. None if there are not so
-        many beside `spare`, and beside one for each that runs here."""
+        """Allocates blocks for KV of no sequence here: of another node's request, or on its way home. None, unless
+        `spare` blocks stay free, and one for each running sequence."""
         blocks = self._memory.set_aside(num_blocks, max(spare, self._batch.headroom))
         self._tell_evicted(actions)
         return blocks
 
     def returned(self, sequence: Sequence, blocks: Blocks) -> None:
-        """The last of its KV that lay elsewhere is in these, which were set aside. No run touches it."""
+        """Takes blocks that were set aside, and hold its last remote KV. No run touches the sequence."""
         assert not self.computes(sequence)
         self._memory.num_aside -= len(blocks)
         sequence.returned(blocks)
 
     def fits(self, sequence: Sequence, num_away: int) -> bool:
-        """Whether all of it, at its end, has room here when so many blocks lie elsewhere."""
+        """Whether it fits here at its end, with so many blocks elsewhere."""
         return sequence.stop_length - num_away * self.limits.block_size <= self.limits.capacity_tokens
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether there is ever memory for it and its scratch."""
+        """Whether its prompt and scratch fit into the pool at all."""
         whole = -(-sequence.length // self.limits.block_size) + sequence.num_scratch
         return whole <= self.pool.num_blocks
 
     def disassemble(self, sequence: Sequence, names: Names) -> None:
-        """It is computed as any other: no donor is needed. Its scratch it keeps until then, for something may still be
-        loaded there. `names`: of all its blocks."""
+        """Has an assembled prompt computed without donors. It keeps its scratch until then, for a load may still write
+        there. `names`: of all its blocks."""
         sequence.assembly, sequence.names, sequence.is_exact = None, names, True
 
     @property
@@ -195,41 +191,39 @@ class Scheduler:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that are kept free for requests that run."""
+        """Blocks kept free for running sequences."""
         return self._batch.headroom
 
     @property
     def num_wanted(self) -> int:
-        """Blocks of all that wait for memory."""
+        """Blocks for which requests wait."""
         waiting = self._admission.waiting
         wanted = sum([self._memory.at_home(each) + each.num_scratch for each in waiting])
         return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
 
     def imported(self, sequence: Sequence) -> None:
-        """All KV of an expected request is here and checked; its first new token is known."""
+        """Notes that all KV of an expected request is here and checked, and its first new token known."""
         self._incoming.imported(sequence)
 
     def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
-        """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
-        was fetched is here, or less and no state."""
+        """Ends the fetch of a request. `stop`: its leading blocks that are here now; with recurrent states, all of
+        them, or fewer and no state."""
         names, fetch, sequence.fetch = sequence.names, sequence.fetch, None
         complete = fetch is not None and 0 < fetch.stop <= stop
         names = self._states.chain(names, stop) if complete else names[:stop]
         self.keep(names, actions, sequence.request, sequence.tenant)
 
     def keep(self, names: Names, actions: Actions, request: RequestId, tenant: Tenant = NOBODY) -> None:
-        """A prefix for the cache to keep, in the tenant's share; what is new of it came from another node, fetched for
-        this request."""
+        """Keeps a prefix in the tenant's share, whose new blocks were fetched for this request."""
         self._prefixes.keep(names, actions, request, tenant=tenant)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
-        """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the
-        next run on."""
+        """Shortens the cached prefix that a sequence was admitted with to the blocks that could be loaded."""
         if sequence.state is COMPUTING:
             self._states.missing(sequence, num_blocks)
 
     def forget(self, sequence: Sequence) -> None:
-        """It is over, whatever it had come to; if it is here at all."""
+        """Removes a sequence in any state, if it is here, and frees its blocks."""
         if self._sequences.pop(sequence.request, None) is None:
             return
         if sequence.state in PLACED:
@@ -243,7 +237,7 @@ class Scheduler:
         self._memory.release(sequence)
 
     def step(self, event: Stepped, actions: Actions) -> None:
-        """A run was executed: positions are computed, full prompt blocks named, ended requests gone."""
+        """Takes the result of a run: advances positions, names full prompt blocks, forgets ended requests."""
         run, steps = self.run, event.steps
         assert run is not None and 0 <= steps <= run.steps
         self.run = None
@@ -266,7 +260,7 @@ class Scheduler:
             self.forget(sequence)
 
     def _computed(self, run: Run, steps: int, actions: Actions) -> None:
-        """Chunks were computed: whose prompt is through decodes from the next run on, or leaves."""
+        """Advances prompts by their chunks; computed ones decode from the next run on, or are handed over."""
         stored: list[BlockName] = []
         for piece in run.chunks:
             sequence = self._sequences.get(piece.request)
@@ -281,7 +275,7 @@ class Scheduler:
                 if sequence.assembly is not None or sequence.scratch:
                     self._memory.assembled(sequence)
                 self._batch.prompts.remove(sequence)
-                if sequence.hands_over:  # what has no name leaves with it, and is free when it is gone
+                if sequence.hands_over:  # it keeps its blocks until it is forgotten
                     sequence.state = DEPARTS[sequence.state]
                     self._states.leave(sequence)
                 else:
@@ -293,8 +287,8 @@ class Scheduler:
     # The next run.
 
     def plan(self, actions: Actions, now: int = 0) -> Run | None:
-        """Forms the next run, if none is out and somebody waits for one; it comes last. `now`, in ns, matters to
-        promises. Reservations come after all else: what runs has the first claim on blocks."""
+        """Forms the next run, if none is out and a request waits for one; it is the last action. `now`, in ns, is for
+        promises. Running sequences have the first claim on blocks, reservations the last."""
         if self.run is not None:
             return None
         batch, waiting, incoming = self._batch, self._admission.waiting, self._incoming
@@ -306,17 +300,18 @@ class Scheduler:
         if decoding.fills:
             while not decoding.make_room(self.pool):
                 self._preempt(actions)
-            if incoming.joining:  # who was pre-empted left a place; they have the blocks for this run
+            if incoming.joining:  # a pre-emption freed a place
                 incoming.join(actions)
         for prompt in prompts:
             if prompt.remote.num_planned:
                 self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
         if incoming.expected and (not waiting or batch.turns.has_ahead):
-            # What who was pre-empted needs, those may have that passed others; and these wait where the oldest are
-            # computed, who wait for this node.
+            # Blocks that a pre-empted prompt needs may be held by requests that passed others, whose other node may
+            # wait for this one: so the oldest are received all the same.
             incoming.reserve(actions, in_order=bool(waiting))
-        self._tell_evicted(actions)
+        if self.pool.evicted:
+            self._tell_evicted(actions)
         if decoding.sequences:
             run = decoding.run(chunks)
         elif chunks:
@@ -332,8 +327,8 @@ class Scheduler:
             actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
 
     def _preempt(self, actions: Actions) -> None:
-        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, if its
-        KV that lies elsewhere does not follow from what is computed here anew."""
+        """Puts the youngest sequence back to the head of the queue; or drops it, if its KV at holders, or what packing
+        dropped, cannot be computed anew here."""
         victim = self._batch.youngest()
         if victim.is_bound:
             self.forget(victim)

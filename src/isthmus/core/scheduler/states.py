@@ -1,19 +1,18 @@
-"""Recurrent states on one node: slots for the live ones, and where snapshots of them are taken and can be used.
+"""Recurrent states on one node: slots of live states, and where snapshots are taken and can be used.
 
-A request that computes has one live state, in a slot. A *snapshot* is a copy of it at one position, in ordinary
-blocks that follow, in a chain, the block at whose end it was taken (`isthmus.core.blocks.state_names`). KV of a
-prefix is of use up to any block; a state only at exactly the position it was taken at. So a prefix can be used as far
-as both reach.
+A sequence that computes has one live state, in a slot. A *snapshot* is a copy of it at one position, in ordinary blocks
+that follow the block before it in a chain (`isthmus.core.blocks.state_names`). KV of a prefix can be used up to any
+block, a state only at its own position; so a cached prefix can be used up to its deepest snapshot.
 
 Snapshots are taken where a later prompt is likely to part from this one:
 
-* at the last full block before the prompt's end: the next turn of a chat repeats the prompt up to there, and so does
-  the same prompt sent again (one token is always computed);
-* where KV of the prompt was cached further than a state: somebody else's prompt shared these blocks and went on
-  differently, as a third one may (Marconi, section on speculative insertion, calls it a branch point);
-* at the prompt's end, when the request leaves: the other node goes on from it.
+* at the last full block before the prompt's end: the next turn of a chat repeats the prompt up to there, as does the
+  same prompt sent again (one token is always computed);
+* where KV is cached further than a state: another prompt parted there, as a third one may (a branch point in Marconi's
+  section on speculative insertion);
+* at the prompt's end, if the request is handed over: the decode node goes on from it.
 
-Models without recurrent layers have `NoStates`, which answers the same questions.
+Models without recurrent layers have `NoStates`, with the same methods.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Positions = abc.Sequence[tuple[int, int]]
 
 
 class States:
-    """`num_blocks` of a snapshot, above 0; `num_slots` of live states: as many as were ever in use at once, for how
-    many may be changes with a node's role. `restoring`: who decodes from a snapshot in the next run."""
+    """`num_blocks` of a snapshot, above 0; `num_slots`: most live states so far, since their limit changes with a
+    node's role. `restoring`: sequences that decode from a snapshot in the next run."""
 
     def __init__(self, num_blocks: int, block_size: int, pool: Pool) -> None:
         assert num_blocks > 0, "models without recurrent layers need no states"
@@ -50,11 +49,11 @@ class States:
         return names[:depth] + self.parts(names, depth) if depth else ()
 
     def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
-        """The snapshot's blocks alone."""
+        """Names of the blocks of the snapshot after `depth` blocks."""
         return state_names(names[depth - 1], self.num_blocks)
 
     def usable(self, names: abc.Sequence[BlockName], found: int, holds: abc.Callable[[BlockName], bool]) -> int:
-        """Of `found` leading blocks that are cached, how many end where a snapshot is held."""
+        """The deepest of `found` cached leading blocks that a held snapshot follows; 0 for none."""
         count = self.num_blocks
         for depth in range(found, 0, -1):
             if holds(state_name(names[depth - 1], count - 1, count)):
@@ -62,7 +61,7 @@ class States:
         return 0
 
     def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
-        """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
+        """The cached blocks of a prompt up to the deepest snapshot, and the snapshot's."""
         depth = self.usable(names, len(held), self._pool.holds)
         state = self._pool.match(self.parts(names, depth)) if depth else ()
         if len(state) < self.num_blocks:  # some of it was evicted
@@ -70,18 +69,18 @@ class States:
         return held[:depth], state
 
     def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
-        """Of its `present` leading blocks, `on_disk` of them on SSD, how many can be used; and how many blocks of that,
-        snapshot included, are on SSD."""
+        """How many of its `present` cached leading blocks can be used, and how many blocks of those, snapshot included,
+        are on the SSD."""
         usable = min(present, (sequence.length - 1) // self._size)
         usable = self.usable(sequence.names, usable, tiers.holds)
         return usable, tiers.match(self.chain(sequence.names, usable))[1]
 
     def leaves_some(self, depth: int, length: int) -> bool:
-        """Whether a prompt that goes on at the end of so many blocks has a token left to compute."""
+        """Whether a prompt has a token to compute after so many cached blocks."""
         return depth * self._size < length
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
-        """Of what was to be loaded only so much could be: there is no state but the one at its end."""
+        """Computes a sequence from its first token, since the state to be loaded is at the end of the lost prefix."""
         if sequence.restore:
             sequence.computed = 0
             self.restored(sequence)
@@ -89,48 +88,48 @@ class States:
     # What a request holds.
 
     def positions(self, sequence: Sequence, prefix: CachedPrefix) -> Positions:
-        """The snapshots to be taken of its prompt. Ascending."""
+        """Positions of the snapshots to be taken of its prompt, ascending."""
         last = min((sequence.length - 1) // self._size, len(sequence.names))
         depths = sorted({min(prefix.num_found, last), last})
         at = [(depth * self._size, depth) for depth in depths if depth * self._size > prefix.num_tokens]
         return [*at, (sequence.length, 0)] if sequence.hands_over else at
 
     def admit(self, sequence: Sequence, prefix: CachedPrefix, positions: Positions) -> None:
-        """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
+        """Allocates blocks for the snapshot at the end of `prefix` and for those to be taken, and a slot."""
         allocate = self._pool.allocate
         sequence.restore = allocate(self.num_blocks) if prefix.loads else prefix.state
         sequence.snapshots = [PlannedSnapshot(*position, allocate(self.num_blocks)) for position in positions]
         self._take_slot(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
-        """Blocks for the snapshot that it is sent with."""
+        """Allocates blocks for the snapshot that is handed over."""
         sequence.restore = self._pool.allocate(self.num_blocks)
 
     def join(self, sequence: Sequence) -> None:
-        """It came, and decodes from the next run on."""
+        """Gives a received sequence a slot: it decodes from its snapshot in the next run."""
         self._take_slot(sequence)
         self.restoring.append(sequence)
 
     def ran(self) -> None:
-        """A run in which those that joined went on from their snapshots."""
+        """Frees the snapshots from which sequences decoded in the last run."""
         for sequence in self.restoring:
-            if sequence.state is DECODING:  # else it was pre-empted, and holds something else
+            if sequence.state is DECODING:  # not pre-empted since
                 self.restored(sequence)
         self.restoring.clear()
 
     def restored(self, sequence: Sequence) -> None:
-        """Its live state does not need the snapshot any more that it goes on from."""
+        """Frees the snapshot that its live state was read from."""
         self._pool.release(sequence.restore)
         sequence.restore = ()
 
     def leave(self, sequence: Sequence) -> None:
-        """It computes no more: the slot of its live state is free."""
+        """Frees the slot of a sequence that computes no more."""
         if sequence.slot >= 0:
             heappush(self._free, sequence.slot)
             sequence.slot = -1
 
     def release(self, sequence: Sequence) -> list[PlannedSnapshot]:
-        """Gives all back but the blocks of its snapshots, which may be in saving, and hands these over."""
+        """Frees its slot and the snapshot it goes on from. Returns its own snapshots, which may be in saving."""
         self.restored(sequence)
         self.leave(sequence)
         snapshots, sequence.snapshots = sequence.snapshots, []
@@ -143,7 +142,7 @@ class States:
         sequence.slot = heappop(self._free)
 
     def check(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Who computes has a slot of its own, and nobody else has one; none was lost."""
+        """Checks that computing sequences have a slot each, others none, and that none was lost."""
         slots = []
         for sequence in sequences:
             computes = sequence.state is COMPUTING or sequence.state is DECODING
@@ -153,7 +152,7 @@ class States:
 
 
 class NoStates:
-    """A model without recurrent layers goes on from any prefix, and holds nothing but its KV."""
+    """Of models without recurrent layers, which go on from any prefix."""
 
     num_blocks = 0
     restoring = ()
@@ -174,7 +173,7 @@ class NoStates:
         return present, on_disk
 
     def leaves_some(self, depth: int, length: int) -> bool:
-        """The last token may be computed anew."""
+        """Always: the last token may be computed anew."""
         return True
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:

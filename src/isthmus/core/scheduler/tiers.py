@@ -1,14 +1,12 @@
-"""Which blocks go first when a tier is full: those that were used longest ago.
+"""The cached blocks of a node in two tiers, DRAM over SSD, and their eviction. Knows names only: no bytes, no clock.
 
-A block goes before the block it follows: each use of a block is a use of all before it, and a chain is touched from its
-tail to its head. So leaves go first without a search for leaves, and what is held stays closed under prefixes.
+A block is in one tier at a time: used ones in DRAM, those for which DRAM has no room on the SSD. The least recently
+used block goes first. A use of a block is a use of all before it, and a chain is touched from its tail to its head;
+so leaves go first, the node holds no block without all before it, and DRAM none whose head is on the SSD.
 
-Of several tenants whoever holds most next to its weight gives blocks up, those that it used longest ago. A share is no
-wall: a lone tenant fills everything, and gives back what others need as they come. All chains that begin with one block
-are one tenant's, since a tenant's names are salted; so what each tenant holds is closed under prefixes, and stays so
-whoever gives.
-
-Owns that order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
+Of several tenants the one that holds most next to its weight gives blocks up. A lone tenant fills everything, and gives
+back as others come. Chains that begin with one block are one tenant's, since names are salted, so each tenant's blocks
+are closed under prefixes.
 """
 
 from __future__ import annotations
@@ -28,40 +26,35 @@ Chain = tuple[BlockName, ...]
 """Names of a prompt's blocks, from its first block on."""
 
 Entry = tuple[BlockName, Any]
-"""A block, and what its tier's order knows of it: for the same order in another tier."""
+"""A block, and its record in the order of a tier, which another tier's order takes over."""
 
 
 class RecencyEviction:
-    """The order in which a tier's blocks go: least recently used first. A chain is touched from its tail to its head.
-
-    The other way round the head would be the oldest of its chain: first to go, and all behind it out of reach.
-    """
+    """A tier's blocks in the order of eviction, least recently used first."""
 
     def __init__(self) -> None:
         self.held: OrderedDict[BlockName, Chain] = OrderedDict()
-        """Oldest use first. Each with the chain it came with, which says what it follows."""
+        """Each block, oldest use first, with the chain in which it came."""
 
     def use(self, chain: Chain, num_held: int) -> None:
-        """Mutates: the chain is used. Its first `num_held` blocks are held, the others come in."""
+        """Mutates: touches a chain. Its first `num_held` blocks are held, the others come in."""
         deque(map(self.held.setdefault, chain[num_held:][::-1], repeat(chain)), 0)  # all of them new
         deque(map(self.held.move_to_end, chain[:num_held][::-1]), 0)
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        """Mutates: takes out up to `count` blocks, in the order of eviction; none that is pinned or `spared`.
-
-        `spared` is what was used or admitted last.
-        """
+        """Mutates: takes out up to `count` blocks in the order of eviction, none of `pins` or of `spared`, which were
+        used or admitted last."""
         held = self.held
-        others = islice(held, len(held) - len(spared))  # what is spared is the youngest
+        others = islice(held, len(held) - len(spared))
         names = list(islice(filterfalse(pins.__contains__, others), count))
         return list(zip(names, map(held.pop, names), strict=True))
 
     def remove(self, names: Iterable[BlockName]) -> list[Entry]:
-        """Mutates: takes out these blocks, all of them held."""
+        """Mutates: takes these held blocks out."""
         return [(name, self.held.pop(name)) for name in names]
 
     def admit(self, entries: Iterable[Entry]) -> None:
-        """Mutates: takes in what left another tier, in that order."""
+        """Mutates: takes in blocks that left another tier, in that order."""
         self.held.update(entries)
 
     def chain_of(self, name: BlockName) -> Chain:
@@ -69,17 +62,17 @@ class RecencyEviction:
         return self.held[name]
 
     def heads(self) -> dict[BlockName, BlockName | None]:
-        """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
+        """For each held block the one it follows in its chain. Does not mutate; walks over everything."""
         found: dict[BlockName, BlockName | None] = {}
         for name, chain in self.held.items():
-            if name not in found:  # else a chain before it had it
+            if name not in found:  # not in a chain before
                 heads = zip(chain, (None, *chain), strict=False)
                 found |= {block: head for block, head in heads if block in self.held}
         return found
 
     def trees(self) -> dict[BlockName, list[BlockName]]:
-        """The blocks held by the first block of their chains, each before the block it follows. Does not mutate; walks
-        over everything."""
+        """Held blocks by the first block of their chains, each before the one it follows. Does not mutate; walks over
+        everything."""
         found: dict[BlockName, list[BlockName]] = {}
         for name, chain in self.held.items():
             found.setdefault(chain[0], []).append(name)
@@ -87,10 +80,8 @@ class RecencyEviction:
 
 
 def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) -> dict[str, int]:
-    """How many of `count` blocks each tenant gives, so that those most above their share come down to one level.
-
-    `sizes`: the blocks of each; the level is a number of blocks for each unit of weight.
-    """
+    """Number of blocks that each tenant gives of `count`, so that those most above their share come down to one level
+    of blocks per weight. `sizes`: blocks of each tenant."""
     order = sorted([name for name in sizes if sizes[name]], key=lambda name: -sizes[name] / weights[name])
     size, weight = 0, 0.0
     for at, name in enumerate(order):
@@ -107,7 +98,7 @@ def surplus(sizes: Mapping[str, int], weights: Mapping[str, float], count: int) 
 
 
 class SharedEviction:
-    """The order in which a tier's blocks go that several tenants share; its methods are those of `RecencyEviction`.
+    """A tier's order of eviction for several tenants, with the methods of `RecencyEviction`.
     `first`: the order of `owner`, who had all until now. `weights`: of all tenants, common to all tiers of a node.
 
     `tenant`: whose chain is used or admitted next.
@@ -115,7 +106,7 @@ class SharedEviction:
 
     def __init__(self, first: RecencyEviction, owner: str, weights: Mapping[str, float]) -> None:
         self.held: dict[BlockName, str] = dict.fromkeys(first.held, owner)
-        """Whose each block is."""
+        """The tenant of each block."""
         self.tenant = owner
         self._weights = weights
         self._orders = {owner: first}
@@ -126,7 +117,7 @@ class SharedEviction:
         return {name: len(order.held) for name, order in self._orders.items()}
 
     def claim(self, root: BlockName) -> None:
-        """Mutates: all of nobody's that begins with this block is `tenant`'s: it is what a node found on its SSD."""
+        """Mutates: gives `tenant` all blocks of NOBODY that begin with this one: they were found on the SSD."""
         if self._unclaimed is None:
             self._unclaimed = self._orders[NOBODY.name].trees() if NOBODY.name in self._orders else {}
         names = [name for name in self._unclaimed.pop(root, ()) if self.held.get(name) == NOBODY.name]
@@ -139,8 +130,8 @@ class SharedEviction:
         self.held.update(dict.fromkeys(chain[num_held:], self.tenant))
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        """Tenants give as `surplus` says, and more where others cannot. It is fewer than `count`
-        where what is `spared` is more than its tenant's share: the end of that goes."""
+        """As of `RecencyEviction`, from tenants as `surplus` says, and from others where they cannot give. Fewer than
+        `count` where `spared` exceeds its tenant's share: its end is to go."""
         own, gone = self.held[spared[0]] if spared else None, list[Entry]()
         sizes = self.sizes()
         while len(gone) < count and sizes:
@@ -149,7 +140,7 @@ class SharedEviction:
                 gone += [(block, (name, info)) for block, info in found]
                 sizes[name] -= len(found)
                 if len(found) < num_blocks:
-                    del sizes[name]  # the rest of it is in use
+                    del sizes[name]  # the rest is in use
                     if name == own:
                         count -= min(num_blocks - len(found), len(spared))
             sizes = {name: size for name, size in sizes.items() if size}
@@ -183,37 +174,22 @@ class SharedEviction:
         return self._orders.setdefault(owner, RecencyEviction())
 
 
-# Which blocks a node keeps, and in which tier: DRAM over SSD.
-#
-# A block is in one tier at a time. What is used is in DRAM; what DRAM has no room for is demoted to the SSD; what
-# the SSD has no room for has left the node. Chains go from their tails, so the node holds no block without all
-# blocks before it, and DRAM holds none whose head is on the SSD.
-#
-# Knows names only: no bytes, no slots, no clock.
-
-
 _name: Callable[[Entry], BlockName] = itemgetter(0)
 
 
 class Change(msgspec.Struct, frozen=True):
     """What one call changed on the node."""
 
-    start: int = 0
-    """So many leading blocks of the chain were here before."""
-    stored: tuple[BlockName, ...] = ()
-    """New on this node, in DRAM: those of the chain from `start` on."""
-    sunk: tuple[BlockName, ...] = ()
-    """New on this node, on the SSD: DRAM had no room for them. They follow `stored`."""
-    evicted: tuple[BlockName, ...] = ()
-    """Left this node altogether."""
-    demoted: tuple[BlockName, ...] = ()
-    """On the SSD now and in DRAM before."""
-    promoted: tuple[BlockName, ...] = ()
-    """In DRAM now and on the SSD before: each is one block read there."""
+    start: int = 0  # leading blocks of the chain that were here before
+    stored: tuple[BlockName, ...] = ()  # new in DRAM: those of the chain from `start` on
+    sunk: tuple[BlockName, ...] = ()  # new on the SSD, since DRAM had no room; they follow `stored`
+    evicted: tuple[BlockName, ...] = ()  # left this node
+    demoted: tuple[BlockName, ...] = ()  # moved from DRAM to the SSD
+    promoted: tuple[BlockName, ...] = ()  # moved from the SSD, where each is read, to DRAM
 
 
 class CacheTier:
-    """One level: at most `capacity_blocks`, which go in the order of its `eviction`."""
+    """One tier of at most `capacity_blocks`."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
@@ -221,16 +197,17 @@ class CacheTier:
         self.held: Mapping[BlockName, Any] = self.eviction.held
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
-        """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
+        """Index up to which the chain is here, from `start` on without a gap. Does not mutate."""
         rest = names[start:] if start else names
         return start + len(list(takewhile(self.held.__contains__, rest)))
 
 
 class ReadAhead(Counter[BlockName]):
-    """Blocks of the SSD that are in DRAM, or about to be, for so many loads that wait, until their tier is decided."""
+    """Blocks read ahead from the SSD to DRAM, with the number of loads that wait for each, until their tier is
+    decided."""
 
     def unread(self, names: Sequence[BlockName]) -> list[BlockName]:
-        """One load less waits for each. Returns, and forgets, those for which none waits any more."""
+        """Counts one load less for each. Returns, and forgets, blocks for which no load waits."""
         known = [name for name in names if name in self]
         self.subtract(known)
         gone = [name for name in known if not self[name]]
@@ -238,24 +215,21 @@ class ReadAhead(Counter[BlockName]):
         return gone
 
     def settle(self, names: Iterable[BlockName]) -> None:
-        """It is decided in which tier these are."""
+        """Forgets blocks whose tier is decided."""
         for name in names:
             self.pop(name, None)
 
 
 class TierCache:
-    """DRAM over SSD of one node. A capacity of 0 blocks is no such tier.
-
-    Names come as chains: each `names` below starts at the first block of a prompt.
-    """
+    """The tiers of one node; one of 0 blocks is absent. Each `names` below starts at the first block of a prompt."""
 
     def __init__(self, dram_blocks: int, ssd_blocks: int = 0) -> None:
         self.dram = CacheTier(dram_blocks)
         self.ssd = CacheTier(ssd_blocks)
         self._pins: dict[BlockName, int] = {}
-        self._owner: Tenant | None = None  # of all that is kept, until a second tenant comes
+        self._owner: Tenant | None = None  # the lone tenant, until a second one comes
         self._weights: dict[str, float] = {}
-        self._shared: tuple[SharedEviction, ...] = ()  # of both tiers from then on
+        self._shared: tuple[SharedEviction, ...] = ()  # orders of both tiers, from a second tenant on
 
     def match(self, names: Sequence[BlockName]) -> tuple[int, int]:
         """Length of the longest prefix here, and how many blocks of it are on the SSD. Does not mutate."""
@@ -269,19 +243,19 @@ class TierCache:
         return tier.eviction.chain_of(names[-1])[: len(names)] == names
 
     def holds(self, name: BlockName) -> bool:
-        """In either tier."""
+        """Whether a block is in either tier."""
         return name in self.dram.held or name in self.ssd.held
 
     @property
     def num_pinned(self) -> int:
-        """Distinct blocks that are pinned."""
+        """Number of distinct pinned blocks."""
         return len(self._pins)
 
     def pin(self, names: Sequence[BlockName]) -> None:
-        """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
+        """Keeps blocks, which need not be here yet, from eviction until unpinned as often."""
         pins = self._pins
         for at, name in enumerate(names):
-            if name not in pins:  # nor is any that follows it
+            if name not in pins:  # nor are those that follow
                 pins.update(dict.fromkeys(names[at:], 1))
                 return
             pins[name] += 1
@@ -291,16 +265,13 @@ class TierCache:
         pins = self._pins
         counts = list(map(pins.__getitem__, names))
         shared = len(counts) - counts.count(1)
-        deque(map(pins.pop, names[shared:]), 0)  # nobody else has pinned those at the end
+        deque(map(pins.pop, names[shared:]), 0)  # pinned once: those at the end
         for name in names[:shared]:
             pins[name] -= 1
 
     def put(self, names: Sequence[BlockName], tenant: Tenant = NOBODY) -> Change:
-        """Stores a finished prompt's chain: touches what is in DRAM, brings in the rest, evicts to make room.
-
-        What DRAM cannot hold of it goes to the SSD, what neither can hold is not stored: always its tail. It is of the
-        `tenant`, unless the chain's first block is another's already.
-        """
+        """Stores a computed prompt's chain in DRAM, and evicts to make room. Its tail goes to the SSD, or is not
+        stored, where there is no room. It is the `tenant`'s, unless its first block is another's already."""
         chain, dram, ssd = tuple(names), self.dram, self.ssd
         if tenant is not self._owner:
             self._turn_to(tenant, chain)
@@ -330,7 +301,7 @@ class TierCache:
         )
 
     def restore(self, names: Sequence[BlockName]) -> Change:
-        """Takes a chain back that was found on the SSD, as a node starts: as much of its head as finds room."""
+        """Takes in the head of a chain that was found on the SSD as the node started, as far as it has room."""
         chain, ssd = tuple(names), self.ssd
         if NOBODY is not self._owner:
             self._turn_to(NOBODY, chain)
@@ -340,7 +311,7 @@ class TierCache:
         return Change(found, sunk=chain[found:stays])
 
     def remove(self, names: Iterable[BlockName]) -> Change:
-        """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
+        """Drops blocks and all that follow them, pinned or not, since a block without its head is of no use."""
         left = [name for name in names if name in self.dram.held or name in self.ssd.held]
         if not left:
             return Change()
@@ -368,7 +339,7 @@ class TierCache:
         return found
 
     def _turn_to(self, tenant: Tenant, chain: Chain) -> None:
-        """The chain is about to be used by this tenant; with the second tenant the tiers become shared."""
+        """Prepares the orders for a chain that this tenant uses; the second tenant makes the tiers shared."""
         self._weights[tenant.name] = tenant.weight
         if not self._shared:
             if self._owner is None or self._owner.name == tenant.name:
@@ -384,7 +355,7 @@ class TierCache:
                 shared.claim(root[0])
 
     def _share(self, owner: str) -> None:
-        """Until now all was this tenant's."""
+        """Shares the tiers, all of whose blocks are this tenant's until now."""
         self._owner = None
         for tier in (self.dram, self.ssd):
             assert isinstance(tier.eviction, RecencyEviction)
@@ -393,7 +364,7 @@ class TierCache:
             self._shared += (shared,)
 
     def check(self) -> None:
-        """Capacity, conservation, closure under prefixes, and pins; walks over everything."""
+        """Checks capacity, conservation, closure under prefixes, and pins; walks over everything."""
         dram, ssd, pins = self.dram, self.ssd, self._pins
         assert not dram.held.keys() & ssd.held.keys(), "a block is in two tiers"
         for tier in (dram, ssd):
@@ -407,10 +378,8 @@ class TierCache:
         assert all(pins > 0 for pins in pins.values()), "a pin was dropped twice"
 
     def _demote(self, victims: list[Entry], below: list[Entry]) -> tuple[Chain, int]:
-        """Hands over to the SSD DRAM's victims and, last block first, what it could not hold of a used chain.
-
-        Returns what left the SSD to make room, and how many blocks at the chain's end found none.
-        """
+        """Moves DRAM's victims to the SSD, and `below`, last block first, the tail of a used chain. Returns blocks that
+        left the SSD, and the number of blocks at the chain's end that found no room."""
         eviction, used = self.ssd.eviction, tuple(map(_name, below))
         eviction.admit(victims)
         eviction.admit(below)

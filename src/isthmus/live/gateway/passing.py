@@ -51,8 +51,11 @@ MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 class PassedAnswer(Protocol):
     """An answer of which the first bytes are here."""
 
-    status: int
-    headers: Sequence[tuple[str, str]]
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Sequence[tuple[str, str]]: ...
 
     def chunks(self) -> AsyncGenerator[bytes]:
         """Yields the body as it comes; closing it early gives the request up."""

@@ -106,6 +106,17 @@ def kinds(actions: list[Action]) -> list[str]:
 # On one node.
 
 
+def test_blocks_that_an_attempt_was_submitted_with_are_the_last_to_go() -> None:
+    node = node_of(P0, (8, 0))
+    kept(node, NAMES)
+    kept(node, (21, 22, 23, 24))
+    node.on(begin(Role.MIXED, decode=P0), 1)
+    node.on(EnginePrefilled(KEY), 2)
+    node.on(AnswerComplete(KEY), 3)
+    assert BlocksEvicted(P0, (24, 23)) in node.on(SlotsFilled(RequestId("later"), (31, 32)), 4)
+    assert node.tiers is not None and node.tiers.match(NAMES)[0] == len(NAMES)
+
+
 @pytest.mark.parametrize("tiers", [None, (30, 0)])
 def test_what_both_prefills_and_decodes_here_goes_to_the_engine_at_once(tiers: tuple[int, int] | None) -> None:
     node = node_of(P0, tiers)

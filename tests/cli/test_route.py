@@ -17,6 +17,8 @@ from tests.cli.conftest import Command
 from tests.live.servers.plain_fake import WORDS, FakeServer
 from tests.served import LIMIT_S, START_S, command
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def servers() -> Iterator[list[FakeServer]]:
@@ -34,12 +36,16 @@ def servers() -> Iterator[list[FakeServer]]:
     loop.close()
 
 
-def test_openai_s_client_before_two_servers(servers: list[FakeServer], tmp_path: Path) -> None:
+def test_openai_s_client_before_two_servers(
+    isthmus: Command, servers: list[FakeServer], tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     with log.open("wb") as sink:
         urls = [servers[0].url.removeprefix("http://"), servers[1].url + "/v1/"]
         process = subprocess.Popen(
-            command("route", *urls, "--port", "0"), stdout=sink, stderr=subprocess.STDOUT
+            command("route", *urls, "--port", "0", "--record", str(tmp_path / "flight.jsonl")),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
         )
     try:
         until = time.monotonic() + START_S
@@ -60,9 +66,21 @@ def test_openai_s_client_before_two_servers(servers: list[FakeServer], tmp_path:
                     each.choices[0].delta.content or "" for each in chunks if each.choices
                 ) == "".join(WORDS)
         assert sorted(len(server.bodies) for server in servers) == [0, 3], "one prompt, one cache"
+        code, out, _ = isthmus("status", "--url", url)
+        assert code == 0 and "2 of 2 servers" in out and servers[0].url in out and "80.0" in out
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0, log.read_text()
+    code, out, _ = isthmus("replay", str(tmp_path / "flight.jsonl"))
+    assert code == 0 and out.endswith("events, identical decisions\n")
+    code, out, _ = isthmus(
+        "simulate",
+        "--trace",
+        str(tmp_path / "flight.jsonl"),
+        "--config",
+        str(ROOT / "examples/mooncake-fast25.yaml"),
+    )
+    assert code == 0 and "3" in out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import time
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +34,7 @@ def route(
         str | None,
         typer.Option(help="Key that the servers ask for; without it clients' own keys are passed on."),
     ] = None,
+    record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
 ) -> None:
     """One endpoint before servers that already run: requests go where their prompts are cached or soonest computed."""
     import asyncio
@@ -47,6 +51,7 @@ def route(
         "scheduling.admission": admission,
         "slo.ttft_ms": ttft_ms,
         "slo.tbt_ms": tbt_ms,
+        "record": str(record) if record else None,
     }
     servers = list(dict.fromkeys(map(_url, urls)))
     with starting():
@@ -69,7 +74,9 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
 
     from isthmus.cli.garbage import started
     from isthmus.cli.serve import http_limits, say_if_open, stop_on_signals
+    from isthmus.core.conductor.events import RECORDING_FORMAT
     from isthmus.facts import rules_of
+    from isthmus.live.cluster.recorder import LiveRecorder, Recorder, RecordingHeader, opaque
     from isthmus.live.gateway.passing import create_passing_app
     from isthmus.live.gateway.server import bind, serve_http
     from isthmus.live.gateway.settings import ApiKey, GatewaySettings
@@ -77,7 +84,22 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
     from isthmus.live.servers.router import Router
 
     began = time.monotonic()
-    router = Router(rules_of(config), servers, rejoin_s=config.limits.rejoin_s, key=server_key)
+    rules = rules_of(config)
+
+    def recorder_of(number: int) -> Recorder:
+        """Servers of other models have a conductor, and so a file, of their own."""
+        path = Path(str(config.record))
+        header = RecordingHeader(RECORDING_FORMAT, rules)
+        return LiveRecorder(path.with_suffix(f".{number}{path.suffix}") if number else path, header)
+
+    router = Router(
+        rules,
+        servers,
+        rejoin_s=config.limits.rejoin_s,
+        key=server_key,
+        recorder_of=recorder_of if config.record else None,
+        alias_of=partial(opaque, secret=secrets.token_hex()),
+    )
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         origins=config.cors.origins,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from isthmus.live.gateway.status import NodeStatus, OffloadStatus, Status
+from isthmus.live.gateway.status import NodeStatus, OffloadStatus, RouterStatus, Status
 from isthmus.sheet import Column, Sheet, Source, texts
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def status_sheets(status: Status, url: str) -> list[Sheet]:
-    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters; how
-    engines multiply, and what to know of them."""
+def status_sheets(status: Status | RouterStatus, url: str) -> list[Sheet]:
+    """Servers of a router; or of a cluster its nodes, their cache tiers, if there are any, KV between nodes, if there
+    are several, links between clusters, how engines multiply, and what to know of them."""
+    if isinstance(status, RouterStatus):
+        return [_servers(status, url)]
     sheets = [_nodes(status, url)]
     if any(node.cache for node in status.nodes):
         sheets.append(_tiers(status.nodes))
@@ -30,6 +32,29 @@ def status_sheets(status: Status, url: str) -> list[Sheet]:
     if any(node.remark for node in status.nodes):
         sheets.append(_remarks(status.nodes))
     return sheets
+
+
+def _servers(status: RouterStatus, url: str) -> Sheet:
+    columns: list[tuple[Column, Source]] = [
+        (Column("server", left=True), "server"),
+        (Column("state", left=True), lambda server: "up" if server.up else "DOWN"),
+        (Column("kind", left=True), lambda server: server.kind or None),
+        (Column("models", left=True), lambda server: ", ".join(server.models) or None),
+        (Column("KV tokens, told"), lambda server: server.kv_tokens or None),
+        (Column("running"), "requests_running"),
+        (Column("requests"), "requests_total"),
+        (Column("failures"), "failures_total"),
+        (
+            Column("cached %, told", form=".1f"),
+            lambda server: _percent(
+                server.cached_tokens_total / server.prompt_tokens_total if server.prompt_tokens_total else None
+            ),
+        ),
+        (Column("cache blocks, believed"), "cache_blocks"),
+        (Column("of"), "cache_capacity_blocks"),
+    ]
+    num_up = sum([server.up for server in status.servers])
+    return Sheet.of(f"Router at {url}: {num_up} of {len(status.servers)} servers", columns, status.servers)
 
 
 def _headline(status: Status, url: str) -> str:
@@ -176,9 +201,6 @@ def _size(num_bytes: int) -> str:
 # `isthmus status`: what a running cluster does, what its caches hold, and how much they are used.
 
 
-if TYPE_CHECKING:
-    from isthmus.live.gateway.status import Status
-
 ANSWER_S = 5.0
 
 
@@ -291,19 +313,20 @@ def _ask(base: str, key: str | None) -> bytes:
         raise UnavailableError(f"nothing answers at {base}: {said}; {_WHOSE}") from None
 
 
-def _read(answer: bytes, base: str) -> Status:
+def _read(answer: bytes, base: str) -> Status | RouterStatus:
     """Raises UnavailableError when something else than this version's gateway answered."""
     import msgspec
 
     from isthmus.core.errors import UnavailableError
-    from isthmus.live.gateway.status import Status
 
     try:
+        if answer.startswith(b'{"servers":'):
+            return msgspec.json.decode(answer, type=RouterStatus)
         return msgspec.json.decode(answer, type=Status)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UnavailableError(f"{base}/status is not what this version reads: {error}; {_WHOSE}") from None
 
 
 _AUTHORITY = "name the file of its certificate's authority in SSL_CERT_FILE"
-_WHOSE = "is `isthmus serve` running there? (--url)"
+_WHOSE = "is `isthmus serve` or `route` running there? (--url)"
 _KEYED = "the server's key is needed: set ISTHMUS_API_KEY (or --api-key)"

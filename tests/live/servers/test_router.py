@@ -8,11 +8,13 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from isthmus.core.conductor import Rules
 from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
 from isthmus.core.types import PassedRequest, RequestId
+from isthmus.live.gateway.status import RouterStatus
 from isthmus.live.servers import router as module
 from isthmus.live.servers.router import PassedBack, Router
 
@@ -272,9 +274,9 @@ def test_a_server_says_what_it_is(metrics: str, kv_tokens: int, kind: str) -> No
     async def test() -> None:
         server = FakeServer(metrics=metrics)
         async with routed(server) as router:
-            (status,) = router.status()
-            assert (status["told"]["kv_tokens"], status["told"]["kind"]) == (kv_tokens, kind)
-            assert list(status["told"]["models"]) == [{"id": "m", "own": 1}]
+            told = msgspec.json.encode({"servers": router.status()})
+            (status,) = msgspec.json.decode(told, type=RouterStatus).servers
+            assert (status.models, status.kv_tokens, status.kind) == (("m",), kv_tokens, kind)
             assert len(router.lines()) == 1
 
     run(test)

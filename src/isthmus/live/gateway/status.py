@@ -255,3 +255,29 @@ def _tier(tier: str, found: Gauges, shape: BlockShape, queried: float) -> TierSt
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """One server behind `isthmus route`. `models`, `kind`, `kv_tokens`: what it says of itself, empty or 0 if it does
+    not; `cache_blocks`, `cache_capacity_blocks`: of 64 bytes of prompts, that it is believed to hold, now and at most;
+    `prompt_tokens_total`, `cached_tokens_total`: as its answers say."""
+
+    server: str
+    up: bool
+    requests_running: int
+    requests_total: int
+    failures_total: int
+    leaves_total: int
+    cache_blocks: int
+    cache_capacity_blocks: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    models: tuple[str, ...] = ()
+    kind: str = ""
+    kv_tokens: int = 0
+
+
+class RouterStatus(msgspec.Struct, frozen=True):
+    """What `GET /status` of `isthmus route` answers with."""
+
+    servers: tuple[ServerStatus, ...]

@@ -26,6 +26,7 @@ from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
 from isthmus.core.node.plain_server import PlainServer
 from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId, sharing
+from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
 from isthmus.live.servers.plain import Description, PlainClient, Response
 
@@ -133,7 +134,8 @@ class Router:
     """Plain servers by URL, for the gateway (`isthmus.live.gateway.passing.PassingBackend`), in one event loop.
 
     `rules`: of the conductor; `rejoin_s`: how long requests wait for a server that comes back; `key`: an API key that
-    the servers ask for.
+    the servers ask for; `recorder_of`: makes the recorder of the pool of a number, None where nothing is recorded;
+    `alias_of`: the name of a tenant for the conductor.
     """
 
     def __init__(
@@ -143,8 +145,12 @@ class Router:
         *,
         rejoin_s: float,
         key: str | None = None,
+        recorder_of: Callable[[int], Recorder] | None = None,
+        alias_of: Callable[[str], str] = str,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        self._recorder_of, self._alias_of = recorder_of, alias_of
+        self._recorders: list[Recorder] = []
         self._rules, self._rejoin_ms, self._clock_ns = rules, round(rejoin_s * 1000), clock_ns
         self._servers = {NodeId(url): _Server(NodeId(url), url, key) for url in urls}
         self._pools: dict[tuple[str, ...], _Pool] = {}
@@ -170,6 +176,8 @@ class Router:
                     each.end_attempt()
         finally:
             await asyncio.gather(*[server.client.close() for server in self._servers.values()])
+            for recorder in self._recorders:
+                recorder.close()
 
     # For the gateway.
 
@@ -194,19 +202,17 @@ class Router:
         return found
 
     def status(self) -> list[Any]:
-        return [
-            {
-                "server": str(server.node),
-                "up": server.pool is not None,
-                "told": msgspec.to_builtins(server.description) if server.description is not None else None,
-                **{
-                    name.removeprefix("server_"): value
-                    for name, value in server.gauges().items()
-                    if name != "server_up"
-                },
-            }
-            for server in self._servers.values()
-        ]
+        found: list[Any] = []
+        for server in self._servers.values():
+            told = server.description
+            known = (
+                {"models": told.names, "kind": told.kind, "kv_tokens": told.kv_tokens}
+                if told is not None
+                else {}
+            )
+            counts = {name.removeprefix("server_"): round(value) for name, value in server.gauges().items()}
+            found.append({"server": str(server.node), **counts, "up": server.pool is not None, **known})
+        return found
 
     def lines(self) -> list[str]:
         """Returns a line for each server: what it says of itself."""
@@ -227,6 +233,7 @@ class Router:
     async def forward(self, passed: PassedRequest) -> PassedBack:
         """Passes a request on, to as many servers one after another as the conductor's rules allow."""
         pool = self._pool_of(passed.model)
+        passed = msgspec.structs.replace(passed, tenant=self._alias_of(passed.tenant))
         request = _Open(passed, pool)
         tenant = sharing(passed.tenant, passed.weight)
         self._open[passed.request] = request
@@ -400,6 +407,12 @@ class Router:
             server.counts["leaves"] += 1
             self._decide(pool, conductor.NodeLeft(server.node))
 
+    def _new_pool(self, models: tuple[str, ...]) -> _Pool:
+        if self._recorder_of is not None:
+            self._recorders.append(self._recorder_of(len(self._pools)))
+        log = self._recorders[-1].record if self._recorders else None
+        return _Pool(models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms, log))
+
     async def _look(self, server: _Server) -> str:
         """Asks a server what it is, and takes it in. Returns why not, "" if so."""
         try:
@@ -411,9 +424,7 @@ class Router:
         server.belief = PlainServer(server.node, num_blocks)
         models = tuple(sorted(description.names))
         if models not in self._pools:
-            self._pools[models] = _Pool(
-                models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms)
-            )
+            self._pools[models] = self._new_pool(models)
         server.pool = self._pools[models]
         self._decide(
             server.pool,

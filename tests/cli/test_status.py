@@ -201,7 +201,8 @@ def test_nothing_is_there(isthmus: Command) -> None:
         code, out, err = isthmus("status", "--url", url)
     assert (code, out) == (1, "")
     assert err == (
-        f"isthmus: error: nothing answers at {url}: Connection refused; is `isthmus serve` or `route` running there? (--url)\n"
+        f"isthmus: error: nothing answers at {url}: Connection refused; "
+        "is `isthmus serve` or `route` running there? (--url)\n"
     )
 
 

@@ -5,6 +5,9 @@ four characters. Sixteen tokens are a block, and blocks are kept until they are 
 with prefix caching keeps its own. A prompt takes `prefill_us` for each token that is not cached, one prompt after
 another. Then all running answers get a token each every `token_ms`. Of itself it tells what a vLLM server tells.
 
+`/v1/chat/completions/render`, `/v1/completions/render` and `/tokenize` tell the tokens of a prompt, for routers that
+ask for them; a vLLM server does so if it is told to.
+
 `POST /fault` replaces the faults that are set; `{}` ends them all. Counts are of the next answers:
 `{"fail": 2, "status": 500, "hang": 1, "cut": 1, "after": 3, "slow_s": 4}` refuses two with status 500, leaves one
 without an answer, breaks one off after 3 tokens, and makes each wait 4 seconds first. Failures come before hangs, and
@@ -19,7 +22,7 @@ import itertools
 import signal
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +89,16 @@ def named(text: str | Sequence[int]) -> list[int]:
 def length_of(text: str | Sequence[int]) -> int:
     """Tokens of a prompt."""
     return -(-len(text) // TOKEN_CHARS) if isinstance(text, str) else len(text)
+
+
+def tokens_of(text: str | Sequence[int]) -> list[int]:
+    """Tokens of a prompt, by number."""
+    if not isinstance(text, str):
+        return list(text)
+    data = text.encode("utf-32-le")
+    return [
+        zlib.crc32(data[at : at + 4 * TOKEN_CHARS]) & 0x1FFFF for at in range(0, len(data), 4 * TOKEN_CHARS)
+    ]
 
 
 def rendered(messages: Sequence[dict[str, Any]]) -> str:
@@ -344,27 +357,37 @@ class Connection(asyncio.Protocol):
         elif method == "POST" and path == "/reset_prefix_cache":
             server.blocks.clear()
             self.json({})
-        elif method == "POST" and path in ("/fault", "/v1/chat/completions", "/v1/completions"):
+        elif method == "POST" and path in POSTS:
             try:
-                fields = msgspec.json.decode(body or b"{}")
-                if path == "/fault":
-                    server.faults = Faults(**fields)
-                    self.json(fields)
-                else:
-                    self._ask(fields, is_chat=path == "/v1/chat/completions")
+                POSTS[path](self, msgspec.json.decode(body or b"{}"))
             except (msgspec.DecodeError, TypeError, KeyError, AttributeError, ValueError) as error:
                 self.error(400, f"bad request: {error!r}")
         else:
             self.error(404, f"{method} {path} is not here")
+
+    def _fault(self, fields: dict[str, Any]) -> None:
+        self.server.faults = Faults(**fields)
+        self.json(fields)
+
+    def _render(self, fields: dict[str, Any]) -> None:
+        self.json({"request_id": "render-0", "token_ids": tokens_of(_prompt(fields)), "sampling_params": {}})
+
+    def _tokenize(self, fields: dict[str, Any]) -> None:
+        tokens = tokens_of(_prompt(fields))
+        self.json({"count": len(tokens), "max_model_len": self.server.pace.max_model_len, "tokens": tokens})
+
+    def _chat(self, fields: dict[str, Any]) -> None:
+        self._ask(fields, is_chat=True)
+
+    def _complete(self, fields: dict[str, Any]) -> None:
+        self._ask(fields, is_chat=False)
 
     def _ask(self, fields: dict[str, Any], *, is_chat: bool) -> None:
         pace = self.server.pace
         if fields.get("model", pace.model) != pace.model:
             self.error(404, f"the model {fields['model']} does not exist")
             return
-        text = rendered(fields["messages"]) if is_chat else fields["prompt"]
-        if isinstance(text, list) and text and not isinstance(text[0], int):
-            (text,) = text
+        text = _prompt(fields)
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or DEFAULT_TOKENS
         tokens = length_of(text)
         if tokens + limit > pace.max_model_len:
@@ -444,6 +467,25 @@ class Connection(asyncio.Protocol):
         if self._is_last and not self._requests:
             self.transport.close()
         self._next()
+
+
+POSTS: dict[str, Callable[[Connection, dict[str, Any]], None]] = {
+    "/fault": Connection._fault,
+    "/tokenize": Connection._tokenize,
+    "/v1/chat/completions": Connection._chat,
+    "/v1/chat/completions/render": Connection._render,
+    "/v1/completions": Connection._complete,
+    "/v1/completions/render": Connection._render,
+}
+
+
+def _prompt(fields: dict[str, Any]) -> str | list[int]:
+    if "messages" in fields:
+        return rendered(fields["messages"])
+    text = fields["prompt"]
+    if isinstance(text, list) and text and not isinstance(text[0], int):
+        (text,) = text
+    return text
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

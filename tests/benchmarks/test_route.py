@@ -125,6 +125,17 @@ def test_faults_come_in_their_order_and_end() -> None:
     on_server(check)
 
 
+def test_tokens_are_told() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        chat = [{"role": "user", "content": "a" * 40}]
+        tokens = (await post(session, f"{url}{CHAT}/render", messages=chat))["token_ids"]
+        assert tokens == (await post(session, f"{url}/tokenize", prompt=rendered(chat)))["tokens"]
+        answer = await post(session, url + CHAT, messages=chat, max_tokens=1)
+        assert len(tokens) == answer["usage"]["prompt_tokens"] and len(set(tokens[4:10])) == 1
+
+    on_server(check)
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "status"),
     [

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "serve": "Serve a model: gateway and conductor here, each node a process of its own.",
+    "route": "One endpoint before OpenAI-compatible servers that already run.",
     "node": "Add one node to a running cluster.",
     "key": "Draw an API key for a tenant.",
     "status": "Show a running cluster.",

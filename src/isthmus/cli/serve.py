@@ -152,7 +152,7 @@ async def _serve(config: Config, why: str) -> None:
     cluster, app = assemble(config, launcher_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
-    stop, at_once = _stop_on_signals()
+    stop, at_once = stop_on_signals()
     async with cluster.run():
         started()
         if cluster.invitation:
@@ -245,7 +245,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
         tbt_ms=config.slo.tbt_ms,
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
-        http=_http_limits(config, len(nodes)),
+        http=http_limits(config, len(nodes)),
         tenant_limits={name: _limits(config.auth.of(name)) for name in config.auth.tenants},
         tenant_default=_limits(config.auth.default),
         shares=shares_of(config),
@@ -257,7 +257,7 @@ def assemble(config: Config, launcher: Launcher) -> tuple[LocalCluster, Any]:
     return cluster, create_app(cluster.head, tokenizer, settings, preparing)
 
 
-def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
+def http_limits(config: Config, num_nodes: int) -> HttpLimits:
     """Raises StartError when the descriptor limit leaves too few connections."""
     from isthmus.live.gateway.server import connections_within, raise_descriptors
     from isthmus.live.gateway.settings import HttpLimits
@@ -345,7 +345,7 @@ def _say_in_red(line: str) -> None:
     Console(stderr=True, soft_wrap=True).print(line, style="bold red", highlight=False, markup=False)
 
 
-def _stop_on_signals() -> tuple[asyncio.Event, asyncio.Event]:
+def stop_on_signals() -> tuple[asyncio.Event, asyncio.Event]:
     """The first SIGTERM or Ctrl-C drains; a second one ends all answers at once; a third one waits for nothing."""
     import asyncio
 

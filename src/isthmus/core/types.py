@@ -164,6 +164,31 @@ class Job(msgspec.Struct, frozen=True):
     weight: float = 0.0
 
 
+class PassedRequest(msgspec.Struct, frozen=True):
+    """An HTTP request for a server that runs already, passed on as it came. `target`: path and query.
+
+    Read of its body: `model`, "" if it names none; `prefix`: the bytes of its prompt as they stand there, of which
+    requests that begin alike have a common beginning; `max_tokens`: 0 if not given; `is_streamed`: the answer comes as
+    server-sent events. The others are as in `Job`.
+    """
+
+    request: RequestId
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    model: str = ""
+    prefix: bytes = b""
+    max_tokens: int = 0
+    is_streamed: bool = False
+    tenant: str = ""
+    salt: str = ""
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+    weight: float = 0.0
+
+
 class Generated(msgspec.Struct, frozen=True):
     """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
 

@@ -26,7 +26,7 @@ from isthmus.core.attempts import (
     RequestFailed,
 )
 from isthmus.core.blocks import BlockNamer, KVLayout
-from isthmus.core.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
+from isthmus.core.errors import ProtocolError, RequestError, UnavailableError
 from isthmus.core.types import NS_PER_MS, NS_PER_S, Generated, Job, ModelCard, NodeId, RequestId, Role
 from isthmus.live.cluster.donors import DonorTokens
 from isthmus.live.cluster.joining import is_loopback
@@ -34,7 +34,7 @@ from isthmus.live.cluster.launcher import process_name
 from isthmus.live.cluster.links import AddressBook, LinkStats, Offload
 from isthmus.live.cluster.pipeline import Groups, Stage
 from isthmus.live.cluster.recorder import Recorder
-from isthmus.live.cluster.streams import AnswerStream
+from isthmus.live.cluster.streams import AnswerStream, refusal
 from isthmus.live.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.live.peers import messages
 from isthmus.live.peers.sessions import REFUSED, NoPayloads
@@ -282,7 +282,7 @@ class Head:
                 RunningTimer(asyncio.get_running_loop(), answer.wait_ms / 1000, expired)
             case conductor.Refuse():
                 self._refused[answer.stage or answer.code] += 1
-                self._streams.pop(answer.request).fail(_refusal(answer))
+                self._streams.pop(answer.request).fail(refusal(answer))
             case conductor.Fail():
                 error = RequestError(answer.reason) if answer.final else UnavailableError(answer.reason)
                 self._streams.pop(answer.request).fail(error)
@@ -560,19 +560,6 @@ def _report(task: asyncio.Task[None]) -> None:
 
 def _is_local(address: str) -> bool:
     return is_loopback(address.rpartition(":")[0].strip("[]"))
-
-
-def _refusal(refuse: conductor.Refuse) -> IsthmusError:
-    if refuse.code == "overloaded":
-        return OverloadedError(refuse.reason, retry_after_s=_seconds(refuse))
-    if refuse.code == "too_long":
-        return RequestError(refuse.reason, param="max_tokens", code="context_length_exceeded")
-    return UnavailableError(refuse.reason, retry_after_s=_seconds(refuse))
-
-
-def _seconds(refuse: conductor.Refuse) -> int:
-    """Returns the time to retry after in whole seconds, at least one."""
-    return max(1, -(-refuse.retry_after_ms // 1000))
 
 
 class _FromNode(NoPayloads):

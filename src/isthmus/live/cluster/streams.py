@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from msgspec.structs import replace
 
-from isthmus.core.errors import IsthmusError, ProtocolError
+from isthmus.core.conductor import Refuse
+from isthmus.core.errors import (
+    IsthmusError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+)
 from isthmus.core.types import Generated, Job, RequestId, TokenLogprobs
 
 
@@ -83,3 +90,17 @@ class AnswerStream:
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+
+def refusal(refuse: Refuse) -> IsthmusError:
+    """Returns the error that the client of a refused request gets."""
+    if refuse.code == "overloaded":
+        return OverloadedError(refuse.reason, retry_after_s=_seconds(refuse))
+    if refuse.code == "too_long":
+        return RequestError(refuse.reason, param="max_tokens", code="context_length_exceeded")
+    return UnavailableError(refuse.reason, retry_after_s=_seconds(refuse))
+
+
+def _seconds(refuse: Refuse) -> int:
+    """Returns the time to retry after in whole seconds, at least one."""
+    return max(1, -(-refuse.retry_after_ms // 1000))

@@ -31,7 +31,7 @@ from isthmus.live.gateway.responses.body import ResponsesRequest
 from isthmus.live.gateway.responses.wire import ResponsesDialect, ResponsesReply
 from isthmus.live.gateway.settings import GatewaySettings
 from isthmus.live.gateway.status import Status, cluster_status
-from isthmus.live.gateway.tenants import TenantGate, Traffic
+from isthmus.live.gateway.tenants import TenantGate, TenantMeter, Traffic
 from isthmus.live.gateway.tokenizer import GatewayTokenizer
 from isthmus.live.gateway.wire import ChatDialect, ChatReply, CompletionDialect, CompletionReply
 
@@ -59,23 +59,36 @@ def create_app(
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
+    opened = {each.path for each in operations if each.open}
+    app = framed([*routes, Route("/openapi.json", described)], opened, settings, meter.failed, meter.tenants)
+    app.state.preparing = preparing
+    app.state.traffic = traffic  # for `serve_http`
+    return app
+
+
+def framed(
+    routes: list[Route],
+    opened: set[str],
+    settings: GatewaySettings,
+    failed: Callable[[int], None],
+    tenants: TenantMeter | None,
+) -> Starlette:
+    """An app of `routes` with all that stands around them: ids, pages of other origins, API keys (not for GET of the
+    paths in `opened`), tenants' limits, errors in OpenAI's shape. `failed` hears the status of each error."""
 
     def refuse(error: Exception) -> Response:
-        meter.failed(status_of(error))
+        failed(status_of(error))
         return _problem(error)
 
     def outermost(app: ASGIApp) -> ASGIApp:
         return RequestIds(Origins(app, allowed=_origins(settings), refuse=refuse))
 
-    app = _App(
+    return _App(
         outermost,
-        routes=[*routes, Route("/openapi.json", described)],
-        middleware=_guard(settings, operations, meter, refuse),
+        routes=routes,
+        middleware=_guard(settings, opened, tenants, refuse),
         exception_handlers=_handlers(refuse),
     )
-    app.state.preparing = preparing
-    app.state.traffic = traffic  # for `serve_http`
-    return app
 
 
 class _App(Starlette):
@@ -96,19 +109,18 @@ def _origins(settings: GatewaySettings) -> tuple[str, ...] | None:
 
 def _guard(
     settings: GatewaySettings,
-    operations: list[Operation],
-    meter: Meter,
+    opened: set[str],
+    tenants: TenantMeter | None,
     refuse: Callable[[Exception], Response],
 ) -> list[Middleware]:
     """Middleware that asks for API keys and keeps tenants' limits, if there are any."""
-    opened = {each.path for each in operations if each.open}
     if not settings.keys:
         return []
     guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
     limits = [settings.tenant_default, *settings.tenant_limits.values()]
     if not (settings.names_tenants or any(each.is_limited for each in limits)):
         return [guard]
-    return [guard, Middleware(TenantGate, settings=settings, meter=meter.tenants, refuse=refuse)]
+    return [guard, Middleware(TenantGate, settings=settings, meter=tenants, refuse=refuse)]
 
 
 def _operations(

@@ -154,10 +154,11 @@ async def serve_http(
     """Serves until `stop`; then takes no new connections and gives running answers `drain_s` seconds, less if
     `at_once` is set. Answers that still run are ended, each in its own form. HTTPS with a `certificate`."""
     server = _Server(app, bound, certificate)
+    preparing: Preparing | None = app.state.preparing
     try:
         async with asyncio.TaskGroup() as group:
             sweeping = group.create_task(server.sweep())
-            warming = group.create_task(_warm(app.state.preparing))
+            warming = group.create_task(_warm(preparing))
             async with server.listening(group):
                 await stop.wait()
             bound.close()
@@ -167,13 +168,15 @@ async def serve_http(
     finally:
         bound.close()
         await server.end_answers()
-        app.state.preparing.close()
+        if preparing is not None:
+            preparing.close()
 
 
-async def _warm(preparing: Preparing) -> None:
+async def _warm(preparing: Preparing | None) -> None:
     """Starts the workers for large bodies after the nodes' start has had the processor."""
     await asyncio.sleep(WARM_S)
-    preparing.open()
+    if preparing is not None:
+        preparing.open()
 
 
 class _Server:

@@ -1,0 +1,71 @@
+"""Decides for a server known by its HTTP API alone, which plans its batches and keeps its KV by itself: the blocks that
+its prefix cache is believed to hold, from the prompts sent to it.
+
+The belief is an LRU of blocks like the server's own, of a capacity that is corrected by what answers say of cached
+tokens: a prompt found cached less than believed shrinks it, one found cached more grows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.core.attempts import BlocksEvicted, BlocksStored
+from isthmus.core.scheduler import TierCache
+from isthmus.core.types import NOBODY, BlockName, NodeId, Tenant
+
+GUESSED_BLOCKS = 1 << 14
+"""Capacity of a server that does not tell it."""
+LEAST_BLOCKS = 64
+STEP = 1 / 16
+"""Share of the capacity by which one answer corrects it."""
+DOUBT = 0.25
+"""Least difference between the cached shares of a prompt, told and believed, that corrects the capacity: prompts are
+counted in bytes here and in tokens there."""
+
+Reports = list[BlocksStored | BlocksEvicted]
+
+
+class PlainServer:
+    """The belief about one server's prefix cache. `num_blocks`: its capacity; 0 if the server does not tell it."""
+
+    def __init__(self, node: NodeId, num_blocks: int) -> None:
+        self.node = node
+        self._most_blocks = num_blocks or GUESSED_BLOCKS * 4
+        self._tiers = TierCache(num_blocks or GUESSED_BLOCKS)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that the cache is believed to hold at most."""
+        return self._tiers.dram.capacity_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the cache is believed to hold now."""
+        return len(self._tiers.dram.held)
+
+    def match(self, names: Sequence[BlockName]) -> int:
+        """Returns the number of leading blocks believed to be cached."""
+        return self._tiers.match(names)[0]
+
+    def computed(self, names: Sequence[BlockName], tenant: Tenant = NOBODY) -> Reports:
+        """Takes a prompt that the server has computed. Returns what changed of the belief, for the conductor."""
+        change = self._tiers.put(names, tenant) if names else None
+        reports: Reports = []
+        if change is not None and change.evicted:
+            reports.append(BlocksEvicted(self.node, change.evicted))
+        if change is not None and change.stored:
+            reports.append(BlocksStored(self.node, change.stored))
+        return reports
+
+    def told(self, believed: float, cached: float) -> None:
+        """Corrects the capacity by one answer. Shares of its prompt: `believed` to be cached when it was sent, and
+        `cached` as the server says."""
+        capacity = self._tiers.dram.capacity_blocks
+        if cached < believed - DOUBT:
+            self._tiers.dram.capacity_blocks = max(LEAST_BLOCKS, round(capacity * (1 - STEP)))
+        elif cached > believed + DOUBT:
+            self._tiers.dram.capacity_blocks = min(self._most_blocks, round(capacity * (1 + STEP)))
+
+    def check(self) -> None:
+        """Checks the belief's order and conservation; walks over everything."""
+        self._tiers.check()

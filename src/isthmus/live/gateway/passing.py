@@ -1,0 +1,289 @@
+"""The HTTP front of servers that run already: requests are passed on and answers passed back byte for byte.
+
+Of a body only the fields are read that placement needs; all others are the server's business. Knows neither servers
+nor who decides: that is the `PassingBackend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from isthmus.core.types import PassedRequest, RequestId
+from isthmus.live.gateway.app import framed
+from isthmus.live.gateway.headers import hex_id, salt_of, terms_of
+from isthmus.live.gateway.http import ClientGoneError, HttpError, read_body, while_connected
+from isthmus.live.gateway.metrics import CONTENT_TYPE, FIRST_TOKEN_S, Tally
+from isthmus.live.gateway.node_metrics import PREFIX, Family, Reading
+from isthmus.live.gateway.settings import GatewaySettings
+from isthmus.live.gateway.tenants import TenantMeter, Traffic
+
+PATHS = ("/v1/", "/v2/", "/api/")
+SINGLE_PATHS = (
+    "/tokenize",
+    "/detokenize",
+    "/rerank",
+    "/score",
+    "/classify",
+    "/pooling",
+    "/embeddings",
+    "/generate",
+)
+"""Paths that are passed on: of inference. Others of a server's, such as those that load adapters, put it to sleep or
+empty its cache, are for its operator."""
+OPERATORS_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+MAX_DEPTH_MESSAGE = "the body is nested too deeply"
+
+
+class PassedAnswer(Protocol):
+    """An answer of which the first bytes are here."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Sequence[tuple[str, str]]: ...
+
+    def chunks(self) -> AsyncGenerator[bytes]:
+        """Yields the body as it comes; closing it early gives the request up."""
+        ...
+
+
+class PassingBackend(Protocol):
+    """Servers that run already, with whoever decides which one takes a request."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a server is there."""
+        ...
+
+    def models(self) -> list[dict[str, Any]]:
+        """Returns what the servers say of their models in `/v1/models`, each name once."""
+        ...
+
+    async def forward(self, passed: PassedRequest) -> PassedAnswer:
+        """Passes a request on. Raises OverloadedError, UnavailableError or RequestError."""
+        ...
+
+    def status(self) -> list[Any]:
+        """Returns an object for each server: what is known of it, and what it does."""
+        ...
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Returns the latest value of each metric: metric name -> server -> value."""
+        ...
+
+
+class _Read(msgspec.Struct):
+    """The fields that are read of a body of JSON."""
+
+    model: str = ""
+    stream: bool = False
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    instructions: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def prefix(self) -> bytes:
+        """The prompt's bytes, without the sign that ends a list or a text: a longer conversation begins alike."""
+        return (
+            bytes(self.instructions)
+            + bytes(self.tools)
+            + bytes(self.messages or self.prompt or self.input)[:-1]
+        )
+
+    @property
+    def limit(self) -> int:
+        """The most tokens of the answer; 0 if the body has no limit."""
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens or 0
+
+
+_read = msgspec.json.Decoder(_Read).decode
+_UNREAD = _Read()
+
+
+def read_fields(body: bytes) -> _Read:
+    """Returns the fields of a body; those of none where it has another form, which the server will refuse or know.
+    Raises HttpError for one that is nested beyond what can be read."""
+    if not body.startswith((b"{", b" ", b"\n", b"\t", b"\r")):
+        return _UNREAD
+    try:
+        return _read(body)
+    except RecursionError:
+        raise HttpError(400, MAX_DEPTH_MESSAGE) from None
+    except msgspec.DecodeError:
+        return _UNREAD
+
+
+SERVER_METRICS = {
+    "server_up": "1 while requests are sent to the server, else 0.",
+    "server_requests_running": "Requests sent to the server that have not ended.",
+    "server_requests_total": "Attempts at requests sent to the server.",
+    "server_failures_total": "Attempts that the server did not answer, or broke off.",
+    "server_leaves_total": "Times that the server was left since it did not answer.",
+    "server_cache_blocks": "Blocks of 64 bytes of prompts that the server's cache is believed to hold.",
+    "server_cache_capacity_blocks": "Blocks that it is believed to hold at most.",
+    "server_prompt_tokens_total": "Prompt tokens, as the server's answers say.",
+    "server_cached_tokens_total": "Those that came from its cache, as its answers say.",
+}
+
+
+class _Meter:
+    """Metrics of the router, in a registry of its own. `tenants`: None unless metrics may name tenants."""
+
+    def __init__(self, backend: PassingBackend, *, names_tenants: bool) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.tenants = TenantMeter(registry) if names_tenants else None
+        text = "From the arrival of a request to the first bytes of its answer."
+        self.first_bytes = Tally(f"{PREFIX}time_to_first_token_seconds", text, FIRST_TOKEN_S)
+        registry.register(self.first_bytes)
+        registry.register(Reading(partial(of_servers, backend)))
+        text = "HTTP requests that failed."
+        self._failed = Counter(f"{PREFIX}requests_failed", text, ("status",), registry=registry)
+        self._cancelled = Counter(
+            f"{PREFIX}requests_cancelled", "HTTP requests given up by clients.", registry=registry
+        )
+
+    def failed(self, status: int) -> None:
+        self._failed.labels(str(status)).inc()
+
+    def cancelled(self) -> None:
+        self._cancelled.inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+def of_servers(backend: PassingBackend) -> Iterator[Family]:
+    """The metrics of all servers."""
+    for name, values in backend.gauges().items():
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(f"{PREFIX}{name}", SERVER_METRICS[name], labels=("server",))
+        for server, value in values.items():
+            family.add_metric((server,), value)
+        yield family
+
+
+def create_passing_app(backend: PassingBackend, settings: GatewaySettings) -> Starlette:
+    """The ASGI app before servers that run already."""
+    meter = _Meter(backend, names_tenants=settings.names_tenants)
+    pages, passing = _Pages(backend, meter), _Passing(backend, settings, meter)
+    routes = [
+        Route("/v1/models", pages.models),
+        Route("/health", pages.health),
+        Route("/ping", pages.health),
+        Route("/metrics", pages.metrics),
+        Route("/status", pages.status),
+        *[Route(path, passing) for path in SINGLE_PATHS],
+        *[Route(f"{path}{{rest:path}}", passing) for path in PATHS],
+    ]
+    app = framed(routes, {"/health", "/ping"}, settings, meter.failed, meter.tenants)
+    app.state.preparing, app.state.traffic = None, Traffic(settings.http)
+    return app
+
+
+class _Pages:
+    """Endpoints that the router answers itself."""
+
+    def __init__(self, backend: PassingBackend, meter: _Meter) -> None:
+        self._backend, self._meter = backend, meter
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": self._backend.models()})
+
+    async def health(self, request: Request) -> Response:
+        return Response() if self._backend.healthy else Response(status_code=503, headers={"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._meter.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def status(self, request: Request) -> Response:
+        return _json({"servers": self._backend.status()})
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+class _Passing:
+    """An ASGI app that passes requests on, and their answers back."""
+
+    def __init__(self, backend: PassingBackend, settings: GatewaySettings, meter: _Meter) -> None:
+        self._backend, self._settings, self._meter = backend, settings, meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises IsthmusError before the answer has begun."""
+        with contextlib.suppress(ClientGoneError):
+            await self._pass(scope, receive, send)
+            return
+        self._meter.cancelled()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = time.perf_counter()
+        if scope["path"] in OPERATORS_PATHS:
+            raise HttpError(403, f"{scope['path']} changes a server; ask the server itself")
+        body = await read_body(scope, receive, self._settings.max_body_bytes)
+        passed = self._passed(scope, body)
+        answer = await while_connected(asyncio.ensure_future(self._backend.forward(passed)), receive)
+        self._meter.first_bytes.observe(time.perf_counter() - began_s)
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        async with contextlib.aclosing(answer.chunks()) as chunks:
+            try:
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            except OSError:  # ASGI's sign of a closed connection
+                raise ClientGoneError from None
+
+    def _passed(self, scope: Scope, body: bytes) -> PassedRequest:
+        read, terms, settings = read_fields(body), terms_of(scope), self._settings
+        query = scope["query_string"].decode("latin-1")
+        return PassedRequest(
+            request=RequestId(hex_id(scope)),
+            method=scope["method"],
+            target=scope["path"] + (f"?{query}" if query else ""),
+            headers=tuple(
+                [
+                    (name.decode("latin-1"), value.decode("latin-1"))
+                    for name, value in scope["headers"]
+                    if name not in NOT_PASSED and not (settings.keys and name == b"authorization")
+                ]
+            ),
+            body=body,
+            model=read.model,
+            prefix=read.prefix,
+            max_tokens=read.limit,
+            is_streamed=read.stream,
+            tenant=terms.tenant or "",
+            salt=salt_of(terms.tenant, ""),
+            priority=terms.priority,
+            ttft_ms=settings.ttft_ms if terms.ttft_ms is None else terms.ttft_ms,
+            tbt_ms=settings.tbt_ms if terms.tbt_ms is None else terms.tbt_ms,
+            weight=settings.shares.weight_of(terms.tenant),
+        )
+
+
+NOT_PASSED = frozenset(
+    (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"content-length",
+     b"expect", b"proxy-authorization", b"proxy-connection")
+)  # fmt: skip
+"""Headers of one connection, or of the body as it came over it."""

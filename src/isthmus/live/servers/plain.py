@@ -1,0 +1,133 @@
+"""HTTP client of a server of which nothing is known but its URL: what it says of itself, and requests passed on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from isthmus.core.types import PassedRequest
+
+ASK_S = 5.0
+CONNECT_S = 3.0
+MAX_METRICS_BYTES = 4 << 20
+NOT_PASSED_BACK = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "date", "server")
+)
+"""Headers of one connection, and those that the gateway adds itself."""
+_BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_POOL = re.compile(r"^sglang:max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a server says of itself. `models`: the entries of `/v1/models`; `kv_tokens`: tokens that its KV memory
+    holds, 0 if it does not say; `kind`: vllm, sglang, or "" where its metrics do not tell."""
+
+    models: tuple[dict[str, Any], ...]
+    kv_tokens: int = 0
+    kind: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple([str(each["id"]) for each in self.models])
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+class Response:
+    """An answer with its first bytes, over a connection of its own until it is whole."""
+
+    def __init__(self, response: aiohttp.ClientResponse, first: bytes) -> None:
+        self.status = response.status
+        self.headers = [(k, v) for k, v in response.headers.items() if k.lower() not in NOT_PASSED_BACK]
+        self._response, self._first = response, first
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Yields the body as it comes. Raises aiohttp.ClientError when it breaks off."""
+        if self._first:
+            yield self._first
+        async for chunk in self._response.content.iter_any():
+            yield chunk
+
+    def abort(self) -> None:
+        """Closes the connection if the body is not whole; else it is used again."""
+        self._response.release() if self._response.content.at_eof() else self._response.close()
+
+
+class PlainClient:
+    """Client of the server at `url`, in an event loop. `key`: an API key, in place of the clients' own."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url, self._key = url.rstrip("/"), key
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            auto_decompress=False,
+            read_bufsize=1 << 16,
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def describe(self) -> Description:
+        """Asks the server what it is. Raises aiohttp.ClientError, OSError, TimeoutError, or ValueError if it does not
+        speak OpenAI's protocol."""
+        models = tuple(msgspec.json.decode(await self._get("/v1/models"), type=_Models).data)
+        if not all(isinstance(each.get("id"), str) for each in models):
+            raise ValueError("/v1/models names no models")
+        try:
+            metrics = (await self._get("/metrics")).decode("utf8", "replace")
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            metrics = ""
+        kv_tokens, kind = 0, ""
+        if (found := _BLOCKS.search(metrics)) is not None:
+            labels = dict(_LABEL.findall(found[1]))
+            kind = "vllm"
+            if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
+                kv_tokens = int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+        elif "sglang:" in metrics:
+            kind = "sglang"
+            if (pool := _POOL.search(metrics)) is not None:
+                kv_tokens = int(float(pool[1]))
+        return Description(models, kv_tokens, kind)
+
+    async def alive(self, limit_s: float) -> None:
+        """Returns when the server gives a sign of life, whatever it says. Raises as `describe`."""
+        async with self._session.get(
+            f"{self.url}/health", headers=self._own(), timeout=aiohttp.ClientTimeout(total=limit_s)
+        ) as response:
+            await response.read()
+
+    async def send(self, passed: PassedRequest) -> Response:
+        """Sends a request on, and returns its answer when the first bytes of the body are here. Raises
+        aiohttp.ClientError, OSError or TimeoutError."""
+        response = await self._session.request(
+            passed.method,
+            URL(self.url + passed.target, encoded=True),
+            data=passed.body or None,
+            headers=[*passed.headers, *self._own().items()],
+            allow_redirects=False,
+        )
+        try:
+            first = await response.content.readany()
+        except BaseException:
+            response.close()
+            raise
+        return Response(response, first)
+
+    async def _get(self, path: str) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=ASK_S)
+        async with self._session.get(self.url + path, headers=self._own(), timeout=timeout) as response:
+            response.raise_for_status()
+            return await response.content.read(MAX_METRICS_BYTES)
+
+    def _own(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -1,0 +1,482 @@
+"""Plain servers behind one conductor: each is a node that computes whole requests and is spoken to by HTTP alone.
+
+Carries out the conductor's routes: sends requests on, tells it of first bytes, ends and failures, and what a server's
+cache is believed to hold (`core.node.plain_server`). A request that has sent nothing goes elsewhere when its server
+fails; what was sent is never sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from isthmus.core import conductor
+from isthmus.core.attempts import RequestFailed
+from isthmus.core.blocks import BlockNamer, KVLayout
+from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
+from isthmus.core.node.plain_server import PlainServer
+from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId, sharing
+from isthmus.live.cluster.streams import refusal
+from isthmus.live.servers.plain import Description, PlainClient, Response
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES, BLOCK_TOKENS = 4, 16
+"""Prompts are counted in bytes, four a token, since no tokenizer is asked: a block is 64 bytes of a body."""
+TEXT = KVLayout("float32", BLOCK_TOKENS, 1, 1, 1, form="bytes")
+"""Layout of names of text, which are not of KV: no name of a block of KV equals one."""
+UNLIMITED_TOKENS = 1 << 40
+"""The server says itself what is too long for it."""
+UNSAID_TOKENS = 256
+"""Tokens of an answer whose request has no limit."""
+MAX_NAMERS = 1024
+MAX_NAMED_BYTES = 1 << 18
+"""Of a prompt, so that naming takes a few milliseconds at most; what follows counts as uncached."""
+PROBE_S, SILENCE_S = 1.0, 2.0
+"""How often each server is asked for a sign of life, and how long it may take or be silent."""
+RETRIED = frozenset((500, 502, 503, 504))
+"""Statuses of which another server may know better. The last one's answer is passed back."""
+TAIL_BYTES = 4096
+"""The end of an answer, where its usage stands."""
+_USAGE = re.compile(
+    rb'"(prompt_tokens|completion_tokens|cached_tokens|input_tokens|output_tokens)"\s*:\s*(\d+)'
+)
+
+
+class _Server:
+    """One server: what it says of itself, what it does, and what its cache is believed to hold."""
+
+    def __init__(self, node: NodeId, url: str, key: str | None) -> None:
+        self.node, self.client = node, PlainClient(url, key)
+        self.description: Description | None = None
+        self.belief = PlainServer(node, 0)
+        self.pool: _Pool | None = None  # None while it is not used
+        self.running: set[RequestId] = set()
+        self.heard_s = 0.0
+        self.counts: Counter[str] = Counter()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "server_up": float(self.pool is not None),
+            "server_requests_running": len(self.running),
+            "server_cache_blocks": self.belief.num_blocks,
+            "server_cache_capacity_blocks": self.belief.capacity_blocks,
+            **{f"server_{name}_total": self.counts[name] for name in _COUNTERS},
+        }
+
+
+_COUNTERS = ("requests", "failures", "leaves", "prompt_tokens", "cached_tokens")
+
+
+class _Pool:
+    """The servers that list the same models, behind a conductor of their own."""
+
+    def __init__(self, models: tuple[str, ...], desk: conductor.Desk) -> None:
+        self.models, self.desk = models, desk
+        self.namer = lru_cache(MAX_NAMERS)(partial(_namer, models[0] if models else ""))
+
+
+def _namer(revision: str, salt: str) -> BlockNamer:
+    return BlockNamer(revision=revision, layout=TEXT, salt=salt)
+
+
+class _Open:
+    """A request that has not ended. `route`: of the attempt to make or under way; `sending`: until its first bytes;
+    `believed`: leading blocks that its server was believed to have."""
+
+    def __init__(self, passed: PassedRequest, pool: _Pool) -> None:
+        self.passed, self.pool = passed, pool
+        self.num_tokens = max(1, len(passed.prefix) // TOKEN_BYTES)
+        words = memoryview(passed.prefix[: min(self.num_tokens * TOKEN_BYTES, MAX_NAMED_BYTES)])
+        self.names: tuple[BlockName, ...] = tuple(
+            pool.namer(passed.salt).names(words[: len(words) // TOKEN_BYTES * TOKEN_BYTES].cast("I"))
+        )
+        self.route: conductor.Route | None = None
+        self.error: IsthmusError | None = None
+        self.sending: asyncio.Task[Response] | None = None
+        self.response: Response | None = None
+        self.believed = 0
+        self._changed = asyncio.Event()
+
+    def change(self) -> None:
+        self._changed.set()
+
+    async def next_route(self, after: int) -> conductor.Route:
+        """Returns the route of an attempt after that number. Raises the error by which the request ends."""
+        while self.error is None and (self.route is None or self.route.attempt <= after):
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.route is not None
+        return self.route
+
+    def end_attempt(self) -> None:
+        """Withdraws the attempt: from the server, where it has sent nothing; what was sent ends with an error."""
+        if self.sending is not None:
+            self.sending.cancel()
+        if self.response is not None:
+            self.response.abort()
+
+
+class Router:
+    """Plain servers by URL, for the gateway (`isthmus.live.gateway.passing.PassingBackend`), in one event loop.
+
+    `rules`: of the conductor; `rejoin_s`: how long requests wait for a server that comes back; `key`: an API key that
+    the servers ask for.
+    """
+
+    def __init__(
+        self,
+        rules: conductor.Rules,
+        urls: Sequence[str],
+        *,
+        rejoin_s: float,
+        key: str | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._rules, self._rejoin_ms, self._clock_ns = rules, round(rejoin_s * 1000), clock_ns
+        self._servers = {NodeId(url): _Server(NodeId(url), url, key) for url in urls}
+        self._pools: dict[tuple[str, ...], _Pool] = {}
+        self._open: dict[RequestId, _Open] = {}
+        self._refused: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncGenerator[None]:
+        """Asks all servers what they are, then serves inside the context. Raises StartError if none answers."""
+        try:
+            found = await asyncio.gather(*[self._look(server) for server in self._servers.values()])
+            if not any(not reason for reason in found):
+                raise StartError("no server answers: " + "; ".join(found))
+            async with asyncio.TaskGroup() as group:
+                watching = [group.create_task(self._watch(server)) for server in self._servers.values()]
+                try:
+                    yield
+                finally:
+                    for task in watching:
+                        task.cancel()
+                    for each in list(self._open.values()):
+                        each.end_attempt()
+        finally:
+            await asyncio.gather(*[server.client.close() for server in self._servers.values()])
+
+    # For the gateway.
+
+    @property
+    def healthy(self) -> bool:
+        return any(server.pool is not None for server in self._servers.values())
+
+    def models(self) -> list[dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for server in self._servers.values():
+            if server.pool is not None and server.description is not None:
+                found |= {
+                    str(each["id"]): each for each in server.description.models if each["id"] not in found
+                }
+        return list(found.values())
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
+        for server in self._servers.values():
+            for name, value in server.gauges().items():
+                found.setdefault(name, {})[str(server.node)] = value
+        return found
+
+    def status(self) -> list[Any]:
+        return [
+            {
+                "server": str(server.node),
+                "up": server.pool is not None,
+                "told": msgspec.to_builtins(server.description) if server.description is not None else None,
+                **{
+                    name.removeprefix("server_"): value
+                    for name, value in server.gauges().items()
+                    if name != "server_up"
+                },
+            }
+            for server in self._servers.values()
+        ]
+
+    def lines(self) -> list[str]:
+        """Returns a line for each server: what it says of itself."""
+        found = []
+        for server in self._servers.values():
+            told = server.description
+            if told is None:
+                found.append(f"{server.node}: does not answer; it is asked every {PROBE_S:g} s")
+                continue
+            memory = (
+                f"{told.kv_tokens:,} tokens of KV memory" if told.kv_tokens else "does not say its KV memory"
+            )
+            found.append(
+                ": ".join([str(server.node), ", ".join([*told.names, *filter(None, [told.kind]), memory])])
+            )
+        return found
+
+    async def forward(self, passed: PassedRequest) -> PassedBack:
+        """Passes a request on, to as many servers one after another as the conductor's rules allow."""
+        pool = self._pool_of(passed.model)
+        request = _Open(passed, pool)
+        tenant = sharing(passed.tenant, passed.weight)
+        self._open[passed.request] = request
+        self._decide(
+            pool,
+            conductor.RequestArrived(
+                passed.request, tenant.name, request.num_tokens, passed.max_tokens or UNSAID_TOKENS, request.names,
+                passed.priority, passed.ttft_ms, passed.tbt_ms, weight=passed.weight,
+            ),
+        )  # fmt: skip
+        attempt, last = 0, None
+        try:
+            while True:
+                try:
+                    route = await request.next_route(attempt)
+                except UnavailableError:
+                    if last is None:
+                        raise
+                    return PassedBack(self, request, self._servers[route.prefill], last)
+                attempt, server = route.attempt, self._servers[route.prefill]
+                response = await self._send(request, server, route)
+                if response is None:
+                    continue
+                if response.status in RETRIED:
+                    if last is not None:
+                        last.abort()
+                    last = response
+                    self._failed(request, server, route, f"{server.node} answered HTTP {response.status}")
+                    continue
+                self._begun(request, server, route, is_computed=response.status == 200)
+                if request.error is not None:
+                    response.abort()
+                    raise request.error
+                if last is not None:
+                    last.abort()
+                return PassedBack(self, request, server, response)
+        except BaseException:
+            self._decide(pool, conductor.RequestCancelled(passed.request))
+            if last is not None and not isinstance(request.error, UnavailableError):
+                last.abort()
+            raise
+
+    async def _send(self, request: _Open, server: _Server, route: conductor.Route) -> Response | None:
+        """Returns the answer with its first bytes; None if there is none and the conductor has been told."""
+        passed = request.passed
+        server.running.add(passed.request)
+        server.counts["requests"] += 1
+        request.believed = server.belief.match(request.names)
+        request.sending = asyncio.ensure_future(server.client.send(passed))
+        try:
+            response = await request.sending
+        except asyncio.CancelledError:
+            server.running.discard(passed.request)
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            return None  # withdrawn: another attempt follows, or the end
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            server.running.discard(passed.request)
+            self._failed(request, server, route, f"{server.node}: {error or type(error).__name__}")
+            self._suspect(server, error)
+            return None
+        finally:
+            request.sending = None
+        server.heard_s = time.monotonic()
+        request.response = response
+        return response
+
+    # Decisions.
+
+    def _pool_of(self, model: str) -> _Pool:
+        """Returns the pool that serves a model; the only one, whose servers know best, for any name. Raises
+        RequestError or UnavailableError."""
+        pools = [pool for pool in self._pools.values() if model in pool.models]
+        if not pools and len(self._pools) == 1:
+            pools = list(self._pools.values())
+        if pools:
+            return next((pool for pool in pools if pool.desk.conductor.view.nodes), pools[0])
+        known = ", ".join(sorted({name for pool in self._pools.values() for name in pool.models}))
+        if not known:
+            raise UnavailableError("no server is there", retry_after_s=1)
+        raise RequestError(
+            f"the model {model!r} does not exist; there are {known}", param="model", code="model_not_found"
+        )
+
+    def _decide(self, pool: _Pool, event: conductor.Event) -> None:
+        for answer in pool.desk.on(event, self._clock_ns()):
+            self._act(pool, answer)
+
+    def _act(self, pool: _Pool, answer: conductor.Answer) -> None:
+        match answer:
+            case conductor.Route():
+                request = self._open[answer.request]
+                request.route = answer
+                request.change()
+            case conductor.Abort():
+                request = self._open[answer.request]
+                for node in answer.nodes:
+                    self._servers[node].running.discard(answer.request)
+                request.end_attempt()
+            case conductor.Hold():
+                expired = conductor.HoldExpired(answer.request, answer.attempt)
+                asyncio.get_running_loop().call_later(answer.wait_ms / 1000, self._decide, pool, expired)
+            case conductor.Refuse():
+                self._refused[answer.stage or answer.code] += 1
+                self._end(answer.request, refusal(answer))
+            case conductor.Fail():
+                self._end(
+                    answer.request,
+                    RequestError(answer.reason) if answer.final else UnavailableError(answer.reason),
+                )
+            case conductor.RequestEnded() | conductor.RequestCancelled():
+                self._open.pop(answer.request)
+
+    def _end(self, name: RequestId, error: IsthmusError) -> None:
+        request = self._open.pop(name)
+        request.error = error
+        request.end_attempt()
+        request.change()
+
+    def _failed(self, request: _Open, server: _Server, route: conductor.Route, reason: str) -> None:
+        server.counts["failures"] += 1
+        server.running.discard(request.passed.request)
+        request.response = None
+        self._decide(request.pool, RequestFailed(request.passed.request, route.attempt, reason))
+
+    def _begun(self, request: _Open, server: _Server, route: conductor.Route, *, is_computed: bool) -> None:
+        """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
+        self._decide(request.pool, conductor.FirstToken(request.passed.request, route.attempt))
+        if is_computed and request.error is None and server.pool is request.pool:
+            tenant = sharing(request.passed.tenant, request.passed.weight)
+            for report in server.belief.computed(request.names, tenant):
+                self._decide(request.pool, report)
+
+    def ended(self, request: _Open, server: _Server, tail: bytes, num_events: int) -> None:
+        """Takes the end of an answer, whose last bytes are `tail`."""
+        usage = {name.decode(): int(value) for name, value in _USAGE.findall(tail)}
+        num_prompt = usage.get("prompt_tokens") or usage.get("input_tokens", 0)
+        num_generated = usage.get("completion_tokens") or usage.get("output_tokens") or num_events
+        server.counts["prompt_tokens"] += num_prompt
+        server.heard_s = time.monotonic()
+        if num_prompt and "cached_tokens" in usage:
+            server.counts["cached_tokens"] += usage["cached_tokens"]
+            believed = request.believed * BLOCK_TOKENS / request.num_tokens
+            server.belief.told(believed, usage["cached_tokens"] / num_prompt)
+        server.running.discard(request.passed.request)
+        self._decide(request.pool, conductor.RequestEnded(request.passed.request, max(1, num_generated)))
+
+    def broken(self, request: _Open, server: _Server, error: BaseException | None) -> None:
+        """Takes the end of an answer that is not whole: its server failed, or (None) its client left."""
+        server.running.discard(request.passed.request)
+        self._decide(request.pool, conductor.RequestCancelled(request.passed.request))
+        if error is not None:
+            server.counts["failures"] += 1
+            self._suspect(server, error)
+
+    def heard(self, server: _Server) -> None:
+        server.heard_s = time.monotonic()
+
+    # Liveness.
+
+    def _suspect(self, server: _Server, error: BaseException) -> None:
+        """Leaves a server at once that refuses connections; another failure may be of the request alone."""
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self._leave(server, str(error))
+
+    def _leave(self, server: _Server, reason: str) -> None:
+        pool, server.pool = server.pool, None
+        if pool is not None:
+            log.warning("%s is left: %s", server.node, reason)
+            server.counts["leaves"] += 1
+            self._decide(pool, conductor.NodeLeft(server.node))
+
+    async def _look(self, server: _Server) -> str:
+        """Asks a server what it is, and takes it in. Returns why not, "" if so."""
+        try:
+            description = await server.client.describe()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return f"{server.node}: {error or type(error).__name__}"
+        server.description, server.heard_s = description, time.monotonic()
+        num_blocks = description.kv_tokens // BLOCK_TOKENS
+        server.belief = PlainServer(server.node, num_blocks)
+        models = tuple(sorted(description.names))
+        if models not in self._pools:
+            self._pools[models] = _Pool(
+                models, conductor.Desk(conductor.Conductor(self._rules), self._rejoin_ms)
+            )
+        server.pool = self._pools[models]
+        self._decide(
+            server.pool,
+            conductor.NodeJoined(
+                server.node, MIXED, UNLIMITED_TOKENS, BLOCK_TOKENS, cache_blocks=server.belief.capacity_blocks
+            ),
+        )
+        return ""
+
+    async def _watch(self, server: _Server) -> None:
+        """Asks for a sign of life every `PROBE_S`; leaves a server without one, and takes in one that is back."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            if server.pool is None:
+                if not await self._look(server):
+                    log.warning("%s is back", server.node)
+                continue
+            if time.monotonic() - server.heard_s < PROBE_S:
+                continue
+            try:
+                await server.client.alive(SILENCE_S)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                if time.monotonic() - server.heard_s > SILENCE_S or isinstance(
+                    error, aiohttp.ClientConnectorError
+                ):
+                    self._leave(server, f"no sign of life: {error or type(error).__name__}")
+            else:
+                server.heard_s = time.monotonic()
+
+
+class PassedBack:
+    """An answer whose first bytes are here."""
+
+    def __init__(self, router: Router, request: _Open, server: _Server, response: Response) -> None:
+        self.status, self.headers = response.status, response.headers
+        self._router, self._request, self._server, self._response = router, request, server, response
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Yields the body as it comes. One that breaks off ends with an error event where it is a stream of events,
+        else as an answer cut short."""
+        router, request, server = self._router, self._request, self._server
+        tail, num_events, whole = b"", 0, False
+        error: BaseException | None = None
+        try:
+            async for chunk in self._response.body():
+                router.heard(server)
+                tail = (tail + chunk)[-TAIL_BYTES:]
+                num_events += chunk.count(b"\ndata:")
+                yield chunk
+            whole = True
+        except (aiohttp.ClientError, OSError, TimeoutError) as broke:
+            error = broke
+            if not request.passed.is_streamed:
+                raise UnavailableError(f"{server.node} broke off amid its answer") from None
+            yield CUT_EVENT
+        finally:
+            self._response.abort()
+            if whole:
+                router.ended(request, server, tail, num_events)
+            else:
+                router.broken(request, server, error)
+
+
+CUT_EVENT = (
+    b'\n\ndata: {"error": {"message": "the server broke off amid its answer; send the request again", '
+    b'"type": "server_error", "param": null, "code": "unavailable"}}\n\n'
+)

@@ -22,7 +22,8 @@ import itertools
 import signal
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,6 +156,7 @@ class Server:
     def __init__(self, pace: Pace) -> None:
         self.pace, self.blocks, self.faults = pace, Blocks(pace.blocks), Faults(slow_s=pace.delay_s)
         self.loop = asyncio.get_running_loop()
+        self.connections: dict[Connection, None] = {}
         self.waiting: deque[Answer] = deque()
         self.prefilling: Answer | None = None
         self.running: dict[Answer, None] = {}
@@ -305,6 +307,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        self.server.connections[self] = None
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -313,6 +316,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.server.connections.pop(self, None)
         answer, self.answer = self.answer, None
         if answer is not None:
             self.server.drop(answer)
@@ -502,20 +506,27 @@ def _chunk(body: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
-async def listen(pace: Pace, port: int, host: str = "127.0.0.1") -> asyncio.Server:
-    """Listens; the caller closes it."""
+@asynccontextmanager
+async def listening(pace: Pace, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """Yields the server's URL; in the end it closes the connections that are left."""
     server = Server(pace)
-    return await asyncio.get_running_loop().create_server(lambda: Connection(server), host, port)
+    listener = await asyncio.get_running_loop().create_server(lambda: Connection(server), host, port)
+    try:
+        yield f"http://{host}:{listener.sockets[0].getsockname()[1]}"
+    finally:
+        listener.close()
+        for connection in list(server.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # they end in the loop's next round
 
 
 async def _serve(pace: Pace, host: str, port: int) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = await listen(pace, port, host)
-    print(f"paced at http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
-    await stop.wait()
-    server.close()
+    async with listening(pace, port, host) as url:
+        print(f"paced at {url}", flush=True)
+        await stop.wait()
 
 
 def main() -> None:

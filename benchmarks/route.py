@@ -17,12 +17,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import msgspec
@@ -40,6 +40,8 @@ from isthmus.bench.options import WORDS, Rounds, one_of
 from isthmus.bench.study import Outcome, Report, in_turns, plain, said, silent, table
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.sheet import Sheet
+
+Found = TypeVar("Found")
 
 MODEL = Pace.model
 SERVERS = {"cost": 2, "turns": 4, "trace": 4}
@@ -103,7 +105,7 @@ class Plan:
     ] = None
     rows: Annotated[int, Option(min=2, help="Of the trace.")] = 400
     conversations: Annotated[int, Option(min=1, help="Of the load turns.")] = 60
-    think_s: Annotated[float, Option(min=0, help="Mean pause of a conversation after an answer.")] = 0.5
+    think_s: Annotated[float, Option(min=0, help="Mean pause of a conversation after an answer.")] = 0.3
     seconds: Annotated[float, Option(min=0.01, help="Of each part of the load cost.")] = 3.0
     isthmus_options: ServeOptions = ()
     rounds: Rounds = 1
@@ -216,15 +218,23 @@ def _measured(
     plan: Plan, load: str, way: Way, urls: Sequence[str], rows: Sequence[Row], cpu_s: Callable[[], float | None]
 ) -> Cost | Hits:
     if load == "cost":
-        return uvloop.run(route_loads.cost(way, plan.seconds, cpu_s))
+        return uvloop.run(_closing(way, route_loads.cost(way, plan.seconds, cpu_s)))
     before = _counted(urls)
     if load == "turns":
         talks = Conversations(num=plan.conversations, think_s=plan.think_s, seed=plan.seed)
-        replies = uvloop.run(route_loads.turns(way, talks))
+        replies = uvloop.run(_closing(way, route_loads.turns(way, talks)))
     else:
-        replies = uvloop.run(route_loads.trace(way, rows))
+        replies = uvloop.run(_closing(way, route_loads.trace(way, rows)))
     hits, queries = (after - was for after, was in zip(_counted(urls), before, strict=True))
     return _hits(hits / max(1.0, queries), replies)
+
+
+async def _closing(way: Way, load: Awaitable[Found]) -> Found:
+    """An event loop that ends with open connections may never end."""
+    try:
+        return await load
+    finally:
+        await way.close()
 
 
 def _hits(rate: float, replies: Sequence[Reply]) -> Hits:

@@ -9,8 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -116,14 +115,12 @@ class Client:
         ).encode()
         self._free: list[_Connection] = []
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Ends the connections that are kept."""
         for each in self._free:
             each.transport.close()
+        self._free.clear()
+        await asyncio.sleep(0)  # they end in the loop's next round
 
     async def ask(self, messages: Sequence[Message], max_tokens: int, *, stream: bool = True) -> Reply:
         """One chat. An error, of the connection too, is in the reply."""

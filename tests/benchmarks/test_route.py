@@ -1,17 +1,26 @@
-"""The fake servers behind which routers are compared."""
+"""The fake servers behind which routers are compared, and the loads."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from benchmarks.paced_server import Blocks, Pace, listen, named, rendered
+from benchmarks import route, route_loads
+from benchmarks.paced_server import Blocks, Pace, listening, named, rendered
+from benchmarks.route_client import Client, Reply
+from benchmarks.route_loads import Conversations, Exact, InTurn
+from isthmus.bench import BenchError
+from tests.benchmarks.conftest import Study, program
 
 QUICK = Pace(token_ms=0.0, prefill_us=0.0)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -19,18 +28,9 @@ LONG = "a" * 64 + "b" * 64 + "c" * 16
 """Two full blocks and four tokens more."""
 
 
-@asynccontextmanager
-async def served(pace: Pace = QUICK) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    server = await listen(pace, 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with aiohttp.ClientSession() as session:
-        yield session, url
-    server.close()
-
-
 def on_server(check: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        async with served() as (session, url):
+        async with listening(QUICK) as url, aiohttp.ClientSession() as session:
             await check(session, url)
 
     asyncio.run(run())
@@ -153,3 +153,122 @@ def test_refusals(path: str, fields: dict[str, Any], status: int) -> None:
             assert (await answer.json())["error"]["code"] == status
 
     on_server(check)
+
+
+# Loads.
+
+
+def test_conversations_find_their_earlier_turns_where_the_client_knows_the_caches() -> None:
+    load = Conversations(num=5, turns=3, systems=2, begin_s=0, think_s=0)
+
+    async def run(is_exact: bool) -> list[Reply]:
+        async with AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(listening(QUICK)) for _ in range(2)]
+            clients = [Client(url, "paced") for url in urls]
+            way = Exact(clients, 384) if is_exact else InTurn(clients)
+            stack.push_async_callback(way.close)
+            return await route_loads.turns(way, load)
+
+    exact, in_turn = asyncio.run(run(True)), asyncio.run(run(False))
+    for replies in (exact, in_turn):
+        assert len(replies) == 15 and not any(each.error for each in replies)
+        assert all(len(each.text) == 4 * load.answer_tokens and each.ttft_s > 0 for each in replies)
+    lengths = [sorted(each.prompt_tokens for each in replies) for replies in (exact, in_turn)]
+    assert lengths[0] == lengths[1], "all ways ask the same"
+    assert sum([each.cached_tokens for each in exact]) > sum([each.cached_tokens for each in in_turn])
+    later = sorted(exact, key=lambda each: each.prompt_tokens)[5:]
+    assert all(each.cached_tokens >= load.system_tokens for each in later)
+
+
+def test_a_client_says_what_went_wrong() -> None:
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        chat = [{"role": "user", "content": "hi"}]
+        client = Client(url, "paced")
+        assert "status 404" in (await Client(url, "other").ask(chat, 2)).error
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            nobody = Client(f"http://127.0.0.1:{taken.getsockname()[1]}", "paced")
+            assert "refused" in (await nobody.ask(chat, 2)).error.lower()
+        await post(session, f"{url}/fault", cut=1, after=1, fail=1)
+        assert "status 500" in (await client.ask(chat, 4)).error
+        assert "closed" in (await client.ask(chat, 4)).error
+        good = await client.ask(chat, 4), await client.ask(chat, 4, stream=False)
+        await client.close()
+        assert good[0].text == good[1].text and len(good[0].text) == 16 and good[1].prompt_tokens > 0
+
+    on_server(check)
+
+
+def test_a_failed_answer_in_a_hundred_is_let_pass() -> None:
+    good, bad = Reply(), Reply(error="status 500")
+    assert len(route_loads.checked([*[good] * 99, bad])) == 99
+    for replies in ([*[good] * 98, bad, bad], [], [bad]):
+        with pytest.raises(BenchError, match=r"status 500|nothing was asked"):
+            route_loads.checked(replies)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [
+        (0, 1000, 80, (0, 1)),
+        (4000, 1536, 3, (0, 2, 3)),
+        (8000, 1600, 9, (0, 2, 3, 4)),
+        (8000, 512, 9, (5,)),
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    return file
+
+
+def test_equal_ids_are_equal_text(trace: Path) -> None:
+    rows = route_loads.rows_of(trace, 3, shrink=8, speed=4)
+    assert [(row.at_s, len(row.text) // 4, row.max_tokens) for row in rows] == [
+        (0, 125, 10),
+        (1, 192, 1),
+        (2, 200, 1),
+    ]
+    first, second, third = (row.text for row in rows)
+    assert first[:256] == second[:256] and first[256:] != second[256:500] and third.startswith(second)
+    assert named(first)[:4] == named(second)[:4] and len(set(named(second))) == 12
+    assert 0.4 < route_loads.endless(rows) < 0.5, "4 and 12 of 7 to 12 blocks"
+
+
+def test_a_trace_and_the_cost_of_a_hop_are_measured(trace: Path) -> None:
+    rows = [replace(row, at_s=0.0) for row in route_loads.rows_of(trace, 4, shrink=8, speed=4)]
+
+    async def run() -> tuple[list[Reply], route_loads.Cost]:
+        async with AsyncExitStack() as stack:
+            way = InTurn([Client(await stack.enter_async_context(listening(QUICK)), "paced")])
+            stack.push_async_callback(way.close)
+            replies = await route_loads.trace(way, rows)
+            return replies, await route_loads.cost(way, 0.01, count().__next__)
+
+    replies, cost = asyncio.run(run())
+    assert [len(each.text) // 4 for each in replies] == [10, 1, 1, 1] and replies[2].cached_tokens == 192
+    assert min(cost.ttft_1_ms, cost.ttft_8_ms, cost.requests_per_s) > 0
+    assert cost.request_cpu_ms and cost.stream_cpu_ms, "a second of processor time for each look"
+
+
+def test_a_router_that_fails_leaves_the_others(study: Study, tmp_path: Path) -> None:
+    peers = ("--peers", "smg,litellm,direct", "--peers-bin", tmp_path)
+    program(tmp_path / "smg", "-c 'raise SystemExit(\"no worker\")'")
+    options = ("--loads", "turns", "--conversations", 2, "--think-s", 0, "--folder", tmp_path / "logs")
+    found, said = study("route", *peers, *options)
+    failed, direct = found["rows"]
+    assert failed == {"load": "turns", "peer": "smg"} and direct["requests"] == 12 and 0 < direct["rate"] < 1
+    assert "2 conversations on 4 servers" in said and "litellm" not in said
+
+
+def test_a_command_has_the_servers_urls_in_their_place() -> None:
+    urls, words = ["http://a", "http://b"], {"port": "1", "second_port": "2", "config": "c"}
+    command = [
+        part for word in route.PEERS["isthmus"].command.split() for part in route._filled(word, words, urls)
+    ]
+    assert command[3:] == ["isthmus", "route", "http://a", "http://b", "--port", "1"]
+    config = route.PEERS["litellm"].config
+    assert config is not None
+    assert [each["litellm_params"]["api_base"] for each in config(urls)["model_list"]] == [
+        "http://a/v1",
+        "http://b/v1",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -88,7 +89,9 @@ async def _route(config: Config, servers: list[str], server_key: str | None) -> 
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
     stop, at_once = stop_on_signals()
-    async with router.run():
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(bound.close)
+        await stack.enter_async_context(router.run())
         started()
         url = f"http://{address_of(config.host, bound.getsockname()[1])}"
         print(f"Isthmus routes {url} to {len(servers)} servers (ready in {time.monotonic() - began:.1f} s)")

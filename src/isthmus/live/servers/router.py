@@ -158,15 +158,16 @@ class Router:
             found = await asyncio.gather(*[self._look(server) for server in self._servers.values()])
             if not any(not reason for reason in found):
                 raise StartError("no server answers: " + "; ".join(found))
-            async with asyncio.TaskGroup() as group:
-                watching = [group.create_task(self._watch(server)) for server in self._servers.values()]
-                try:
-                    yield
-                finally:
-                    for task in watching:
-                        task.cancel()
-                    for each in list(self._open.values()):
-                        each.end_attempt()
+            loop = asyncio.get_running_loop()
+            watching = [loop.create_task(self._watch(server)) for server in self._servers.values()]
+            try:
+                yield
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
+                for each in list(self._open.values()):
+                    each.end_attempt()
         finally:
             await asyncio.gather(*[server.client.close() for server in self._servers.values()])
 
@@ -426,21 +427,25 @@ class Router:
         """Asks for a sign of life every `PROBE_S`; leaves a server without one, and takes in one that is back."""
         while True:
             await asyncio.sleep(PROBE_S)
-            if server.pool is None:
-                if not await self._look(server):
-                    log.warning("%s is back", server.node)
-                continue
-            if time.monotonic() - server.heard_s < PROBE_S:
-                continue
             try:
-                await server.client.alive(SILENCE_S)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                if time.monotonic() - server.heard_s > SILENCE_S or isinstance(
-                    error, aiohttp.ClientConnectorError
-                ):
-                    self._leave(server, f"no sign of life: {error or type(error).__name__}")
-            else:
-                server.heard_s = time.monotonic()
+                await self._probe(server)
+            except Exception:  # a bug of ours ends no watch
+                log.exception("%s: a probe failed", server.node)
+
+    async def _probe(self, server: _Server) -> None:
+        if server.pool is None:
+            if not await self._look(server):
+                log.warning("%s is back", server.node)
+            return
+        if time.monotonic() - server.heard_s < PROBE_S:
+            return
+        try:
+            await server.client.alive(SILENCE_S)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if time.monotonic() - server.heard_s > SILENCE_S or isinstance(error, aiohttp.ClientConnectorError):
+                self._leave(server, f"no sign of life: {error or type(error).__name__}")
+        else:
+            server.heard_s = time.monotonic()
 
 
 class PassedBack:

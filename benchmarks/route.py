@@ -31,7 +31,7 @@ from typer import Option
 
 from benchmarks import route_loads
 from benchmarks.options import Seed, ServeOptions
-from benchmarks.paced_server import Pace
+from benchmarks.paced import Pace
 from benchmarks.route_client import Client, Reply
 from benchmarks.route_loads import Conversations, Cost, Exact, InTurn, Row, Way
 from benchmarks.served import reserved_port, started

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from benchmarks.paced_server import BLOCK_TOKENS, TOKEN_CHARS, WORDS, Blocks, length_of, named, rendered
+from benchmarks.paced import BLOCK_TOKENS, TOKEN_CHARS, WORDS, Blocks, length_of, named, rendered
 from benchmarks.route_client import Client, Message, Reply
 from isthmus.bench import BenchError
 from isthmus.core.errors import ConfigError

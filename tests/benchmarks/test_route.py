@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 
 from benchmarks import route, route_loads
-from benchmarks.paced_server import Blocks, Pace, listening, named, rendered
+from benchmarks.paced import Blocks, Pace, named, rendered
+from benchmarks.paced_server import listening
 from benchmarks.route_client import Client, Reply
 from benchmarks.route_loads import Conversations, Exact, InTurn
 from isthmus.bench import BenchError

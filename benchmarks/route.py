@@ -30,13 +30,13 @@ import uvloop
 from typer import Option
 
 from benchmarks import route_loads
-from benchmarks.options import Seed, ServeOptions
+from benchmarks.options import Seed
 from benchmarks.paced import Pace
 from benchmarks.route_client import Client, Reply
 from benchmarks.route_loads import Conversations, Cost, Exact, InTurn, Row, Way
 from benchmarks.served import reserved_port, started
 from isthmus.bench import BenchError
-from isthmus.bench.options import WORDS, Rounds, one_of
+from isthmus.bench.options import WORDS, WORDS_OF_SHELL, Rounds, one_of
 from isthmus.bench.study import Outcome, Report, in_turns, plain, said, silent, table
 from isthmus.core.errors import ConfigError, StartError
 from isthmus.sheet import Sheet
@@ -107,7 +107,11 @@ class Plan:
     conversations: Annotated[int, Option(min=1, help="Of the load turns.")] = 60
     think_s: Annotated[float, Option(min=0, help="Mean pause of a conversation after an answer.")] = 0.3
     seconds: Annotated[float, Option(min=0.01, help="Of each part of the load cost.")] = 3.0
-    isthmus_options: ServeOptions = ()
+    isthmus_options: Annotated[
+        tuple[str, ...],
+        WORDS_OF_SHELL,
+        Option(help="More options of isthmus route, e.g. '--policy least_loaded'."),
+    ] = ()
     rounds: Rounds = 1
     seed: Seed = 1
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -273,3 +275,12 @@ def test_a_command_has_the_servers_urls_in_their_place() -> None:
         "http://a/v1",
         "http://b/v1",
     ]
+
+
+def test_a_process_and_its_descendants_are_counted() -> None:
+    alone = route.usage(os.getsid(0))
+    with subprocess.Popen(["sleep", "60"]) as child:
+        both = route.usage(os.getsid(0))
+        child.kill()
+    assert both[0] >= alone[0] > 0 and both[1] > alone[1] / 2 > 0
+    assert route.usage(-1) == (0, 0)

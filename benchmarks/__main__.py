@@ -28,6 +28,7 @@ STUDIES = {
     "engine": "beside:engine",
     "messenger": "beside:messenger",
     "reuse": "reuse:run",
+    "route": "route:run",
     "serving": "serving:run",
     "store": "beside:store",
     "vllm-faults": "vllm_faults:run",

@@ -41,6 +41,13 @@ class _Models(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
+def said(error: BaseException) -> str:
+    """Returns the reason of a failure in one line."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    return str(error) or type(error).__name__
+
+
 class Response:
     """An answer with its first bytes, over a connection of its own until it is whole."""
 

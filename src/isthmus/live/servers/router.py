@@ -28,7 +28,7 @@ from isthmus.core.node.plain_server import PlainServer
 from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
-from isthmus.live.servers.plain import Description, PlainClient, Response
+from isthmus.live.servers.plain import Description, PlainClient, Response, said
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ class Router:
             return None  # withdrawn: another attempt follows, or the end
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             server.running.discard(passed.request)
-            self._failed(request, server, route, f"{server.node}: {error or type(error).__name__}")
+            self._failed(request, server, route, f"{server.node}: {said(error)}")
             self._suspect(server, error)
             return None
         finally:
@@ -398,7 +398,7 @@ class Router:
     def _suspect(self, server: _Server, error: BaseException) -> None:
         """Leaves a server at once that refuses connections; another failure may be of the request alone."""
         if isinstance(error, aiohttp.ClientConnectorError):
-            self._leave(server, str(error))
+            self._leave(server, said(error))
 
     def _leave(self, server: _Server, reason: str) -> None:
         pool, server.pool = server.pool, None
@@ -418,7 +418,7 @@ class Router:
         try:
             description = await server.client.describe()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            return f"{server.node}: {error or type(error).__name__}"
+            return f"{server.node}: {said(error)}"
         server.description, server.heard_s = description, time.monotonic()
         num_blocks = description.kv_tokens // BLOCK_TOKENS
         server.belief = PlainServer(server.node, num_blocks)
@@ -454,7 +454,7 @@ class Router:
             await server.client.alive(SILENCE_S)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if time.monotonic() - server.heard_s > SILENCE_S or isinstance(error, aiohttp.ClientConnectorError):
-                self._leave(server, f"no sign of life: {error or type(error).__name__}")
+                self._leave(server, f"no sign of life: {said(error)}")
         else:
             server.heard_s = time.monotonic()
 

@@ -98,6 +98,7 @@ class FakeServer:
             return _whole(writer, b'{"error": {"message": "no such field"}}', "422 Unprocessable")
         asked = json.loads(body) if body else {}
         if not asked.get("stream"):
+            await self.gate.wait()
             return _whole(writer, json.dumps({"vendor": 1, **asked}).encode(), more="X-Vendor: kept\r\n")
         kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked"
         writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\n\r\n")

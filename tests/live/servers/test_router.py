@@ -114,6 +114,22 @@ def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
     run(test)
 
 
+def test_an_answer_that_is_not_streamed_is_no_prompt_in_the_queue() -> None:
+    async def test() -> None:
+        server = FakeServer()
+        async with routed(server) as router:
+            server.gate.clear()
+            waiting = asyncio.create_task(router.forward(asked(stream=False)))
+            (pool,) = router._pools.values()
+            (node,) = pool.desk.conductor.view.nodes.values()
+            await until(lambda: len(node.decodes) == 1)
+            assert not node.prefills and not waiting.done()
+            server.gate.set()
+            assert (await read(await waiting)).startswith(b'{"vendor": 1')
+
+    run(test)
+
+
 def test_an_error_is_tried_elsewhere_and_the_last_one_passes() -> None:
     async def test() -> None:
         one, other = FakeServer(), FakeServer()

@@ -25,7 +25,7 @@ from isthmus.core.attempts import RequestFailed
 from isthmus.core.blocks import BlockNamer, KVLayout
 from isthmus.core.errors import IsthmusError, RequestError, StartError, UnavailableError
 from isthmus.core.node.plain_server import PlainServer
-from isthmus.core.types import MIXED, BlockName, NodeId, PassedRequest, RequestId, sharing
+from isthmus.core.types import MIXED, NS_PER_S, BlockName, NodeId, PassedRequest, RequestId, sharing
 from isthmus.live.cluster.recorder import Recorder
 from isthmus.live.cluster.streams import refusal
 from isthmus.live.servers.plain import Description, PlainClient, Response, said
@@ -283,6 +283,7 @@ class Router:
         server.counts["requests"] += 1
         request.believed = server.belief.match(request.names)
         request.sending = asyncio.ensure_future(server.client.send(passed))
+        presumed = None if passed.is_streamed else self._presume(request, server, route)
         try:
             response = await request.sending
         except asyncio.CancelledError:
@@ -298,6 +299,8 @@ class Router:
             return None
         finally:
             request.sending = None
+            if presumed is not None:
+                presumed.cancel()
         server.heard_s = time.monotonic()
         request.response = response
         return response
@@ -359,6 +362,14 @@ class Router:
         server.running.discard(request.passed.request)
         request.response = None
         self._decide(request.pool, RequestFailed(request.passed.request, route.attempt, reason))
+
+    def _presume(self, request: _Open, server: _Server, route: conductor.Route) -> asyncio.TimerHandle:
+        """Presumes a prompt computed when that is expected: an answer that is not streamed says nothing until its end,
+        and would count as a prompt that takes as long."""
+        node = request.pool.desk.conductor.view.nodes.get(server.node)
+        delay_ns = 0 if node is None else node.free_ns - self._clock_ns()
+        begun = partial(self._begun, request, server, route, is_computed=True)
+        return asyncio.get_running_loop().call_later(max(0, delay_ns) / NS_PER_S, begun)
 
     def _begun(self, request: _Open, server: _Server, route: conductor.Route, *, is_computed: bool) -> None:
         """Takes the first bytes of an answer: its prompt is computed, and cached, unless they are an error's."""
